@@ -1,0 +1,214 @@
+"""Every setting of a run, with its default and its meaning.
+
+`conf/reinforce.yaml` shows them all, and a test keeps it so. Unknown keys fail. Names in [brackets] are what users of
+NeMo-Aligner know a setting by.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Redis(Section):
+    url: str = "embedded"  # redis://, rediss://, unix://, or `embedded`: a private server in the run's folder
+    connect_timeout_s: PositiveFloat = 5.0
+    reply_timeout_s: PositiveFloat = 15.0  # a reply that takes longer counts as a lost connection
+    give_up_after_s: PositiveFloat = 120.0  # without a connection for so long, the part ends with an error
+
+
+class Lora(Section):
+    rank: Positive = 32  # [adapter_dim]
+    alpha: PositiveFloat = 32.0
+    dropout: Fraction = 0.0  # [adapter_dropout]
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # [target_modules: attention_qkv]
+
+
+class Model(Section):
+    path: str  # folder or hub name of a causal language model
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of forward and backward passes; masters stay fp32
+    gradient_checkpointing: bool = False
+    lora: Lora | None = None  # train adapters; the base is the reference
+
+
+class Data(Section):
+    train: str  # JSONL of prompts: {"text"|"prompt"|"messages": ..., further fields go to the rewards}
+    validation: str | None = None
+    max_prompt_tokens: Positive = 1024
+    overlong: Literal["error", "skip"] = "error"  # a prompt over max_prompt_tokens
+    malformed: Literal["error", "skip"] = "error"  # a line that is not a prompt; skipped ones are counted
+    shuffle: bool = True
+
+
+class Sampling(Section):
+    num_samples: Positive = 4  # samples a prompt [num_rollouts_per_prompt]
+    max_tokens: Positive = 1024  # [length_params.max_length]
+    min_tokens: NonNegative = 1  # [length_params.min_length]
+    greedy: bool = False  # [sampling_params.use_greedy]; for validation only
+    temperature: PositiveFloat = 1.0
+    top_k: NonNegative = 0  # 0: off
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    repetition_penalty: PositiveFloat = 1.0
+    stop: tuple[str, ...] = ()  # strings that end a response, beside the end token [end_strings]
+    # Train although top_k, top_p or repetition_penalty sample from a distribution the learner does not reproduce.
+    accept_mismatch: bool = False
+
+
+class FunctionReward(Section):
+    type: Literal["function"]
+    target: str  # a built-in name, `package.module:function` or `path/to/file.py:function`
+    weight: float = 1.0
+    timeout_s: PositiveFloat = 10.0
+
+
+class HttpReward(Section):
+    type: Literal["http"]
+    url: str  # of a reward server: http://host:port
+    weight: float = 1.0
+    timeout_s: PositiveFloat = 30.0  # for one request
+    attempts: Positive = 5  # tries before the sample counts as failed
+    max_concurrency: Positive = 64
+    token_file: str | None = None  # a file that holds the bearer token
+
+
+Reward = Annotated[FunctionReward | HttpReward, Field(discriminator="type")]
+
+
+class RewardServer(Section):
+    """A reward model that `streamrl up` serves on this machine; http sources with url `local` use it."""
+
+    model: str  # folder or hub name of a sequence-classification model
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: any free port [5555 in NeMo-Aligner]
+    max_delay_ms: NonNegativeFloat = 2.0  # how long a request may wait for others to share its batch
+    max_batch_tokens: Positive = 16384
+    reward_mean: float = 0.0  # standardisation: (r - mean) / std
+    reward_std: PositiveFloat = 1.0
+
+
+class Kl(Section):
+    placement: Literal["reward", "loss", "none"] = "reward"
+    coefficient: NonNegativeFloat = 0.01  # [initial_policy_kl_penalty]
+    estimator: Literal["k1", "k2", "k3"] = "k1"  # reward: k1; loss: k2 or k3
+    absolute: bool = True  # |k1| in the reward [use_absolute_kl]
+
+
+class Algorithm(Section):
+    name: Literal["reinforce", "rejection_sampling"] = "reinforce"
+    correction: Literal["truncated", "none"] = "truncated"  # off-policy correction by the ratio pi / mu
+    ratio_clamp: PositiveFloat = 5.0  # truncated: the ratio is clamped above
+    scale_by_std: bool = False  # divide advantages by the group's standard deviation
+    drop_zero_variance: bool = True  # groups whose rewards are all equal teach nothing; dropped and counted
+    mask_unfinished: bool = True  # samples cut by max_tokens get no loss and are no baseline
+    loss_mean: Literal["sequence", "token"] = "sequence"  # mean over each sequence first, or over all tokens
+    kl: Kl = Kl()
+    top_n: Positive = 1  # rejection sampling: winners a group [top_n_rollouts]
+
+
+class Optimizer(Section):
+    lr: PositiveFloat = 9e-7
+    min_lr: NonNegativeFloat = 9e-8
+    weight_decay: NonNegativeFloat = 0.1
+    betas: tuple[Fraction, Fraction] = (0.9, 0.98)
+    eps: PositiveFloat = 1e-8
+    warmup_steps: NonNegative = 10
+    constant_steps: NonNegative = 1000  # at the end, at min_lr
+    schedule: Literal["cosine", "constant"] = "cosine"
+    clip_norm: NonNegativeFloat = 1.0  # [gradient_clip_val]; 0: off
+
+
+class Training(Section):
+    groups_per_step: Positive = 16  # the global batch in groups; [model_gbs] is this x num_samples
+    max_steps: Annotated[int, Field(ge=-1)] = -1  # -1: until max_epochs
+    max_epochs: Positive = 1
+    max_time: str | None = None  # DD:HH:MM:SS; the run checkpoints and ends
+    micro_batch_tokens: Positive = 16384  # tokens of one forward and backward pass
+    max_skipped_in_row: Positive = 5  # non-finite steps before the run stops
+
+
+class Lag(Section):
+    max_steps: NonNegative = 4  # tickets in flight are bounded by (max_steps + 1) x groups_per_step; 0: on-policy
+    stale: Literal["keep", "drop"] = "keep"  # a group with tokens older than the limit
+    hard_limit_steps: Positive = 64  # keep: nothing older than this is trained
+
+
+class Weights(Section):
+    store: str = "redis:"  # where blobs go: `redis:`, `file:/path`
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # what is published and served
+    publish_every: Positive = 1  # steps
+    anchor_every: Positive = 50  # versions between anchors (full copies)
+    give_up_after_s: PositiveFloat = 300.0  # a publish that fails for so long ends the run
+
+
+class Checkpoint(Section):
+    every_steps: Positive = 10  # [save_interval]
+    keep_last: Positive = 2
+    keep_best: NonNegative = 1  # by val_rollouts/rewards [save_top_k]
+    resume: bool = True  # [resume_if_exists]; false: a run folder with checkpoints is an error
+
+
+class Validation(Section):
+    every_steps: NonNegative = 10  # [val_check_interval]; 0: only at start and end where those are on
+    at_start: bool = True
+    at_end: bool = True
+    max_prompts: Positive = 256
+    sampling: Sampling = Sampling(num_samples=1, greedy=True)
+    timeout_s: PositiveFloat = 600.0
+
+
+class Worker(Section):
+    count: NonNegative = 1  # workers that `streamrl up` starts
+    engine: Literal["vllm", "transformers"] = "vllm"
+    max_groups_in_flight: Positive = 32
+    lease_s: PositiveFloat = 60.0  # a ticket whose worker shows no life for so long goes to another
+    max_attempts: Positive = 3  # reported failures before a ticket goes to the dead letters
+    min_survivors: Positive = 2  # deliver a group when at least so many samples have a score
+    grace_s: PositiveFloat = 10.0  # on SIGTERM: finish groups for so long, then hand tickets back
+    threads: NonNegative = 0  # CPU threads of the engine; 0: the engine's choice
+    engine_args: dict[str, str | int | float | bool] = {}  # passed on to vLLM
+    start_timeout_s: PositiveFloat = 300.0
+
+
+class Learner(Section):
+    processes: Positive = 1  # ranks that `streamrl up` starts on this machine
+    max_restarts: NonNegative = 20
+    threads: NonNegative = 0  # CPU threads of each rank; 0: torch's choice
+    lease_s: PositiveFloat = 30.0  # a learner without sign of life for so long may be replaced
+    idle_timeout_s: PositiveFloat = 1800.0  # no group for so long ends the run with an error
+
+
+class Config(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "run"
+    seed: NonNegative = 1234
+    dir: Path = Path("runs")  # the run's folder is dir/name
+    redis: Redis = Redis()
+    model: Model
+    data: Data
+    sampling: Sampling = Sampling()
+    rewards: dict[str, Reward] = Field(min_length=1)  # sources by name; the reward is their weighted sum
+    reward_server: RewardServer | None = None
+    algorithm: Algorithm = Algorithm()
+    optimizer: Optimizer = Optimizer()
+    training: Training = Training()
+    lag: Lag = Lag()
+    weights: Weights = Weights()
+    checkpoint: Checkpoint = Checkpoint()
+    validation: Validation = Validation()
+    worker: Worker = Worker()
+    learner: Learner = Learner()
+
+    @property
+    def folder(self) -> Path:
+        return self.dir / self.name

@@ -1,0 +1,77 @@
+"""Every error that streamrl raises on purpose.
+
+StreamrlError
+├── UserError            the user can mend it: one clear line, exit code 2
+│   ├── ConfigError      a setting is unknown, of the wrong type, or contradicts another
+│   ├── DataError        a data set, model folder or tokenizer is not as it must be
+│   └── ResourceError    something the run needs is not there: Redis, a port, vLLM, disk
+├── WireError            a message that does not follow the schema or exceeds a limit
+├── TransportError       Redis did not answer within its bounds
+│   ├── Fenced           a newer learner epoch exists; this process must stop at once
+│   └── RunGone          the run's tombstone is there: it was removed, leave
+├── WeightsError         a blob, manifest, or digest is missing or wrong
+│   └── LoadRejected     the engine did not prove that it serves what was loaded
+├── EngineError          the generation engine died or does not make progress
+├── RewardError          no score could be had for a sample; never a number
+└── TrainingError        training cannot go on: non-finite steps in a row, publish stuck
+"""
+
+from __future__ import annotations
+
+
+class StreamrlError(Exception):
+    """Base of every deliberate error; its text says what happened and what to do."""
+
+    exit_code = 1
+
+
+class UserError(StreamrlError):
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    pass
+
+
+class DataError(UserError):
+    pass
+
+
+class ResourceError(UserError):
+    pass
+
+
+class WireError(StreamrlError):
+    pass
+
+
+class TransportError(StreamrlError):
+    pass
+
+
+class Fenced(TransportError):
+    pass
+
+
+class RunGone(TransportError):
+    pass
+
+
+class WeightsError(StreamrlError):
+    pass
+
+
+class LoadRejected(WeightsError):
+    pass
+
+
+class EngineError(StreamrlError):
+    pass
+
+
+class RewardError(StreamrlError):
+    pass
+
+
+class TrainingError(StreamrlError):
+    pass

@@ -1,0 +1,71 @@
+"""The names of all metrics, in one place: those that users of NeMo-Aligner know, and the asynchronous ones it lacks.
+
+A step's record is a flat map from these names to finite numbers. Rewards of a source are
+`train_rollouts/rewards/<source>`, drops by reason `stream/dropped/<reason>`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+METRICS: Mapping[str, str] = {
+    "train_rollouts/rollout_size": "samples in the step",
+    "train_rollouts/response_lengths": "mean response tokens",
+    "train_rollouts/prompt_lengths": "mean prompt tokens",
+    "train_rollouts/generation_length": "mean of prompt plus response tokens",
+    "train_rollouts/rewards": "mean weighted reward",
+    "train_rollouts/rewards_std": "standard deviation of the weighted reward",
+    "train_rollouts/fraction_of_samples_properly_ended": "share of samples that ended by themselves",
+    "train_rollouts/init_policy_kl": "mean over tokens of log pi - log pi_ref",
+    "train_rollouts/rewards_with_kl": "mean reward after the KL penalty",
+    "train_rollouts/baseline": "mean leave-one-out baseline",
+    "train_rollouts/zero_variance_groups": "share of groups whose rewards are all equal",
+    "train_rollouts/consumed_samples": "samples trained since the start of the run",
+    "train_rollouts/epoch": "passes over the dataset",
+    "val_rollouts/rewards": "mean weighted reward on the validation prompts",
+    "val_rollouts/response_lengths": "mean response tokens on the validation prompts",
+    "val_rollouts/fraction_of_samples_properly_ended": "share that ended by themselves",
+    "val_rollouts/num_prompts": "validation prompts answered",
+    "val_rollouts/min_version_step": "oldest step that answered",
+    "val_rollouts/max_version_step": "newest step that answered",
+    "train_optim/loss": "loss of the step (actor_loss)",
+    "train_optim/grad_norm": "norm of the gradient before clipping",
+    "train_optim/lr": "learning rate",
+    "train_optim/optim_step": "optimizer steps since the start of the run",
+    "train_optim/skipped_steps": "steps skipped for a non-finite loss or gradient",
+    "policy/entropy": "mean entropy of the next-token distribution",
+    "policy/ratio_mean": "mean importance ratio pi / mu",
+    "policy/ratio_max": "largest importance ratio",
+    "policy/clipped_fraction": "share of tokens whose ratio was clamped",
+    "policy/ess": "effective sample size of the ratios, as a share of tokens",
+    "policy/mismatch_kl": "mean of log mu - log pi over sampled tokens",
+    "lag/min": "steps between the version that made a token and the step that trains it: smallest",
+    "lag/mean": "the same: mean over tokens",
+    "lag/max": "the same: largest",
+    "lag/in_flight": "mean steps that passed while a sample was generated",
+    "lag/in_queue": "mean steps that passed between the last token and training",
+    "lag/dead_lineage_tokens": "tokens made by versions of an abandoned lineage",
+    "stream/outstanding": "tickets issued and not yet resolved",
+    "stream/groups_trained": "groups trained since the start of the run",
+    "stream/groups_dropped": "groups dropped for any reason since the start of the run",
+    "timers/rollout": "seconds the learner waited for groups",
+    "timers/generate": "mean seconds a group took to generate",
+    "timers/reward": "mean seconds a group waited for rewards",
+    "timers/logprobs": "seconds of forward passes for the policy and the loss",
+    "timers/init_logprobs": "seconds of forward passes of the reference",
+    "timers/train": "seconds of the optimizer step, forward and backward included",
+    "timers/publish": "seconds to encode, store and announce a version",
+    "timers/checkpoint": "seconds to write a checkpoint",
+    "timers/step": "seconds of the whole step",
+    "throughput/tokens_per_s": "trained tokens per second of the whole step",
+    "throughput/samples_per_s": "trained samples per second of the whole step",
+    "weights/version": "number of the version published after the step",
+    "weights/num_bytes": "bytes of the published version",
+    "weights/changed_fraction": "share of elements that changed",
+}
+
+_FAMILIES = ("train_rollouts/rewards/", "val_rollouts/rewards/", "stream/dropped/")
+
+
+def is_metric(name: str) -> bool:
+    return name in METRICS or name.startswith(_FAMILIES)

@@ -1,0 +1,119 @@
+"""Progress and waits: what a part does or waits for, since when, and when it last got on.
+
+Health is the age of the last *progress*, never a pulse: a process whose heart beats while its work stands still is the
+failure that users of every peer complain about. Each part owns one `Progress`; somebody else writes its `report`
+to Redis once a second (`transport.reports`), so that reporting can never hold up or stop the work.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+Role = Literal["learner", "worker", "reward", "launcher"]
+State = Literal["starting", "working", "waiting", "stopping"]
+Detail = Mapping[str, int | float | str]
+
+
+class Wait(StrEnum):
+    """Everything that a part may wait for; each wait is bounded and shown."""
+
+    REDIS = "redis"  # a connection
+    RUN = "run"  # the run's configuration to appear in Redis
+    LEASE = "lease"  # another learner holds the run
+    PEERS = "peers"  # the other ranks
+    TICKETS = "tickets"  # a worker without work
+    GROUPS = "groups"  # the learner without rollouts
+    WEIGHTS = "weights"  # a version that is needed before going on
+    ENGINE = "engine"  # the engine to start or to answer
+    REWARDS = "rewards"  # reward sources to answer
+    EVALUATION = "evaluation"  # answers to evaluation tickets
+    RESUME = "resume"  # the operator paused the run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    part: str  # "learner/0", "worker/host-1234", "reward/0"
+    role: Role
+    host: str
+    pid: int
+    state: State
+    doing: str  # the activity, or the name of the wait
+    since: float  # when this activity or wait began (unix time)
+    last_progress: float  # when the part last got on with its work
+    at: float  # when this report was made
+    detail: Detail = field(default_factory=dict)  # step, version, in flight, tokens/s, ...
+
+
+class Progress:
+    """The current state of one part; safe to use from several threads."""
+
+    def __init__(self, *, part: str, role: Role, clock: Callable[[], float] = time.time) -> None:
+        self.part = part
+        self._role: Role = role
+        self._clock = clock
+        self._lock = threading.Lock()
+        now = clock()
+        self._state: State = "starting"
+        self._doing, self._since, self._last_progress = "start", now, now
+        self._detail: dict[str, int | float | str] = {}
+
+    def working(self, doing: str) -> None:
+        """Say what is being done now; entering a new activity is progress."""
+        self._enter("working", doing)
+
+    def stopping(self) -> None:
+        self._enter("stopping", "stop")
+
+    def advanced(self, **detail: int | float | str) -> None:
+        """The activity got on: a step was made, a group delivered."""
+        with self._lock:
+            self._last_progress = self._clock()
+            self._detail.update(detail)
+
+    def note(self, **detail: int | float | str) -> None:
+        """Facts to show that are no progress in themselves."""
+        with self._lock:
+            self._detail.update(detail)
+
+    @contextmanager
+    def waiting(self, wait: Wait) -> Iterator[None]:
+        """Inside, the part waits; leaving restores what it was doing. The caller bounds the wait."""
+        with self._lock:
+            before = (self._state, self._doing)
+            self._state, self._doing, self._since = "waiting", str(wait), self._clock()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._state, self._doing = before
+                self._since = self._clock()
+
+    def report(self) -> Report:
+        with self._lock:
+            return Report(
+                part=self.part,
+                role=self._role,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                state=self._state,
+                doing=self._doing,
+                since=self._since,
+                last_progress=self._last_progress,
+                at=self._clock(),
+                detail=dict(self._detail),
+            )
+
+    def _enter(self, state: State, doing: str) -> None:
+        with self._lock:
+            now = self._clock()
+            if (state, doing) != (self._state, self._doing):
+                self._state, self._doing, self._since = state, doing, now
+            self._last_progress = now

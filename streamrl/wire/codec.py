@@ -1,0 +1,151 @@
+"""msgpack with limits: pack maps, unpack them strictly, and take fields out by type.
+
+Hostile bytes are the normal case here: 8 MB of empty maps unpack to 593 MB, duplicate keys silently overwrite, and
+extension types run hooks. So sizes are bounded before anything is built, and whatever is not in the schema is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.errors import WireError
+
+SCHEMA = 1
+MAX_MESSAGE_BYTES = 64 << 20
+_MAX_CONTAINER = 4096  # samples in a group, spans in a sample, fields in a map: all far below this
+_MAX_ITEMS_PER_BYTE_BUDGET = 1 << 16
+
+
+def pack(fields: Mapping[str, object]) -> bytes:
+    """One message: the schema's number and the fields."""
+    message: bytes = msgpack.packb({"schema": SCHEMA, **fields}, use_bin_type=True)
+    return message
+
+
+def unpack(data: bytes, *, max_bytes: int = MAX_MESSAGE_BYTES) -> Fields:
+    """The inverse of `pack`; any bytes give fields or one WireError."""
+    if len(data) > max_bytes:
+        raise WireError(f"message of {len(data)} bytes exceeds the limit of {max_bytes}")
+    budget = _ItemBudget(_MAX_ITEMS_PER_BYTE_BUDGET)
+    try:
+        value = msgpack.unpackb(
+            data,
+            raw=False,
+            strict_map_key=True,
+            object_pairs_hook=budget.build_map,
+            list_hook=budget.count_list,
+            ext_hook=_refuse_extension,
+            max_array_len=_MAX_CONTAINER,
+            max_map_len=_MAX_CONTAINER,
+            max_str_len=max_bytes,
+            max_bin_len=max_bytes,
+        )
+    except WireError:
+        raise
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
+        raise WireError(f"not a message: {type(error).__name__}: {error}") from None
+    if not isinstance(value, dict):
+        raise WireError(f"not a message: a map was expected, got {type(value).__name__}")
+    fields = Fields(value)
+    schema = fields.integer("schema", low=0)
+    if schema != SCHEMA:
+        raise WireError(f"message of schema {schema}; this program speaks schema {SCHEMA}: update the older side")
+    return fields
+
+
+class _ItemBudget:
+    """Bounds how many containers one message may build, and refuses a key that comes twice."""
+
+    def __init__(self, limit: int) -> None:
+        self._left = limit
+
+    def _spend(self, items: int) -> None:
+        self._left -= 1 + items
+        if self._left < 0:
+            raise WireError("message holds too many items")
+
+    def build_map(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        self._spend(len(pairs))
+        built = dict(pairs)
+        if len(built) != len(pairs):
+            raise WireError("a key appears twice in one map")
+        return built
+
+    def count_list(self, items: list[Any]) -> list[Any]:
+        self._spend(len(items))
+        return items
+
+
+def _refuse_extension(code: int, data: bytes) -> object:
+    raise WireError(f"extension type {code} refused")
+
+
+class Fields:
+    """A map whose entries are taken out one by one, each checked; `done` refuses what is left over."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._left = values
+
+    def _take(self, name: str) -> Any:
+        try:
+            return self._left.pop(name)
+        except KeyError:
+            raise WireError(f"field {name!r} is missing") from None
+
+    def integer(self, name: str, *, low: int = -(1 << 63), high: int = (1 << 64) - 1) -> int:
+        value = self._take(name)
+        if type(value) is not int or not low <= value <= high:
+            raise WireError(f"field {name!r} must be an integer in [{low}, {high}], got {value!r:.40}")
+        return value
+
+    def number(self, name: str) -> float:
+        value = self._take(name)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise WireError(f"field {name!r} must be a finite number, got {value!r:.40}")
+        return float(value)
+
+    def text(self, name: str, *, max_chars: int = 1 << 20) -> str:
+        value = self._take(name)
+        if not isinstance(value, str) or len(value) > max_chars:
+            raise WireError(f"field {name!r} must be a text of at most {max_chars} characters")
+        return value
+
+    def blob(self, name: str) -> bytes:
+        value = self._take(name)
+        if not isinstance(value, bytes):
+            raise WireError(f"field {name!r} must be bytes, got {type(value).__name__}")
+        return value
+
+    def array(self, name: str, dtype: str, *, count: int) -> npt.NDArray[Any]:
+        """Raw little-endian items; their number is known beforehand and must agree."""
+        data = self.blob(name)
+        kind = np.dtype(dtype)
+        if len(data) != count * kind.itemsize:
+            raise WireError(f"field {name!r} holds {len(data)} bytes, expected {count} items of {kind.itemsize}")
+        return np.frombuffer(data, dtype=kind)
+
+    def list(self, name: str, *, max_items: int = _MAX_CONTAINER) -> list[Any]:
+        value = self._take(name)
+        if not isinstance(value, list) or len(value) > max_items:
+            raise WireError(f"field {name!r} must be a list of at most {max_items} items")
+        return value
+
+    def map(self, name: str) -> Fields:
+        value = self._take(name)
+        if not isinstance(value, dict):
+            raise WireError(f"field {name!r} must be a map, got {type(value).__name__}")
+        return Fields(value)
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._left)
+
+    def done(self) -> None:
+        """Everything must have been taken: an unknown field means another program or an attack."""
+        if self._left:
+            raise WireError(f"unknown fields: {', '.join(sorted(map(repr, self._left)))[:200]}")
