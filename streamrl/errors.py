@@ -6,13 +6,15 @@ StreamrlError
 │   ├── DataError        a data set, model folder or tokenizer is not as it must be
 │   └── ResourceError    something the run needs is not there: Redis, a port, vLLM, disk
 ├── WireError            a message that does not follow the schema or exceeds a limit
-├── TransportError       Redis did not answer within its bounds
+├── TransportError       Redis, or the store of weights, did not answer within its bounds
 │   ├── Fenced           a newer learner epoch exists; this process must stop at once
 │   └── RunGone          the run's tombstone is there: it was removed, leave
 ├── WeightsError         a blob, manifest, or digest is missing or wrong
 │   └── LoadRejected     the engine did not prove that it serves what was loaded
 ├── EngineError          the generation engine died or does not make progress
+├── SampleError          the engine refused one sample, and goes on
 ├── RewardError          no score could be had for a sample; never a number
+├── PartError            a part that the launcher started ended, and another start would not help
 └── TrainingError        training cannot go on: non-finite steps in a row, publish stuck
 """
 
@@ -69,7 +71,15 @@ class EngineError(StreamrlError):
     pass
 
 
+class SampleError(StreamrlError):
+    pass
+
+
 class RewardError(StreamrlError):
+    pass
+
+
+class PartError(StreamrlError):
     pass
 
 

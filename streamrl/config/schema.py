@@ -66,11 +66,20 @@ class Sampling(Section):
     accept_mismatch: bool = False
 
 
+class ValidationSampling(Sampling):
+    """As `sampling`, with defaults of its own: one setting changed leaves the others as validation wants them."""
+
+    num_samples: Positive = 1
+    greedy: bool = True
+
+
 class FunctionReward(Section):
     type: Literal["function"]
     target: str  # a built-in name, `package.module:function` or `path/to/file.py:function`
     weight: float = 1.0
     timeout_s: PositiveFloat = 10.0
+    options: dict[str, str | int | float | bool] = {}  # keyword arguments of the function
+    processes: Positive = 1  # child processes that run it side by side
 
 
 class HttpReward(Section):
@@ -164,7 +173,7 @@ class Validation(Section):
     at_start: bool = True
     at_end: bool = True
     max_prompts: Positive = 256
-    sampling: Sampling = Sampling(num_samples=1, greedy=True)
+    sampling: ValidationSampling = ValidationSampling()
     timeout_s: PositiveFloat = 600.0
 
 

@@ -1,0 +1,42 @@
+# Everything here is also what CI runs. `make` alone lists the targets.
+PYTHON ?=
+ARGS ?=
+export PYTHON
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test test-long test-root lint format bench clean
+
+help:  ## list the targets
+	@echo 'streamrl: make TARGET'
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup:  ## install everything into .venv; seconds when nothing changed (PYTHON=python3.12 for another interpreter)
+	@.ci/setup
+
+quickstart: setup  ## watch a small model learn, a few minutes (ARGS="seed=2" for other settings)
+	@.venv/bin/streamrl quickstart $(ARGS)
+
+test:  ## lint, types and the fast tests, as CI runs them: at most 15 minutes (ARGS="-k word" for some)
+	@.ci/run fast $(ARGS)
+
+test-long:  ## the tests that take minutes each: at most 60 minutes
+	@.ci/run long $(ARGS)
+
+test-root:  ## the tests that need root (network namespaces, disk limits): at most 30 minutes
+	@.ci/run root $(ARGS)
+
+lint: setup  ## style, formatting and types, without changing anything
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+format: setup  ## mend what ruff can mend by itself
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+
+bench: setup  ## measure the stream, the codec and the weights (ARGS chooses; see bench/)
+	.venv/bin/python -m bench $(ARGS)
+
+clean:  ## remove caches and build outputs; .venv and runs/ stay
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

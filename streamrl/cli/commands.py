@@ -1,0 +1,20 @@
+"""The commands of `streamrl`, by name; each is imported only when it is called, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Entry(NamedTuple):
+    target: str  # module:attribute of a click command
+    help: str  # its line in `streamrl --help`
+
+
+COMMANDS: Mapping[str, Entry] = {
+    "quickstart": Entry("streamrl.cli.quickstart:quickstart", "Watch a small model learn on this machine."),
+    "up": Entry("streamrl.cli.up:up", "Run everything on this machine: Redis, rewards, workers, learner."),
+    "audit": Entry("streamrl.cli.audit:audit", "Account for every ticket of a run: none lost, none twice."),
+    "config": Entry("streamrl.cli.config:config", "Show or check a configuration."),
+    "reward": Entry("streamrl.cli.reward:reward", "Serve a reward model over HTTP, or train one."),
+}

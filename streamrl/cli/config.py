@@ -1,0 +1,40 @@
+"""`streamrl config show|check`: what a configuration amounts to, and whether it can run; without torch or Redis."""
+
+from __future__ import annotations
+
+import click
+
+from streamrl.cli.arguments import takes_config
+from streamrl.config.check import check_config
+from streamrl.config.dump import config_to_json, dump_config
+from streamrl.config.files import check_files
+from streamrl.config.load import load_config
+
+
+@click.group()
+def config() -> None:
+    """Show or check a configuration."""
+
+
+@config.command()
+@takes_config
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def show(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Print every setting as the run would have it; what is not a default says where it was written."""
+    loaded = load_config(file, overrides)
+    if as_json:
+        click.echo(config_to_json(loaded.config))
+    else:
+        click.echo(dump_config(loaded.config, loaded.origin), nl=False)
+
+
+@config.command()
+@takes_config
+@click.option("--no-files", is_flag=True, help="Check settings only, not that data and models are there.")
+def check(file: str, overrides: tuple[str, ...], no_files: bool) -> None:
+    """Check settings against each other, read the prompts, look for the models: as `up` does before it starts."""
+    loaded = load_config(file, overrides)
+    check_config(loaded.config, loaded.origin)
+    if not no_files:
+        check_files(loaded.config)
+    click.echo(f"{file}: good" + (" (files were not looked at)" if no_files else ""))

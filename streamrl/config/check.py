@@ -1,0 +1,241 @@
+"""Contradictions between settings, which no single setting shows. Everything is found before one error is raised.
+
+Files are looked at elsewhere (`files`): this needs nothing but the configuration.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from streamrl.config.explain import show
+from streamrl.config.schema import Config, FunctionReward, HttpReward, Sampling
+from streamrl.errors import ConfigError
+
+LOCAL_REWARD_SERVER = "local"  # the url of an http source that means the run's own reward_server
+EMBEDDED_REDIS = "embedded"
+
+_REWARD_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
+_MAX_TIME = re.compile(r"(\d+):([01]\d|2[0-3]):([0-5]\d):([0-5]\d)\Z")
+
+Where = Callable[[str], str | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    key: str
+    value: Any
+    remedy: str  # what is wrong with it and what would be right
+
+
+def check_config(config: Config, where: Where = lambda _key: None) -> None:
+    """Refuse settings that contradict each other; `where` is `Loaded.origin`, so that errors name the line."""
+    problems = [problem for rule in _RULES for problem in rule(config)]
+    if problems:
+        raise ConfigError("\n".join(_line(problem, where) for problem in problems))
+
+
+def max_time_s(text: str) -> int:
+    """Seconds of a DD:HH:MM:SS; ValueError on anything else."""
+    match = _MAX_TIME.match(text)
+    if match is None:
+        raise ValueError(f"not a duration: {text!r} (expected DD:HH:MM:SS)")
+    days, hours, minutes, seconds = map(int, match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def _line(problem: Problem, where: Where) -> str:
+    origin = where(problem.key)
+    return f"{origin + ': ' if origin else ''}{problem.key} = {show(problem.value)}: {problem.remedy}"
+
+
+def _sampling(config: Config) -> Iterator[Problem]:
+    yield from _lengths("sampling", config.sampling)
+    yield from _lengths("validation.sampling", config.validation.sampling)
+    if config.sampling.greedy:
+        yield Problem(
+            key="sampling.greedy",
+            value=True,
+            remedy="greedy samples of a prompt are all alike and teach nothing; it is for validation.sampling",
+        )
+    if config.algorithm.name == "reinforce" and not config.sampling.accept_mismatch:
+        yield from _mismatch(config.sampling)
+
+
+def _lengths(section: str, sampling: Sampling) -> Iterator[Problem]:
+    if sampling.min_tokens > sampling.max_tokens:
+        yield Problem(
+            key=f"{section}.min_tokens",
+            value=sampling.min_tokens,
+            remedy=f"must not exceed {section}.max_tokens = {sampling.max_tokens}",
+        )
+
+
+def _mismatch(sampling: Sampling) -> Iterator[Problem]:
+    """Settings that change the distribution in a way that the learner's log-probs do not follow."""
+    for name, off in (("top_k", 0), ("top_p", 1.0), ("repetition_penalty", 1.0)):
+        value = getattr(sampling, name)
+        if value != off:
+            yield Problem(
+                key=f"sampling.{name}",
+                value=value,
+                remedy="the learner cannot reproduce this distribution, so its importance ratios would be wrong; "
+                f"set it to {off}, or accept that with sampling.accept_mismatch=true",
+            )
+
+
+def _groups(config: Config) -> Iterator[Problem]:
+    num_samples, survivors, top_n = config.sampling.num_samples, config.worker.min_survivors, config.algorithm.top_n
+    baseline = "the leave-one-out baseline of reinforce compares samples of one prompt; must be at least 2"
+    if config.algorithm.name == "reinforce" and num_samples < 2:
+        yield Problem(key="sampling.num_samples", value=num_samples, remedy=baseline)
+    elif config.algorithm.name == "reinforce" and survivors < 2:
+        yield Problem(key="worker.min_survivors", value=survivors, remedy=baseline)
+    elif survivors > num_samples:
+        yield Problem(
+            key="worker.min_survivors",
+            value=survivors,
+            remedy=f"must not exceed sampling.num_samples = {num_samples}: no group could ever be delivered",
+        )
+    if config.algorithm.name == "rejection_sampling" and top_n > num_samples:
+        yield Problem(
+            key="algorithm.top_n", value=top_n, remedy=f"must not exceed sampling.num_samples = {num_samples}"
+        )
+
+
+def _kl(config: Config) -> Iterator[Problem]:
+    kl = config.algorithm.kl
+    allowed = {"reward": ("k1",), "loss": ("k2", "k3")}.get(kl.placement)
+    if config.algorithm.name == "reinforce" and allowed is not None and kl.estimator not in allowed:
+        yield Problem(
+            key="algorithm.kl.estimator",
+            value=kl.estimator,
+            remedy=f"with algorithm.kl.placement={kl.placement} it must be {' or '.join(allowed)}",
+        )
+
+
+def _optimizer(config: Config) -> Iterator[Problem]:
+    optimizer = config.optimizer
+    if optimizer.schedule == "cosine" and optimizer.min_lr > optimizer.lr:
+        yield Problem(
+            key="optimizer.min_lr",
+            value=optimizer.min_lr,
+            remedy=f"the schedule falls from optimizer.lr = {optimizer.lr} to it, so it must not be larger",
+        )
+    if max(optimizer.betas) >= 1:
+        yield Problem(key="optimizer.betas", value=list(optimizer.betas), remedy="both must be less than 1")
+
+
+def _training(config: Config) -> Iterator[Problem]:
+    text = config.training.max_time
+    if text is None:
+        return
+    try:
+        seconds = max_time_s(text)
+    except ValueError:
+        seconds = 0
+    if seconds == 0:
+        yield Problem(key="training.max_time", value=text, remedy="must be a duration DD:HH:MM:SS, such as 00:03:50:00")
+
+
+def _lag(config: Config) -> Iterator[Problem]:
+    lag, every = config.lag, config.weights.publish_every
+    if lag.max_steps > lag.hard_limit_steps:
+        yield Problem(
+            key="lag.max_steps",
+            value=lag.max_steps,
+            remedy=f"must not exceed lag.hard_limit_steps = {lag.hard_limit_steps}",
+        )
+    if every > lag.max_steps + 1:
+        yield Problem(
+            key="weights.publish_every",
+            value=every,
+            remedy=f"weights published so rarely are older than lag.max_steps = {lag.max_steps} allows; "
+            f"must be at most {lag.max_steps + 1}",
+        )
+
+
+def _validation(config: Config) -> Iterator[Problem]:
+    if config.validation.every_steps and config.data.validation is None:
+        yield Problem(
+            key="validation.every_steps",
+            value=config.validation.every_steps,
+            remedy="there are no prompts to validate on; name them in data.validation, or set this to 0",
+        )
+
+
+def _rewards(config: Config) -> Iterator[Problem]:
+    for name, source in config.rewards.items():
+        if not _REWARD_NAME.match(name):
+            yield Problem(
+                key="rewards",
+                value=name,
+                remedy="names of sources are letters, digits, - and _ (they become metric names)",
+            )
+        if isinstance(source, FunctionReward):
+            if ":" not in source.target and not source.target.isidentifier():
+                yield Problem(
+                    key=f"rewards.{name}.target",
+                    value=source.target,
+                    remedy="must be the name of a built-in, package.module:function or path/to/file.py:function",
+                )
+        else:
+            yield from _http(config, name, source)
+    if config.reward_server is not None and not any(isinstance(r, HttpReward) for r in config.rewards.values()):
+        yield Problem(
+            key="reward_server.model",
+            value=config.reward_server.model,
+            remedy=f"no reward source asks this server; add one of type http with url: {LOCAL_REWARD_SERVER}",
+        )
+
+
+def _http(config: Config, name: str, source: HttpReward) -> Iterator[Problem]:
+    if source.url == LOCAL_REWARD_SERVER:
+        if config.reward_server is None:
+            yield Problem(
+                key=f"rewards.{name}.url",
+                value=source.url,
+                remedy="there is no reward_server section that it could mean",
+            )
+    elif not _is_url(source.url, ("http", "https")):
+        yield Problem(
+            key=f"rewards.{name}.url",
+            value=source.url,
+            remedy=f"must be http://host:port, or {LOCAL_REWARD_SERVER} for the run's own reward_server",
+        )
+
+
+def _places(config: Config) -> Iterator[Problem]:
+    url, store = config.redis.url, config.weights.store
+    if url != EMBEDDED_REDIS and not (_is_url(url, ("redis", "rediss")) or url.startswith("unix:///")):
+        yield Problem(
+            key="redis.url",
+            value=url,
+            remedy=f"must be redis://host:port/0, rediss://host:port/0, unix:///path or {EMBEDDED_REDIS}",
+        )
+    if store != "redis:" and not store.removeprefix("file:").startswith("/"):
+        yield Problem(key="weights.store", value=store, remedy="must be redis: or file:/a/path that all machines share")
+
+
+def _is_url(text: str, schemes: tuple[str, ...]) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in schemes and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, a bracket that is not closed
+        return False
+
+
+_RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
+    _sampling,
+    _groups,
+    _kl,
+    _optimizer,
+    _training,
+    _lag,
+    _validation,
+    _rewards,
+    _places,
+)

@@ -1,0 +1,118 @@
+"""From files and overrides to a checked configuration.
+
+    base.yaml  <-  extends: base.yaml  <-  key.sub=value  ->  strict schema  ->  Loaded
+
+Maps merge key by key; lists and scalars replace what they meet; `null` over a map takes it away, so that its default
+holds again. Nothing is coerced: a number in quotes is text. Relative paths *in* a configuration (data, models, run
+folder) are relative to the directory in which the command runs; `extends` to the file in which it stands.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from streamrl.config.explain import explain, show
+from streamrl.config.schema import Config
+from streamrl.config.source import Node, parse
+from streamrl.errors import ConfigError
+
+EXTENDS = "extends"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    config: Config
+    tree: Node  # what was written, merged; defaults are not in it
+
+    def origin(self, key: str) -> str | None:
+        """Where a setting was written: `conf/x.yaml:12`, `override '...'`, or None for a default."""
+        node = self.tree.find(*key.split("."))
+        return node.origin if node is not None else None
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
+    """Read a file, what it extends and the overrides; ConfigError names every mistake with its place."""
+    tree = _read(Path(path), chain=())
+    for text in overrides:
+        tree = merge(tree, _override(text))
+    return Loaded(config=_validate(tree), tree=tree)
+
+
+def merge(base: Node, over: Node) -> Node:
+    """`over` laid on `base`."""
+    if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
+        return over
+    entries = dict(base.value)
+    for key, node in over.value.items():
+        held = entries.get(key)
+        if held is not None and isinstance(held.value, dict) and node.value is None:
+            del entries[key]
+        else:
+            entries[key] = merge(held, node) if held is not None else node
+    return Node(value=entries, origin=base.origin)
+
+
+def _read(path: Path, chain: tuple[Path, ...]) -> Node:
+    """The tree of one file laid on what it extends; `chain` is the files that led here."""
+    tree = parse(_text(path), name=str(path), numbered=True)
+    if not isinstance(tree.value, dict):
+        found = "it is empty" if tree.value is None else f"it holds {show(tree.plain())}"
+        raise ConfigError(f"{path}: a configuration is a map of settings; {found}")
+    entries = dict(tree.value)
+    tree = Node(value=entries, origin=str(path))  # the whole file, not the line of its first key
+    extends = entries.pop(EXTENDS, None)
+    if extends is None:
+        return tree
+    if not isinstance(extends.value, str):
+        raise ConfigError(f"{extends.origin}: extends = {show(extends.plain())}: must be the name of one file")
+    base = Path(os.path.normpath(path.parent / extends.value))
+    seen = [*chain, path]
+    if base.resolve() in [file.resolve() for file in seen]:
+        raise ConfigError(f"{extends.origin}: extends in a circle: {' -> '.join(map(str, [*seen, base]))}")
+    if not base.is_file():
+        raise ConfigError(f"{extends.origin}: extends = {extends.value!r}: there is no file {base}")
+    merged = merge(_read(base, chain=tuple(seen)), tree)
+    return Node(value=merged.value, origin=str(path))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        folder = path.parent
+        names = [file.name for file in folder.glob("*.yaml")] if folder.is_dir() else []
+        near = get_close_matches(path.name, names, n=1)
+        hint = f"; did you mean {folder / near[0]}?" if near else ""
+        raise ConfigError(f"there is no configuration file {path}{hint}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from error
+
+
+def _override(text: str) -> Node:
+    """`a.b=c` as the map {a: {b: c}}."""
+    origin = f"override {text!r}"
+    key, equals, value = text.partition("=")
+    names = key.strip().split(".")
+    if not (equals and all(names)):
+        raise ConfigError(f"{origin}: write KEY.SUB=VALUE, such as optimizer.lr=1e-4")
+    node = parse(value, name=origin, numbered=False)
+    for name in reversed(names):
+        node = Node(value={name: node}, origin=origin)
+    return node
+
+
+def _validate(tree: Node) -> Config:
+    # Through JSON: there, strict mode takes a list for a tuple and text for a path, and still coerces nothing.
+    try:
+        return Config.model_validate_json(json.dumps(tree.plain()), strict=True)
+    except ValidationError as error:
+        raise ConfigError(explain(error, tree)) from error

@@ -1,0 +1,135 @@
+"""YAML text to values that know where they were written.
+
+The dialect is a strict YAML 1.2: `1e-6` is a number, `no` and `1:30` are text, only `true` and `false` are booleans.
+Duplicate keys, tags, anchors and aliases are refused: a configuration is data to be read top to bottom, and `extends`
+shares what is common.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from streamrl.errors import ConfigError
+
+Scalar = str | int | float | bool | None
+Place = Callable[[Any], str]  # the origin of a mark in the text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A value and the place where it was written: `conf/x.yaml:12`, or `override 'a.b=c'`."""
+
+    value: Scalar | list[Node] | dict[str, Node]
+    origin: str
+
+    def plain(self) -> Any:
+        """The value without its places."""
+        if isinstance(self.value, dict):
+            return {key: node.plain() for key, node in self.value.items()}
+        if isinstance(self.value, list):
+            return [node.plain() for node in self.value]
+        return self.value
+
+    def find(self, *path: str) -> Node | None:
+        """The node at a path of map keys."""
+        node: Node | None = self
+        for key in path:
+            node = node.value.get(key) if node is not None and isinstance(node.value, dict) else None
+        return node
+
+
+_STR, _NULL, _BOOL, _INT, _FLOAT = (f"tag:yaml.org,2002:{kind}" for kind in ("str", "null", "bool", "int", "float"))
+_TAGS = {_STR, _NULL, _BOOL, _INT, _FLOAT, "tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"}
+
+
+_RESOLVERS = [
+    (_NULL, re.compile(r"(?:~|null|Null|NULL|)\Z")),
+    (_BOOL, re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z")),
+    (_INT, re.compile(r"[-+]?[0-9]+\Z")),
+    (_FLOAT, re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?\Z")),
+    (_FLOAT, re.compile(r"(?:[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z")),
+]
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's parser with the scalars of YAML 1.2, where PyYAML itself follows 1.1."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self.yaml_implicit_resolvers = {None: _RESOLVERS}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
+            raise yaml.MarkedYAMLError(
+                problem="anchors and aliases are not used here; share settings with `extends`",
+                problem_mark=event.start_mark,
+            )
+        return super().compose_node(parent, index)
+
+
+def parse(text: str, *, name: str, numbered: bool) -> Node:
+    """The value that a YAML text holds. Origins are `name:line` when numbered, else just `name`; errors too."""
+
+    def place(mark: Any) -> str:
+        return f"{name}:{mark.line + 1}" if numbered and mark is not None else name
+
+    try:
+        root = yaml.compose(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        why = " ".join(part for part in (error.context, error.problem) if part)
+        raise ConfigError(f"{place(error.problem_mark or error.context_mark)}: not valid YAML: {why}") from error
+    except yaml.YAMLError as error:  # a character that YAML does not allow
+        raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from error
+    return _node(root, place) if root is not None else Node(value=None, origin=name)
+
+
+def _node(node: yaml.Node, place: Place) -> Node:
+    origin = place(node.start_mark)
+    if node.tag not in _TAGS:
+        raise ConfigError(f"{origin}: the tag {node.tag!r} is not used here; write a plain value")
+    if isinstance(node, yaml.MappingNode):
+        return Node(value=_map(node, place), origin=origin)
+    if isinstance(node, yaml.SequenceNode):
+        return Node(value=[_node(item, place) for item in node.value], origin=origin)
+    return Node(value=_scalar(node.tag, node.value), origin=origin)
+
+
+def _map(node: yaml.MappingNode, place: Place) -> dict[str, Node]:
+    entries: dict[str, Node] = {}
+    for key_node, value_node in node.value:
+        where = place(key_node.start_mark)
+        key = key_node.value
+        if key_node.tag != _STR:
+            shown = repr(key) if isinstance(key, str) else "a list or map"
+            raise ConfigError(f"{where}: a key must be a name, not {shown}; quote it if it is meant as text")
+        if key in entries:
+            raise ConfigError(f"{where}: key {key!r} stands twice in one map (first at {entries[key].origin})")
+        value = _node(value_node, place)
+        entries[key] = Node(value=value.value, origin=where)  # a value is found by its key's line
+    return entries
+
+
+def _scalar(tag: str, text: str) -> Scalar:
+    if tag == _NULL:
+        return None
+    if tag == _BOOL:
+        return text.lower() == "true"
+    if tag == _INT:
+        return int(text)
+    if tag == _FLOAT:
+        return _float(text)
+    return text
+
+
+def _float(text: str) -> float:
+    text = text.lower()
+    if text.endswith((".inf", ".nan")):
+        return math.nan if text == ".nan" else float(text.replace(".inf", "inf"))
+    return float(text)

@@ -1,0 +1,1 @@
+"""Datasets as files: reading and checking them, without a tokenizer and without torch."""

@@ -1,0 +1,110 @@
+"""Prompt files: JSON Lines, one prompt a line, as text or as chat messages.
+
+    {"text": "What is 2 + 3?", "answer": "5"}
+    {"messages": [{"role": "user", "content": "What is 2 + 3?"}], "answer": "5"}
+
+`prompt` is another name of `text`. All further fields go to the rewards as they are. A line that is not a prompt is an
+error with file and line, or is skipped and counted where the configuration says so; empty lines are nothing.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from streamrl.errors import DataError
+
+OnBadRow = Literal["error", "skip"]
+_MAX_LINE_BYTES = 1 << 20  # what fits into a ticket with certainty
+_KINDS = ("text", "prompt", "messages")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRow:
+    line: int  # counts from 1
+    text: str | None  # exactly one of text and messages is set
+    messages: tuple[Mapping[str, Any], ...] | None
+    fields: Mapping[str, Any]  # the further fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptFile:
+    path: Path
+    rows: tuple[PromptRow, ...]
+    num_skipped: int  # malformed lines
+
+
+class _Malformed(Exception):
+    """A line is no prompt; the text says why."""
+
+
+def read_prompts(path: str | Path, *, malformed: OnBadRow, key: str = "data.train") -> PromptFile:
+    """All prompts of the file; `key` is the setting that named it, for errors."""
+    path = Path(path)
+    rows: list[PromptRow] = []
+    num_skipped = 0
+    for line, data in _lines(path, key):
+        try:
+            rows.append(_parse(line, data))
+        except _Malformed as error:
+            if malformed == "error":
+                raise DataError(f"{path}:{line}: {error}") from None
+            num_skipped += 1
+    if not rows:
+        skipped = f"; {num_skipped} malformed lines were skipped" if num_skipped else ""
+        raise DataError(f"{key}: {path} holds no prompts{skipped}")
+    return PromptFile(path=path, rows=tuple(rows), num_skipped=num_skipped)
+
+
+def _lines(path: Path, key: str) -> Iterator[tuple[int, bytes]]:
+    try:
+        with path.open("rb") as file:
+            for line, data in enumerate(file, start=1):
+                stripped = (data.removeprefix(codecs.BOM_UTF8) if line == 1 else data).strip()
+                if stripped:
+                    yield line, stripped
+    except FileNotFoundError:
+        raise DataError(f"{key}: no such file: {path}; give the path of a JSONL file of prompts") from None
+    except OSError as error:
+        raise DataError(f"{key}: {path} cannot be read: {error.strerror}") from None
+
+
+def _parse(line: int, data: bytes) -> PromptRow:
+    if len(data) > _MAX_LINE_BYTES:
+        raise _Malformed(f"line of {len(data)} bytes; at most {_MAX_LINE_BYTES} are allowed")
+    try:
+        row = json.loads(data.decode(), parse_constant=_refuse_constant)
+    except UnicodeDecodeError:
+        raise _Malformed("not UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise _Malformed(f"not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise _Malformed(f'expected an object such as {{"text": "..."}}, got {type(row).__name__}')
+    kinds = [kind for kind in _KINDS if kind in row]
+    if len(kinds) != 1:
+        found = " and ".join(repr(kind) for kind in kinds) or "none"
+        raise _Malformed(f"expected exactly one of 'text', 'prompt' and 'messages', found {found}")
+    value = row.pop(kinds[0])
+    if kinds[0] == "messages":
+        return PromptRow(line=line, text=None, messages=_check_messages(value), fields=row)
+    if not isinstance(value, str) or not value:
+        raise _Malformed(f"{kinds[0]!r} must be a text that is not empty")
+    return PromptRow(line=line, text=value, messages=None, fields=row)
+
+
+def _check_messages(value: object) -> tuple[Mapping[str, Any], ...]:
+    if not isinstance(value, list) or not value:
+        raise _Malformed("'messages' must be a list with at least one message")
+    for message in value:
+        texts = [message.get("role"), message.get("content")] if isinstance(message, dict) else [None]
+        if not all(isinstance(text, str) for text in texts):
+            raise _Malformed("each message must be an object with the texts 'role' and 'content'")
+    return tuple(value)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON value")

@@ -1,0 +1,62 @@
+"""Shared fixtures. Redis is always there: a private server for the session; without one the suite fails."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import redis
+import redis.asyncio
+
+from streamrl.config import schema
+from streamrl.transport.connection import connect, connect_async
+from streamrl.transport.embedded import EmbeddedRedis
+from streamrl.transport.keys import Keys
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis.start(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def redis_url(redis_server: EmbeddedRedis) -> str:
+    return redis_server.url
+
+
+@pytest.fixture
+def redis_settings() -> schema.Redis:
+    return schema.Redis(connect_timeout_s=5.0, reply_timeout_s=5.0, give_up_after_s=20.0)
+
+
+@pytest.fixture
+def client(redis_url: str, redis_settings: schema.Redis) -> Iterator[redis.Redis]:
+    with connect(redis_url, redis_settings) as client:
+        yield client
+
+
+@pytest.fixture
+async def async_client(redis_url: str, redis_settings: schema.Redis) -> AsyncIterator[redis.asyncio.Redis]:
+    async with connect_async(redis_url, redis_settings) as client:
+        yield client
+
+
+@pytest.fixture
+def run_name(request: pytest.FixtureRequest, redis_url: str, redis_settings: schema.Redis) -> Iterator[str]:
+    """A name of its own for each test, which may begin other names too. Afterwards every key on the server must
+    belong to such a run, and they are removed."""
+    name = re.sub(r"[^A-Za-z0-9]+", "-", request.node.name)[:50].strip("-")
+    with connect(redis_url, redis_settings) as client:
+        yield name
+        found = list(client.scan_iter(count=1000))
+        client.flushall()
+    prefix = f"streamrl:{{{name}".encode()
+    leaked = [key for key in found if not key.startswith(prefix)]
+    assert not leaked, f"keys outside of the run {name}: {leaked[:10]}"
+
+
+@pytest.fixture
+def keys(run_name: str) -> Keys:
+    return Keys(run_name)

@@ -1,0 +1,88 @@
+"""What tests of several rooms share: bounded waiting, and small tickets and groups."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+
+from streamrl.versions import make_version
+from streamrl.wire.group import Group, GroupHeader, Sample, Span
+from streamrl.wire.ticket import Ticket
+
+_POLL_S = 0.01
+
+
+def wait_until(predicate: Callable[[], Any], *, description: str, timeout_s: float = 10.0) -> Any:
+    """The predicate's first true value; AssertionError with the description when there is none in time."""
+    deadline = time.monotonic() + timeout_s
+    never = threading.Event()
+    while not (value := predicate()):
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {description}"
+        never.wait(_POLL_S)
+    return value
+
+
+async def wait_until_async(
+    predicate: Callable[[], Awaitable[Any]], *, description: str, timeout_s: float = 10.0
+) -> Any:
+    """`wait_until` for a coroutine."""
+    deadline = time.monotonic() + timeout_s
+    never = threading.Event()
+    while not (value := await predicate()):
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {description}"
+        await asyncio.to_thread(never.wait, _POLL_S)
+    return value
+
+
+def make_ticket(number: int, *, run_uid: str = "uid", **changes: Any) -> Ticket:
+    fields: dict[str, Any] = {
+        "number": number,
+        "run_uid": run_uid,
+        "purpose": "train",
+        "data_epoch": 0,
+        "prompt_index": number,
+        "prompt": f"prompt {number}",
+        "token_ids": np.arange(3, dtype=np.int32),
+        "num_samples": 2,
+    }
+    return Ticket(**{**fields, **changes})
+
+
+def make_sample(*, num_tokens: int = 4, version: int | None = None, reward: float = 1.0, **changes: Any) -> Sample:
+    span = Span(version=make_version(1, 0) if version is None else version, step=0, start=0, end=num_tokens)
+    fields: dict[str, Any] = {
+        "token_ids": np.arange(num_tokens, dtype=np.int32),
+        "logprobs": np.full(num_tokens, -0.5, dtype=np.float32),
+        "mask_runs": (num_tokens,),
+        "spans": (span,) if num_tokens else (),
+        "finish_reason": "stop",
+        "rewards": {"exact": reward},
+        "reward": reward,
+    }
+    return Sample(**{**fields, **changes})
+
+
+def make_group(ticket: Ticket, *, samples: tuple[Sample, ...] | None = None, **header: Any) -> Group:
+    """A group that answers the ticket; `error="..."` with `samples=()` makes it a failure."""
+    made = tuple(make_sample(reward=float(i)) for i in range(ticket.num_samples)) if samples is None else samples
+    fields: dict[str, Any] = {
+        "ticket": ticket.number,
+        "run_uid": ticket.run_uid,
+        "purpose": ticket.purpose,
+        "attempt": ticket.attempt,
+        "worker": "worker/test",
+        "fingerprint": "model",
+        "num_prompt_tokens": len(ticket.token_ids),
+        # What follows is computed from the body when the group is encoded.
+        "sample_lengths": (),
+        "sample_rewards": (),
+        "sample_finished": (),
+        "min_version": 0,
+        "max_version": 0,
+    }
+    return Group(header=GroupHeader(**{**fields, **header}), prompt_ids=ticket.token_ids, samples=made)

@@ -1,0 +1,90 @@
+"""`streamrl config show|check`, as a user calls them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from streamrl.cli.main import main
+
+CONFIG = """\
+model: {path: model}
+data: {train: train.jsonl}
+rewards:
+  exact: {type: function, target: exact_match}
+validation: {every_steps: 0}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    Path("model/config.json").write_text("{}")
+    Path("model/tokenizer.json").write_text("{}")
+    Path("train.jsonl").write_text('{"text": "2+3="}\n')
+    Path("x.yaml").write_text(CONFIG)
+    return "x.yaml"
+
+
+def test_a_good_configuration_is_called_so(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "check", config, "seed=3"]) == 0
+    assert capsys.readouterr().out == "x.yaml: good\n"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shown"),
+    [
+        (["sed=3"], "error: override 'sed=3': unknown key 'sed'; did you mean 'seed'?\n"),
+        (["sampling.num_samples=1"], "error: override 'sampling.num_samples=1': sampling.num_samples = 1: "),
+        (["data.train=nowhere.jsonl"], "error: data.train: "),
+    ],
+)
+def test_mistakes_exit_with_2_and_one_line(
+    config: str, overrides: list[str], shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "check", config, *overrides]) == 2
+
+    captured = capsys.readouterr()
+    assert captured.err.startswith(shown)
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_a_missing_file_exits_with_2(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "check", "y.yaml"]) == 2
+    assert capsys.readouterr().err == "error: there is no configuration file y.yaml; did you mean x.yaml?\n"
+
+
+def test_settings_can_be_checked_where_the_files_are_not(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "check", config, "data.train=nowhere.jsonl", "--no-files"]) == 0
+    assert capsys.readouterr().out == "x.yaml: good (files were not looked at)\n"
+
+
+def test_show_prints_every_setting_and_where_it_was_written(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "show", config, "seed=3"]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert "seed: 3  # override 'seed=3'" in lines
+    assert "  path: model  # x.yaml:1" in lines
+    assert "  lr: 9.0e-07" in lines
+
+
+def test_show_prints_json_for_programs(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "show", config, "--json", "seed=3"]) == 0
+
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["seed"] == 3
+    assert shown["optimizer"]["lr"] == 9e-7
+
+
+def test_checking_a_configuration_imports_no_torch(config: str) -> None:
+    code = (
+        f"import sys; from streamrl.cli.main import main; code = main(['config', 'check', {config!r}]); "
+        "sys.exit(code or any(name in sys.modules for name in ('torch', 'vllm', 'transformers')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

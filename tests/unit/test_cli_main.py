@@ -1,0 +1,132 @@
+"""The command line: it answers at once, teaches, and turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib import import_module
+
+import click
+import pytest
+
+from streamrl import __version__
+from streamrl.cli import commands, main
+from streamrl.errors import ConfigError, TransportError
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+
+
+def imported_by(argv: Sequence[str], modules: Sequence[str]) -> list[str]:
+    """Which of the modules a command imports."""
+    result = run_python(
+        f"import sys; from streamrl.cli.main import main; main({list(argv)!r}); "
+        f"print('imported:', *[m for m in {list(modules)!r} if m in sys.modules])"
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()[-1].split()[1:]
+
+
+def test_help_lists_every_command_and_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["--help"]) == 0
+
+    shown = capsys.readouterr().out
+    assert all(f"  {name} " in shown for name in commands.COMMANDS)
+    assert "streamrl up conf/reinforce.yaml" in shown
+
+
+def test_no_command_shows_the_help_and_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main([]) == 2
+    assert "Commands:" in capsys.readouterr().err
+
+
+def test_help_imports_nothing_heavy() -> None:
+    assert imported_by(["--help"], ["torch", "vllm", "transformers", "pydantic", "redis", "numpy", "yaml"]) == []
+
+
+def test_help_takes_at_most_twice_the_time_of_importing_redis_and_a_fifth_of_a_second() -> None:
+    def fastest(code: str) -> float:
+        times = []
+        for _ in range(3):
+            begun = time.perf_counter()
+            assert run_python(code).returncode == 0
+            times.append(time.perf_counter() - begun)
+        return min(times)
+
+    assert fastest("from streamrl.cli.main import main; main(['--help'])") <= 2 * fastest("import redis") + 0.2
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"streamrl, version {__version__}\n"
+
+
+@pytest.mark.parametrize("name", commands.COMMANDS)
+def test_every_command_in_the_list_can_be_loaded(name: str) -> None:
+    module, _, attribute = commands.COMMANDS[name].target.partition(":")
+
+    assert isinstance(getattr(import_module(module), attribute), click.Command)
+
+
+@pytest.mark.parametrize("name", commands.COMMANDS)
+def test_loading_a_command_imports_neither_torch_nor_vllm(name: str) -> None:
+    assert imported_by([name, "--help"], ["torch", "vllm", "transformers"]) == []
+
+
+def test_a_mistyped_command_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["confg"]) == 2
+    assert "no command 'confg'; did you mean 'config'?" in capsys.readouterr().err
+
+
+def test_an_unknown_option_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["--frobnicate"]) == 2
+    assert "--frobnicate" in capsys.readouterr().err
+
+
+@click.command()
+@click.argument("kind")
+def failing(kind: str) -> None:
+    raise {
+        "user": ConfigError("seed = x: must be a number"),
+        "deliberate": TransportError("no answer"),
+        "interrupt": KeyboardInterrupt(),
+        "defect": ZeroDivisionError("a defect"),
+    }[kind]
+
+
+@click.command()
+def choosing() -> int:
+    return 7
+
+
+DOUBLES = {
+    "failing": commands.Entry(f"{__name__}:failing", "Fails as it is told."),
+    "choosing": commands.Entry(f"{__name__}:choosing", "Chooses its exit code."),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "exit_code", "shown"),
+    [
+        ("user", 2, "error: seed = x: must be a number\n"),
+        ("deliberate", 1, "error: no answer\n"),
+        ("interrupt", 130, "\n"),
+    ],
+)
+def test_errors_become_one_line_and_an_exit_code(
+    kind: str, exit_code: int, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["failing", kind], commands=DOUBLES) == exit_code
+    assert capsys.readouterr().err == shown
+
+
+def test_a_defect_keeps_its_traceback() -> None:
+    with pytest.raises(ZeroDivisionError):
+        main.main(["failing", "defect"], commands=DOUBLES)
+
+
+def test_a_command_may_choose_its_exit_code() -> None:
+    assert main.main(["choosing"], commands=DOUBLES) == 7

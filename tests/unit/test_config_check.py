@@ -1,0 +1,131 @@
+"""Contradictions between settings are refused before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from streamrl.config.check import check_config, max_time_s
+from streamrl.config.load import load_config
+from streamrl.errors import ConfigError
+
+GOOD = """\
+model: {path: m}
+data: {train: x.jsonl, validation: y.jsonl}
+rewards:
+  exact: {type: function, target: exact_match}
+"""
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    path = tmp_path / "good.yaml"
+    path.write_text(GOOD)
+    return path
+
+
+def problems(path: Path, *overrides: str) -> list[str]:
+    """What is found, without places."""
+    config = load_config(path, overrides).config
+    try:
+        check_config(config)
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
+
+
+def test_the_defaults_contradict_nothing(good: Path) -> None:
+    assert problems(good) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "starts", "names"),
+    [
+        ("sampling.num_samples=1", "sampling.num_samples = 1: ", "at least 2"),
+        ("worker.min_survivors=1", "worker.min_survivors = 1: ", "at least 2"),
+        ("worker.min_survivors=5", "worker.min_survivors = 5: ", "sampling.num_samples = 4"),
+        ("sampling.greedy=true", "sampling.greedy = True: ", "validation.sampling"),
+        ("sampling.top_p=0.9", "sampling.top_p = 0.9: ", "sampling.accept_mismatch=true"),
+        ("sampling.top_k=50", "sampling.top_k = 50: ", "sampling.accept_mismatch=true"),
+        ("sampling.repetition_penalty=1.1", "sampling.repetition_penalty = 1.1: ", "sampling.accept_mismatch=true"),
+        ("sampling.min_tokens=2000", "sampling.min_tokens = 2000: ", "sampling.max_tokens = 1024"),
+        ("validation.sampling.min_tokens=2000", "validation.sampling.min_tokens = 2000: ", "max_tokens = 1024"),
+        ("data.validation=null", "validation.every_steps = 10: ", "data.validation"),
+        ("algorithm.kl.estimator=k2", "algorithm.kl.estimator = 'k2': ", "must be k1"),
+        ("algorithm.kl.placement=loss", "algorithm.kl.estimator = 'k1': ", "must be k2 or k3"),
+        ("optimizer.min_lr=1", "optimizer.min_lr = 1.0: ", "optimizer.lr = 9e-07"),
+        ("optimizer.betas=[0.9, 1.0]", "optimizer.betas = [0.9, 1.0]: ", "less than 1"),
+        ("training.max_time=3h", "training.max_time = '3h': ", "DD:HH:MM:SS"),
+        ("training.max_time=00:00:00:00", "training.max_time = '00:00:00:00': ", "DD:HH:MM:SS"),
+        ("lag.max_steps=65", "lag.max_steps = 65: ", "lag.hard_limit_steps = 64"),
+        ("weights.publish_every=6", "weights.publish_every = 6: ", "at most 5"),
+        ("rewards.a/b={type: function, target: f}", "rewards = 'a/b': ", "metric names"),
+        ("rewards.exact.target=not a name", "rewards.exact.target = 'not a name': ", "package.module:function"),
+        ("rewards.m={type: http, url: local}", "rewards.m.url = 'local': ", "reward_server"),
+        ("rewards.m={type: http, url: host}", "rewards.m.url = 'host': ", "http://host:port"),
+        ("rewards.m={type: http, url: 'http://h:x'}", "rewards.m.url = 'http://h:x': ", "http://host:port"),
+        ("reward_server.model=rm", "reward_server.model = 'rm': ", "url: local"),
+        ("redis.url=localhost", "redis.url = 'localhost': ", "redis://host:port/0"),
+        ("redis.url=redis://", "redis.url = 'redis://': ", "redis://host:port/0"),
+        ("weights.store=file:relative", "weights.store = 'file:relative': ", "file:/a/path"),
+        ("weights.store=ftp://x", "weights.store = 'ftp://x': ", "file:/a/path"),
+    ],
+)
+def test_a_contradiction_is_one_line_with_key_value_and_remedy(
+    good: Path, override: str, starts: str, names: str
+) -> None:
+    [problem] = problems(good, override)
+
+    assert problem.startswith(starts)
+    assert names in problem
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["sampling.top_p=0.9", "sampling.accept_mismatch=true"],
+        ["sampling.top_p=0.9", "algorithm.name=rejection_sampling"],  # no ratio in it that could be wrong
+        ["sampling.num_samples=1", "worker.min_survivors=1", "algorithm.name=rejection_sampling"],
+        ["validation.sampling.top_p=0.9"],
+        ["data.validation=null", "validation.every_steps=0"],
+        ["algorithm.kl={placement: loss, estimator: k3}"],
+        ["algorithm.kl={placement: none, estimator: k3}"],
+        ["optimizer.min_lr=1", "optimizer.schedule=constant"],
+        ["lag.max_steps=0"],
+        ["rewards.m={type: http, url: local}", "reward_server.model=rm"],
+        ["rewards.m={type: http, url: 'https://host'}"],
+        ["rewards.m={type: function, target: 'my/rewards.py:score'}"],
+        ["redis.url=unix:///tmp/redis.sock"],
+        ["redis.url=rediss://user@host:6380/0"],
+        ["weights.store=file:/shared"],
+        ["training.max_time=01:02:03:04"],
+    ],
+)
+def test_what_belongs_together_is_accepted(good: Path, overrides: list[str]) -> None:
+    assert problems(good, *overrides) == []
+
+
+def test_rejection_sampling_has_no_more_winners_than_samples(good: Path) -> None:
+    [problem] = problems(good, "algorithm.name=rejection_sampling", "algorithm.top_n=5")
+
+    assert problem == "algorithm.top_n = 5: must not exceed sampling.num_samples = 4"
+
+
+def test_problems_name_the_place_where_the_value_was_written_and_all_are_told_at_once(good: Path) -> None:
+    good.write_text(GOOD + "sampling:\n  num_samples: 1\n")
+    loaded = load_config(good, ["optimizer.min_lr=1"])
+
+    with pytest.raises(ConfigError) as caught:
+        check_config(loaded.config, loaded.origin)
+
+    first, second = str(caught.value).splitlines()
+    assert first.startswith(f"{good}:6: sampling.num_samples = 1: ")
+    assert second.startswith("override 'optimizer.min_lr=1': optimizer.min_lr = 1.0: ")
+
+
+def test_max_time_counts_days_hours_minutes_and_seconds() -> None:
+    assert max_time_s("01:02:03:04") == 24 * 3600 + 2 * 3600 + 3 * 60 + 4
+    for text in ("1:2:3:4", "00:24:00:00", "00:00:60:00", "12:00:00", "", "00:00:00:00\n"):
+        with pytest.raises(ValueError, match="DD:HH:MM:SS"):
+            max_time_s(text)

@@ -1,0 +1,119 @@
+"""Files that a configuration names are looked at before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from streamrl.config.files import check_files
+from streamrl.config.load import load_config
+from streamrl.errors import DataError
+
+CONFIG = """\
+model: {path: model}
+data: {train: train.jsonl}
+rewards:
+  exact: {type: function, target: exact_match}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A configuration all of whose files are there."""
+    monkeypatch.chdir(tmp_path)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "tokenizer.json").write_text("{}")
+    (tmp_path / "train.jsonl").write_text('{"text": "2+3=", "answer": "5"}\n')
+    path = tmp_path / "x.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def problems(path: Path, *overrides: str) -> list[str]:
+    try:
+        check_files(load_config(path, overrides).config)
+    except DataError as error:
+        return str(error).splitlines()
+    return []
+
+
+def test_files_that_are_there_are_good(config: Path) -> None:
+    assert problems(config) == []
+
+
+def test_a_wrong_dataset_path_is_named(config: Path) -> None:
+    [problem] = problems(config, "data.train=nowhere.jsonl")
+
+    assert "data.train" in problem
+    assert "nowhere.jsonl" in problem
+
+
+def test_a_malformed_line_is_told_with_file_and_line(config: Path) -> None:
+    Path("train.jsonl").write_text('{"text": "a"}\n{"text": \n')
+
+    [problem] = problems(config)
+
+    assert problem.startswith("train.jsonl:2: ")
+
+
+def test_malformed_lines_may_be_skipped_where_the_configuration_says_so(config: Path) -> None:
+    Path("train.jsonl").write_text('{"text": "a"}\n{"text": \n')
+
+    assert problems(config, "data.malformed=skip") == []
+
+
+def test_an_empty_dataset_is_refused(config: Path) -> None:
+    Path("train.jsonl").write_text("\n")
+
+    [problem] = problems(config)
+
+    assert "data.train" in problem
+
+
+def test_validation_prompts_are_read_too(config: Path) -> None:
+    [problem] = problems(config, "data.validation=nowhere.jsonl")
+
+    assert "data.validation" in problem
+
+
+def test_a_model_folder_without_a_tokenizer_is_refused(config: Path) -> None:
+    Path("model/tokenizer.json").unlink()
+
+    [problem] = problems(config)
+
+    assert problem.startswith("model.path = 'model': the folder holds no tokenizer")
+
+
+def test_a_folder_without_a_model_is_refused(config: Path) -> None:
+    Path("model/config.json").unlink()
+
+    assert problems(config) == ["model.path = 'model': the folder holds no model (config.json)"]
+
+
+@pytest.mark.parametrize("path", ["nowhere", "./nowhere", "a/b/c", "/a/b", "../b", "~/b", "model/other"])
+def test_a_path_that_leads_nowhere_is_refused(config: Path, path: str) -> None:
+    [problem] = problems(config, f"model.path={path}")
+
+    assert problem.startswith(f"model.path = {path!r}: there is no such folder")
+
+
+def test_the_name_of_a_model_on_a_hub_is_left_to_the_hub(config: Path) -> None:
+    assert problems(config, "model.path=Qwen/Qwen2.5-1.5B-Instruct") == []
+
+
+def test_the_reward_model_and_the_files_of_rewards_are_looked_for(config: Path) -> None:
+    found = problems(
+        config,
+        "reward_server.model=nowhere",
+        "rewards.f={type: function, target: 'my/rewards.py:score'}",
+        "rewards.m={type: http, url: local, token_file: secret}",
+    )
+
+    assert [problem.partition(" = ")[0] for problem in found] == [
+        "reward_server.model",
+        "rewards.f.target",
+        "rewards.m.token_file",
+    ]

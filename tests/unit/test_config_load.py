@@ -1,0 +1,218 @@
+"""From files and overrides to a configuration, and a line with place, key, value and remedy for each mistake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from streamrl.config.load import load_config
+from streamrl.config.schema import HttpReward
+from streamrl.errors import ConfigError
+
+BASE = """\
+model: {path: base}
+data:
+  train: x.jsonl
+rewards:
+  exact: {type: function, target: exact_match}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)  # so that errors show short paths
+    (tmp_path / "base.yaml").write_text(BASE)
+    return tmp_path
+
+
+def error_of(path: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+def test_a_file_overrides_what_it_extends_and_the_command_line_overrides_both(folder: Path) -> None:
+    (folder / "sub").mkdir()
+    (folder / "sub" / "mine.yaml").write_text(
+        "extends: ../base.yaml\nmodel:\n  dtype: float32\noptimizer: {lr: 1e-5}\n"
+    )
+
+    loaded = load_config("sub/mine.yaml", ["optimizer.lr=1e-6", "lag.max_steps=0"])
+
+    assert loaded.config.model.path == "base"
+    assert loaded.config.model.dtype == "float32"
+    assert loaded.config.optimizer.lr == 1e-6
+    assert loaded.config.lag.max_steps == 0
+    assert loaded.origin("model.path") == "base.yaml:1"
+    assert loaded.origin("model.dtype") == "sub/mine.yaml:3"
+    assert loaded.origin("optimizer.lr") == "override 'optimizer.lr=1e-6'"
+    assert loaded.origin("seed") is None
+
+
+def test_lists_are_replaced_and_not_merged(folder: Path) -> None:
+    (folder / "mine.yaml").write_text("extends: base.yaml\nsampling: {stop: [a, b]}\n")
+
+    assert load_config("mine.yaml", ["sampling.stop=[c]"]).config.sampling.stop == ("c",)
+
+
+def test_null_takes_an_inherited_map_away(folder: Path) -> None:
+    (folder / "mine.yaml").write_text(
+        "extends: base.yaml\nmodel: {lora: {rank: 8}}\nrewards:\n  exact: null\n  m: {type: http, url: 'http://a:1'}\n"
+    )
+
+    config = load_config("mine.yaml", ["model.lora=null"]).config
+
+    assert config.model.lora is None
+    assert isinstance(config.rewards["m"], HttpReward)
+    assert list(config.rewards) == ["m"]
+
+
+def test_one_changed_setting_of_validation_sampling_leaves_its_other_defaults(folder: Path) -> None:
+    sampling = load_config("base.yaml", ["validation.sampling.max_tokens=7"]).config.validation.sampling
+
+    assert (sampling.max_tokens, sampling.num_samples, sampling.greedy) == (7, 1, True)
+
+
+def test_extending_in_a_circle_is_refused(folder: Path) -> None:
+    (folder / "a.yaml").write_text("extends: b.yaml\n")
+    (folder / "b.yaml").write_text("extends: a.yaml\n")
+
+    assert error_of("a.yaml") == "b.yaml:1: extends in a circle: a.yaml -> b.yaml -> a.yaml"
+
+
+def test_a_missing_base_is_named_with_the_line_that_asks_for_it(folder: Path) -> None:
+    (folder / "a.yaml").write_text("name: a\nextends: nowhere.yaml\n")
+
+    assert error_of("a.yaml") == "a.yaml:2: extends = 'nowhere.yaml': there is no file nowhere.yaml"
+
+
+def test_extends_takes_one_name(folder: Path) -> None:
+    (folder / "a.yaml").write_text("extends: [base.yaml]\n")
+
+    assert error_of("a.yaml") == "a.yaml:1: extends = ['base.yaml']: must be the name of one file"
+
+
+def test_a_missing_file_is_named_with_the_nearest_one(folder: Path) -> None:
+    assert error_of("bse.yaml") == "there is no configuration file bse.yaml; did you mean base.yaml?"
+    assert error_of("nowhere/else.yaml") == "there is no configuration file nowhere/else.yaml"
+
+
+def test_a_folder_an_empty_file_and_a_list_are_no_configuration(folder: Path) -> None:
+    (folder / "empty.yaml").write_text("# nothing\n")
+    (folder / "list.yaml").write_text("- 1\n")
+    (folder / "bytes.yaml").write_bytes(b"name: \xff\n")
+
+    assert error_of(".") == "cannot read the configuration file .: Is a directory"
+    assert error_of("empty.yaml") == "empty.yaml: a configuration is a map of settings; it is empty"
+    assert error_of("list.yaml") == "list.yaml: a configuration is a map of settings; it holds [1]"
+    assert error_of("bytes.yaml") == "bytes.yaml: not UTF-8 text: invalid start byte at byte 6"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("sampling.temprature=1", "unknown key 'sampling.temprature'; did you mean 'sampling.temperature'?"),
+        ("samplng.top_p=1", "unknown key 'samplng'; did you mean 'sampling'?"),
+        ("lr=1e-6", "unknown key 'lr'; did you mean 'optimizer.lr'?"),
+        ("rewards.exact.wieght=1", "unknown key 'rewards.exact.wieght'; did you mean 'rewards.exact.weight'?"),
+        (
+            "validation.sampling.topp=1",
+            "unknown key 'validation.sampling.topp'; did you mean 'validation.sampling.top_p'?",
+        ),
+        ("qqqq=1", "unknown key 'qqqq'"),
+        ("extends=base.yaml", "unknown key 'extends'"),
+        ("optimizer.lr=fast", "optimizer.lr = 'fast': must be a valid number"),
+        ("optimizer.lr='1e-6'", "optimizer.lr = '1e-6': must be a valid number"),
+        ("optimizer.lr=.nan", "optimizer.lr = nan: must be a finite number"),
+        ("sampling.num_samples=2.5", "sampling.num_samples = 2.5: must be a valid integer"),
+        ("sampling.num_samples=2.0", "sampling.num_samples = 2.0: must be a valid integer"),
+        ("sampling.num_samples=true", "sampling.num_samples = True: must be a valid integer"),
+        ("sampling.num_samples=0", "sampling.num_samples = 0: must be greater than or equal to 1"),
+        ("sampling.greedy=yes", "sampling.greedy = 'yes': must be true or false"),
+        ("name=2024", "name = 2024: must be text (quote it if it is meant so)"),
+        ("name=", "name = nothing: must be text (quote it if it is meant so)"),
+        ("model.dtype=fp8", "model.dtype = 'fp8': must be 'float32' or 'bfloat16'"),
+        ("optimizer=3", "optimizer = 3: must be a map of settings"),
+        ("optimizer.betas=0.9", "optimizer.betas = 0.9: must be a list"),
+        ("optimizer.betas=[0.9, x]", "optimizer.betas[1] = 'x': must be a valid number"),
+        ("seed.x=1", "seed = a map: must be a valid integer"),
+        ("rewards.exact.type=htp", "rewards.exact.type = 'htp': must be 'function' or 'http'"),
+        ("rewards.other.url=http", "rewards.other.type = nothing: must be 'function' or 'http'"),
+        (
+            "rewards.other.type=http",
+            "rewards.other.url is not set; set it in the file, or with the override rewards.other.url=VALUE",
+        ),
+        (
+            "worker.engine_args.x=[1]",
+            "worker.engine_args.x = [1]: must be text (quote it if it is meant so) or a valid integer or "
+            "a valid number or true or false",
+        ),
+    ],
+)
+def test_a_wrong_override_is_told_in_one_line(folder: Path, override: str, message: str) -> None:
+    assert error_of("base.yaml", override) == f"override {override!r}: {message}"
+
+
+@pytest.mark.parametrize("override", ["foo", "=1", "a..b=1", ".a=1"])
+def test_an_override_that_is_no_assignment_shows_how_to_write_one(folder: Path, override: str) -> None:
+    assert error_of("base.yaml", override) == f"override {override!r}: write KEY.SUB=VALUE, such as optimizer.lr=1e-4"
+
+
+def test_a_key_named_like_the_type_of_its_source_confuses_nobody(folder: Path) -> None:
+    override = "rewards.other={type: function, function: f}"
+
+    assert error_of("base.yaml", override).splitlines() == [
+        f"override '{override}': rewards.other.target is not set; "
+        "set it in the file, or with the override rewards.other.target=VALUE",
+        f"override '{override}': unknown key 'rewards.other.function'",
+    ]
+
+
+def test_a_mistake_in_a_file_is_told_with_its_line(folder: Path) -> None:
+    (folder / "mine.yaml").write_text("extends: base.yaml\n\nsampling:\n  num_samples: 4\n  temprature: 1\n")
+
+    assert error_of("mine.yaml") == (
+        "mine.yaml:5: unknown key 'sampling.temprature'; did you mean 'sampling.temperature'?"
+    )
+
+
+def test_all_mistakes_are_told_at_once_a_line_each(folder: Path) -> None:
+    (folder / "mine.yaml").write_text("seed: -1\nrewards: {m: {type: http}}\nnme: x\n")
+
+    assert error_of("mine.yaml").splitlines() == [
+        "mine.yaml:1: seed = -1: must be greater than or equal to 0",
+        "mine.yaml: model.path is not set; set it in the file, or with the override model.path=VALUE",
+        "mine.yaml: data.train is not set; set it in the file, or with the override data.train=VALUE",
+        "mine.yaml:2: rewards.m.url is not set; set it in the file, or with the override rewards.m.url=VALUE",
+        "mine.yaml:3: unknown key 'nme'; did you mean 'name'?",
+    ]
+
+
+def test_what_is_missing_is_told_of_the_file_and_not_of_an_override_beside_it(folder: Path) -> None:
+    (folder / "mine.yaml").write_text("extends: base.yaml\nmodel: null\n")
+
+    assert error_of("mine.yaml", "seed=2").startswith("mine.yaml: model.path is not set")
+    assert error_of("base.yaml", "rewards.exact.target=null", "rewards.exact.weight=2").startswith("override")
+
+
+def test_a_long_value_is_cut_in_errors(folder: Path) -> None:
+    message = error_of("base.yaml", f"optimizer.lr={'x' * 500}").rpartition("optimizer.lr = ")[2]
+
+    assert len(message) < 100
+
+
+def test_integers_are_numbers_where_numbers_are_due(folder: Path) -> None:
+    assert (
+        load_config("base.yaml", ["sampling.temperature=1", "worker.engine_args.n=1"]).config.sampling.temperature
+        == 1.0
+    )
+
+
+def test_an_override_may_hold_a_whole_map(folder: Path) -> None:
+    source = {"type": "http", "url": "http://host:1"}
+
+    config = load_config("base.yaml", [f"rewards.other={json.dumps(source)}"]).config
+
+    assert list(config.rewards) == ["exact", "other"]

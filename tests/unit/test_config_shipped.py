@@ -1,0 +1,83 @@
+"""The configurations in `conf/`: all load, none contradicts itself, and `reinforce.yaml` is complete and true."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.config.check import check_config
+from streamrl.config.keys import ANY_NAME, known_keys
+from streamrl.config.load import load_config
+from streamrl.config.schema import Config, FunctionReward, HttpReward, Lora, RewardServer
+from streamrl.config.source import parse
+
+CONF = Path(__file__).parents[2] / "conf"
+
+# What a run cannot be without has no default, and two optional settings are shown switched on.
+EXAMPLES = {
+    "model.path",
+    "data.train",
+    "data.validation",
+    "rewards.model.type",
+    "rewards.model.url",
+    "rewards.answer.type",
+    "rewards.answer.target",
+    "reward_server.model",
+}
+
+
+@pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_shipped_configuration_loads_and_agrees_with_itself(path: Path) -> None:
+    loaded = load_config(path)
+
+    check_config(loaded.config, loaded.origin)
+
+
+def test_the_reference_holds_every_setting() -> None:
+    names = re.compile(r"^rewards\.(model|answer)\.")
+    written = {names.sub(f"rewards.{ANY_NAME}.", key) for key in reference()}
+
+    sections = {key for key in known_keys() if any(other.startswith(f"{key}.") for other in known_keys())}
+    assert set(known_keys()) - sections - written == set()
+
+
+def test_the_reference_shows_the_true_defaults() -> None:
+    minimal = Config(
+        model={"path": "m"},
+        data={"train": "t"},
+        rewards={
+            "model": HttpReward(type="http", url="http://h"),
+            "answer": FunctionReward(type="function", target="f"),
+        },
+        reward_server=RewardServer(model="m"),
+    )
+    defaults = dict(_leaves(minimal.model_dump(mode="json")))
+    del defaults["model.lora"]  # null by default; the reference shows what a map would hold
+    defaults |= {f"model.lora.{name}": value for name, value in Lora().model_dump(mode="json").items()}
+
+    assert _without_examples(reference()) == _without_examples(defaults)
+
+
+def reference() -> Mapping[str, Any]:
+    """The settings of conf/reinforce.yaml by dotted key, those of LoRA too, which are commented out in it."""
+    text = (CONF / "reinforce.yaml").read_text()
+    assert re.search(r"(?m)^  lora: null ", text), "model.lora must be shown with its default"
+    text = text.replace("\n  lora: null ", "\n  lora: ")
+    text = re.sub(r"(?m)^    # (\w+:)", r"    \1", text)
+    return dict(_leaves(parse(text, name="reinforce.yaml", numbered=True).plain()))
+
+
+def _without_examples(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key not in EXAMPLES}
+
+
+def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in section.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

@@ -1,0 +1,107 @@
+"""The rooms keep apart: who may import what, read from the sources, imports inside of functions included."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+FORBIDDEN = {
+    # The shared library serves machines that have neither torch nor a GPU: monitors, CI, the operator's laptop.
+    "streamrl": ("torch", "vllm", "transformers"),
+    # A worker never waits for a rank: it knows the learner by the stream alone.
+    "workers": ("learner", "torch.distributed"),
+    "learner": ("workers", "vllm"),
+}
+# Commands are the one place where the library may call on the applications.
+CALLERS = ROOT / "streamrl" / "cli"
+
+
+def imported_modules(source: str) -> Iterator[tuple[int, str]]:
+    """Every absolute import with its line; `from a import b` may import the module a.b, so both are given."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None:
+            yield node.lineno, node.module
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and _is_import_call(node):
+            yield node.lineno, ast.literal_eval(node.args[0])
+
+
+def _is_import_call(call: ast.Call) -> bool:
+    """`import_module("name")` or `__import__("name")`, by whatever path."""
+    function = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    names_it = bool(call.args) and isinstance(call.args[0], ast.Constant) and isinstance(call.args[0].value, str)
+    return function in ("import_module", "__import__") and names_it
+
+
+def offences(source: str, forbidden: tuple[str, ...]) -> list[tuple[int, str]]:
+    found = [(line, name) for line, name in imported_modules(source) if _is_within(name, forbidden)]
+    return list(dict.fromkeys(found))
+
+
+def _is_within(name: str, packages: tuple[str, ...]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+@pytest.mark.parametrize("room", FORBIDDEN)
+def test_no_room_imports_what_it_must_not(room: str) -> None:
+    files = sorted((ROOT / room).rglob("*.py"))
+    assert files, f"{room}/ holds no sources"
+
+    found = [
+        f"{file.relative_to(ROOT)}:{line} imports {name}"
+        for file in files
+        for line, name in offences(file.read_text(), FORBIDDEN[room])
+    ]
+    assert found == []
+
+
+def test_the_shared_library_knows_the_applications_only_from_its_commands() -> None:
+    files = [file for file in sorted((ROOT / "streamrl").rglob("*.py")) if not file.is_relative_to(CALLERS)]
+
+    found = [
+        f"{file.relative_to(ROOT)}:{line} imports {name}"
+        for file in files
+        for line, name in offences(file.read_text(), ("workers", "learner"))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch",
+        "import torch.nn as nn",
+        "from torch import nn",
+        "def f():\n    import torch",
+        "from torch.nn import functional",
+        "import_module('torch.nn')",
+        "importlib.import_module('torch')",
+    ],
+)
+def test_every_way_to_import_is_seen(source: str) -> None:
+    assert offences(source, ("torch",))
+
+
+@pytest.mark.parametrize(
+    ("source", "package"),
+    [
+        ("from torch import distributed", "torch.distributed"),
+        ("from torch.distributed import init", "torch.distributed"),
+    ],
+)
+def test_a_module_of_a_package_is_seen_however_it_is_named(source: str, package: str) -> None:
+    assert offences(source, (package,))
+
+
+@pytest.mark.parametrize(
+    "source", ["import torchvision", "from . import torch", "from streamrl import torchless", "x = 'torch'"]
+)
+def test_what_only_looks_like_it_is_left_alone(source: str) -> None:
+    assert not offences(source, ("torch",))

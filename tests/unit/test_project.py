@@ -1,0 +1,181 @@
+"""The project's own tools: set-up, the tiers of tests, and files that must agree with each other."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from streamrl import __version__
+
+ROOT = Path(__file__).parents[2]
+
+PASSING = "def test_one_thing():\n    assert True\n"
+FAILING = "def test_another_thing():\n    assert False\n"
+
+
+def run(folder: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout whose set-up and lint do nothing, with this interpreter's packages as its environment."""
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
+    (tmp_path / ".ci" / "setup").write_text("#!/bin/sh\necho setup ran\n")
+    (tmp_path / ".ci" / "setup").chmod(0o755)
+    (tmp_path / "Makefile").write_text("lint:\n\t@echo lint ran; exit $(LINT)\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  long: x\n  root: x\n")
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (tmp_path / ".venv" / "bin" / "python").chmod(0o755)
+    return tmp_path
+
+
+def test_the_fast_tier_runs_setup_lint_and_tests_and_ends_with_the_summary(checkout: Path) -> None:
+    (checkout / "test_x.py").write_text(PASSING + "import pytest\n@pytest.mark.long\ndef test_l(): assert False\n")
+
+    result = run(checkout, ".ci/run", LINT="0")
+
+    lines = result.stdout.splitlines()
+    assert result.returncode == 0, result.stdout
+    assert lines.index("setup ran") < lines.index("lint ran")
+    assert any("budget 15 min" in line for line in lines)
+    assert re.fullmatch(r"=+ 1 passed, 1 deselected in .*=+", lines[-1])
+
+
+def test_a_failing_test_fails_the_run_and_the_summary_is_still_last(checkout: Path) -> None:
+    (checkout / "test_x.py").write_text(PASSING + FAILING)
+
+    result = run(checkout, ".ci/run", LINT="0")
+
+    assert result.returncode == 1
+    assert re.fullmatch(r"=+ 1 failed, 1 passed in .*=+", result.stdout.splitlines()[-1])
+
+
+def test_a_failing_lint_ends_the_run_before_the_tests(checkout: Path) -> None:
+    (checkout / "test_x.py").write_text(PASSING)
+
+    result = run(checkout, ".ci/run", LINT="1")
+
+    assert result.returncode != 0
+    assert "passed" not in result.stdout
+
+
+def test_a_tier_over_its_budget_fails(checkout: Path) -> None:
+    (checkout / "test_x.py").write_text(PASSING + FAILING)  # the second is never begun
+    script = checkout / ".ci" / "run"
+    script.write_text(re.sub(r"(?m)^left_s=.*$", "left_s=0.001", script.read_text()))
+
+    result = run(checkout, ".ci/run", LINT="0")
+
+    assert result.returncode != 0
+    assert "session-timeout" in result.stdout
+    assert "1 passed" in result.stdout
+    assert "1 failed" not in result.stdout
+
+
+def test_an_unknown_tier_is_a_mistake(checkout: Path) -> None:
+    result = run(checkout, ".ci/run", "quick")
+
+    assert result.returncode == 2
+    assert "usage: .ci/run [fast|long|root]" in result.stdout
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Path:
+    """What set-up looks at, without an environment."""
+    shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+def test_set_up_without_a_usable_python_says_which_step_failed_and_what_to_do(bare: Path) -> None:
+    (bare / "python3").write_text("#!/bin/sh\nexit 1\n")
+    (bare / "python3").chmod(0o755)
+
+    result = run(bare, ".ci/setup", PYTHON=str(bare / "python3"))
+
+    assert result.returncode == 1
+    assert "setup failed in step [1/4 python]. What to do: install Python 3.11" in result.stdout
+    assert not (bare / ".venv").exists()
+
+
+def test_set_up_whose_index_answers_nothing_says_which_step_failed(bare: Path) -> None:
+    result = run(
+        bare,
+        ".ci/setup",
+        PIP_CONFIG_FILE=os.devnull,
+        PIP_NO_INDEX="1",
+        PIP_FIND_LINKS=str(bare),
+        PYTHON=sys.executable,
+    )
+
+    assert result.returncode == 1
+    assert "setup failed in step [2/4 uv]. What to do: " in result.stdout
+    assert not (bare / ".venv" / ".setup-done").exists()
+
+
+def test_the_overrides_keep_out_the_three_packages_that_break_transformers() -> None:
+    lines = (ROOT / ".ci" / "cpu-overrides.txt").read_text().splitlines()
+    rules = [line for line in lines if line and not line.startswith("#")]
+
+    assert rules == [f'{name} ; python_version < "0"' for name in ("torchvision", "torchaudio", "torchcodec")]
+
+
+def test_set_up_installs_extras_that_exist() -> None:
+    [extras] = re.findall(r"(?m)^extras=(\S+)$", (ROOT / ".ci" / "setup").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+    assert set(extras.split(",")) <= set(project["optional-dependencies"])
+    assert project["version"] == __version__
+
+
+def test_every_dependency_has_its_reason_beside_it() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    lines = re.findall(r'(?m)^  "[^"]+",.*$', text[text.index("dependencies = [") : text.index("[project.scripts]")])
+    repeated = {"torch", "transformers", "safetensors"}  # explained where they stand first
+
+    unexplained = [line for line in lines if "#" not in line and not line.strip().startswith('"streamrl[')]
+    assert [line for line in unexplained if re.split(r"[^a-z]", line.strip(' "'))[0] not in repeated] == []
+
+
+def test_help_lists_every_target_and_is_what_make_does_by_default() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    phony = re.search(r"(?m)^\.PHONY: (.*)$", makefile)
+    assert phony is not None
+
+    result = run(ROOT, "make")
+
+    assert result.returncode == 0
+    assert re.findall(r"(?m)^  ([a-z-]+) ", result.stdout) == phony[1].split()
+
+
+def test_the_workflow_calls_make_targets_that_exist() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    targets = re.findall(r"(?m)^([a-z-]+):", (ROOT / "Makefile").read_text())
+
+    assert commands
+    for command in commands:
+        words = command.removeprefix("sudo -E ").split()
+        assert words[0] == "make"
+        assert words[1] in targets
