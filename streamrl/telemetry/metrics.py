@@ -1,7 +1,8 @@
 """The names of all metrics, in one place: those that users of NeMo-Aligner know, and the asynchronous ones it lacks.
 
 A step's record is a flat map from these names to finite numbers. Rewards of a source are
-`train_rollouts/rewards/<source>`, drops by reason `stream/dropped/<reason>`.
+`train_rollouts/rewards/<source>`, drops by reason `stream/dropped/<reason>`, messages that decided no ticket
+`stream/ignored/<reason>`.
 """
 
 from __future__ import annotations
@@ -45,9 +46,11 @@ METRICS: Mapping[str, str] = {
     "lag/in_flight": "mean steps that passed while a sample was generated",
     "lag/in_queue": "mean steps that passed between the last token and training",
     "lag/dead_lineage_tokens": "tokens made by versions of an abandoned lineage",
+    "stream/issued": "tickets issued since the start of the run",
     "stream/outstanding": "tickets issued and not yet resolved",
     "stream/groups_trained": "groups trained since the start of the run",
     "stream/groups_dropped": "groups dropped for any reason since the start of the run",
+    "stream/dead": "tickets given up after too many failures",
     "timers/rollout": "seconds the learner waited for groups",
     "timers/generate": "mean seconds a group took to generate",
     "timers/reward": "mean seconds a group waited for rewards",
@@ -57,6 +60,7 @@ METRICS: Mapping[str, str] = {
     "timers/publish": "seconds to encode, store and announce a version",
     "timers/checkpoint": "seconds to write a checkpoint",
     "timers/step": "seconds of the whole step",
+    "throughput/tokens": "tokens that went through the model in the step, prompts included",
     "throughput/tokens_per_s": "trained tokens per second of the whole step",
     "throughput/samples_per_s": "trained samples per second of the whole step",
     "weights/version": "number of the version published after the step",
@@ -64,7 +68,7 @@ METRICS: Mapping[str, str] = {
     "weights/changed_fraction": "share of elements that changed",
 }
 
-_FAMILIES = ("train_rollouts/rewards/", "val_rollouts/rewards/", "stream/dropped/")
+_FAMILIES = ("train_rollouts/rewards/", "val_rollouts/rewards/", "stream/dropped/", "stream/ignored/")
 
 
 def is_metric(name: str) -> bool:

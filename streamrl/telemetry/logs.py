@@ -1,0 +1,83 @@
+"""Logs: JSON lines in a file for machines, readable lines on a terminal for people; ours and the libraries' alike.
+
+Each part calls `configure_logging` once, first thing. Where stderr is no terminal and a file is given, the file alone
+is written: whoever started the part keeps that file, and a crash before this call still shows on stderr.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from pathlib import Path
+
+import structlog
+from structlog.typing import EventDict, Processor, WrappedLogger
+
+# Messages may carry what a model or a stranger wrote; a terminal would obey its control characters.
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def configure_logging(part: str, file: Path | None, level: str = "INFO", *, quiet: bool = False) -> None:
+    """From here on every line carries `part`. `level` is the standard library's name: DEBUG, INFO, WARNING, ERROR.
+
+    `quiet`: the terminal is left alone, since something is drawn on it.
+    """
+    terminal = sys.stderr.isatty()
+    handlers: list[logging.Handler] = []
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handlers.append(_handler(logging.FileHandler(file, encoding="utf-8"), part, *_json_lines()))
+    if not quiet and (terminal or file is None):
+        handlers.append(_handler(logging.StreamHandler(sys.stderr), part, *_readable_lines(colors=terminal)))
+    root = logging.getLogger()
+    for old in root.handlers[:]:
+        root.removeHandler(old)
+        old.close()
+    for handler in handlers:
+        root.addHandler(handler)
+    root.setLevel(level)
+    logging.captureWarnings(True)
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            structlog.contextvars.merge_contextvars,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+    )
+
+
+def _json_lines() -> list[Processor]:
+    return [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+
+
+def _readable_lines(*, colors: bool) -> list[Processor]:
+    return [_strip_control_characters, structlog.dev.ConsoleRenderer(colors=colors)]
+
+
+def _handler(handler: logging.Handler, part: str, *rendering: Processor) -> logging.Handler:
+    def add_part(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+        event["part"] = part
+        return event
+
+    shared: list[Processor] = [
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.stdlib.ExtraAdder(),
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        add_part,
+    ]
+    formatter = structlog.stdlib.ProcessorFormatter(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.remove_processors_meta, *rendering]
+    )
+    handler.setFormatter(formatter)
+    return handler
+
+
+def _strip_control_characters(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    return {
+        name: _CONTROL_CHARACTERS.sub("?", value) if isinstance(value, str) and name != "exception" else value
+        for name, value in event.items()
+    }

@@ -1,0 +1,172 @@
+"""Connections to Redis, and how often a call may be repeated.
+
+Clients come without retries of their own: a library that repeats a write whose reply was lost writes twice and tells
+nobody. Here the caller says what is safe to repeat, through `repeat`; each repetition is paced, jittered and bounded.
+Blocks at most `give_up_after_s`, then raises TransportError with the server's name (never its password).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import redis
+import redis.asyncio
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from streamrl.config import schema
+from streamrl.errors import ConfigError, ResourceError, TransportError
+
+T = TypeVar("T")
+AnyClient = redis.Redis | redis.asyncio.Redis
+
+OLDEST_SERVER = (6, 2)
+_LONGEST_BLOCK_MS = 5_000
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 1.0
+# Answers of a server that is starting, full, or changing its role: the same call may succeed in a moment.
+_PASSING_ANSWERS = ("LOADING", "OOM", "MISCONF", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS")
+
+
+def connect(url: str, settings: schema.Redis) -> redis.Redis:
+    """A client whose server answered; tries for `connect_timeout_s`."""
+    with _address_errors(url):
+        client = redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **_options(url, settings))
+    try:
+        repeat(client.ping, attempts=Attempts(client, "answer", give_up_after_s=settings.connect_timeout_s))
+    except TransportError as error:
+        client.close()
+        raise ResourceError(f"{error}. Start Redis there, or set redis.url (`embedded` needs none)") from None
+    return client
+
+
+def connect_async(url: str, settings: schema.Redis) -> redis.asyncio.Redis:
+    """A client that connects with its first call."""
+    with _address_errors(url):
+        return redis.asyncio.Redis.from_url(url, retry=AsyncRetry(NoBackoff(), 0), **_options(url, settings))
+
+
+def _options(url: str, settings: schema.Redis) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "protocol": 2,
+        "socket_timeout": settings.reply_timeout_s,
+        "socket_connect_timeout": settings.connect_timeout_s,
+    }
+    return options if url.startswith("unix:") else {**options, "socket_keepalive": True}
+
+
+@contextmanager
+def _address_errors(url: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError:
+        shown = re.sub("//.*@", "//", url.partition("?")[0])  # no password, wherever the url is wrong
+        raise ConfigError(
+            f"redis.url: {shown!r} is no address of a server; write redis://host:port, rediss://host:port "
+            "or unix:///path"
+        ) from None
+
+
+def server_name(client: AnyClient) -> str:
+    """The server as people know it, without secrets."""
+    options = client.get_connection_kwargs()
+    if "path" in options:
+        return f"unix://{options['path']}"
+    return f"{options.get('host', 'localhost')}:{options.get('port', 6379)}/{options.get('db', 0)}"
+
+
+def bounded_block_ms(client: AnyClient, wanted_ms: int) -> int:
+    """How long a command may block: well below the reply timeout, or silence would look like a lost connection."""
+    timeout_s = client.get_connection_kwargs().get("socket_timeout")
+    longest = _LONGEST_BLOCK_MS if timeout_s is None else min(_LONGEST_BLOCK_MS, int(timeout_s * 500))
+    return max(1, min(wanted_ms, longest))
+
+
+def check_server(client: redis.Redis) -> None:
+    """ResourceError when the server is too old, or would evict keys of a run."""
+    _check_info(server_name(client), repeat(client.info, attempts=Attempts(client, "say what it is")))
+
+
+async def check_server_async(client: redis.asyncio.Redis) -> None:
+    info = await repeat_async(client.info, attempts=Attempts(client, "say what it is"))
+    _check_info(server_name(client), info)
+
+
+def _check_info(server: str, info: Mapping[str, Any]) -> None:
+    version = tuple(int(part) for part in str(info["redis_version"]).split(".")[:2])
+    if version < OLDEST_SERVER:
+        raise ResourceError(f"Redis at {server} is version {info['redis_version']}; streamrl needs 6.2 or newer")
+    policy = info.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction" and info.get("maxmemory", 0):
+        raise ResourceError(
+            f"Redis at {server} has maxmemory-policy {policy}: it would throw rollouts away; "
+            "set it to noeviction (redis-cli CONFIG SET maxmemory-policy noeviction)"
+        )
+
+
+class Attempts:
+    """How one call is repeated: which errors pass, how long to pause, when to give up. Used for one call only."""
+
+    def __init__(self, client: AnyClient, what: str, *, give_up_after_s: float = 0.0) -> None:
+        self._server = server_name(client)
+        self._what = what
+        self._deadline = time.monotonic() + give_up_after_s
+        self._give_up_after_s = give_up_after_s
+        self._pause_s = _FIRST_PAUSE_S
+
+    def pause_after(self, error: redis.RedisError) -> float:
+        """Seconds until the next try; TransportError when there is none."""
+        if not _is_passing(error):
+            raise TransportError(f"Redis at {self._server} could not {self._what}: {error}") from error
+        pause_s = self._pause_s * random.uniform(0.5, 1.0)
+        if time.monotonic() + pause_s > self._deadline:
+            raise TransportError(
+                f"Redis at {self._server} could not {self._what} within {self._give_up_after_s:g} s: {error}"
+            ) from error
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        return pause_s
+
+
+def _is_passing(error: redis.RedisError) -> bool:
+    if isinstance(error, redis.AuthenticationError | redis.exceptions.AuthorizationError):
+        return False
+    passing = (redis.ConnectionError, redis.TimeoutError, redis.exceptions.OutOfMemoryError, redis.ReadOnlyError)
+    return isinstance(error, passing) or any(answer in str(error) for answer in _PASSING_ANSWERS)
+
+
+def repeat(
+    call: Callable[[], T], *, attempts: Attempts, on_trouble: Callable[[redis.RedisError], None] | None = None
+) -> T:
+    """Call until it answers. Only for calls that do the same thing when their first reply was lost."""
+    while True:
+        try:
+            return call()
+        except redis.RedisError as error:
+            pause_s = attempts.pause_after(error)
+            if on_trouble is not None:
+                on_trouble(error)
+        time.sleep(pause_s)
+
+
+async def repeat_async(
+    call: Callable[[], Awaitable[T]],
+    *,
+    attempts: Attempts,
+    on_trouble: Callable[[redis.RedisError], None] | None = None,
+) -> T:
+    """`repeat` for coroutines."""
+    while True:
+        try:
+            return await call()
+        except redis.RedisError as error:
+            pause_s = attempts.pause_after(error)
+            if on_trouble is not None:
+                on_trouble(error)
+        await asyncio.sleep(pause_s)

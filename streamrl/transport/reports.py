@@ -1,0 +1,174 @@
+"""Reports: what each part says of itself, written to Redis once a second by somebody other than the work.
+
+Owns one thread (`ReportWriter`, for the learner and the launcher) or one task (`report_progress`, for workers) per
+part. A failure to write is logged once, until a write succeeds again, and never reaches the work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator
+from types import TracebackType
+from typing import Any, Self, get_args
+
+import redis
+import redis.asyncio
+import structlog
+
+from streamrl.errors import WireError
+from streamrl.telemetry.progress import Progress, Report, Role, State
+from streamrl.transport.connection import Attempts, repeat
+from streamrl.transport.keys import Keys
+from streamrl.transport.scripts import for_reports as scripts
+from streamrl.transport.scripts.call import Call, run, run_async
+from streamrl.wire.codec import pack, unpack
+
+_PATIENCE_S = 5.0
+_MAX_REPORT_BYTES = 64 << 10
+
+
+class ReportWriter:
+    """Writes the part's reports from a thread of its own, from entering to leaving the context."""
+
+    def __init__(self, client: redis.Redis, keys: Keys, progress: Progress, *, period_s: float = 1.0) -> None:
+        self._client = client
+        self._keys = keys
+        self._progress = progress
+        self._period_s = period_s
+        self._outcome = _Outcome(progress.part)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"reports of {progress.part}", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self._write(scripts.report(self._keys, self._progress.part, encode_report(self._progress.report())))
+            self._stop.wait(self._period_s)
+        self._write(scripts.withdraw(self._keys, self._progress.part))
+
+    def _write(self, call: Call) -> None:
+        with self._outcome.noted():
+            run(self._client, call)
+
+
+@contextlib.asynccontextmanager
+async def report_progress(
+    client: redis.asyncio.Redis, keys: Keys, progress: Progress, *, period_s: float = 1.0
+) -> AsyncIterator[None]:
+    """Inside, the part's reports are written by a task that ends with the context."""
+    outcome = _Outcome(progress.part)
+
+    async def write_for_ever() -> None:
+        while True:
+            with outcome.noted():
+                await run_async(client, scripts.report(keys, progress.part, encode_report(progress.report())))
+            await asyncio.sleep(period_s)
+
+    task = asyncio.create_task(write_for_ever(), name=f"reports of {progress.part}")
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        with outcome.noted():
+            await run_async(client, scripts.withdraw(keys, progress.part))
+
+
+class _Outcome:
+    """Logs the first of a row of failures, and the end of the row."""
+
+    def __init__(self, part: str) -> None:
+        self._part = part
+        self._failing = False
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        try:
+            yield
+        except redis.RedisError as error:
+            if not self._failing:
+                structlog.get_logger().warning("reports_failing", reporter=self._part, error=str(error))
+            self._failing = True
+        else:
+            if self._failing:
+                structlog.get_logger().info("reports_written_again", reporter=self._part)
+            self._failing = False
+
+
+def encode_report(report: Report) -> bytes:
+    return pack(
+        {
+            "part": report.part,
+            "role": report.role,
+            "host": report.host,
+            "pid": report.pid,
+            "state": report.state,
+            "doing": report.doing,
+            "since": report.since,
+            "last_progress": report.last_progress,
+            "at": report.at,
+            "detail": json.dumps(dict(report.detail)),
+        }
+    )
+
+
+def decode_report(data: bytes) -> Report:
+    """A report or one WireError."""
+    f = unpack(data, max_bytes=_MAX_REPORT_BYTES)
+    report = Report(
+        part=f.text("part", max_chars=200),
+        role=_known(f.text("role", max_chars=20), get_args(Role)),
+        host=f.text("host", max_chars=300),
+        pid=f.integer("pid", low=0),
+        state=_known(f.text("state", max_chars=20), get_args(State)),
+        doing=f.text("doing", max_chars=200),
+        since=f.number("since"),
+        last_progress=f.number("last_progress"),
+        at=f.number("at"),
+        detail=_decode_detail(f.text("detail")),
+    )
+    f.done()
+    return report
+
+
+def _decode_detail(text: str) -> dict[str, int | float | str]:
+    try:
+        detail = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"field 'detail' is not JSON: {error}") from None
+    if not isinstance(detail, dict) or any(not isinstance(value, int | float | str) for value in detail.values()):
+        raise WireError("field 'detail' must be a flat JSON object")
+    return detail
+
+
+def _known(word: str, choices: tuple[Any, ...]) -> Any:
+    if word not in choices:
+        raise WireError(f"{word!r} is none of {choices}")
+    return word
+
+
+def read_reports(client: redis.Redis, keys: Keys) -> list[Report]:
+    """Of all parts, by name; one that cannot be read is left out."""
+    attempts = Attempts(client, "read the reports", give_up_after_s=_PATIENCE_S)
+    return decode_reports(repeat(lambda: client.hgetall(keys.progress), attempts=attempts))
+
+
+def decode_reports(packed: Any) -> list[Report]:
+    reports: list[Report] = []
+    for data in packed.values():
+        with contextlib.suppress(WireError):
+            reports.append(decode_report(data))
+    return sorted(reports, key=lambda report: report.part)

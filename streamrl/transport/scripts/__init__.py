@@ -1,0 +1,6 @@
+"""Every Lua script, each declared by a typed function that returns a `Call`; sync and async clients run it alike.
+
+A change to more than one key is one script: it happens wholly or not at all. What a script may *write* first matters:
+a full server (maxmemory, noeviction) refuses commands that need memory, but only until a script has written once. So
+scripts that free memory or deliver begin with XTRIM, HDEL or XACK, and go through.
+"""

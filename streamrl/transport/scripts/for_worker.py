@@ -1,0 +1,201 @@
+"""The worker's scripts. Each answers [status, ...].
+
+OK; LOST: Redis knows no run here; GONE: the run was removed, or another took its name.
+
+A lease is a pending entry of the group `workers` whose idle time stays below `lease_ms`. Its delivery count says
+nothing: handing back and reclaiming raise it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from streamrl.transport.keys import WORKERS, Keys
+from streamrl.transport.scripts.call import Argument, Call, Script
+from streamrl.transport.types import Leased
+from streamrl.wire.ticket import PURPOSES, Purpose
+
+LEASING_ORDER: tuple[Purpose, ...] = ("eval", "train")  # evaluation is short, and people wait for it
+_HANDED_BACK_IDLE_MS = 86_400_000  # longer than any lease, and not before the epoch of clocks
+assert set(LEASING_ORDER) == set(PURPOSES)
+
+
+def _guarded(text: str) -> Script:
+    return Script(_GUARD + text)
+
+
+def _call(script: Script, keys: Keys, run_uid: str, more_keys: Sequence[str], *args: Argument) -> Call:
+    return Call(script, (keys.meta, keys.tombstone, *more_keys), (run_uid, *args))
+
+
+def _streams(keys: Keys) -> list[str]:
+    return [keys.tickets(purpose) for purpose in LEASING_ORDER]
+
+
+# What follows the guard sees its own KEYS and ARGV only.
+_GUARD = """
+local meta, tombstone = unpack(KEYS, 1, 2)
+local uid = table.remove(ARGV, 1)
+for _ = 1, 2 do table.remove(KEYS, 1) end
+local here = redis.call('HGET', meta, 'uid')
+if here ~= uid then
+  if here or redis.call('GET', tombstone) == uid then return {'GONE'} end
+  return {'LOST'}
+end
+"""
+
+_TAKE = _guarded("""
+local group, worker, lease_ms, most, recover = unpack(ARGV)
+most = tonumber(most)
+local taken = {}
+local function put(stream, key, entries)
+  for _, entry in ipairs(entries or {}) do
+    local id, fields = entry[1], entry[2]
+    if not fields then
+      redis.call('XACK', key, group, id)
+    else
+      local by_name = {}
+      for i = 1, #fields, 2 do by_name[fields[i]] = fields[i + 1] end
+      taken[#taken + 1] = {stream, id, by_name.n or '', by_name.u or '', by_name.b or ''}
+    end
+  end
+end
+local function read(key, count, from)
+  local reply = redis.call('XREADGROUP', 'GROUP', group, worker, 'COUNT', count, 'STREAMS', key, from)
+  return reply and reply[1][2]
+end
+local function reclaim(stream, key)
+  for _, lease in ipairs(redis.call('XPENDING', key, group, 'IDLE', lease_ms, '-', '+', most - #taken)) do
+    local entries = redis.call('XCLAIM', key, group, worker, lease_ms, lease[1])
+    if entries[1] and entries[1][2] then
+      put(stream, key, entries)
+    else
+      redis.call('XACK', key, group, lease[1])  -- 6.2 keeps deleted entries pending for ever
+    end
+  end
+end
+for stream, key in ipairs(KEYS) do
+  if not redis.pcall('XPENDING', key, group).err then
+    if recover == '1' then put(stream, key, read(key, 1000, '0')) end
+    if #taken < most then reclaim(stream, key) end
+    if #taken < most then put(stream, key, read(key, most - #taken, '>')) end
+  end
+end
+return {'OK', taken}
+""")
+
+
+def take(keys: Keys, run_uid: str, *, worker: str, lease_ms: int, most: int, recover: bool) -> Call:
+    """Lease up to `most` tickets, without waiting: per stream first those whose lease ran out, then new ones. With
+    `recover` also all that this worker already holds, some of which it may not know of: a reply was lost."""
+    return _call(_TAKE, keys, run_uid, _streams(keys), WORKERS, worker, lease_ms, most, int(recover))
+
+
+# Whoever claimed an entry meanwhile keeps it: only what is pending under our name is touched.
+_TOUCH = _guarded("""
+local group, worker, idle_ms = unpack(ARGV, 1, 3)
+local lost = {}
+for i = 4, #ARGV, 2 do
+  local stream, id = tonumber(ARGV[i]), ARGV[i + 1]
+  local key = KEYS[stream]
+  local mine = redis.pcall('XPENDING', key, group, id, id, 1, worker)
+  if mine.err or #mine == 0 then
+    lost[#lost + 1] = {stream, id}
+  else
+    redis.call('XCLAIM', key, group, worker, 0, id, 'IDLE', idle_ms, 'JUSTID')
+  end
+end
+return {'OK', lost}
+""")
+
+
+def _touch(keys: Keys, run_uid: str, *, worker: str, leased: Sequence[Leased], idle_ms: int) -> Call:
+    entries = [part for held in leased for part in (LEASING_ORDER.index(held.purpose) + 1, held.entry_id)]
+    return _call(_TOUCH, keys, run_uid, _streams(keys), WORKERS, worker, idle_ms, *entries)
+
+
+def renew(keys: Keys, run_uid: str, *, worker: str, leased: Sequence[Leased]) -> Call:
+    """The leases begin anew, and no delivery count rises; answers the [stream, id] that are not ours any more."""
+    return _touch(keys, run_uid, worker=worker, leased=leased, idle_ms=0)
+
+
+def hand_back(keys: Keys, run_uid: str, *, worker: str, leased: Sequence[Leased]) -> Call:
+    """The leases have run out, as far as anybody can see."""
+    return _touch(keys, run_uid, worker=worker, leased=leased, idle_ms=_HANDED_BACK_IDLE_MS)
+
+
+_LEAVE = _guarded("""
+local group, worker, idle_ms, nobody = unpack(ARGV)
+for _, key in ipairs(KEYS) do
+  local mine = redis.pcall('XPENDING', key, group, '-', '+', 10000, worker)
+  if not mine.err then
+    for _, lease in ipairs(mine) do
+      redis.call('XCLAIM', key, group, nobody, 0, lease[1], 'IDLE', idle_ms, 'JUSTID')
+    end
+    if #mine < 10000 then redis.call('XGROUP', 'DELCONSUMER', key, group, worker) end
+  end
+end
+return {'OK'}
+""")
+
+
+def leave(keys: Keys, run_uid: str, *, worker: str) -> Call:
+    """Give back whatever is pending under this name, known to the worker or not, and forget the name."""
+    return _call(_LEAVE, keys, run_uid, _streams(keys), WORKERS, worker, _HANDED_BACK_IDLE_MS, "(handed back)")
+
+
+# XACK is the first write: at maxmemory the script goes through all the same.
+_DELIVER = _guarded("""
+local tickets, groups, receipt, counters = unpack(KEYS)
+local group, worker, id, number, purpose, receipt_ms, header, body = unpack(ARGV)
+local stamp = worker .. ' ' .. id
+local function waits_for_me()
+  local entry = redis.call('XRANGE', tickets, id, id)[1]
+  if not entry then return false end
+  local fields = {}
+  for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
+  return fields.n == number and fields.u == uid and redis.call('XACK', tickets, group, id) == 1
+end
+if not waits_for_me() then
+  if redis.call('GET', receipt) == stamp then return {'OK', 1} end
+  redis.pcall('HINCRBY', counters, 'duplicates:' .. purpose, 1)
+  return {'OK', 0}
+end
+redis.call('XDEL', tickets, id)
+redis.call('XADD', groups, '*', 'n', number, 'u', uid, 'h', header, 'b', body)
+redis.call('SET', receipt, stamp, 'PX', receipt_ms)
+redis.call('HINCRBY', counters, 'delivered:' .. purpose, 1)
+return {'OK', 1}
+""")
+
+
+def deliver(
+    keys: Keys, run_uid: str, *, worker: str, leased: Leased, receipt_ms: int, header: bytes, body: bytes
+) -> Call:
+    """The ticket becomes the group, if it still waits: the same entry, number and run, and not acknowledged. A
+    server that lost its tail may give an entry id again, so the id alone proves nothing.
+
+    The receipt makes the call repeatable: when the reply was lost, the second call finds the ticket gone and its own
+    receipt instead.
+    """
+    purpose, number = leased.purpose, leased.ticket.number
+    touched = [keys.tickets(purpose), keys.groups(purpose), keys.receipt(purpose, number), keys.counters]
+    return _call(
+        _DELIVER, keys, run_uid, touched, WORKERS, worker, leased.entry_id, number, purpose, receipt_ms, header, body
+    )
+
+
+_LATEST = _guarded("""
+local weights, manifests = unpack(KEYS)
+local version, base, step = unpack(redis.call('HMGET', weights, 'latest', 'base', 'step'))
+if not version then return {'OK'} end
+if version == ARGV[1] then return {'OK', version} end
+local manifest = redis.call('HGET', manifests, version)
+if not manifest then return {'OK'} end
+return {'OK', version, base, step, manifest}
+""")
+
+
+def latest(keys: Keys, run_uid: str, *, known: int) -> Call:
+    """The newest announcement; of a version already known only its number, for manifests may be large."""
+    return _call(_LATEST, keys, run_uid, [keys.weights, keys.manifests], known)

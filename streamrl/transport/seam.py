@@ -1,0 +1,57 @@
+"""The seam between the stream and the learner's feed: what tickets and groups look like from rank 0.
+
+`transport.learner.LearnerStream` is it on Redis, `transport.double.LearnerStreamDouble` in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from streamrl.transport.types import Control, Entry
+from streamrl.wire.ticket import Purpose, Ticket
+
+
+class GroupStream(Protocol):
+    """Tickets out, groups in. Every method that writes raises Fenced once a newer learner has taken over."""
+
+    @property
+    def disturbed(self) -> bool:
+        """The server was away, replaced or emptied since the last `restore`: something may be missing."""
+        ...
+
+    def restore(self, *, cursor: str) -> None:
+        """Make the streams exist, and let no new group land at or behind the cursor."""
+        ...
+
+    def control(self) -> Control: ...
+
+    def issue(self, tickets: Sequence[Ticket]) -> None: ...
+
+    def read(self, purpose: Purpose, *, after: str, count: int, block_ms: int) -> list[Entry]:
+        """Groups after this id in the stream's order; waits for the first one at most so long, 0: not at all."""
+        ...
+
+    def fetch(self, purpose: Purpose, ids: Sequence[str]) -> list[Entry | None]: ...
+
+    def commit(self, *, step: int, cursor: str, trim_below: str) -> None:
+        """The checkpoint of this step is there: remove training groups with ids smaller than `trim_below`."""
+        ...
+
+    def present_tickets(self, purpose: Purpose) -> dict[int, str]:
+        """Entry id by ticket number, of all tickets that nobody has delivered."""
+        ...
+
+    def present_groups(self, purpose: Purpose, *, after: str) -> list[tuple[str, int]]:
+        """(entry id, ticket number) of the groups after this id."""
+        ...
+
+    def delete_tickets(self, purpose: Purpose, entry_ids: Sequence[str]) -> None: ...
+
+    def dead(self, ticket: Ticket, *, error: str) -> None:
+        """Put the ticket among the dead letters."""
+        ...
+
+    def trim_eval(self, *, below: str) -> None:
+        """Remove evaluation groups with smaller ids."""
+        ...

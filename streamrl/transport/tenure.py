@@ -1,0 +1,185 @@
+"""Being the learner of a run: the lease that keeps others out, and the fence that every write passes.
+
+    await_lease ─► the durable epoch, in the checkpoint root ─► claim (epoch known to Redis) ─► writes, renew ─► release
+
+The lease comes before the epoch, so that a learner that is not admitted leaves no trace in the run's history. Others
+wait for the lease; what protects the data is the fence: once another has the lease or a newer epoch, every script of
+this learner is refused, however long it slept. Blocks in `await_lease` and `claim` (at most `wait_s`) and in every call
+while Redis is away (at most `give_up_after_s`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import redis
+
+from streamrl.errors import Fenced, ResourceError, RunGone, TransportError
+from streamrl.transport.connection import Attempts, repeat, server_name
+from streamrl.transport.keys import Keys
+from streamrl.transport.scripts import for_learner as scripts
+from streamrl.transport.scripts.call import Call, run
+from streamrl.transport.types import RunState
+
+T = TypeVar("T")
+
+_CLAIM_PAUSE_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Claim:
+    config_json: str
+    fingerprint: str
+
+
+def await_lease(
+    client: redis.Redis,
+    keys: Keys,
+    *,
+    holder: str,
+    lease_s: float,
+    wait_s: float,
+    takeover: bool = False,
+    give_up_after_s: float = 120.0,
+) -> None:
+    """Take the run's lease, now if nobody or this very holder has it, or with `takeover`; else wait for its end.
+    TransportError names the holder who still renews it after `wait_s`."""
+    call = scripts.take_lease(keys, holder=holder, lease_ms=int(lease_s * 1000), takeover=takeover)
+
+    def try_once() -> str | None:
+        attempts = Attempts(client, "take the run's lease", give_up_after_s=give_up_after_s)
+        return _other_holder(repeat(lambda: run(client, call), attempts=attempts))
+
+    _wait_out(try_once, keys, wait_s)
+
+
+def _wait_out(try_once: Callable[[], str | None], keys: Keys, wait_s: float) -> None:
+    deadline = time.monotonic() + wait_s
+    while (other := try_once()) is not None:
+        if time.monotonic() >= deadline:
+            raise TransportError(
+                f"run {keys.name!r} has a learner already: {other} holds its lease. Stop it, or take over explicitly"
+            )
+        time.sleep(_CLAIM_PAUSE_S)
+
+
+def _other_holder(reply: list[Any]) -> str | None:
+    return str(reply[1].decode(errors="replace")) if reply[0] == b"HELD" else None
+
+
+class Tenure:
+    def __init__(
+        self,
+        client: redis.Redis,
+        keys: Keys,
+        *,
+        fence: scripts.Fence,
+        lease_s: float,
+        give_up_after_s: float,
+    ) -> None:
+        self.fence = fence
+        self.disturbed = False
+        self._client = client
+        self._keys = keys
+        self._lease_ms = int(lease_s * 1000)
+        self._give_up_after_s = give_up_after_s
+        self._claimed: _Claim | None = None
+        self._server_run_id = ""
+
+    def claim(self, *, config_json: str, fingerprint: str, takeover: bool, wait_s: float) -> None:
+        if takeover:
+            lease_s = self._lease_ms / 1000
+            await_lease(
+                self._client, self._keys, holder=self.fence.holder, lease_s=lease_s, wait_s=wait_s, takeover=True
+            )
+        claimed = _Claim(config_json=config_json, fingerprint=fingerprint)
+        _wait_out(lambda: self._try_claim(claimed, takeover=takeover), self._keys, wait_s)
+        self._claimed = claimed
+        self._note_server()
+
+    def renew(self) -> None:
+        call = scripts.renew(self._keys, self.fence, lease_ms=self._lease_ms)
+        self.write("renew the learner's lease", call)
+        self._note_server()
+
+    def release(self, state: RunState) -> None:
+        self.write("release the run", scripts.release(self._keys, self.fence, state=state))
+
+    def write(self, what: str, call: Call, *, give_up_after_s: float | None = None) -> None:
+        """Run a fenced script, which must be safe to repeat."""
+        reply = self.ask(what, lambda: run(self._client, call), give_up_after_s=give_up_after_s)
+        if reply[0] == b"LOST":
+            self._claim_again(what)
+            reply = self.ask(what, lambda: run(self._client, call), give_up_after_s=give_up_after_s)
+        self._check(reply, what)
+
+    def ask(self, what: str, call: Callable[[], T], *, give_up_after_s: float | None = None) -> T:
+        """Anything that may be repeated; trouble with the server is remembered in `disturbed`."""
+        bound_s = self._give_up_after_s if give_up_after_s is None else give_up_after_s
+        return repeat(
+            call, attempts=Attempts(self._client, what, give_up_after_s=bound_s), on_trouble=self._note_trouble
+        )
+
+    def _try_claim(self, claimed: _Claim, *, takeover: bool = False) -> str | None:
+        """None: it is ours. Otherwise who holds it."""
+        call = scripts.claim(
+            self._keys,
+            self.fence,
+            lease_ms=self._lease_ms,
+            takeover=takeover,
+            config_json=claimed.config_json,
+            fingerprint=claimed.fingerprint,
+            now=time.time(),
+        )
+        reply = self.ask("claim the run", lambda: run(self._client, call))
+        other = _other_holder(reply)
+        if other is None:
+            self._check(reply, "claim the run")
+        return other
+
+    def _claim_again(self, what: str) -> None:
+        """Redis knows nothing of our claim: it was emptied, or came back from an older copy."""
+        assert self._claimed is not None, f"claim the run before you {what}"
+        self.disturbed = True
+        other = self._try_claim(self._claimed)
+        if other is not None:
+            raise Fenced(f"run {self._keys.name!r} was lost from Redis, and {other} has taken its lease")
+
+    def _check(self, reply: list[Any], what: str) -> None:
+        status, *rest = reply
+        name, epoch = self._keys.name, self.fence.epoch
+        match status:
+            case b"OK":
+                return
+            case b"FENCED":
+                raise Fenced(f"run {name!r} has another learner than this one of epoch {epoch}: it may not {what}")
+            case b"GONE":
+                raise RunGone(f"run {name!r} was removed from Redis, or another took its name: could not {what}")
+            case b"TAKEN":
+                uid, state = (part.decode(errors="replace") for part in rest)
+                raise ResourceError(
+                    f"name {name!r} is taken: Redis at {server_name(self._client)} holds another run of that name "
+                    f"(uid {uid}, {state}); remove that run, or set another name"
+                )
+            case b"STALE":
+                raise TransportError(f"Redis already has weights of version {int(rest[0])}: could not {what}")
+            case _:
+                raise TransportError(f"run {name!r} vanished from Redis twice while trying to {what}")
+
+    def _note_trouble(self, error: redis.RedisError) -> None:
+        # A server that is merely full has lost nothing.
+        self.disturbed |= isinstance(error, redis.ConnectionError | redis.TimeoutError | redis.ReadOnlyError)
+
+    def _note_server(self) -> None:
+        """A server that was replaced while nobody spoke to it shows by its run id alone."""
+        try:
+            run_id = str(self.ask("say what it is", lambda: self._client.info("server"))["run_id"])
+        except TransportError as error:
+            if isinstance(error.__cause__, redis.exceptions.NoPermissionError):
+                return  # INFO is not granted everywhere; lost connections and the fence still tell most
+            raise
+        self.disturbed |= self._server_run_id not in ("", run_id)
+        self._server_run_id = run_id

@@ -1,0 +1,79 @@
+"""What the transport hands out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from streamrl.wire.ticket import Purpose, Ticket
+
+RunState = Literal["running", "finished", "stopped", "failed"]
+RUN_STATES: tuple[RunState, ...] = ("running", "finished", "stopped", "failed")
+Control = Literal["run", "pause", "drain", "stop"]
+CONTROLS: tuple[Control, ...] = ("run", "pause", "drain", "stop")
+T = TypeVar("T", bound=str)
+START = "0-0"  # the cursor before the first entry of a stream
+
+
+def one_of(choices: tuple[T, ...], text: str, otherwise: T) -> T:
+    """The choice that the text names; a word of another program's version falls back."""
+    return next((choice for choice in choices if choice == text), otherwise)
+
+
+def to_control(word: bytes | str | None) -> Control:
+    """The operator's word as it lies in Redis; none means run."""
+    text = word.decode(errors="replace") if isinstance(word, bytes) else word
+    return one_of(CONTROLS, text or "run", "run")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    uid: str
+    name: str
+    epoch: int
+    config_json: str
+    fingerprint: str
+    state: RunState
+
+    @classmethod
+    def from_hash(cls, name: str, meta: Mapping[bytes, bytes]) -> RunInfo | None:
+        """What `meta` says; None where no run is."""
+        if b"uid" not in meta:
+            return None
+        return cls(
+            uid=meta[b"uid"].decode(),
+            name=name,
+            epoch=int(meta[b"epoch"]),
+            config_json=meta[b"config"].decode(),
+            fingerprint=meta[b"fingerprint"].decode(),
+            state=one_of(RUN_STATES, meta[b"state"].decode(), "failed"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A delivered group as it lies in the stream; whoever may deliver wrote it, so nothing in it is trusted yet."""
+
+    id: str
+    number: int  # ticket number; -1 when the entry has none
+    run_uid: str
+    header: bytes
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leased:
+    """A ticket this worker holds, until it delivers it, hands it back, or stops renewing it."""
+
+    entry_id: str
+    ticket: Ticket
+    purpose: Purpose
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announcement:
+    version: int
+    base: int  # the version that a delta builds on; 0: an anchor
+    step: int  # optimizer step whose weights these are
+    manifest: bytes

@@ -1,0 +1,234 @@
+"""The worker's half of the stream: tickets in, groups out, weights watched.
+
+Every call may block while Redis is away, at most `give_up_after_s`, and is safe to repeat: a delivery leaves a
+receipt, a lost reply to a lease is made good by reading what is pending under our name. `lease` blocks at most
+`block_ms` for tickets. RunGone: the run was removed, or another took its name; there is nothing left to do here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import redis.asyncio
+import structlog
+
+from streamrl.errors import RunGone, WireError
+from streamrl.transport.connection import Attempts, bounded_block_ms, repeat_async
+from streamrl.transport.keys import WORKERS, Keys
+from streamrl.transport.scripts import for_worker as scripts
+from streamrl.transport.scripts.call import Call, run_async
+from streamrl.transport.types import Announcement, Control, Leased, RunInfo, to_control
+from streamrl.wire.ticket import Purpose, Ticket, decode_ticket
+
+T = TypeVar("T")
+
+# A lease that was neither renewed nor ended for so many of its lengths is forgotten, and may be handed out anew.
+_FORGET_AFTER_LEASES = 3
+
+
+class WorkerStream:
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        keys: Keys,
+        *,
+        worker: str,
+        lease_s: float,
+        give_up_after_s: float = 120.0,
+    ) -> None:
+        """`worker` must be this worker's alone; one that died and comes again under its name gets its leases back."""
+        self._client = client
+        self._keys = keys
+        self._worker = worker
+        self._lease_s = lease_s
+        self._give_up_after_s = give_up_after_s
+        self._run_uid: str | None = None
+        self._held: dict[tuple[Purpose, str], float] = {}  # when each was last leased or renewed
+        self._recover = True  # something may be pending under our name that we do not know of
+        self._latest: Announcement | None = None
+
+    async def run_info(self) -> RunInfo | None:
+        """None: nothing is there (yet, or any more: the server was emptied, and the learner restores it)."""
+
+        async def read() -> list[Any]:
+            async with self._client.pipeline() as pipe:
+                pipe.hgetall(self._keys.meta)
+                pipe.get(self._keys.tombstone)
+                return await pipe.execute()
+
+        meta, tombstone = await self._ask("read the run", read)
+        info = RunInfo.from_hash(self._keys.name, meta)
+        known = self._run_uid
+        if known is not None and (tombstone == known.encode() if info is None else info.uid != known):
+            raise self._gone()
+        if info is not None:
+            self._run_uid = info.uid
+        return info
+
+    async def lease(self, *, max_tickets: int, block_ms: int) -> list[Leased]:
+        """Up to `max_tickets` tickets, evaluation first; none when there were none within `block_ms` (at most some
+        seconds). Never one that the caller still holds and renews. One call at a time."""
+        assert max_tickets >= 1, f"asked to lease {max_tickets} tickets"
+        taken = await self._do("lease tickets", lambda uid: self._take(uid, max_tickets))
+        if taken is None:
+            await asyncio.sleep(bounded_block_ms(self._client, block_ms) / 1000)
+            return []
+        if leased := self._adopt(taken[0], max_tickets):
+            return leased
+        if block_ms > 0 and await self._ask("wait for tickets", lambda: self._wait_for_one(block_ms)):
+            return await self.lease(max_tickets=max_tickets, block_ms=0)
+        return []
+
+    async def renew(self, leased: Sequence[Leased]) -> list[Leased]:
+        """Call it several times per `lease_s` for all that is at work. Returns those that are not ours any more:
+        somebody else has them, or the learner took them back."""
+        if not leased:
+            return []
+        reply = await self._call(
+            "renew leases", lambda uid: scripts.renew(self._keys, uid, worker=self._worker, leased=leased)
+        )
+        if reply is None:  # the server was emptied: the learner issues again what it still wants
+            lost = list(leased)
+        else:
+            gone = {(scripts.LEASING_ORDER[stream - 1], entry_id.decode()) for stream, entry_id in reply[0]}
+            lost = [one for one in leased if (one.purpose, one.entry_id) in gone]
+        self._hold(leased)
+        self._let_go(lost)
+        return lost
+
+    async def deliver(self, leased: Leased, header: bytes, body: bytes) -> bool:
+        """Put the group in the ticket's place. False: the ticket is not there any more, for somebody else delivered it
+        or the learner took it back; drop the group."""
+        receipt_ms = int(2000 * self._give_up_after_s)
+        reply = await self._call(
+            "deliver a group",
+            lambda uid: scripts.deliver(
+                self._keys, uid, worker=self._worker, leased=leased, receipt_ms=receipt_ms, header=header, body=body
+            ),
+        )
+        self._let_go([leased])
+        return reply is not None and bool(reply[0])
+
+    async def hand_back(self, leased: Sequence[Leased]) -> None:
+        """Others may lease these at once."""
+        if leased:
+            await self._call(
+                "hand tickets back",
+                lambda uid: scripts.hand_back(self._keys, uid, worker=self._worker, leased=leased),
+            )
+            self._let_go(leased)
+
+    async def leave(self) -> None:
+        """Last act: hand back whatever is pending under our name, also what a lost reply gave us. Who is in a hurry
+        bounds it: while Redis is away it waits like every call."""
+        await self._call("leave the run", lambda uid: scripts.leave(self._keys, uid, worker=self._worker))
+        self._held.clear()
+
+    async def latest(self) -> Announcement | None:
+        """The newest version and its manifest."""
+        known = self._latest.version if self._latest else 0
+        reply = await self._call("read the latest version", lambda uid: scripts.latest(self._keys, uid, known=known))
+        match reply:
+            case [version, base, step, manifest]:
+                self._latest = Announcement(version=int(version), base=int(base), step=int(step), manifest=manifest)
+            case [_]:
+                pass  # still the one we know
+            case _:
+                return None
+        return self._latest
+
+    async def manifest(self, version: int) -> bytes | None:
+        found: Any = await self._ask("read a manifest", lambda: self._client.hget(self._keys.manifests, str(version)))
+        return found if found is None else bytes(found)
+
+    async def control(self) -> Control:
+        word = await self._ask("read the control word", lambda: self._client.hget(self._keys.control, "mode"))
+        return to_control(word)
+
+    # Leasing
+
+    async def _take(self, uid: str, most: int) -> Any:
+        recover, self._recover = self._recover, True  # until the reply is here, we may hold what we do not know of
+        lease_ms = int(self._lease_s * 1000)
+        call = scripts.take(self._keys, uid, worker=self._worker, lease_ms=lease_ms, most=most, recover=recover)
+        reply = await run_async(self._client, call)
+        self._recover = False
+        return reply
+
+    async def _wait_for_one(self, block_ms: int) -> bool:
+        """Whether a new ticket came, or may have come; it is then pending under our name, and `_take` finds it."""
+        self._recover = True
+        streams: dict[Any, Any] = {self._keys.tickets(purpose): ">" for purpose in scripts.LEASING_ORDER}
+        block = bounded_block_ms(self._client, block_ms)
+        try:
+            reply = await self._client.xreadgroup(WORKERS, self._worker, streams, count=1, block=block)
+        except (redis.ConnectionError, redis.TimeoutError):
+            return True  # waiting again would wait for another one
+        except redis.ResponseError as error:
+            if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
+                raise
+            await asyncio.sleep(block / 1000)  # the learner has not made the streams yet, or makes them again
+            return False
+        self._recover = bool(reply)
+        return bool(reply)
+
+    def _adopt(self, entries: Sequence[Any], most: int) -> list[Leased]:
+        oldest = time.monotonic() - _FORGET_AFTER_LEASES * self._lease_s
+        self._held = {key: at for key, at in self._held.items() if at > oldest}
+        adopted: list[Leased] = []
+        for stream, entry_id, number, uid, body in entries:
+            purpose = scripts.LEASING_ORDER[stream - 1]
+            if (purpose, entry_id.decode()) in self._held:
+                continue
+            if len(adopted) == most:
+                self._recover = True  # the rest stays pending, and comes next time
+                break
+            try:
+                ticket = _read_ticket(body, purpose=purpose, number=number, uid=uid)
+            except WireError as error:
+                # Left pending: a worker of another version may know how to read it, and the learner misses it.
+                structlog.get_logger().warning("unreadable_ticket", entry=entry_id.decode(), error=str(error))
+            else:
+                adopted.append(Leased(entry_id=entry_id.decode(), ticket=ticket, purpose=purpose))
+        self._hold(adopted)
+        return adopted
+
+    def _hold(self, leased: Sequence[Leased]) -> None:
+        self._held.update({(one.purpose, one.entry_id): time.monotonic() for one in leased})
+
+    def _let_go(self, leased: Sequence[Leased]) -> None:
+        for one in leased:
+            self._held.pop((one.purpose, one.entry_id), None)
+
+    # Calling
+
+    async def _call(self, what: str, call: Callable[[str], Call]) -> list[Any] | None:
+        return await self._do(what, lambda uid: run_async(self._client, call(uid)))
+
+    async def _do(self, what: str, call: Callable[[str], Awaitable[Any]]) -> list[Any] | None:
+        """Run a script of this run; None when no run is there."""
+        if self._run_uid is None and await self.run_info() is None:
+            return None
+        uid = self._run_uid
+        assert uid is not None
+        status, *rest = await self._ask(what, lambda: call(uid))
+        if status == b"GONE":
+            raise self._gone()
+        return rest if status == b"OK" else None
+
+    async def _ask(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
+        return await repeat_async(call, attempts=Attempts(self._client, what, give_up_after_s=self._give_up_after_s))
+
+    def _gone(self) -> RunGone:
+        return RunGone(f"run {self._keys.name!r} was removed from Redis, or another took its name")
+
+
+def _read_ticket(body: bytes, *, purpose: Purpose, number: bytes, uid: bytes) -> Ticket:
+    """The ticket, if it is what its entry says: delivery compares the entry's own fields."""
+    ticket = decode_ticket(body)
+    if (ticket.purpose, str(ticket.number).encode(), ticket.run_uid.encode()) != (purpose, number, uid):
+        raise WireError("the ticket and its entry do not agree on number, purpose or run")
+    return ticket

@@ -1,0 +1,175 @@
+"""Delivery: a ticket gives exactly one group, whoever reclaims it and whatever reply is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import redis
+
+from streamrl.transport.keys import WORKERS, Keys
+from streamrl.transport.learner import LearnerStream
+from streamrl.transport.types import START, Leased
+from streamrl.transport.worker import WorkerStream
+from streamrl.wire.group import decode_body, decode_header, encode_group
+from tests.helpers import make_group, make_ticket, wait_until_async
+from tests.redis.conftest import MakeWorker
+
+
+def packed(leased: Leased) -> tuple[bytes, bytes]:
+    return encode_group(make_group(leased.ticket))
+
+
+def delivered(learner: LearnerStream) -> list[int]:
+    return [number for _, number in learner.present_groups("train", after=START)]
+
+
+async def test_a_group_takes_its_tickets_place(
+    learner: LearnerStream, worker: WorkerStream, client: redis.Redis, keys: Keys
+) -> None:
+    learner.issue([make_ticket(3)])
+    [leased] = await worker.lease(max_tickets=1, block_ms=0)
+    header, body = packed(leased)
+    assert await worker.deliver(leased, header, body)
+    [entry] = learner.read("train", after=START, count=10, block_ms=0)
+    assert (entry.number, entry.run_uid) == (3, "uid")
+    assert decode_body(decode_header(entry.header), entry.body).header.ticket == 3
+    assert learner.present_tickets("train") == {}
+    assert client.xpending(keys.tickets("train"), WORKERS)["pending"] == 0
+
+
+async def test_evaluation_groups_go_to_their_own_stream(learner: LearnerStream, worker: WorkerStream) -> None:
+    learner.issue([make_ticket(0, purpose="eval")])
+    [leased] = await worker.lease(max_tickets=1, block_ms=0)
+    assert await worker.deliver(leased, *packed(leased))
+    assert delivered(learner) == []
+    assert [entry.number for entry in learner.read("eval", after=START, count=1, block_ms=0)] == [0]
+
+
+async def test_a_reclaimed_ticket_gives_one_group_and_the_second_delivery_is_counted(
+    learner: LearnerStream, make_worker: MakeWorker, client: redis.Redis, keys: Keys
+) -> None:
+    learner.issue([make_ticket(0)])
+    slow, quick = make_worker("slow"), make_worker("quick")
+    [first] = await slow.lease(max_tickets=1, block_ms=0)
+    reclaimed: list[Leased] = []
+
+    async def is_reclaimed() -> bool:
+        reclaimed.extend(await quick.lease(max_tickets=1, block_ms=10))
+        return bool(reclaimed)
+
+    await wait_until_async(is_reclaimed, description="the expired lease is reclaimed")
+    outcomes = await asyncio.gather(
+        quick.deliver(reclaimed[0], *packed(reclaimed[0])), slow.deliver(first, *packed(first))
+    )
+    assert sorted(outcomes) == [False, True]
+    assert delivered(learner) == [0]
+    assert client.hget(keys.counters, "duplicates:train") == b"1"
+    assert client.hget(keys.counters, "delivered:train") == b"1"
+
+
+async def test_a_late_worker_may_deliver_what_another_only_holds(
+    learner: LearnerStream, make_worker: MakeWorker
+) -> None:
+    learner.issue([make_ticket(0)])
+    slow, other = make_worker("slow"), make_worker("other")
+    [leased] = await slow.lease(max_tickets=1, block_ms=0)
+    await slow.hand_back([leased])
+    [held] = await other.lease(max_tickets=1, block_ms=0)
+    assert await slow.deliver(leased, *packed(leased))
+    assert await other.renew([held]) == [held]
+    assert not await other.deliver(held, *packed(held))
+    assert delivered(learner) == [0]
+
+
+async def test_a_ticket_the_learner_took_back_is_not_delivered(learner: LearnerStream, worker: WorkerStream) -> None:
+    learner.issue([make_ticket(0)])
+    [leased] = await worker.lease(max_tickets=1, block_ms=0)
+    learner.delete_tickets("train", [leased.entry_id])
+    assert await worker.renew([leased]) == [leased]
+    assert not await worker.deliver(leased, *packed(leased))
+    assert delivered(learner) == []
+
+
+async def test_an_entry_id_given_again_to_another_ticket_is_not_delivered_for_it(
+    learner: LearnerStream, make_worker: MakeWorker, client: redis.Redis, keys: Keys
+) -> None:
+    """After a failover to a server with a slower clock an id comes again: here ticket 61 under the id of ticket 57."""
+    learner.issue([make_ticket(57)])
+    old, new = make_worker("old"), make_worker("new")
+    [lost] = await old.lease(max_tickets=1, block_ms=0)
+    client.delete(keys.tickets("train"))
+    learner.restore(cursor=START)
+    donor = make_ticket(61)
+    learner.issue([donor])
+    [(_, fields)] = client.xrange(keys.tickets("train"))
+    client.delete(keys.tickets("train"))
+    client.xgroup_create(keys.tickets("train"), WORKERS, id="0", mkstream=True)
+    client.xadd(keys.tickets("train"), fields, id=lost.entry_id)
+    [held] = await new.lease(max_tickets=1, block_ms=0)
+    assert held.entry_id == lost.entry_id
+
+    assert not await old.deliver(lost, *packed(lost))
+    assert learner.present_tickets("train") == {61: held.entry_id}
+    assert await new.deliver(held, *packed(held))
+    assert delivered(learner) == [61]
+
+
+async def test_a_ticket_of_another_run_under_the_same_id_is_not_delivered_for(
+    learner: LearnerStream, worker: WorkerStream, client: redis.Redis, keys: Keys
+) -> None:
+    learner.issue([make_ticket(0)])
+    [leased] = await worker.lease(max_tickets=1, block_ms=0)
+    [(_, fields)] = client.xrange(keys.tickets("train"))
+    client.delete(keys.tickets("train"))
+    client.xgroup_create(keys.tickets("train"), WORKERS, id="0", mkstream=True)
+    client.xadd(keys.tickets("train"), {**fields, b"u": b"other"}, id=leased.entry_id)
+    client.xreadgroup(WORKERS, "somebody", {keys.tickets("train"): ">"})
+    assert not await worker.deliver(leased, *packed(leased))
+    assert client.xlen(keys.groups("train")) == 0
+
+
+async def test_a_ticket_that_nobody_leased_is_not_delivered(
+    learner: LearnerStream, worker: WorkerStream, client: redis.Redis, keys: Keys
+) -> None:
+    learner.issue([make_ticket(0)])
+    [(entry_id, _)] = client.xrange(keys.tickets("train"))
+    await worker.run_info()
+    forged = Leased(entry_id=entry_id.decode(), ticket=make_ticket(0), purpose="train")
+    assert not await worker.deliver(forged, *packed(forged))
+    assert delivered(learner) == []
+
+
+async def test_the_same_number_issued_again_can_be_delivered_again(
+    learner: LearnerStream, worker: WorkerStream
+) -> None:
+    """A failed attempt: the learner issues the ticket anew, and the receipt of the first delivery does not hinder."""
+    for attempt in range(2):
+        learner.issue([make_ticket(0, attempt=attempt)])
+        [leased] = await worker.lease(max_tickets=1, block_ms=0)
+        assert await worker.deliver(leased, *packed(leased))
+        assert not await worker.deliver(replace(leased, entry_id="1-1"), *packed(leased))
+    assert delivered(learner) == [0, 0]
+
+
+async def test_many_workers_at_random_deliver_each_ticket_once(learner: LearnerStream, make_worker: MakeWorker) -> None:
+    """Leases so short that tickets are reclaimed all the time, workers that deliver late, twice, or hand back."""
+    num_tickets = 60
+    learner.issue([make_ticket(n) for n in range(num_tickets)])
+
+    async def work(worker: WorkerStream, place: int) -> None:
+        turn = place
+        while learner.present_tickets("train"):
+            for leased in await worker.lease(max_tickets=4, block_ms=5):
+                turn += 1
+                if turn % 5 == 0:
+                    await worker.hand_back([leased])
+                elif turn % 3 == 0:
+                    continue  # forgotten: its lease runs out
+                else:
+                    await worker.deliver(leased, *packed(leased))
+                    await worker.deliver(leased, *packed(leased))
+
+    workers = [make_worker(f"w{n}", lease_s=0.02) for n in range(6)]
+    await asyncio.wait_for(asyncio.gather(*(work(w, n) for n, w in enumerate(workers))), timeout=30)
+    assert sorted(delivered(learner)) == list(range(num_tickets))

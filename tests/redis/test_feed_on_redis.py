@@ -1,0 +1,142 @@
+"""The learner's feed and validation on a real server, with workers that answer at once."""
+
+from __future__ import annotations
+
+import pytest
+import redis
+
+from learner.feed import Feed
+from learner.ledger import StreamState
+from learner.plan import Kind
+from learner.validation import Validation
+from streamrl.config import schema
+from streamrl.errors import Fenced
+from streamrl.transport.keys import Keys
+from streamrl.transport.learner import LearnerStream
+from streamrl.transport.worker import WorkerStream
+from streamrl.versions import make_version
+from streamrl.wire.group import decode_body, decode_header
+from tests.feed_world import MODEL, encode_answer, encode_failure, keep, make_config, make_prompts
+from tests.redis.conftest import UID, MakeLearner
+
+NUM_PROMPTS = 11
+
+
+def make_feed(stream: LearnerStream, *, epoch: int = 1, state: StreamState | None = None) -> Feed:
+    feed = Feed(
+        stream=stream,
+        prompts=make_prompts(NUM_PROMPTS),
+        config=make_config(training={"groups_per_step": 3}),
+        run_uid=UID,
+        fingerprint=MODEL,
+        keep=keep,
+        state=state,
+    )
+    feed.note_version(make_version(epoch, 0), 0)
+    return feed
+
+
+async def answer_all(worker: WorkerStream, *, failing: int = -1) -> None:
+    await worker.run_info()
+    while leased := await worker.lease(max_tickets=8, block_ms=1):
+        for each in leased:
+            fails = each.ticket.number == failing
+            header, body = encode_failure(each.ticket) if fails else encode_answer(each.ticket)
+            assert await worker.deliver(each, header, body)
+
+
+async def run_to_end(feed: Feed, stream: LearnerStream, worker: WorkerStream, *, failing: int = -1) -> list[int]:
+    trained: list[int] = []
+    for step in range(100):
+        plan = feed.plan(step=0, world_size=2, timeout_s=0.0)
+        if plan is not None and plan.kind is Kind.END:
+            return trained
+        if plan is not None:
+            entries = stream.fetch("train", [entry.entry_id for entry in plan.entries])
+            groups = [decode_body(decode_header(entry.header), entry.body) for entry in entries if entry is not None]
+            assert [group.header.ticket for group in groups] == [entry.ticket for entry in plan.entries]
+            feed.settle(plan, [True] * len(groups))
+            trained += [group.header.ticket for group in groups]
+            state = feed.state()
+            stream.commit(step=step, cursor=state.cursor, trim_below=state.trim_below)
+        await answer_all(worker, failing=failing)
+    raise AssertionError(f"no end in sight: {feed.metrics()}")
+
+
+async def test_every_prompt_is_trained_once_and_the_streams_are_empty_at_the_end(
+    learner: LearnerStream, worker: WorkerStream, client: redis.Redis, keys: Keys
+) -> None:
+    assert sorted(await run_to_end(make_feed(learner), learner, worker)) == list(range(NUM_PROMPTS))
+    assert client.xlen(keys.tickets("train")) == 0
+    assert client.xlen(keys.groups("train")) == 0
+
+
+async def test_a_ticket_that_always_fails_ends_among_the_dead_letters(
+    learner: LearnerStream, worker: WorkerStream, client: redis.Redis, keys: Keys
+) -> None:
+    feed = make_feed(learner)
+    trained = await run_to_end(feed, learner, worker, failing=4)
+    assert sorted(trained) == [n for n in range(NUM_PROMPTS) if n != 4]
+    assert feed.metrics()["stream/dead"] == 1
+    assert client.xlen(keys.dead) == 1
+
+
+async def test_a_new_learner_goes_on_from_the_commit_and_the_old_one_is_fenced(
+    learner: LearnerStream, worker: WorkerStream, make_learner: MakeLearner
+) -> None:
+    old = make_feed(learner)
+    old.plan(step=0, world_size=1, timeout_s=0.0)
+    await answer_all(worker)
+    first = old.plan(step=0, world_size=1, timeout_s=0.0)
+    assert first is not None
+    old.settle(first, [True] * len(first.entries))
+    committed = old.state()
+    learner.commit(step=1, cursor=committed.cursor, trim_below=committed.trim_below)
+    lost = old.plan(step=1, world_size=1, timeout_s=0.0)  # trained, but never committed
+    assert lost is not None
+
+    successor = make_learner(epoch=2)
+    feed = make_feed(successor, epoch=2, state=committed)
+    trained = await run_to_end(feed, successor, worker)
+    assert sorted(trained + [entry.ticket for entry in first.entries]) == list(range(NUM_PROMPTS))
+    old.settle(lost, [True] * len(lost.entries))
+    with pytest.raises(Fenced):
+        old.reconcile(step=1)
+
+
+async def test_after_the_server_was_emptied_everything_not_trained_is_asked_for_again(
+    learner: LearnerStream, worker: WorkerStream, client: redis.Redis
+) -> None:
+    feed = make_feed(learner)
+    feed.plan(step=0, world_size=1, timeout_s=0.0)
+    await answer_all(worker)
+    first = feed.plan(step=0, world_size=1, timeout_s=0.0)
+    assert first is not None
+    feed.settle(first, [True] * len(first.entries))
+    client.flushall()
+    learner.renew()  # notices
+    trained = await run_to_end(feed, learner, worker)
+    assert sorted(trained + [entry.ticket for entry in first.entries]) == list(range(NUM_PROMPTS))
+
+
+async def test_a_validation_gets_its_answers_and_leaves_nothing_behind(
+    learner: LearnerStream, worker: WorkerStream, client: redis.Redis, keys: Keys
+) -> None:
+    validation = Validation(
+        stream=learner,
+        prompts=make_prompts(100),
+        settings=schema.Validation(),
+        run_uid=UID,
+        epoch=1,
+        fingerprint=MODEL,
+        max_attempts=3,
+    )
+    validation.start(step=7, version=make_version(1, 7))
+    assert validation.poll() is None
+    await answer_all(worker)
+    assert validation.poll() is None, "the answers are taken in several rounds"
+    result = validation.poll()
+    assert result is not None
+    assert result.complete
+    assert (result.num_answered, result.reward) == (100, 0.5)
+    assert client.xlen(keys.groups("eval")) == client.xlen(keys.tickets("eval")) == 0

@@ -1,0 +1,245 @@
+"""The learner's half: issuing, reading, committing, reconciling, announcing."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+
+import pytest
+import redis
+
+from streamrl.errors import TransportError
+from streamrl.transport.keys import WORKERS, Keys
+from streamrl.transport.learner import LearnerStream
+from streamrl.transport.operate import set_control
+from streamrl.transport.snapshot import read_records
+from streamrl.transport.types import START, Announcement
+from streamrl.transport.worker import WorkerStream
+from streamrl.versions import make_version
+from streamrl.wire.ticket import decode_ticket
+from tests.helpers import make_ticket, wait_until
+from tests.redis.conftest import MakeLearner
+
+
+def add_groups(client: redis.Redis, keys: Keys, numbers: range | list[int], *, uid: str = "uid") -> list[str]:
+    stream = keys.groups("train")
+    added = [client.xadd(stream, {"n": n, "u": uid, "h": b"h%d" % n, "b": b"b"}) for n in numbers]
+    return [entry_id.decode() for entry_id in added]
+
+
+def numbers_after(learner: LearnerStream, cursor: str) -> list[int]:
+    return [entry.number for entry in learner.read("train", after=cursor, count=1000, block_ms=0)]
+
+
+def test_tickets_lie_in_the_stream_of_their_purpose(learner: LearnerStream) -> None:
+    learner.issue([make_ticket(n) for n in range(600)] + [make_ticket(0, purpose="eval")])
+    assert sorted(learner.present_tickets("train")) == list(range(600))
+    assert list(learner.present_tickets("eval")) == [0]
+
+
+def test_reading_goes_on_after_the_cursor(learner: LearnerStream, client: redis.Redis, keys: Keys) -> None:
+    add_groups(client, keys, range(5))
+    first = learner.read("train", after=START, count=3, block_ms=0)
+    assert [entry.number for entry in first] == [0, 1, 2]
+    assert numbers_after(learner, first[-1].id) == [3, 4]
+
+
+def test_reading_waits_for_a_group_and_not_longer(learner: LearnerStream, client: redis.Redis, keys: Keys) -> None:
+    began = time.monotonic()
+    assert learner.read("train", after=START, count=1, block_ms=0) == []
+    assert learner.read("train", after=START, count=1, block_ms=40) == []
+    assert time.monotonic() - began < 2.0
+    adding = threading.Thread(target=add_groups, args=(client, keys, range(1)))
+    adding.start()
+    entries = wait_until(
+        lambda: learner.read("train", after=START, count=1, block_ms=5000), description="the group arrives"
+    )
+    adding.join()
+    assert [entry.number for entry in entries] == [0]
+
+
+def test_a_malformed_entry_is_read_as_nobodys(learner: LearnerStream, client: redis.Redis, keys: Keys) -> None:
+    stream = keys.groups("train")
+    for fields in ({"x": "y"}, {"n": b"\xff", "u": b"\xff"}, {"n": "9" * 40}, {"n": "-3"}, {"n": "²"}):
+        client.xadd(stream, fields)
+    entries = learner.read("train", after=START, count=10, block_ms=0)
+    assert [entry.number for entry in entries] == [-1] * 5
+    assert learner.present_groups("train", after=START) == []
+
+
+def test_fetching_keeps_the_order_and_shows_what_is_missing(
+    learner: LearnerStream, client: redis.Redis, keys: Keys
+) -> None:
+    ids = add_groups(client, keys, range(3))
+    found = learner.fetch("train", [ids[2], "1-1", ids[0]])
+    assert [entry and entry.number for entry in found] == [2, None, 0]
+    assert learner.fetch("train", []) == []
+
+
+def test_a_rank_that_claimed_nothing_may_fetch(
+    make_learner: MakeLearner, learner: LearnerStream, client: redis.Redis, keys: Keys
+) -> None:
+    [entry_id] = add_groups(client, keys, range(1))
+    other_rank = make_learner(claim=False)
+    [entry] = other_rank.fetch("train", [entry_id])
+    assert entry is not None
+    assert entry.header == b"h0"
+
+
+def test_a_commit_trims_exactly_below_the_carry_and_notes_the_cursor(
+    learner: LearnerStream, client: redis.Redis, keys: Keys
+) -> None:
+    ids = add_groups(client, keys, range(300))
+    carry, cursor = ids[150], ids[199]
+    learner.commit(step=7, cursor=cursor, trim_below=carry)
+    assert [n for _, n in learner.present_groups("train", after=START)] == list(range(150, 300))
+    assert [entry and entry.number for entry in learner.fetch("train", [carry])] == [150]
+    assert client.hmget(keys.meta, "step", "cursor") == [b"7", cursor.encode()]
+    learner.commit(step=7, cursor=cursor, trim_below=carry)
+    assert len(learner.present_groups("train", after=START)) == 150
+
+
+def test_evaluation_groups_are_trimmed_apart(learner: LearnerStream, client: redis.Redis, keys: Keys) -> None:
+    train = add_groups(client, keys, range(2))
+    first = client.xadd(keys.groups("eval"), {"n": 0, "u": "uid"})
+    second = client.xadd(keys.groups("eval"), {"n": 1, "u": "uid"})
+    learner.trim_eval(below=second.decode())
+    assert learner.present_groups("eval", after=START) == [(second.decode(), 1)]
+    assert first != second
+    assert len(learner.present_groups("train", after=START)) == len(train)
+
+
+def test_present_groups_lists_this_runs_beyond_the_cursor(
+    learner: LearnerStream, client: redis.Redis, keys: Keys
+) -> None:
+    ids = add_groups(client, keys, range(250))
+    add_groups(client, keys, [900], uid="another run")
+    assert learner.present_groups("train", after=ids[9]) == [(ids[n], n) for n in range(10, 250)]
+
+
+async def test_deleted_tickets_leave_nothing_pending(
+    learner: LearnerStream, worker: WorkerStream, client: redis.Redis, keys: Keys
+) -> None:
+    learner.issue([make_ticket(n) for n in range(3)])
+    await worker.lease(max_tickets=2, block_ms=0)
+    present = learner.present_tickets("train")
+    learner.delete_tickets("train", [present[0], present[2]])
+    assert list(learner.present_tickets("train")) == [1]
+    assert client.xpending(keys.tickets("train"), WORKERS)["pending"] == 1
+    learner.delete_tickets("eval", [])
+
+
+def test_new_groups_land_beyond_the_cursor_on_a_server_that_lost_them(
+    learner: LearnerStream, client: redis.Redis, keys: Keys
+) -> None:
+    ahead = f"{int(time.time() * 1000) + 3_600_000}-5"
+    client.flushall()
+    learner.restore(cursor=ahead)
+    [entry_id] = add_groups(client, keys, range(1))
+    assert numbers_after(learner, ahead) == [0], f"{entry_id} lies behind {ahead}"
+
+
+def test_new_groups_land_beyond_the_cursor_of_a_server_with_a_slower_clock(
+    learner: LearnerStream, client: redis.Redis, keys: Keys
+) -> None:
+    add_groups(client, keys, range(2))
+    ahead = f"{int(time.time() * 1000) + 3_600_000}-0"
+    learner.restore(cursor=ahead)
+    add_groups(client, keys, [2])
+    assert numbers_after(learner, ahead) == [2]
+
+
+def test_restoring_changes_nothing_that_is_there(learner: LearnerStream, client: redis.Redis, keys: Keys) -> None:
+    learner.issue([make_ticket(0)])
+    ids = add_groups(client, keys, range(3))
+    learner.restore(cursor=ids[1])
+    assert numbers_after(learner, START) == [0, 1, 2]
+    assert list(learner.present_tickets("train")) == [0]
+
+
+async def test_restoring_forgets_idle_consumers_but_never_one_with_leases(
+    learner: LearnerStream, worker: WorkerStream, client: redis.Redis, keys: Keys
+) -> None:
+    learner.issue([make_ticket(0)])
+    await worker.lease(max_tickets=1, block_ms=0)
+    learner.restore(cursor=START)
+    assert [one["name"] for one in client.xinfo_consumers(keys.tickets("train"), WORKERS)] == [b"w"]
+
+
+def test_dead_letters_are_kept_once_per_ticket(learner: LearnerStream, client: redis.Redis, keys: Keys) -> None:
+    learner.dead(make_ticket(4, attempt=3), error="reward server answered 500")
+    learner.dead(make_ticket(4, attempt=3), error="read again after a restore")
+    learner.dead(make_ticket(5), error="engine died")
+    learner.dead(make_ticket(4, purpose="eval"), error="another ticket, of evaluation")
+    entries = [fields for _, fields in client.xrange(keys.dead)]
+    assert [(e[b"p"], e[b"n"]) for e in entries] == [(b"train", b"4"), (b"train", b"5"), (b"eval", b"4")]
+    assert decode_ticket(entries[0][b"b"]).attempt == 3
+    assert entries[0][b"error"] == b"reward server answered 500"
+
+
+async def test_an_announced_version_is_what_workers_see(learner: LearnerStream, worker: WorkerStream) -> None:
+    assert await worker.latest() is None
+    one, two = make_version(1, 0), make_version(1, 1)
+    learner.announce(Announcement(version=one, base=0, step=0, manifest=b"anchor"), keep=[])
+    assert await worker.latest() == Announcement(version=one, base=0, step=0, manifest=b"anchor")
+    delta = Announcement(version=two, base=one, step=1, manifest=b"delta")
+    learner.announce(delta, keep=[one])
+    assert await worker.latest() == delta
+    assert await worker.latest() == delta
+    assert await worker.manifest(one) == b"anchor"
+
+
+async def test_manifests_that_are_not_kept_are_dropped(learner: LearnerStream, worker: WorkerStream) -> None:
+    versions = [make_version(1, n) for n in range(4)]
+    for version in versions[:3]:
+        learner.announce(Announcement(version=version, base=0, step=0, manifest=b"m"), keep=versions[:3])
+    learner.announce(Announcement(version=versions[3], base=0, step=0, manifest=b"m"), keep=[versions[1]])
+    there = [await worker.manifest(version) for version in versions]
+    assert there == [None, b"m", None, b"m"]
+
+
+def test_versions_only_grow(learner: LearnerStream) -> None:
+    new, old = make_version(1, 5), make_version(1, 4)
+    learner.announce(Announcement(version=new, base=0, step=5, manifest=b"new"), keep=[])
+    learner.announce(Announcement(version=new, base=0, step=5, manifest=b"new"), keep=[])
+    with pytest.raises(TransportError, match="already has weights"):
+        learner.announce(Announcement(version=old, base=0, step=4, manifest=b"old"), keep=[])
+    with pytest.raises(TransportError, match="already has weights"):
+        learner.announce(Announcement(version=new, base=0, step=5, manifest=b"others"), keep=[])
+
+
+def test_versions_of_a_high_epoch_are_compared_exactly(make_learner: MakeLearner) -> None:
+    learner = make_learner(epoch=100_000)
+    for n in range(3):
+        learner.announce(Announcement(version=make_version(100_000, n), base=0, step=n, manifest=b"m"), keep=[])
+
+
+def test_a_version_of_another_epoch_is_a_mistake(learner: LearnerStream) -> None:
+    with pytest.raises(AssertionError, match="another epoch"):
+        learner.announce(Announcement(version=make_version(2, 0), base=0, step=0, manifest=b"m"), keep=[])
+
+
+def test_records_keep_finite_numbers_only(learner: LearnerStream, client: redis.Redis, keys: Keys) -> None:
+    learner.record(3, {"train_optim/loss": 0.5, "policy/entropy": math.nan, "policy/ratio_max": math.inf})
+    [record] = read_records(client, keys)
+    assert (record.step, record.epoch, dict(record.values)) == (3, 1, {"train_optim/loss": 0.5})
+
+
+def test_telemetry_that_fails_does_not_stop_the_learner(
+    learner: LearnerStream, client: redis.Redis, keys: Keys
+) -> None:
+    client.set(keys.events, "not a stream")
+    client.set(keys.metrics, "not a stream")
+    learner.event("started", ranks=2)
+    learner.record(1, {"train_optim/loss": 0.5})
+
+
+def test_the_operators_word_is_run_until_said_otherwise(
+    learner: LearnerStream, client: redis.Redis, keys: Keys
+) -> None:
+    assert learner.control() == "run"
+    set_control(client, keys, "drain")
+    assert learner.control() == "drain"
+    client.hset(keys.control, "mode", "a word of tomorrow")
+    assert learner.control() == "run"

@@ -1,0 +1,177 @@
+"""Whatever reply is lost, the call takes effect once, and its caller learns the truth."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+import redis
+import redis.asyncio
+
+from streamrl.config import schema
+from streamrl.errors import TransportError
+from streamrl.transport.connection import connect, connect_async
+from streamrl.transport.keys import Keys
+from streamrl.transport.learner import LearnerStream
+from streamrl.transport.types import START, Announcement
+from streamrl.transport.worker import WorkerStream
+from streamrl.versions import make_version
+from streamrl.wire.group import encode_group
+from tests.helpers import make_group, make_ticket
+from tests.proxy import ReplyDroppingProxy
+
+SCRIPT = b"EVALSHA"
+SETTINGS = schema.Redis(reply_timeout_s=5.0, give_up_after_s=10.0)
+
+
+@pytest.fixture
+def proxy(redis_url: str) -> Iterator[ReplyDroppingProxy]:
+    with ReplyDroppingProxy(redis_url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def lossy(proxy: ReplyDroppingProxy) -> Iterator[redis.Redis]:
+    with connect(proxy.url, SETTINGS) as client:
+        yield client
+
+
+@pytest.fixture
+async def lossy_async(proxy: ReplyDroppingProxy) -> AsyncIterator[redis.asyncio.Redis]:
+    async with connect_async(proxy.url, SETTINGS) as client:
+        yield client
+
+
+@pytest.fixture
+def learner(lossy: redis.Redis, keys: Keys) -> LearnerStream:
+    """Every script is known to the server before replies are lost, so that what is lost is an answer."""
+    stream = LearnerStream(lossy, keys, run_uid="uid", epoch=1, holder="job", lease_s=30.0, give_up_after_s=10.0)
+    stream.claim(config_json="{}", fingerprint="model", wait_s=0.0)
+    stream.restore(cursor=START)
+    return stream
+
+
+@pytest.fixture
+async def worker(lossy_async: redis.asyncio.Redis, keys: Keys, learner: LearnerStream) -> WorkerStream:
+    return WorkerStream(lossy_async, keys, worker="w", lease_s=60.0, give_up_after_s=10.0)
+
+
+def test_a_client_repeats_nothing_by_itself(proxy: ReplyDroppingProxy, lossy: redis.Redis, keys: Keys) -> None:
+    proxy.drop_reply_to(b"XADD")
+    with pytest.raises(redis.ConnectionError):
+        lossy.xadd(keys.dead, {"n": 1})
+    assert lossy.xlen(keys.dead) == 1
+
+
+async def test_an_async_client_repeats_nothing_by_itself(
+    proxy: ReplyDroppingProxy, lossy_async: redis.asyncio.Redis, keys: Keys
+) -> None:
+    await lossy_async.ping()
+    proxy.drop_reply_to(b"XADD")
+    with pytest.raises(redis.ConnectionError):
+        await lossy_async.xadd(keys.dead, {"n": 1})
+    assert await lossy_async.xlen(keys.dead) == 1
+
+
+APPENDS: dict[str, tuple[Callable[[LearnerStream, int], None], Callable[[Keys], str]]] = {
+    "issue": (lambda learner, n: learner.issue([make_ticket(n)]), lambda keys: keys.tickets("train")),
+    "dead": (lambda learner, n: learner.dead(make_ticket(n), error="x"), lambda keys: keys.dead),
+    "record": (lambda learner, n: learner.record(n, {"train_optim/loss": 1.0}), lambda keys: keys.metrics),
+    "event": (lambda learner, n: learner.event("x", n=n), lambda keys: keys.events),
+}
+
+
+@pytest.mark.parametrize(("append", "stream"), APPENDS.values(), ids=APPENDS.keys())
+def test_an_append_whose_reply_is_lost_appends_once(
+    append: Callable[[LearnerStream, int], None],
+    stream: Callable[[Keys], str],
+    learner: LearnerStream,
+    proxy: ReplyDroppingProxy,
+    lossy: redis.Redis,
+    keys: Keys,
+) -> None:
+    append(learner, 0)
+    proxy.drop_reply_to(SCRIPT, times=3)
+    append(learner, 1)
+    assert proxy.num_dropped == 3
+    assert lossy.xlen(stream(keys)) == 2
+    assert learner.disturbed
+
+
+def test_an_announcement_and_a_commit_whose_replies_are_lost_succeed(
+    learner: LearnerStream, proxy: ReplyDroppingProxy, lossy: redis.Redis, keys: Keys
+) -> None:
+    def announce(n: int) -> None:
+        announcement = Announcement(version=make_version(1, n), base=0, step=n, manifest=b"m")
+        learner.announce(announcement, keep=[])
+
+    announce(0)
+    proxy.drop_reply_to(SCRIPT, times=2)
+    announce(1)
+    learner.commit(step=1, cursor="1-1", trim_below="1-1")
+    proxy.drop_reply_to(SCRIPT, times=2)
+    learner.commit(step=2, cursor="2-2", trim_below="2-2")
+    assert proxy.num_dropped == 4
+    assert lossy.hget(keys.meta, "step") == b"2"
+
+
+async def test_a_delivery_whose_reply_is_lost_is_known_as_our_own(
+    learner: LearnerStream, worker: WorkerStream, proxy: ReplyDroppingProxy, lossy: redis.Redis, keys: Keys
+) -> None:
+    learner.issue([make_ticket(n) for n in range(3)])
+    first, second, third = await worker.lease(max_tickets=3, block_ms=0)
+    assert await worker.deliver(first, *encode_group(make_group(first.ticket)))
+    proxy.drop_reply_to(SCRIPT, times=2)
+    assert await worker.deliver(second, *encode_group(make_group(second.ticket)))
+    assert proxy.num_dropped == 2
+    assert [n for _, n in learner.present_groups("train", after=START)] == [0, 1]
+    assert lossy.hget(keys.counters, "duplicates:train") is None
+    # What somebody else delivered stays not ours, also when asked twice.
+    other = WorkerStream(worker._client, keys, worker="other", lease_s=60.0)
+    await other.run_info()
+    assert await other.deliver(third, *encode_group(make_group(third.ticket)))
+    proxy.drop_reply_to(SCRIPT)
+    assert not await worker.deliver(third, *encode_group(make_group(third.ticket)))
+
+
+async def test_tickets_whose_lease_was_lost_on_the_way_arrive_all_the_same(
+    learner: LearnerStream, worker: WorkerStream, proxy: ReplyDroppingProxy
+) -> None:
+    learner.issue([make_ticket(0)])
+    assert len(await worker.lease(max_tickets=4, block_ms=0)) == 1
+    learner.issue([make_ticket(n) for n in range(1, 4)])
+    proxy.drop_reply_to(SCRIPT)
+    leased = await worker.lease(max_tickets=3, block_ms=0)
+    while len(leased) < 3:  # what is held counts against what was asked for
+        leased += await worker.lease(max_tickets=3, block_ms=50)
+    assert proxy.num_dropped == 1
+    assert [one.ticket.number for one in leased] == [1, 2, 3]
+
+
+async def test_a_ticket_lost_on_the_way_to_a_waiting_worker_arrives_all_the_same(
+    learner: LearnerStream, worker: WorkerStream, proxy: ReplyDroppingProxy
+) -> None:
+    assert await worker.lease(max_tickets=1, block_ms=1) == []
+    proxy.drop_reply_to(b"XREADGROUP\r\n", times=1)
+    waiting = asyncio.create_task(worker.lease(max_tickets=1, block_ms=2000))
+    await asyncio.to_thread(learner.issue, [make_ticket(0)])
+    leased = await waiting or await worker.lease(max_tickets=1, block_ms=2000)
+    assert [one.ticket.number for one in leased] == [0]
+
+
+def test_a_server_that_stays_away_is_named_and_given_up(
+    proxy: ReplyDroppingProxy, lossy: redis.Redis, keys: Keys
+) -> None:
+    stream = LearnerStream(lossy, keys, run_uid="uid", epoch=1, holder="job", lease_s=30.0, give_up_after_s=0.3)
+    proxy.drop_reply_to(b"HGET", times=1000)
+    with pytest.raises(TransportError, match=r"Redis at unix://.* could not read the control word within 0.3 s"):
+        stream.control()
+
+
+def test_connections_that_ended_while_nobody_spoke_are_made_again(
+    learner: LearnerStream, proxy: ReplyDroppingProxy
+) -> None:
+    proxy.break_connections()
+    learner.issue([make_ticket(0)])
+    assert list(learner.present_tickets("train")) == [0]

@@ -1,0 +1,178 @@
+"""Reports, snapshots and the operator's hand: how a run is seen and steered from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import redis
+import redis.asyncio
+from structlog.testing import capture_logs
+
+from streamrl.config import schema
+from streamrl.errors import TransportError, WireError
+from streamrl.telemetry.progress import Progress, Wait
+from streamrl.transport.connection import connect
+from streamrl.transport.embedded import EmbeddedRedis
+from streamrl.transport.keys import Keys
+from streamrl.transport.learner import LearnerStream
+from streamrl.transport.operate import remove_run, set_control
+from streamrl.transport.reports import ReportWriter, decode_report, encode_report, read_reports, report_progress
+from streamrl.transport.snapshot import read_records, snapshot
+from streamrl.transport.types import Announcement
+from streamrl.transport.worker import WorkerStream
+from streamrl.versions import make_version
+from streamrl.wire.codec import pack
+from streamrl.wire.group import encode_group
+from tests.helpers import make_group, make_ticket, wait_until, wait_until_async
+from tests.redis.conftest import MakeWorker
+
+
+def test_a_report_survives_the_wire() -> None:
+    progress = Progress(part="learner/0", role="learner")
+    progress.advanced(step=3, version="6.103", tokens_per_s=12.5)
+    with progress.waiting(Wait.GROUPS):
+        report = progress.report()
+    assert decode_report(encode_report(report)) == report
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80", b"\xff" * 20, pack({}), pack({"part": "x", "role": "king"})])
+def test_bytes_that_are_no_report_are_one_wire_error(data: bytes) -> None:
+    with pytest.raises(WireError):
+        decode_report(data)
+
+
+def test_reports_follow_the_part_and_end_with_it(client: redis.Redis, keys: Keys) -> None:
+    progress = Progress(part="learner/0", role="learner")
+    with ReportWriter(client, keys, progress, period_s=0.02):
+        wait_until(lambda: read_reports(client, keys), description="the first report")
+        progress.working("train")
+        progress.advanced(step=5)
+        wait_until(
+            lambda: [(r.doing, r.detail) for r in read_reports(client, keys)] == [("train", {"step": 5})],
+            description="the report of the step",
+        )
+    assert read_reports(client, keys) == []
+
+
+async def test_a_workers_reports_do_the_same(
+    client: redis.Redis, async_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    progress = Progress(part="worker/1", role="worker")
+    async with report_progress(async_client, keys, progress, period_s=0.02):
+        with progress.waiting(Wait.TICKETS):
+
+            async def waits() -> bool:
+                return [(r.part, r.state, r.doing) for r in read_reports(client, keys)] == [
+                    ("worker/1", "waiting", "tickets")
+                ]
+
+            await wait_until_async(waits, description="the wait is shown")
+    assert read_reports(client, keys) == []
+
+
+def test_a_report_that_cannot_be_read_hides_no_other(client: redis.Redis, keys: Keys) -> None:
+    client.hset(keys.progress, "rogue", b"\xff")
+    client.hset(keys.progress, "worker/1", encode_report(Progress(part="worker/1", role="worker").report()))
+    assert [report.part for report in read_reports(client, keys)] == ["worker/1"]
+
+
+def test_reports_of_parts_that_died_do_not_grow_for_ever(client: redis.Redis, keys: Keys) -> None:
+    client.hset(keys.progress, mapping={f"worker/{n}": b"old" for n in range(1000)})
+    with ReportWriter(client, keys, Progress(part="learner/0", role="learner"), period_s=0.02):
+        wait_until(lambda: client.hlen(keys.progress) == 1, description="the dead are forgotten")
+
+
+def test_reports_that_cannot_be_written_are_logged_once_and_stop_nothing(tmp_path: Path) -> None:
+    keys = Keys("x")
+    progress = Progress(part="learner/0", role="learner")
+    with ExitStack() as stack, capture_logs() as logs:
+        first = stack.enter_context(EmbeddedRedis.start(tmp_path))
+        client = stack.enter_context(connect(first.url, schema.Redis()))
+        with ReportWriter(client, keys, progress, period_s=0.01):
+            wait_until(lambda: read_reports(client, keys), description="the first report")
+            first.stop()
+            wait_until(lambda: logs, description="a failure is logged")
+            stack.enter_context(EmbeddedRedis.start(tmp_path))
+            wait_until(lambda: len(logs) == 2, description="the end of the failures is logged")
+            progress.advanced(step=1)
+            wait_until(
+                lambda: [r.detail for r in read_reports(client, keys)] == [{"step": 1}], description="a new report"
+            )
+    assert [line["event"] for line in logs] == ["reports_failing", "reports_written_again"]
+
+
+def test_a_snapshot_of_nothing_says_so(client: redis.Redis, keys: Keys) -> None:
+    seen = snapshot(client, keys)
+    assert (seen.run, seen.holder, seen.latest_version, seen.reports, seen.records) == (None, None, None, (), ())
+    assert seen.streams["train"].num_tickets == 0
+
+
+@pytest.fixture
+def busy(learner: LearnerStream, client: redis.Redis, keys: Keys) -> Iterator[LearnerStream]:
+    learner.issue([make_ticket(n) for n in range(5)] + [make_ticket(0, purpose="eval")])
+    learner.dead(make_ticket(9), error="x")
+    learner.announce(Announcement(version=make_version(1, 4), base=0, step=40, manifest=b"m"), keep=[])
+    learner.commit(step=40, cursor="7-7", trim_below="7-7")
+    for step in range(3):
+        learner.record(step, {"train_optim/loss": float(step)})
+    learner.event("started", ranks=2)
+    learner.event("published", version="1.4")
+    set_control(client, keys, "pause")
+    return learner
+
+
+async def test_a_snapshot_tells_everything_at_once(
+    busy: LearnerStream, make_worker: MakeWorker, client: redis.Redis, keys: Keys
+) -> None:
+    worker: WorkerStream = make_worker("w", lease_s=60.0)
+    leased = await worker.lease(max_tickets=4, block_ms=0)
+    assert await worker.deliver(leased[-1], *encode_group(make_group(leased[-1].ticket)))
+    seen = snapshot(client, keys, num_records=2)
+    assert seen.run is not None
+    assert (seen.run.uid, seen.run.state, seen.holder, seen.control) == ("uid", "running", "job", "pause")
+    assert (seen.step, seen.cursor, seen.num_dead) == (40, "7-7", 1)
+    train, evaluation = seen.streams["train"], seen.streams["eval"]
+    assert (train.num_tickets, train.num_leased, train.num_groups) == (4, 2, 1)
+    assert (evaluation.num_tickets, evaluation.leased_by) == (1, {"w": 1})
+    assert (seen.latest_version, seen.latest_version_step) == (make_version(1, 4), 40)
+    assert [(record.step, record.values["train_optim/loss"]) for record in seen.records] == [(1, 1.0), (2, 2.0)]
+    assert [(event.kind, event.detail) for event in seen.events] == [
+        ("started", {"ranks": 2}),
+        ("published", {"version": "1.4"}),
+    ]
+    assert seen.counters == {"issued": 6, "delivered:train": 1}
+    assert seen.used_memory_bytes > 0
+
+
+def test_records_are_read_on_from_where_the_last_call_ended(
+    busy: LearnerStream, client: redis.Redis, keys: Keys
+) -> None:
+    first = read_records(client, keys, count=2)
+    assert [record.step for record in first] == [0, 1]
+    assert [record.step for record in read_records(client, keys, after=first[-1].id)] == [2]
+
+
+def test_a_snapshot_writes_nothing(busy: LearnerStream, client: redis.Redis, keys: Keys) -> None:
+    before = {key: client.dump(key) for key in client.scan_iter()}
+    snapshot(client, keys)
+    assert {key: client.dump(key) for key in client.scan_iter()} == before
+
+
+def test_a_snapshot_without_a_server_is_one_error(tmp_path: Path) -> None:
+    with EmbeddedRedis.start(tmp_path) as server, connect(server.url, schema.Redis()) as client:
+        server.stop()
+        with pytest.raises(TransportError, match="could not be looked at within"):
+            snapshot(client, Keys("x"), give_up_after_s=0.1)
+
+
+def test_removing_a_run_removes_every_key_of_it_and_no_other(
+    busy: LearnerStream, client: redis.Redis, keys: Keys, run_name: str
+) -> None:
+    neighbour = Keys(f"{run_name}-2")
+    client.set(neighbour.meta, "mine")
+    client.set(keys.blob("a/b", 0), b"blob")
+    assert remove_run(client, keys)
+    assert sorted(client.scan_iter()) == sorted([neighbour.meta.encode(), keys.tombstone.encode()])

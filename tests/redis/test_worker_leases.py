@@ -1,0 +1,256 @@
+"""Leasing, renewing, handing back: who may work on a ticket, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+import redis
+
+from streamrl.errors import RunGone
+from streamrl.transport.keys import WORKERS, Keys
+from streamrl.transport.learner import LearnerStream
+from streamrl.transport.operate import remove_run
+from streamrl.transport.types import Leased
+from streamrl.transport.worker import WorkerStream
+from tests.helpers import make_ticket, wait_until_async
+from tests.redis.conftest import LEASE_S, MakeLearner, MakeWorker
+
+
+def numbers(leased: list[Leased]) -> list[int]:
+    return [one.ticket.number for one in leased]
+
+
+async def all_of(worker: WorkerStream, count: int) -> list[Leased]:
+    """Lease until so many tickets came."""
+    got: list[Leased] = []
+
+    async def enough() -> bool:
+        got.extend(await worker.lease(max_tickets=count - len(got), block_ms=50))
+        return len(got) >= count
+
+    await wait_until_async(enough, description=f"{count} tickets leased")
+    return got
+
+
+def delivery_counts(client: redis.Redis, keys: Keys) -> list[int]:
+    pending = client.xpending_range(keys.tickets("train"), WORKERS, min="-", max="+", count=100)
+    return [entry["times_delivered"] for entry in pending]
+
+
+async def test_a_ticket_arrives_as_it_was_issued(learner: LearnerStream, worker: WorkerStream) -> None:
+    ticket = make_ticket(7, fields={"answer": "42"}, attempt=2, min_version=5, retry_of=3)
+    learner.issue([ticket])
+    [leased] = await worker.lease(max_tickets=4, block_ms=0)
+    assert leased.purpose == "train"
+    assert leased.ticket.fields == {"answer": "42"}
+    assert (leased.ticket.number, leased.ticket.attempt, leased.ticket.retry_of) == (7, 2, 3)
+
+
+async def test_evaluation_is_leased_before_training(learner: LearnerStream, worker: WorkerStream) -> None:
+    learner.issue([make_ticket(0), make_ticket(1), make_ticket(5, purpose="eval")])
+    leased = await worker.lease(max_tickets=2, block_ms=0)
+    assert [(one.purpose, one.ticket.number) for one in leased] == [("eval", 5), ("train", 0)]
+
+
+async def test_two_workers_never_lease_the_same_ticket_at_once(learner: LearnerStream, make_worker: MakeWorker) -> None:
+    learner.issue([make_ticket(n) for n in range(40)])
+    workers = [make_worker(f"w{n}", lease_s=30.0) for n in range(4)]
+    taken = await asyncio.gather(*(all_of(worker, 10) for worker in workers))
+    assert sorted(number for leased in taken for number in numbers(leased)) == list(range(40))
+
+
+async def test_no_more_tickets_come_than_were_asked_for(learner: LearnerStream, worker: WorkerStream) -> None:
+    learner.issue([make_ticket(n) for n in range(5)] + [make_ticket(n, purpose="eval") for n in range(5)])
+    sizes = [len(await worker.lease(max_tickets=3, block_ms=0)) for _ in range(5)]
+    assert sizes == [3, 3, 3, 1, 0]
+
+
+async def test_a_waiting_worker_wakes_when_a_ticket_is_issued(learner: LearnerStream, worker: WorkerStream) -> None:
+    await worker.run_info()
+    waiting = asyncio.create_task(worker.lease(max_tickets=8, block_ms=5000))
+    await asyncio.to_thread(learner.issue, [make_ticket(n) for n in range(3)])
+    began = time.monotonic()
+    assert numbers(await waiting) == [0, 1, 2]
+    assert time.monotonic() - began < 2.0
+
+
+async def test_a_wait_without_tickets_ends_empty(learner: LearnerStream, worker: WorkerStream) -> None:
+    assert await worker.lease(max_tickets=1, block_ms=30) == []
+
+
+async def test_an_expired_lease_goes_to_another_worker(learner: LearnerStream, make_worker: MakeWorker) -> None:
+    learner.issue([make_ticket(0)])
+    await make_worker("dies").lease(max_tickets=1, block_ms=0)
+    began = time.monotonic()
+    other = make_worker("lives")
+    assert await other.lease(max_tickets=1, block_ms=0) == []
+    assert numbers(await all_of(other, 1)) == [0]
+    assert time.monotonic() - began >= LEASE_S * 0.9
+
+
+async def test_a_renewed_lease_does_not_expire_and_no_delivery_is_counted(
+    learner: LearnerStream, make_worker: MakeWorker, client: redis.Redis, keys: Keys
+) -> None:
+    learner.issue([make_ticket(0)])
+    owner, other = make_worker("owner"), make_worker("other")
+    leased = await owner.lease(max_tickets=1, block_ms=0)
+    began = time.monotonic()
+
+    async def three_leases_passed() -> bool:
+        assert await owner.renew(leased) == []
+        assert await other.lease(max_tickets=1, block_ms=0) == []
+        return time.monotonic() - began > 3 * LEASE_S
+
+    await wait_until_async(three_leases_passed, description="three lengths of a lease")
+    assert delivery_counts(client, keys) == [1]
+
+
+async def test_renewing_does_not_steal_back_what_another_claimed(
+    learner: LearnerStream, make_worker: MakeWorker
+) -> None:
+    learner.issue([make_ticket(0), make_ticket(1)])
+    slow, other = make_worker("slow"), make_worker("other")
+    leased = await slow.lease(max_tickets=2, block_ms=0)
+    await all_of(other, 2)
+    assert await slow.renew(leased) == leased
+    assert await slow.lease(max_tickets=2, block_ms=0) == []
+
+
+async def test_a_worker_is_not_handed_what_it_holds_when_its_own_lease_ran_out(
+    learner: LearnerStream, worker: WorkerStream, client: redis.Redis, keys: Keys
+) -> None:
+    learner.issue([make_ticket(0)])
+    leased = await worker.lease(max_tickets=1, block_ms=0)
+
+    async def reclaimed_by_itself() -> bool:
+        assert await worker.lease(max_tickets=1, block_ms=10) == []
+        return delivery_counts(client, keys) == [2]
+
+    await wait_until_async(reclaimed_by_itself, description="the worker reclaims its own lease")
+    assert await worker.renew(leased) == []
+
+
+async def test_tickets_handed_back_go_to_others_at_once(learner: LearnerStream, make_worker: MakeWorker) -> None:
+    learner.issue([make_ticket(n) for n in range(3)])
+    leaving, other = make_worker("leaving", lease_s=60.0), make_worker("other", lease_s=60.0)
+    leased = await leaving.lease(max_tickets=3, block_ms=0)
+    await leaving.hand_back(leased[1:])
+    assert numbers(await other.lease(max_tickets=3, block_ms=0)) == [1, 2]
+
+
+async def test_handing_back_leaves_alone_what_another_claimed(learner: LearnerStream, make_worker: MakeWorker) -> None:
+    learner.issue([make_ticket(0)])
+    slow, owner, third = make_worker("slow"), make_worker("owner", lease_s=LEASE_S), make_worker("third", lease_s=60.0)
+    leased = await slow.lease(max_tickets=1, block_ms=0)
+    await all_of(owner, 1)
+    await slow.hand_back(leased)
+    assert await third.lease(max_tickets=1, block_ms=0) == []
+
+
+async def test_leaving_hands_back_everything_and_forgets_the_name(
+    learner: LearnerStream, make_worker: MakeWorker, client: redis.Redis, keys: Keys
+) -> None:
+    learner.issue([make_ticket(n) for n in range(3)])
+    leaving, other = make_worker("leaving", lease_s=60.0), make_worker("other", lease_s=60.0)
+    await leaving.lease(max_tickets=2, block_ms=0)
+    await leaving.leave()
+    names = {consumer["name"] for consumer in client.xinfo_consumers(keys.tickets("train"), WORKERS)}
+    assert b"leaving" not in names
+    assert sorted(numbers(await all_of(other, 3))) == [0, 1, 2]
+
+
+async def test_a_worker_started_again_under_its_name_gets_its_leases_back(
+    learner: LearnerStream, make_worker: MakeWorker
+) -> None:
+    learner.issue([make_ticket(n) for n in range(5)])
+    await make_worker("same", lease_s=60.0).lease(max_tickets=4, block_ms=0)
+    again = make_worker("same", lease_s=60.0)
+    assert numbers(await again.lease(max_tickets=3, block_ms=0)) == [0, 1, 2]
+    assert numbers(await all_of(again, 2)) == [3, 4]
+
+
+async def test_a_deleted_ticket_that_was_pending_is_forgotten(
+    learner: LearnerStream, worker: WorkerStream, make_worker: MakeWorker, client: redis.Redis, keys: Keys
+) -> None:
+    learner.issue([make_ticket(0), make_ticket(1)])
+    leased = await worker.lease(max_tickets=1, block_ms=0)
+    client.xdel(keys.tickets("train"), leased[0].entry_id)  # by a stranger: still pending
+    other = make_worker("other")
+
+    async def forgotten() -> bool:
+        assert 0 not in numbers(await other.lease(max_tickets=4, block_ms=10))
+        pending = client.xpending_range(keys.tickets("train"), WORKERS, min="-", max="+", count=10)
+        return leased[0].entry_id.encode() not in [entry["message_id"] for entry in pending]
+
+    await wait_until_async(forgotten, description="the deleted entry left the pending list")
+
+
+async def test_an_unreadable_ticket_is_left_for_others_and_the_rest_arrives(
+    learner: LearnerStream, worker: WorkerStream, client: redis.Redis, keys: Keys
+) -> None:
+    stream = keys.tickets("train")
+    client.xadd(stream, {"n": "0", "u": "uid", "b": b"\xff not a ticket"})
+    client.xadd(stream, {"nonsense": "1"})
+    learner.issue([make_ticket(2)])
+    assert numbers(await worker.lease(max_tickets=4, block_ms=0)) == [2]
+    assert client.xlen(stream) == 3
+
+
+async def test_a_worker_before_its_run_waits_and_then_serves_it(
+    worker: WorkerStream, make_learner: MakeLearner
+) -> None:
+    assert await worker.run_info() is None
+    assert await worker.lease(max_tickets=1, block_ms=10) == []
+    assert await worker.latest() is None
+    make_learner().issue([make_ticket(0)])
+    info = await worker.run_info()
+    assert info is not None
+    assert (info.uid, info.epoch, info.config_json, info.fingerprint) == ("uid", 1, '{"name": "x"}', "model")
+    assert numbers(await worker.lease(max_tickets=1, block_ms=0)) == [0]
+
+
+async def test_a_removed_run_tells_its_workers_that_it_is_gone(
+    learner: LearnerStream, worker: WorkerStream, client: redis.Redis, keys: Keys
+) -> None:
+    learner.issue([make_ticket(0)])
+    leased = await worker.lease(max_tickets=1, block_ms=0)
+    assert remove_run(client, keys)
+    for call in (
+        worker.run_info(),
+        worker.lease(max_tickets=1, block_ms=0),
+        worker.renew(leased),
+        worker.deliver(leased[0], b"h", b"b"),
+        worker.latest(),
+    ):
+        with pytest.raises(RunGone):
+            await call
+    assert client.exists(keys.groups("train")) == 0
+
+
+async def test_a_run_of_the_same_name_is_not_the_workers_run(
+    worker: WorkerStream, make_worker: MakeWorker, make_learner: MakeLearner, client: redis.Redis, keys: Keys
+) -> None:
+    make_learner().issue([make_ticket(0)])
+    [leased] = await worker.lease(max_tickets=1, block_ms=0)
+    remove_run(client, keys)
+    make_learner(uid="another").issue([make_ticket(0, run_uid="another")])
+    with pytest.raises(RunGone):
+        await worker.deliver(leased, b"h", b"b")
+    with pytest.raises(RunGone):
+        await worker.lease(max_tickets=1, block_ms=0)
+    assert numbers(await make_worker("new").lease(max_tickets=1, block_ms=0)) == [0]
+
+
+async def test_an_emptied_server_is_waited_for(
+    learner: LearnerStream, worker: WorkerStream, client: redis.Redis
+) -> None:
+    learner.issue([make_ticket(0)])
+    leased = await worker.lease(max_tickets=1, block_ms=0)
+    client.flushall()
+    assert await worker.run_info() is None
+    assert await worker.renew(leased) == leased
+    assert not await worker.deliver(leased[0], b"h", b"b")
+    learner.issue([make_ticket(0)])
+    assert numbers(await worker.lease(max_tickets=1, block_ms=0)) == [0]

@@ -1,0 +1,182 @@
+"""Groups on the wire: what comes out is what went in, or one WireError."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.errors import WireError
+from streamrl.wire.codec import pack
+from streamrl.wire.group import MAX_HEADER_BYTES, Group, Sample, Span, decode_body, decode_header, encode_group
+from tests.helpers import make_group, make_sample, make_ticket
+
+REWARDS = st.floats(-1e6, 1e6)
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> Sample:
+    lengths = draw(st.lists(st.integers(1, 6), max_size=5))
+    total = sum(lengths)
+    ends = np.cumsum(lengths).tolist()
+    spans = tuple(
+        Span(version=draw(st.integers(0, 2**63)), step=draw(st.integers(0, 2**40)), start=end - length, end=end)
+        for length, end in zip(lengths, ends, strict=True)
+    )
+    cut = draw(st.integers(0, total))
+    return Sample(
+        token_ids=np.array(draw(st.lists(st.integers(0, 2**31 - 1), min_size=total, max_size=total)), np.int32),
+        logprobs=np.array(draw(st.lists(st.floats(-100, 0, width=32), min_size=total, max_size=total)), np.float32),
+        mask_runs=(cut, total - cut) if total else (),
+        spans=spans,
+        finish_reason=draw(st.sampled_from(["stop", "length"])),
+        rewards=draw(st.dictionaries(st.text(max_size=10), REWARDS, max_size=4)),
+        reward=draw(REWARDS),
+    )
+
+
+def as_plain(sample: Sample) -> dict[str, Any]:
+    plain = {name: getattr(sample, name) for name in Sample.__slots__}
+    return {**plain, "token_ids": sample.token_ids.tolist(), "logprobs": sample.logprobs.tolist()}
+
+
+def decode(header: bytes, body: bytes) -> Group:
+    return decode_body(decode_header(header), body)
+
+
+@given(st.lists(samples(), min_size=1, max_size=4))
+def test_a_group_survives_the_wire(made: list[Sample]) -> None:
+    group = decode(*encode_group(make_group(make_ticket(5), samples=tuple(made), generate_s=1.5)))
+    assert [as_plain(sample) for sample in group.samples] == [as_plain(sample) for sample in made]
+    header = group.header
+    versions = [span.version for sample in made for span in sample.spans]
+    assert (header.ticket, header.run_uid, header.purpose, header.generate_s) == (5, "uid", "train", 1.5)
+    assert header.sample_lengths == tuple(len(sample.token_ids) for sample in made)
+    assert header.num_tokens == sum(header.sample_lengths) + 3 * len(made)
+    assert (header.min_version, header.max_version) == (min(versions, default=0), max(versions, default=0))
+    assert not header.failed
+
+
+def test_the_loss_mask_alternates_from_trained() -> None:
+    sample = make_sample(num_tokens=6, mask_runs=(2, 3, 1))
+    assert sample.loss_mask().tolist() == [True, True, False, False, False, True]
+
+
+def test_a_failed_ticket_says_why_and_has_no_samples() -> None:
+    header, body = encode_group(make_group(make_ticket(5), samples=(), error="no score\n" * 1000))
+    decoded = decode_header(header)
+    assert decoded.failed
+    assert decoded.error.startswith("no score")
+    assert decode_body(decoded, body).samples == ()
+
+
+@pytest.mark.parametrize("group", [{"samples": ()}, {"error": "failed"}], ids=["neither", "both"])
+def test_a_group_has_samples_or_an_error(group: dict[str, Any]) -> None:
+    header, _ = encode_group(make_group(make_ticket(5), **group))
+    with pytest.raises(WireError, match="samples or an error"):
+        decode_header(header)
+
+
+BAD_SAMPLES: dict[str, Sample] = {
+    "a log-prob above 0": make_sample(logprobs=np.full(4, 0.5, np.float32)),
+    "a log-prob that is NaN": make_sample(logprobs=np.full(4, np.nan, np.float32)),
+    "a log-prob that is -inf": make_sample(logprobs=np.full(4, -np.inf, np.float32)),
+    "a negative token": make_sample(token_ids=np.full(4, -1, np.int32)),
+    "fewer log-probs than tokens": make_sample(logprobs=np.zeros(3, np.float32)),
+    "a mask that is too short": make_sample(mask_runs=(3,)),
+    "a mask that is too long": make_sample(mask_runs=(4, 2**31)),
+    "no spans": make_sample(spans=()),
+    "spans with a gap": make_sample(
+        spans=(Span(version=1, step=0, start=0, end=1), Span(version=1, step=0, start=2, end=4))
+    ),
+    "spans that overlap": make_sample(
+        spans=(Span(version=1, step=0, start=0, end=3), Span(version=1, step=0, start=2, end=4))
+    ),
+    "an empty span": make_sample(
+        spans=(Span(version=1, step=0, start=0, end=0), Span(version=1, step=0, start=0, end=4))
+    ),
+    "spans beyond the end": make_sample(spans=(Span(version=1, step=0, start=0, end=5),)),
+    "a reward that is NaN": make_sample(reward=float("nan")),
+    "a source's reward that is NaN": replace(make_sample(), rewards={"exact": float("nan")}),
+    "too many sources": replace(make_sample(), rewards={str(n): 1.0 for n in range(33)}),
+    "an unknown finish reason": make_sample(finish_reason="tired"),
+}
+
+
+@pytest.mark.parametrize("sample", BAD_SAMPLES.values(), ids=BAD_SAMPLES.keys())
+def test_a_sample_that_breaks_the_schema_is_one_wire_error(sample: Sample) -> None:
+    with pytest.raises(WireError):
+        decode(*encode_group(make_group(make_ticket(0), samples=(sample, make_sample()))))
+
+
+def test_a_body_of_another_header_is_refused() -> None:
+    header, _ = encode_group(make_group(make_ticket(0)))
+    _, other = encode_group(make_group(make_ticket(0), samples=(make_sample(num_tokens=5),) * 2))
+    with pytest.raises(WireError, match="does not match its digest"):
+        decode(header, other)
+
+
+def forged(body: bytes, **changes: Any) -> bytes:
+    """A header whose digest is right and whose claims are not: only the counts can tell."""
+    header, _ = encode_group(make_group(make_ticket(0)))
+    fields = msgpack.unpackb(header)
+    return pack({**fields, "digest": xxhash.xxh3_64_intdigest(body), **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sample_lengths": [4]},
+        {"sample_lengths": [4, 4, 4], "sample_rewards": [0.0] * 3, "sample_finished": [True] * 3},
+        {"sample_lengths": [4, 5]},
+        {"sample_lengths": [4, -4]},
+        {"sample_lengths": [4, True]},
+        {"sample_lengths": [4, 1 << 30]},
+        {"sample_rewards": [0.0, 2.0]},
+        {"sample_rewards": [0.0, float("nan")]},
+        {"sample_rewards": [0.0]},
+        {"sample_finished": [True, False]},
+        {"sample_finished": [1, 0]},
+        {"num_prompt_tokens": 4},
+        {"purpose": "war"},
+        {"num_failed_samples": -1},
+        {"generate_s": float("inf")},
+        {"surprise": 1},
+    ],
+    ids=str,
+)
+def test_a_header_that_lies_about_its_body_is_one_wire_error(changes: dict[str, Any]) -> None:
+    _, body = encode_group(make_group(make_ticket(0)))
+    assert decode(forged(body), body).header.ticket == 0
+    with pytest.raises(WireError):
+        decode(forged(body, **changes), body)
+
+
+def test_a_header_over_its_limit_is_refused() -> None:
+    with pytest.raises(WireError, match="exceeds the limit"):
+        decode_header(bytes(MAX_HEADER_BYTES + 1))
+
+
+@given(st.binary(max_size=200))
+def test_hostile_bodies_with_the_right_digest_are_one_wire_error(body: bytes) -> None:
+    with pytest.raises(WireError):
+        decode(forged(body), body)
+
+
+@given(st.integers(0), st.integers(0, 255), st.booleans())
+def test_one_byte_changed_gives_a_group_or_one_wire_error(place: int, byte: int, in_header: bool) -> None:
+    header, body = (bytearray(part) for part in encode_group(make_group(make_ticket(0))))
+    part = header if in_header else body
+    part[place % len(part)] = byte
+    with contextlib.suppress(WireError):
+        decode(bytes(header), bytes(body))
+    if not in_header:  # past the digest, too
+        with contextlib.suppress(WireError):
+            decode(forged(bytes(body)), bytes(body))

@@ -1,0 +1,107 @@
+"""Tickets on the wire."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.errors import WireError
+from streamrl.wire.codec import pack, unpack
+from streamrl.wire.ticket import MAX_SAMPLES, Ticket, decode_ticket, encode_ticket
+from tests.helpers import make_ticket
+
+JSON_ROWS = st.dictionaries(
+    st.text(),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+        max_leaves=10,
+    ),
+    max_size=4,
+)
+TICKETS = st.builds(
+    Ticket,
+    number=st.integers(0, 2**63),
+    run_uid=st.text(max_size=64),
+    purpose=st.sampled_from(["train", "eval"]),
+    data_epoch=st.integers(0, 2**31),
+    prompt_index=st.integers(0, 2**40),
+    prompt=st.text(),
+    token_ids=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=50).map(lambda ids: np.array(ids, np.int32)),
+    fields=JSON_ROWS,
+    num_samples=st.integers(1, MAX_SAMPLES),
+    attempt=st.integers(0, 1000),
+    issued_step=st.integers(0, 2**40),
+    min_version=st.integers(0, 2**63),
+    retry_of=st.none() | st.integers(0, 2**63),
+)
+
+
+def as_plain(ticket: Ticket) -> dict[str, Any]:
+    plain = {name: getattr(ticket, name) for name in Ticket.__slots__}
+    return {**plain, "token_ids": ticket.token_ids.tolist()}
+
+
+@given(TICKETS)
+def test_a_ticket_survives_the_wire(ticket: Ticket) -> None:
+    assert as_plain(decode_ticket(encode_ticket(ticket))) == as_plain(ticket)
+
+
+def unpacked(data: bytes) -> dict[str, Any]:
+    f = unpack(data)
+    return {name: f._take(name) for name in f.names()}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"number": -1},
+        {"number": "1"},
+        {"purpose": "war"},
+        {"num_prompt_tokens": 0, "token_ids": b""},
+        {"num_prompt_tokens": 4},
+        {"token_ids": b"\x00" * 11},
+        {"num_samples": 0},
+        {"num_samples": MAX_SAMPLES + 1},
+        {"fields": "[]"},
+        {"fields": "{"},
+        {"fields": "[" * 100_000},
+        {"run_uid": "u" * 65},
+        {"retry_of": -2},
+        {"attempt": 1.5},
+        {"extra": 1},
+    ],
+)
+def test_a_ticket_that_breaks_the_schema_is_one_wire_error(change: dict[str, object]) -> None:
+    fields = unpacked(encode_ticket(make_ticket(0)))
+    fields.pop("schema", None)
+    with pytest.raises(WireError):
+        decode_ticket(pack({**fields, **change}))
+
+
+def test_each_field_of_a_ticket_is_needed() -> None:
+    fields = unpacked(encode_ticket(make_ticket(0)))
+    for missing in fields:
+        rest = {name: value for name, value in fields.items() if name != missing}
+        with pytest.raises(WireError, match="missing"):
+            decode_ticket(pack(rest))
+
+
+@given(st.integers(0), st.integers(0, 255))
+def test_a_ticket_with_one_byte_changed_is_a_ticket_or_one_wire_error(place: int, byte: int) -> None:
+    data = bytearray(encode_ticket(make_ticket(3, fields={"answer": [1, 2]})))
+    data[place % len(data)] = byte
+    with contextlib.suppress(WireError):
+        decode_ticket(bytes(data))
+
+
+@given(st.integers(0))
+def test_a_ticket_cut_short_is_one_wire_error(length: int) -> None:
+    data = encode_ticket(make_ticket(3))
+    with pytest.raises(WireError):
+        decode_ticket(data[: length % len(data)])
