@@ -1,0 +1,176 @@
+"""The learner's side: one rank encodes the ranges that it holds against what was last published.
+
+The encoder keeps a host copy of the last *announced* state. `encode` only reads it; `advance`, called once the version
+is announced, moves it on. So a publish that fails is simply encoded again from the same base, and what workers hold and
+what deltas are made against cannot drift apart.
+
+    encode ─► put blob ─► gather records, announce ─► advance
+       ▲                          │
+       └────── failed: again ◄────┘
+
+Nothing here waits. One thread at a time may use an encoder; `encode` lets go of the interpreter's lock for most of its
+time, so it can run beside a training step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from streamrl.errors import WeightsError
+from streamrl.weights.delta import encode_sparse, scan
+from streamrl.weights.format import (
+    MAX_RANGE_ELEMENTS,
+    Bits,
+    Coding,
+    HeldRange,
+    RangeDigest,
+    blob_name,
+    digest_of,
+)
+from streamrl.weights.manifest import ShardRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedShard:
+    """One rank's share of a version, not yet stored anywhere."""
+
+    blob: bytes
+    ranges: tuple[RangeDigest, ...]
+    num_changed: int  # an anchor counts every element
+    num_elements: int
+
+    def record(self, *, run_uid: str, version: int, rank: int) -> ShardRecord:
+        """What the manifest says of this shard; `blob` is to be put under the record's `blob_name`."""
+        digest = digest_of(self.blob)
+        return ShardRecord(
+            blob_name=blob_name(run_uid=run_uid, version=version, rank=rank, digest=digest),
+            num_bytes=len(self.blob),
+            digest=digest,
+            ranges=self.ranges,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """At most MAX_RANGE_ELEMENTS of a held range, coded."""
+
+    said: RangeDigest
+    payload: bytes | memoryview
+    positions: npt.NDArray[np.int32] | None  # [n] what `advance` has to write over in the base; None: all of it
+    bits: Bits  # [n] or [length], the new bits there
+
+
+class ShardEncoder:
+    """One per rank; keeps the host copy of what was last published."""
+
+    def __init__(self) -> None:
+        self._base: dict[tuple[str, int], Bits] = {}  # by tensor and start of each part
+        self._pending: list[_Part] | None = None
+        self._compressor = zstandard.ZstdCompressor(level=1)
+
+    def encode(self, ranges: Sequence[HeldRange], *, anchor: bool) -> EncodedShard:
+        """Encode the new state: all of it, or what differs from the base. Nothing is remembered until `advance`.
+
+        From an anchor to the next a rank must hold the same ranges, else WeightsError: publish an anchor.
+        """
+        self._pending = None
+        pieces = list(_split(ranges))
+        if anchor:
+            parts = [_encode_whole(tensor, start, bits) for tensor, start, bits in pieces]
+        else:
+            self._check_layout(pieces)
+            parts = [self._encode_change(tensor, start, bits) for tensor, start, bits in pieces]
+        blob = b"".join(part.payload for part in parts)
+        self._pending = list(_detached(parts, blob))
+        return EncodedShard(
+            blob=blob,
+            ranges=tuple(part.said for part in parts),
+            num_changed=sum(part.said.num_changed for part in parts),
+            num_elements=sum(part.said.length for part in parts),
+        )
+
+    def advance(self) -> None:
+        """The version is announced: what was encoded last is now the base."""
+        assert self._pending is not None, "nothing was encoded since the base last moved"
+        said = [part.said for part in self._pending]
+        for gone in self._base.keys() - {(part.tensor, part.start) for part in said}:
+            del self._base[gone]
+        for part in self._pending:
+            key = part.said.tensor, part.said.start
+            if part.positions is None:
+                self._base[key] = part.bits.copy()
+            else:
+                self._base[key][part.positions] = part.bits
+        self._pending = None
+
+    def _check_layout(self, pieces: Sequence[tuple[str, int, Bits]]) -> None:
+        held = {(tensor, start): (len(bits), bits.dtype) for tensor, start, bits in pieces}
+        if held != {key: (len(bits), bits.dtype) for key, bits in self._base.items()}:
+            raise WeightsError("this rank holds other ranges than when it last published: a delta has no base here")
+
+    def _encode_change(self, tensor: str, start: int, bits: Bits) -> _Part:
+        old = self._base[tensor, start]
+        positions, digest = scan(bits, old)
+        changed = bits[positions]
+        payload: bytes | memoryview = b""
+        coding = Coding.SAME
+        if len(positions):
+            coding = Coding.SPARSE
+            payload = encode_sparse(positions, changed - old[positions], self._compressor)
+        if len(payload) >= bits.nbytes:
+            coding, payload = Coding.RAW, bits.data.cast("B")
+        said = RangeDigest(
+            tensor=tensor,
+            start=start,
+            length=len(bits),
+            coding=coding,
+            num_changed=len(positions),
+            num_bytes=len(payload),
+            digest=digest,
+        )
+        if coding is Coding.RAW or 2 * len(positions) > len(bits):
+            return _Part(said=said, payload=payload, positions=None, bits=bits if coding is Coding.RAW else bits.copy())
+        # 32 bits are enough within a part, and these are kept until `advance`.
+        return _Part(said=said, payload=payload, positions=positions.astype(np.int32), bits=changed)
+
+
+def _split(ranges: Sequence[HeldRange]) -> Iterator[tuple[str, int, Bits]]:
+    """Tensor, start and bits of each part; what is empty is left out."""
+    seen = set()
+    for held in ranges:
+        assert held.bits.dtype in (np.dtype("<u2"), np.dtype("<u4")), f"{held.tensor}: bits must be uint16 or uint32"
+        assert held.bits.ndim == 1, f"{held.tensor}: bits must be flat"
+        assert held.bits.flags.c_contiguous, f"{held.tensor}: bits must be contiguous"
+        assert (held.tensor, held.start) not in seen, f"{held.tensor}: the range at {held.start} comes twice"
+        seen.add((held.tensor, held.start))
+        for begin in range(0, len(held.bits), MAX_RANGE_ELEMENTS):
+            yield held.tensor, held.start + begin, held.bits[begin : begin + MAX_RANGE_ELEMENTS]
+
+
+def _encode_whole(tensor: str, start: int, bits: Bits) -> _Part:
+    said = RangeDigest(
+        tensor=tensor,
+        start=start,
+        length=len(bits),
+        coding=Coding.RAW,
+        num_changed=len(bits),
+        num_bytes=bits.nbytes,
+        digest=digest_of(bits.data),
+    )
+    return _Part(said=said, payload=bits.data.cast("B"), positions=None, bits=bits)
+
+
+def _detached(parts: Sequence[_Part], blob: bytes) -> Iterator[_Part]:
+    """The parts with nothing left of the caller's arrays: those may change before `advance`, the blob does not."""
+    begin = 0
+    for part in parts:
+        end = begin + part.said.num_bytes
+        payload = memoryview(blob)[begin:end]
+        raw = part.said.coding is Coding.RAW
+        yield replace(part, payload=payload, bits=np.frombuffer(payload, dtype=part.bits.dtype) if raw else part.bits)
+        begin = end

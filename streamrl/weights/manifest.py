@@ -1,0 +1,238 @@
+"""What one version consists of, as data and as bytes. The layout is specified in `format`.
+
+A manifest that was encoded or decoded here is coherent (see `coherence`): whoever holds one need not check again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import zstandard
+
+from streamrl.errors import WeightsError, WireError
+from streamrl.weights.coherence import check_coherent
+from streamrl.weights.format import (
+    DIGEST_BYTES,
+    DTYPES,
+    MAGIC,
+    MAX_MANIFEST_BYTES,
+    Coding,
+    RangeDigest,
+    TensorMeta,
+    check_blob_name,
+    digest_of,
+)
+from streamrl.wire.codec import Fields, pack, unpack
+
+_MAX_NAMES_CHARS = 16 << 20
+_MAX_TENSORS = 1 << 20
+_MAX_RANGES = 1 << 22
+_MAX_CANARY_TOKENS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardRecord:
+    """One blob: what one rank published of the version."""
+
+    blob_name: str
+    num_bytes: int
+    digest: bytes  # of the whole blob
+    ranges: tuple[RangeDigest, ...]  # in the order of their codings in the blob
+
+    def parts(self) -> Iterator[tuple[RangeDigest, slice]]:
+        """Each range with its place in the blob."""
+        begin = 0
+        for part in self.ranges:
+            yield part, slice(begin, begin + part.num_bytes)
+            begin += part.num_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Canary:
+    """A sequence and what the learner thinks of it, for a worker to prove that it serves the same model."""
+
+    token_ids: tuple[int, ...]  # [T]
+    logprobs: tuple[float, ...]  # [T-1] of token_ids[i + 1] given token_ids[: i + 1]: plain log-softmax, in fp32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    version: int
+    base: int  # the version that a delta changes; 0: an anchor
+    step: int  # the optimizer step that made it
+    run_uid: str
+    tensors: tuple[TensorMeta, ...]
+    shards: tuple[ShardRecord, ...]
+    canary: Canary | None = None
+
+
+def encode_record(record: ShardRecord) -> bytes:
+    """One rank's record as plain bytes, for rank 0 to gather."""
+    names = {name: index for index, name in enumerate(dict.fromkeys(part.tensor for part in record.ranges))}
+    columns = {
+        "tensors": ("<u4", [names[part.tensor] for part in record.ranges]),
+        "starts": ("<u8", [part.start for part in record.ranges]),
+        "lengths": ("<u4", [part.length for part in record.ranges]),
+        "codings": ("<u1", [part.coding for part in record.ranges]),
+        "num_changed": ("<u4", [part.num_changed for part in record.ranges]),
+        "sizes": ("<u4", [part.num_bytes for part in record.ranges]),
+    }
+    return pack(
+        {
+            "blob_name": record.blob_name,
+            "num_bytes": record.num_bytes,
+            "digest": record.digest,
+            "names": "\n".join(names),
+            "num_ranges": len(record.ranges),
+            **{name: np.array(values, dtype=dtype).tobytes() for name, (dtype, values) in columns.items()},
+            "digests": b"".join(part.digest for part in record.ranges),
+        }
+    )
+
+
+def decode_record(data: bytes) -> ShardRecord:
+    """The inverse of `encode_record`; any bytes give a record or one WeightsError."""
+    try:
+        return _read_record(unpack(data, max_bytes=MAX_MANIFEST_BYTES))
+    except WireError as error:
+        raise WeightsError(f"a shard's record cannot be read: {error}") from None
+
+
+def _read_record(f: Fields) -> ShardRecord:
+    names = _names(f)
+    count = f.integer("num_ranges", low=0, high=_MAX_RANGES)
+    tensors = f.array("tensors", "<u4", count=count)
+    codings = f.array("codings", "<u1", count=count)
+    if count and (tensors.max() >= len(names) or codings.max() >= len(Coding)):
+        raise WeightsError("a shard's record points beyond its names or names an unknown coding")
+    digests = f.array("digests", f"V{DIGEST_BYTES}", count=count)
+    rows = zip(
+        tensors.tolist(),
+        f.array("starts", "<u8", count=count).tolist(),
+        f.array("lengths", "<u4", count=count).tolist(),
+        codings.tolist(),
+        f.array("num_changed", "<u4", count=count).tolist(),
+        f.array("sizes", "<u4", count=count).tolist(),
+        digests.tolist(),
+        strict=True,
+    )
+    record = ShardRecord(
+        blob_name=f.text("blob_name", max_chars=256),
+        num_bytes=f.integer("num_bytes", low=0),
+        digest=f.blob("digest"),
+        ranges=tuple(
+            RangeDigest(
+                tensor=names[tensor],
+                start=start,
+                length=length,
+                coding=Coding(coding),
+                num_changed=num_changed,
+                num_bytes=num_bytes,
+                digest=digest,
+            )
+            for tensor, start, length, coding, num_changed, num_bytes, digest in rows
+        ),
+    )
+    f.done()
+    check_blob_name(record.blob_name)
+    if len(record.digest) != DIGEST_BYTES:
+        raise WeightsError(f"the digest of blob {record.blob_name} has {len(record.digest)} bytes")
+    return record
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Bytes for Redis; WeightsError when the shards do not make up the tensors (a rank's record is missing, say)."""
+    check_coherent(manifest)
+    dims = [size for tensor in manifest.tensors for size in tensor.shape]
+    body = pack(
+        {
+            "version": manifest.version,
+            "base": manifest.base,
+            "step": manifest.step,
+            "run_uid": manifest.run_uid,
+            "names": "\n".join(tensor.name for tensor in manifest.tensors),
+            "num_tensors": len(manifest.tensors),
+            "dtypes": bytes(DTYPES.index(tensor.dtype) for tensor in manifest.tensors),
+            "ranks": bytes(len(tensor.shape) for tensor in manifest.tensors),
+            "num_dims": len(dims),
+            "dims": np.array(dims, dtype="<u8").tobytes(),
+            "shards": [encode_record(record) for record in manifest.shards],
+            "canary": _canary_fields(manifest.canary or Canary(token_ids=(), logprobs=())),
+        }
+    )
+    frame = zstandard.ZstdCompressor(level=1).compress(body)
+    return MAGIC + digest_of(frame) + frame
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """The inverse of `encode_manifest`; any bytes give a coherent manifest or one WeightsError."""
+    head = len(MAGIC) + DIGEST_BYTES
+    if data[: len(MAGIC)] != MAGIC:
+        raise WeightsError("not a manifest of weights that this program can read")
+    if digest_of(data[head:]) != data[len(MAGIC) : head]:
+        raise WeightsError("a manifest does not agree with its digest")
+    try:
+        size = zstandard.frame_content_size(data[head:])
+        if not 0 < size <= MAX_MANIFEST_BYTES:
+            raise WeightsError(f"a manifest claims to expand to {size} bytes")
+        body = zstandard.ZstdDecompressor().decompress(data[head:], max_output_size=size, allow_extra_data=False)
+        manifest = _read_manifest(unpack(body, max_bytes=MAX_MANIFEST_BYTES))
+    except (zstandard.ZstdError, WireError) as error:
+        raise WeightsError(f"a manifest cannot be read: {error}") from None
+    check_coherent(manifest)
+    return manifest
+
+
+def _read_manifest(f: Fields) -> Manifest:
+    names = _names(f)
+    count = f.integer("num_tensors", low=1, high=_MAX_TENSORS)
+    dtypes = f.array("dtypes", "<u1", count=count)
+    ranks = f.array("ranks", "<u1", count=count)
+    dims = f.array("dims", "<u8", count=f.integer("num_dims", low=0, high=255 * count)).tolist()
+    if len(names) != count or dtypes.max() >= len(DTYPES) or int(ranks.sum()) != len(dims):
+        raise WeightsError("a manifest's list of tensors is not coherent")
+    ends = np.cumsum(ranks, dtype=np.int64).tolist()
+    tensors = tuple(
+        TensorMeta(name=name, dtype=DTYPES[dtype], shape=tuple(dims[end - rank : end]))
+        for name, dtype, rank, end in zip(names, dtypes.tolist(), ranks.tolist(), ends, strict=True)
+    )
+    records = f.list("shards")
+    if not all(isinstance(record, bytes) for record in records):
+        raise WeightsError("a manifest's shards must be bytes")
+    manifest = Manifest(
+        version=f.integer("version", low=1),
+        base=f.integer("base", low=0),
+        step=f.integer("step", low=0),
+        run_uid=f.text("run_uid", max_chars=64),
+        tensors=tensors,
+        shards=tuple(decode_record(record) for record in records),
+        canary=_read_canary(f),
+    )
+    f.done()
+    return manifest
+
+
+def _names(f: Fields) -> list[str]:
+    text = f.text("names", max_chars=_MAX_NAMES_CHARS)
+    return text.split("\n") if text else []
+
+
+def _canary_fields(canary: Canary) -> dict[str, object]:
+    return {
+        "num_tokens": len(canary.token_ids),
+        "token_ids": np.array(canary.token_ids, dtype="<i4").tobytes(),
+        "logprobs": np.array(canary.logprobs, dtype="<f8").tobytes(),
+    }
+
+
+def _read_canary(f: Fields) -> Canary | None:
+    fields = f.map("canary")
+    count = fields.integer("num_tokens", low=0, high=_MAX_CANARY_TOKENS)
+    canary = Canary(
+        token_ids=tuple(fields.array("token_ids", "<i4", count=count).tolist()),
+        logprobs=tuple(fields.array("logprobs", "<f8", count=max(0, count - 1)).tolist()),
+    )
+    fields.done()
+    return canary if count else None

@@ -1,0 +1,188 @@
+"""The worker's side: a host copy of the weights, as a safetensors file in shared memory that is patched in place.
+
+    manifests ─► fetch blobs, check their digests ─► patch the file ─► check the state's digests ─► version
+                          (generation goes on all the while; pausing it is for the load alone)
+
+What is proved: after the last patch, every range of every tensor that was touched is digested again from the file and
+compared with the manifest. A range of an untouched tensor was proved by an earlier manifest; if its digest is not the
+same still, it is digested again too. So `version` other than 0 means: these bits are the learner's, all of them.
+
+The engine that loads the file must not read it while `apply` runs: that is for the caller to arrange. One thread at a
+time may use a mirror.
+
+A worker that died leaves its file in the folder. Give a worker that replaces it the same folder: the file goes when the
+first anchor comes. Blocks on the store, and on nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import zstandard
+
+from streamrl.errors import ResourceError, TransportError, WeightsError
+from streamrl.versions import show
+from streamrl.weights import tensorfile
+from streamrl.weights.delta import decode_sparse
+from streamrl.weights.format import Bits, Coding, RangeDigest, TensorMeta, digest_of
+from streamrl.weights.manifest import Manifest, ShardRecord
+from streamrl.weights.stores import BlobStore
+
+_FETCHES = 2  # a flip on the wire is gone with the second; one in the store is not
+
+Layout = Mapping[str, TensorMeta]
+
+
+class Mirror:
+    """One per worker. `path` is the safetensors file; it holds `version` whenever that is not 0."""
+
+    def __init__(
+        self,
+        folder: Path,  # on a memory file system, such as /dev/shm
+        *,
+        expected: Sequence[TensorMeta] | None = None,  # from the model's own configuration; others are refused
+        run_uid: str | None = None,  # manifests of another run are refused
+    ) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ResourceError(f"no mirror of the weights can be kept in {folder}: {error.strerror}") from error
+        self.path = folder / "mirror.safetensors"
+        self.version = 0
+        self._expected = None if expected is None else _layout(expected)
+        self._run_uid = run_uid
+        self._layout: Layout = {}
+        self._views: Mapping[str, Bits] = {}  # [num_elements] each, into the file
+        self._proved: dict[tuple[str, int], tuple[int, bytes]] = {}  # (tensor, start) -> (length, digest)
+        self._decompressor = zstandard.ZstdDecompressor()
+
+    def apply(self, manifest: Manifest, store: BlobStore) -> None:
+        """Take the mirror to this version: any newer anchor, or a delta on the version it holds.
+
+        WeightsError: something is missing or wrong; `version` is 0 and only an anchor helps. ResourceError: no room.
+        TransportError: the store could not be reached; the mirror keeps the version that it has whole, if there is one.
+        """
+        self.apply_path([manifest], store)
+
+    def apply_path(self, manifests: Sequence[Manifest], store: BlobStore) -> None:
+        """As `apply` for each in turn (see `catch_up`), but only the state at the end is proved: much faster."""
+        touched: set[str] = set()
+        reached: Manifest | None = None
+        have = self.version
+        try:
+            for manifest in manifests:
+                self._refuse_unfit(manifest, have=have)
+                self._patch(manifest, store, touched)
+                reached, have = manifest, manifest.version
+        except TransportError:
+            if reached is not None:
+                self._prove(reached, touched)
+            raise
+        except WeightsError:
+            self.version = 0
+            raise
+        if reached is not None:
+            self._prove(reached, touched)
+
+    def close(self) -> None:
+        """Remove the file. Who has it mapped keeps what is in it."""
+        self.version = 0
+        self._layout, self._views = {}, {}
+        self._proved.clear()
+        self.path.unlink(missing_ok=True)
+
+    def _refuse_unfit(self, manifest: Manifest, *, have: int) -> None:
+        name = f"version {show(manifest.version)}"
+        held = show(have) if have else "nothing"
+        if self._run_uid not in (None, manifest.run_uid):
+            raise WeightsError(f"{name} belongs to run {manifest.run_uid!r}, not to {self._run_uid!r}")
+        if manifest.version <= have:
+            raise WeightsError(f"{name} is not newer than {held}, which the mirror holds")
+        if manifest.base not in (0, have):
+            raise WeightsError(f"{name} is a delta on {show(manifest.base)}, the mirror holds {held}")
+        layout = _layout(manifest.tensors)
+        if self._expected is not None and layout != self._expected:
+            raise WeightsError(f"{name} is not of this model: {_first_difference(layout, self._expected)}")
+        if manifest.base and layout != self._layout:
+            raise WeightsError(f"{name} is a delta on other tensors: {_first_difference(layout, self._layout)}")
+
+    def _patch(self, manifest: Manifest, store: BlobStore, touched: set[str]) -> None:
+        blobs: Iterable[tuple[ShardRecord, bytes]] = _fetched(manifest, store)
+        if manifest.base:
+            blobs = list(blobs)  # small: with all of them here, no trouble of the store can leave half a delta
+        for shard, blob in blobs:
+            self.version = 0  # until it is proved again
+            self._prepare(manifest.tensors)
+            for part, place in shard.parts():
+                if part.coding is not Coding.SAME:
+                    self._write(part, memoryview(blob)[place])
+                    touched.add(part.tensor)
+
+    def _prepare(self, tensors: Sequence[TensorMeta]) -> None:
+        layout = _layout(tensors)
+        if layout != self._layout:
+            self._layout, self._views = {}, {}
+            self._proved.clear()
+            self._views = tensorfile.create(self.path, tensors)
+            self._layout = layout
+
+    def _write(self, part: RangeDigest, payload: memoryview) -> None:
+        target = self._view(part)
+        if part.coding is Coding.RAW:
+            target[:] = np.frombuffer(payload, dtype=target.dtype)
+            return
+        positions, differences = decode_sparse(
+            payload,
+            num_changed=part.num_changed,
+            length=part.length,
+            dtype=target.dtype,
+            decompressor=self._decompressor,
+        )
+        target[positions] += differences
+
+    def _prove(self, manifest: Manifest, touched: set[str]) -> None:
+        proved: dict[tuple[str, int], tuple[int, bytes]] = {}
+        for shard in manifest.shards:
+            for part in shard.ranges:
+                key, claim = (part.tensor, part.start), (part.length, part.digest)
+                known = part.tensor not in touched and self._proved.get(key) == claim
+                if not known and digest_of(self._view(part).data) != part.digest:
+                    where = f"{part.tensor} from element {part.start}"
+                    raise WeightsError(f"version {show(manifest.version)}: {where} does not agree with its digest")
+                proved[key] = claim
+        self._proved = proved
+        self.version = manifest.version
+
+    def _view(self, part: RangeDigest) -> Bits:
+        return self._views[part.tensor][part.start : part.start + part.length]
+
+
+def _layout(tensors: Sequence[TensorMeta]) -> Layout:
+    return {tensor.name: tensor for tensor in tensors}
+
+
+def _first_difference(given: Layout, wanted: Layout) -> str:
+    for name in sorted(given.keys() | wanted.keys()):
+        if name not in given:
+            return f"{name} is missing"
+        if name not in wanted:
+            return f"{name} is unknown"
+        if given[name] != wanted[name]:
+            is_, should = given[name], wanted[name]
+            return f"{name} is {is_.dtype} {list(is_.shape)}, should be {should.dtype} {list(should.shape)}"
+    return "the same tensors"
+
+
+def _fetched(manifest: Manifest, store: BlobStore) -> Iterator[tuple[ShardRecord, bytes]]:
+    for shard in manifest.shards:
+        yield shard, _fetch(shard, store)
+
+
+def _fetch(shard: ShardRecord, store: BlobStore) -> bytes:
+    for _ in range(_FETCHES):
+        blob = store.get(shard.blob_name)
+        if len(blob) == shard.num_bytes and digest_of(blob) == shard.digest:
+            return blob
+    raise WeightsError(f"blob {shard.blob_name} does not agree with its digest, fetched {_FETCHES} times")

@@ -1,0 +1,127 @@
+"""Blobs in the run's own Redis: nothing else is needed, good for small and middle-sized models.
+
+    put:  index "begun" ─► chunks ─► index "whole"          get: index ─► chunks, counted
+    delete:                chunks ─► index
+
+The index is there from the first chunk to the last, so that whatever a crash leaves is listed and can be deleted.
+
+Blocks on Redis for a few seconds at most, then TransportError; every command may be repeated, since a name stands for
+the same bytes for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from streamrl.errors import WeightsError, WireError
+from streamrl.transport.connection import Attempts, repeat
+from streamrl.weights.format import check_blob_name, digest_of
+from streamrl.wire.codec import pack, unpack
+
+if TYPE_CHECKING:
+    import redis
+
+    from streamrl.transport.keys import Keys
+
+T = TypeVar("T")
+
+_CHUNK_BYTES = 8 << 20  # one large value would hold up the server for all others
+_PATIENCE_S = 5.0  # for a lost connection; callers have longer bounds of their own
+_MAX_BLOB_BYTES = 1 << 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Index:
+    num_bytes: int
+    chunk_bytes: int
+    digest: bytes
+    whole: bool  # every chunk was stored
+
+    @property
+    def num_chunks(self) -> int:
+        return -(-self.num_bytes // self.chunk_bytes)
+
+
+class RedisStore:
+    def __init__(self, client: redis.Redis, keys: Keys, *, chunk_bytes: int = _CHUNK_BYTES) -> None:
+        self._client = client
+        self._keys = keys
+        self._chunk_bytes = chunk_bytes
+
+    def put(self, name: str, data: bytes) -> None:
+        check_blob_name(name)
+        digest = digest_of(data)
+        there = self._index(name)
+        if there is not None and there.digest != digest:
+            raise WeightsError(f"blob {name} is there already, with other bytes")
+        if there is not None and there.whole:
+            return
+        # An unfinished one keeps its chunk size: another would leave chunks that nobody counts.
+        chunk_bytes = self._chunk_bytes if there is None else there.chunk_bytes
+        index = _Index(num_bytes=len(data), chunk_bytes=chunk_bytes, digest=digest, whole=False)
+        self._note(name, index)
+        for chunk in range(index.num_chunks):
+            piece = memoryview(data)[chunk * chunk_bytes : (chunk + 1) * chunk_bytes]
+            self._ask("store a blob", partial(self._client.set, self._keys.blob(name, chunk), piece))
+        self._note(name, replace(index, whole=True))
+
+    def get(self, name: str) -> bytes:
+        check_blob_name(name)
+        index = self._index(name)
+        if index is None or not index.whole:
+            raise WeightsError(f"blob {name} is not in Redis, or only a part of it")
+        chunks: list[bytes] = []
+        for chunk in range(index.num_chunks):
+            data: Any = self._ask("read a blob", partial(self._client.get, self._keys.blob(name, chunk)))
+            if len(data or b"") != min(index.chunk_bytes, index.num_bytes - chunk * index.chunk_bytes):
+                raise WeightsError(f"blob {name} is not whole in Redis: chunk {chunk} of {index.num_chunks}")
+            chunks.append(data)
+        return b"".join(chunks)
+
+    def delete(self, name: str) -> None:
+        check_blob_name(name)
+        index = self._index(name)
+        if index is None:
+            return
+        for chunk in range(index.num_chunks):
+            self._ask("delete a blob", partial(self._client.unlink, self._keys.blob(name, chunk)))
+        self._ask("delete a blob", partial(self._client.hdel, self._keys.blobs, name))
+
+    def list(self, prefix: str = "") -> list[str]:
+        found: Any = self._ask("list blobs", partial(self._client.hkeys, self._keys.blobs))
+        names = sorted(name.decode(errors="replace") for name in found)
+        return [name for name in names if name.startswith(prefix)]
+
+    def _note(self, name: str, index: _Index) -> None:
+        packed = pack(
+            {
+                "num_bytes": index.num_bytes,
+                "chunk_bytes": index.chunk_bytes,
+                "digest": index.digest,
+                "whole": int(index.whole),
+            }
+        )
+        self._ask("store a blob", partial(self._client.hset, self._keys.blobs, name, packed))
+
+    def _index(self, name: str) -> _Index | None:
+        packed: Any = self._ask("read a blob", partial(self._client.hget, self._keys.blobs, name))
+        if packed is None:
+            return None
+        try:
+            f = unpack(packed, max_bytes=1024)
+            index = _Index(
+                num_bytes=f.integer("num_bytes", low=0, high=_MAX_BLOB_BYTES),
+                chunk_bytes=f.integer("chunk_bytes", low=1, high=_MAX_BLOB_BYTES),
+                digest=f.blob("digest"),
+                whole=f.integer("whole", low=0, high=1) == 1,
+            )
+            f.done()
+        except WireError as error:
+            raise WeightsError(f"the index of blob {name} cannot be read: {error}") from None
+        return index
+
+    def _ask(self, what: str, command: Callable[[], T]) -> T:
+        return repeat(command, attempts=Attempts(self._client, what, give_up_after_s=_PATIENCE_S))

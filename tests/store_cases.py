@@ -1,0 +1,39 @@
+"""What every blob store must do; the tests of each store call these."""
+
+from __future__ import annotations
+
+import pytest
+
+from streamrl.errors import WeightsError
+from streamrl.weights.stores import BlobStore
+
+
+def check_store(store: BlobStore) -> None:
+    """Blobs come back, are listed, are never overwritten, and go."""
+    large = bytes(range(256)) * 1000
+    blobs = {"u/000001/0-0-aa": large, "u/000001/1-0-bb": b"", "v/000001/0-0-cc": b"c"}
+    for name, data in blobs.items():
+        store.put(name, data)
+        store.put(name, data)
+
+    assert {name: store.get(name) for name in blobs} == blobs
+    assert store.list() == sorted(blobs)
+    assert store.list("u/") == ["u/000001/0-0-aa", "u/000001/1-0-bb"]
+
+    with pytest.raises(WeightsError, match="with other bytes"):
+        store.put("v/000001/0-0-cc", b"d")
+    assert store.get("v/000001/0-0-cc") == b"c"
+
+    store.delete("u/000001/0-0-aa")
+    store.delete("u/000001/0-0-aa")
+    with pytest.raises(WeightsError, match="u/000001/0-0-aa is not"):
+        store.get("u/000001/0-0-aa")
+    assert store.list("u/") == ["u/000001/1-0-bb"]
+
+
+def check_names(store: BlobStore) -> None:
+    for name in ("../x", "/x", "x/../../y", ".x", "X", ""):
+        for use in (store.get, store.delete, lambda name: store.put(name, b"x")):
+            with pytest.raises(WeightsError, match="not the name of a blob"):
+                use(name)
+    assert store.list() == []

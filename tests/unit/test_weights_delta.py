@@ -1,0 +1,136 @@
+"""The delta codec: bit-identical whatever the bits, and hostile bytes give one error."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.errors import WeightsError
+from streamrl.weights.delta import decode_sparse, encode_sparse, scan
+from streamrl.weights.format import digest_of
+
+DTYPES = [np.dtype("<u2"), np.dtype("<u4")]
+
+
+def round_trip(new: np.ndarray, old: np.ndarray) -> np.ndarray:
+    """`old` patched with what `new` changed, by way of the coding."""
+    positions, digest = scan(new, old)
+    assert digest == digest_of(new.data)
+    patched = old.copy()
+    if len(positions):
+        coded = encode_sparse(positions, new[positions] - old[positions], zstandard.ZstdCompressor(level=1))
+        where, what = decode(coded, num_changed=len(positions), length=len(old), dtype=old.dtype)
+        patched[where] += what
+    return patched
+
+
+def decode(coded: bytes, *, num_changed: int, length: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    return decode_sparse(
+        memoryview(coded),
+        num_changed=num_changed,
+        length=length,
+        dtype=dtype,
+        decompressor=zstandard.ZstdDecompressor(),
+    )
+
+
+@given(
+    dtype=st.sampled_from(DTYPES),
+    length=st.integers(1, 600_000),
+    share=st.sampled_from([0.0, 1e-5, 1e-3, 0.01, 0.1, 0.6, 1.0]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_change_of_any_size_comes_back_bit_identical(dtype, length, share, seed):
+    rng = np.random.default_rng(seed)
+    old = rng.integers(0, np.iinfo(dtype).max, size=length, dtype=dtype, endpoint=True)
+    new = np.where(rng.random(length) < share, rng.integers(0, np.iinfo(dtype).max, size=length, dtype=dtype), old)
+
+    assert np.array_equal(round_trip(new, old), new)
+
+
+@given(dtype=st.sampled_from(DTYPES), data=st.data())
+def test_chosen_positions_and_bits_come_back_bit_identical(dtype, data):
+    length = data.draw(st.integers(1, 300_000))
+    positions = data.draw(st.lists(st.integers(0, length - 1), unique=True, max_size=20))
+    old = np.zeros(length, dtype=dtype)
+    new = old.copy()
+    for position in positions:
+        new[position] = data.draw(st.integers(0, int(np.iinfo(dtype).max)))
+
+    assert np.array_equal(round_trip(new, old), new)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gap", [0, 254, 65_533, 65_534, 65_535, 65_536, 131_071, 1_000_000])
+def test_gaps_around_the_escape_come_back(dtype, gap):
+    old = np.zeros(3 * gap + 8, dtype=dtype)
+    new = old.copy()
+    new[[gap, 2 * gap + 1, 3 * gap + 2]] = 7
+
+    assert np.array_equal(round_trip(new, old), new)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (np.float32(0.0), np.float32(-0.0)),
+        (np.uint32(0x7FC00001).view(np.float32), np.uint32(0x7FC00002).view(np.float32)),
+        (np.float32("inf"), np.float32("nan")),
+        (np.uint16(0x8000), np.uint16(0x0000)),
+        (np.uint16(0x0000), np.uint16(0xFFFF)),
+    ],
+)
+def test_values_that_arithmetic_would_confuse_are_kept_apart(before, after):
+    dtype = np.dtype(f"<u{before.nbytes}")
+    old = np.full(100, before).view(dtype)
+    new = old.copy()
+    new[50] = np.array(after).view(dtype)
+
+    positions, _ = scan(new, old)
+
+    assert positions.tolist() == [50]
+    assert np.array_equal(round_trip(new, old), new)
+
+
+def coded_example() -> tuple[bytes, np.ndarray]:
+    positions = np.array([3, 70_000, 70_001, 200_000])
+    differences = np.array([1, 65_535, 2, 1], dtype="<u2")
+    return encode_sparse(positions, differences, zstandard.ZstdCompressor(level=1)), positions
+
+
+def test_a_delta_that_claims_other_counts_or_a_shorter_range_is_refused():
+    coded, positions = coded_example()
+    dtype = np.dtype("<u2")
+    where, _ = decode(coded, num_changed=4, length=200_001, dtype=dtype)
+    assert where.tolist() == positions.tolist()
+
+    for num_changed, length in [(3, 200_001), (5, 200_001), (4, 200_000), (4, 10)]:
+        with pytest.raises(WeightsError):
+            decode(coded, num_changed=num_changed, length=length, dtype=dtype)
+
+
+def test_a_bomb_is_refused_before_it_expands():
+    bomb = zstandard.ZstdCompressor(level=1).compress(bytes(1 << 28))
+
+    with pytest.raises(WeightsError, match="claims to expand"):
+        decode(bomb, num_changed=4, length=1000, dtype=np.dtype("<u2"))
+
+
+@given(cut=st.integers(0, 60), flips=st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 7)), max_size=3))
+def test_damaged_bytes_give_positions_within_the_range_or_one_error(cut, flips):
+    coded = bytearray(coded_example()[0])
+    coded = coded[: len(coded) - cut] if cut < len(coded) else bytearray()
+    for place, bit in flips:
+        if coded:
+            coded[place % len(coded)] ^= 1 << bit
+    try:
+        positions, differences = decode(bytes(coded), num_changed=4, length=200_001, dtype=np.dtype("<u2"))
+    except WeightsError:
+        return
+    assert len(positions) == len(differences) == 4
+    assert (np.diff(positions) > 0).all()
+    assert positions[0] >= 0
+    assert positions[-1] <= 200_000

@@ -1,0 +1,100 @@
+"""A learner of several ranks and a store, small enough for every test of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import deserialize
+
+from streamrl.versions import make_version
+from streamrl.weights.encoder import ShardEncoder
+from streamrl.weights.format import BITS, HeldRange, TensorMeta
+from streamrl.weights.manifest import Manifest, decode_manifest, decode_record, encode_manifest, encode_record
+from streamrl.weights.stores import BlobStore
+
+Bits = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+State = Mapping[str, Bits]  # flat bits by tensor
+
+RUN_UID = "run-a"
+TENSORS = (
+    TensorMeta(name="model.embed", dtype="bfloat16", shape=(97, 16)),
+    TensorMeta(name="model.norm", dtype="float32", shape=(33,)),
+    TensorMeta(name="model.scale", dtype="float16", shape=()),
+    TensorMeta(name="model.unused", dtype="bfloat16", shape=(0, 4)),
+    TensorMeta(name="model.proj", dtype="bfloat16", shape=(64, 40)),
+)
+
+
+def random_state(rng: np.random.Generator, tensors: Sequence[TensorMeta] = TENSORS) -> State:
+    return {t.name: random_bits(rng, BITS[t.dtype], t.num_elements) for t in tensors}
+
+
+def random_bits(rng: np.random.Generator, dtype: np.dtype, length: int) -> Bits:
+    return rng.integers(0, np.iinfo(dtype).max, size=length, dtype=dtype, endpoint=True)
+
+
+def nudged(rng: np.random.Generator, state: State, *, share: float = 0.05) -> State:
+    """The state after a step: a share of the elements move to a neighbouring bit pattern."""
+    moved = {}
+    for name, bits in state.items():
+        moved[name] = bits + (rng.random(len(bits)) < share).astype(bits.dtype)
+    return moved
+
+
+class World:
+    """Ranks that publish into a store, each a part of every tensor."""
+
+    def __init__(
+        self, store: BlobStore, *, num_ranks: int = 1, tensors: Sequence[TensorMeta] = TENSORS, epoch: int = 1
+    ) -> None:
+        self.store = store
+        self.tensors = tuple(tensors)
+        self.manifests: dict[int, Manifest] = {}
+        self.states: dict[int, State] = {}
+        self._encoders = [ShardEncoder() for _ in range(num_ranks)]
+        self._epoch = epoch
+        self._last = 0
+
+    def publish(self, state: State, *, anchor: bool = False) -> Manifest:
+        anchor = anchor or not self.manifests
+        version = make_version(self._epoch, len(self.manifests))
+        records = []
+        for rank, encoder in enumerate(self._encoders):
+            shard = encoder.encode(self._held(state, rank), anchor=anchor)
+            record = shard.record(run_uid=RUN_UID, version=version, rank=rank)
+            self.store.put(record.blob_name, shard.blob)
+            records.append(decode_record(encode_record(record)))
+        manifest = Manifest(
+            version=version,
+            base=0 if anchor else self._last,
+            step=len(self.manifests),
+            run_uid=RUN_UID,
+            tensors=self.tensors,
+            shards=tuple(records),
+        )
+        announced = decode_manifest(encode_manifest(manifest))
+        assert announced == manifest
+        for encoder in self._encoders:
+            encoder.advance()
+        self.manifests[version], self.states[version], self._last = announced, state, version
+        return announced
+
+    def _held(self, state: State, rank: int) -> list[HeldRange]:
+        held = []
+        for tensor in self.tensors:
+            bounds = [tensor.num_elements * r // len(self._encoders) for r in (rank, rank + 1)]
+            held.append(HeldRange(tensor=tensor.name, start=bounds[0], bits=state[tensor.name][slice(*bounds)]))
+        return held
+
+
+def read_safetensors(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
+    """What the library that engines use makes of the file: dtype, shape, bytes."""
+    return {name: (t["dtype"], t["shape"], bytes(t["data"])) for name, t in deserialize(path.read_bytes())}
+
+
+def assert_holds(path: Path, state: State) -> None:
+    contents = {name: data for name, (_, _, data) in read_safetensors(path).items()}
+    assert contents == {name: bits.tobytes() for name, bits in state.items()}
