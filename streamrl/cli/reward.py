@@ -1,0 +1,136 @@
+"""`streamrl reward`: serve a reward model over HTTP, or train one. torch and the server load inside the commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from streamrl.config import schema
+from streamrl.durable import write_durably
+from streamrl.errors import ConfigError, ResourceError
+
+_POSITIVE = click.IntRange(min=1)
+_DEFAULTS = {name: field.default for name, field in schema.RewardServer.model_fields.items()}
+
+
+@click.group()
+def reward() -> None:
+    """Serve a reward model over HTTP, or train one."""
+
+
+@reward.command()
+@click.option("--model", required=True, help="Folder or hub name of a sequence-classification model with one output.")
+@click.option("--host", default=_DEFAULTS["host"], show_default=True, help="Address to listen on.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=_DEFAULTS["port"], show_default=True, help="0: any free one."
+)
+@click.option(
+    "--max-delay-ms",
+    type=click.FloatRange(min=0),
+    default=_DEFAULTS["max_delay_ms"],
+    show_default=True,
+    help="How long a request may wait for others to share its batch.",
+)
+@click.option(
+    "--max-batch-tokens",
+    type=_POSITIVE,
+    default=_DEFAULTS["max_batch_tokens"],
+    show_default=True,
+    help="Tokens of one forward pass, padding included.",
+)
+@click.option("--reward-mean", type=float, default=_DEFAULTS["reward_mean"], show_default=True)
+@click.option(
+    "--reward-std",
+    type=click.FloatRange(min=0, min_open=True),
+    default=_DEFAULTS["reward_std"],
+    show_default=True,
+    help="The server answers (reward - mean) / std.",
+)
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
+@click.option("--threads", type=_POSITIVE, help="CPU threads of the model; torch's choice by default.")
+@click.option("--token-file", help="File with the bearer token that callers of /score must send.")
+@click.option("--url-file", type=click.Path(path_type=Path), help="File to write the server's URL to, once it listens.")
+@click.option("--trust-remote-code", is_flag=True, help="Run code that the model brings along.")
+def serve(**options: Any) -> None:
+    """Serve a reward model: POST /score, GET /health.
+
+    Prints one line with its URL when it is ready. SIGTERM ends it after what was asked is answered.
+    """
+    _need_rewards_extra()
+    from workers.rewards import server
+    from workers.rewards.bearer import read_token
+
+    token = None if options["token_file"] is None else read_token(options["token_file"], key="--token-file")
+    bound = server.bind(options["host"], options["port"])  # before the model: a taken port shows at once
+    with bound:
+        host, port = options["host"], bound.getsockname()[1]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+        def ready() -> None:
+            if options["url_file"] is not None:
+                write_durably(options["url_file"], url.encode())
+            click.echo(f"reward server: {options['model']} at {url}")
+
+        app = server.build_app(
+            schema.RewardServer.model_validate({name: options[name] for name in _DEFAULTS}),
+            dtype=options["dtype"],
+            threads=options["threads"],
+            token=token,
+            trust_remote_code=options["trust_remote_code"],
+        )
+        server.run(app, bound, ready)
+
+
+@reward.command()
+@click.option("--model", required=True, help="What to start from: folder or hub name of a model.")
+@click.option(
+    "--pairs",
+    required=True,
+    type=click.Path(path_type=Path),
+    help='JSONL of {"prompt": ..., "chosen": ..., "rejected": ...}.',
+)
+@click.option("--output", required=True, type=click.Path(path_type=Path), help="Folder for the trained model.")
+@click.option("--epochs", type=_POSITIVE, default=1, show_default=True)
+@click.option("--batch-pairs", type=_POSITIVE, default=32, show_default=True, help="Pairs of one optimizer step.")
+@click.option("--lr", type=click.FloatRange(min=0, min_open=True), default=1e-5, show_default=True)
+@click.option("--weight-decay", type=click.FloatRange(min=0), default=0.0, show_default=True)
+@click.option("--clip-norm", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True)
+@click.option(
+    "--held-out",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    default=0.1,
+    show_default=True,
+    help="Share of the pairs that only measure.",
+)
+@click.option(
+    "--max-tokens", type=_POSITIVE, default=2048, show_default=True, help="Pairs with a longer text are left out."
+)
+@click.option("--seed", type=int, default=1234, show_default=True)
+@click.option("--threads", type=_POSITIVE, help="CPU threads; torch's choice by default.")
+@click.option("--trust-remote-code", is_flag=True, help="Run code that the model brings along.")
+def train(threads: int | None, **options: Any) -> None:
+    """Train a reward model on preference pairs (Bradley-Terry)."""
+    _need_rewards_extra()
+    from workers.rewards.model import prepare_process
+    from workers.rewards.train import TrainSettings
+    from workers.rewards.train import train as train_model
+
+    if options["output"].exists() and any(options["output"].iterdir()):
+        raise ConfigError(f"--output: {str(options['output'])!r} is not empty; nothing is overwritten")
+    prepare_process(threads)
+    summary = train_model(TrainSettings(**options), click.echo)
+    click.echo(
+        f"{options['output']}: orders {summary.accuracy:.1%} of {summary.num_held_out} held-out pairs rightly "
+        f"(trained on {summary.num_pairs}, {summary.num_overlong} too long); "
+        f"serve it with --reward-mean {summary.reward_mean:.4g} --reward-std {summary.reward_std:.4g}"
+    )
+
+
+def _need_rewards_extra() -> None:
+    from importlib.util import find_spec
+
+    missing = [name for name in ("torch", "transformers", "starlette", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise ResourceError(f"{', '.join(missing)} is not installed: pip install 'streamrl[rewards]'")

@@ -1,0 +1,94 @@
+"""Tiny random causal language models with a character-level tokenizer, made on the spot: no test downloads anything.
+
+`make_model(folder, ...)` writes what a hub folder holds (config, tokenizer, safetensors), so that vLLM, transformers
+and the learner all load it as they would load a real one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 ,.:;=+->?"
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+Architecture = Literal["qwen2", "llama"]
+
+
+def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """One token a character, `<eos>` ends a sequence, nothing is added by itself.
+
+    A byte-level BPE without merges: AutoTokenizer replaces the pre-tokenizer of a folder whose model type it knows by
+    that type's own, and only this form means the same to all of them.
+    """
+    alphabet = [_byte_level(character) for character in CHARACTERS]
+    vocab = {token: i for i, token in enumerate([PAD, EOS, UNKNOWN, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab, merges=[], unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN, clean_up_tokenization_spaces=False
+    )
+
+
+def _byte_level(character: str) -> str:
+    return "\u0120" if character == " " else character
+
+
+def make_model(
+    folder: Path,
+    *,
+    architecture: Architecture = "qwen2",
+    tied: bool = True,
+    hidden: int = 64,
+    layers: int = 2,
+    heads: int = 2,
+    kv_heads: int = 1,
+    dtype: torch.dtype = torch.float32,
+    scale: float = 0.2,
+    seed: int = 0,
+) -> Path:
+    """A random model; `scale` is the spread of its weights: large enough that its distributions are far from uniform.
+
+    vLLM on CPUs refuses heads narrower than 32.
+    """
+    tokenizer = make_tokenizer()
+    config = _config(architecture)(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=512,
+        tie_word_embeddings=tied,
+        initializer_range=scale,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _config(architecture: Architecture) -> Any:
+    return {"qwen2": transformers.Qwen2Config, "llama": transformers.LlamaConfig}[architecture]
+
+
+def response_logprobs(
+    folder: Path, prompt_ids: list[int], response_ids: list[int], *, min_tokens: int = 0, temperature: float = 1.0
+) -> torch.Tensor:  # [T]
+    """The truth that engines are held to: a plain forward pass in fp32, the end token masked before `min_tokens`."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.tensor([prompt_ids + response_ids])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(prompt_ids) - 1 : -1]
+    logits[:min_tokens, model.config.eos_token_id] = -torch.inf
+    return torch.log_softmax(logits / temperature, dim=-1).gather(1, ids[0, len(prompt_ids) :, None])[:, 0]

@@ -1,0 +1,94 @@
+"""Dynamic batching: who shares a batch, who waits how long, and who is hurt by a failure."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from workers.rewards.batcher import Batcher, FakeScoringModel, ScoringFailed
+
+
+@asynccontextmanager
+async def running(
+    model: FakeScoringModel, *, max_delay_s: float = 0.0, max_batch_tokens: int = 100
+) -> AsyncIterator[Batcher]:
+    batcher = Batcher(model, max_delay_s=max_delay_s, max_batch_tokens=max_batch_tokens)
+    task = asyncio.create_task(batcher.run(), name="batcher")
+    try:
+        yield batcher
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def test_requests_of_the_same_moment_share_a_batch_and_get_their_own_scores() -> None:
+    model = FakeScoringModel()
+    async with running(model, max_delay_s=0.05) as batcher:
+        scores = await asyncio.gather(*(batcher.score([[i], [i, i]]) for i in range(10)))
+    assert scores == [[float(i), float(2 * i)] for i in range(10)]
+    assert len(model.batches) == 1
+
+
+async def test_batches_are_of_similar_lengths_and_within_the_limit_with_padding_counted() -> None:
+    model = FakeScoringModel()
+    rows = [[1] * (1 + i % 40) for i in range(200)]
+    async with running(model, max_delay_s=0.05) as batcher:
+        scores = await batcher.score(rows)
+    assert scores == [float(len(row)) for row in rows]
+    padded = [len(batch) * max(map(len, batch)) for batch in model.batches]
+    assert max(padded) <= 100
+    assert sum(padded) < 1.5 * sum(map(len, rows))
+
+
+async def test_a_row_above_the_limit_gets_a_batch_of_its_own() -> None:
+    model = FakeScoringModel()
+    async with running(model) as batcher:
+        assert await batcher.score([[1] * 500, [1]]) == [500.0, 1.0]
+    assert sorted(map(len, model.batches)) == [1, 1]
+
+
+async def test_a_full_batch_does_not_wait_for_the_delay() -> None:
+    async with running(FakeScoringModel(), max_delay_s=3600, max_batch_tokens=10) as batcher:
+        assert await asyncio.wait_for(batcher.score([[1] * 10]), 5) == [10.0]
+
+
+async def test_a_lone_request_waits_for_the_delay_and_not_longer() -> None:
+    async with running(FakeScoringModel(), max_delay_s=0.05) as batcher:
+        begin = time.monotonic()
+        await batcher.score([[1]])
+        assert 0.05 <= time.monotonic() - begin < 1.0
+
+
+async def test_a_model_that_raises_costs_the_batch_and_not_the_server() -> None:
+    model = FakeScoringModel()
+    async with running(model) as batcher:
+        model.failure = RuntimeError("no memory")
+        with pytest.raises(ScoringFailed, match="the model raised RuntimeError"):
+            await batcher.score([[1], [2]])
+        assert batcher.last_success == -math.inf
+        model.failure = None
+        assert await batcher.score([[1]]) == [1.0]
+        assert batcher.last_success > 0
+
+
+async def test_a_score_that_is_not_finite_is_an_error_and_its_neighbours_keep_theirs() -> None:
+    model = FakeScoringModel()
+    model.score = lambda rows: [math.nan if len(row) == 2 else 1.0 for row in rows]  # type: ignore[method-assign]
+    async with running(model, max_delay_s=0.05) as batcher:
+        good, bad = await asyncio.gather(batcher.score([[1]]), batcher.score([[1, 2]]), return_exceptions=True)
+    assert good == [1.0]
+    assert isinstance(bad, ScoringFailed)
+
+
+async def test_stopping_leaves_nobody_waiting() -> None:
+    async with running(FakeScoringModel(), max_delay_s=3600) as batcher:
+        waiting = asyncio.create_task(batcher.score([[1]]))
+        await asyncio.sleep(0)
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(waiting, 5)

@@ -1,0 +1,54 @@
+"""The built-in reward functions, called as the pool calls them."""
+
+from __future__ import annotations
+
+import pytest
+
+from workers.rewards.builtin import exact_match, length_penalty, numeric_match, regex_format
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "score"), [(" 123\n", "123", 1.0), ("1 2 3", "123", 0.0), ("7", 7, 1.0), ("", "x", 0.0)]
+)
+def test_exact_match_compares_without_the_spaces_around(completion: str, answer: object, score: float) -> None:
+    assert exact_match("", completion, [], {"answer": answer}) == score
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "score"),
+    [
+        ("So it is 42.", "42", 1.0),
+        ("6 * 7 = 42", 42, 1.0),
+        ("It costs $1,234.50", "1234.5", 1.0),
+        ("10-5", "-5", 0.0),
+        ("10-5", "5", 1.0),
+        ("x = -5", "-5", 1.0),
+        ("1e3", "#### 1000", 1.0),
+        ("no number", "42", 0.0),
+        ("42 or 43", "42", 0.0),
+        ("9" * 400, "42", 0.0),
+    ],
+)
+def test_numeric_match_compares_the_last_numbers(completion: str, answer: object, score: float) -> None:
+    assert numeric_match("", completion, [], {"answer": answer}) == score
+
+
+def test_numeric_match_refuses_an_answer_without_a_number() -> None:
+    with pytest.raises(ValueError, match="field 'answer' holds no number"):
+        numeric_match("", "42", [], {"answer": "forty-two"})
+
+
+def test_a_missing_field_is_named_beside_those_that_are_there() -> None:
+    with pytest.raises(ValueError, match="no field 'solution'; it has: answer, source"):
+        exact_match("", "42", [], {"answer": "42", "source": "book"}, field="solution")
+
+
+def test_regex_format_wants_the_whole_completion() -> None:
+    pattern = r"<think>.*</think>\s*\d+"
+    assert regex_format("", "<think>so\nso</think> 42\n", [], {}, pattern=pattern) == 1.0
+    assert regex_format("", "<think>so</think> 42 or so", [], {}, pattern=pattern) == 0.0
+
+
+@pytest.mark.parametrize(("num_tokens", "score"), [(0, 0.0), (10, 0.0), (15, -0.5), (20, -1.0), (500, -1.0)])
+def test_length_penalty_falls_evenly_between_its_bounds(num_tokens: int, score: float) -> None:
+    assert length_penalty("", "", [0] * num_tokens, {}, free_tokens=10, max_tokens=20) == score

@@ -1,0 +1,189 @@
+"""The reward client against servers of every kind of badness, without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from streamrl.config import schema
+from streamrl.errors import ConfigError, RewardError
+from tests.tiny_rewards import make_item
+from workers.permissions import Permissions
+from workers.rewards.http_client import HttpReward, build_http_reward
+
+
+def connect(answer: Callable[[httpx.Request], Any], **settings: Any) -> HttpReward:
+    source = schema.HttpReward(type="http", url="http://reward:1", **{"attempts": 1, "timeout_s": 5.0, **settings})
+    transport = httpx.MockTransport(answer)
+    return build_http_reward(
+        "mine", source, Permissions(hosts=("reward",)), None, transport=transport, first_pause_s=0.001
+    )
+
+
+def lengths(request: httpx.Request) -> httpx.Response:
+    return httpx.Response(200, json={"rewards": [len(text) for text in json.loads(request.content)["texts"]]})
+
+
+async def test_samples_of_the_same_moment_share_requests_of_bounded_size() -> None:
+    requests: list[int] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        requests.append(len(json.loads(request.content)["texts"]))
+        return lengths(request)
+
+    reward = connect(answer)
+    scores = await asyncio.gather(*(reward.score(make_item("x" * i, prompt="")) for i in range(150)))
+    await reward.close()
+    assert scores == [float(i) for i in range(150)]
+    assert requests == [64, 64, 22]
+
+
+async def test_no_more_requests_run_at_once_than_allowed() -> None:
+    running = most = 0
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        return lengths(request)
+
+    reward = connect(answer, max_concurrency=3)
+    await asyncio.gather(*(reward.score(make_item()) for _ in range(64 * 10)))
+    await reward.close()
+    assert most == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (httpx.Response(500, text="on\x1b[31m fire"), r"answered 500: on \[31m fire"),
+        (httpx.Response(200, text="no json"), "answered no JSON"),
+        (httpx.Response(200, text="[" * 4000), "answered no JSON"),
+        (httpx.Response(200, json={"rewards": []}), "answered no list of 1 rewards"),
+        (httpx.Response(200, json={"rewards": [1.0, 2.0]}), "answered no list of 1 rewards"),
+        (httpx.Response(200, json={"scores": [1.0]}), "answered no list of 1 rewards"),
+        (httpx.Response(200, json=[1.0]), "answered no list of 1 rewards"),
+        (httpx.Response(200, text='{"rewards": [NaN]}'), "no finite numbers"),
+        (httpx.Response(200, text='{"rewards": [1e999]}'), "no finite numbers"),
+        (httpx.Response(200, json={"rewards": [None]}), "no finite numbers"),
+        (httpx.Response(200, json={"rewards": [True]}), "no finite numbers"),
+        (httpx.Response(200, json={"rewards": ["1.0"]}), "no finite numbers"),
+        (httpx.Response(200, headers={"content-encoding": "gzip"}, content=gzip.compress(b"x")), "compressed"),
+        (httpx.Response(302, headers={"location": "http://elsewhere"}), "answered 302"),
+        (httpx.Response(401, text="who are you"), "answered 401: who are you"),
+    ],
+)
+async def test_whatever_is_no_proper_answer_is_an_error_and_never_a_number(answer: httpx.Response, reason: str) -> None:
+    reward = connect(lambda request: answer)
+    with pytest.raises(RewardError, match=reason):
+        await reward.score(make_item())
+    await reward.close()
+
+
+async def test_an_answer_without_end_is_cut_off() -> None:
+    num_read = 0
+
+    async def flood() -> AsyncIterator[bytes]:
+        nonlocal num_read
+        while True:
+            num_read += 1
+            yield b"x" * 1024
+
+    reward = connect(lambda request: httpx.Response(200, content=flood()))
+    with pytest.raises(RewardError, match="answered more than 4160 bytes"):
+        await reward.score(make_item())
+    await reward.close()
+    assert num_read < 10
+
+
+async def test_an_answer_that_drips_is_late_however_often_it_drips() -> None:
+    async def drip() -> AsyncIterator[bytes]:
+        while True:
+            await asyncio.sleep(0.01)
+            yield b" "
+
+    reward = connect(lambda request: httpx.Response(200, content=drip()), timeout_s=0.2)
+    with pytest.raises(RewardError, match=r"no answer within 0\.2 s"):
+        await reward.score(make_item())
+    await reward.close()
+
+
+async def test_an_outage_is_tried_again_and_the_sample_gets_its_score() -> None:
+    failures = iter(
+        [httpx.ConnectError("refused"), httpx.Response(503), httpx.Response(200, text='{"rewards": [NaN]}'), None]
+    )
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        failure = next(failures)
+        if isinstance(failure, Exception):
+            raise failure
+        return failure or lengths(request)
+
+    reward = connect(answer, attempts=4)
+    assert await reward.score(make_item("four", prompt="")) == 4.0
+    await reward.close()
+
+
+async def test_what_the_server_refuses_is_asked_once_and_hurts_no_neighbour() -> None:
+    requests: list[list[str]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        texts = json.loads(request.content)["texts"]
+        requests.append(texts)
+        return httpx.Response(422, text="too long") if "bad" in texts else lengths(request)
+
+    reward = connect(answer, attempts=5)
+    scores = await asyncio.gather(
+        *(reward.score(make_item(text, prompt="")) for text in ("one", "bad", "three")), return_exceptions=True
+    )
+    await reward.close()
+    assert (scores[0], scores[2]) == (3.0, 5.0)
+    assert isinstance(scores[1], RewardError)
+    assert requests == [["one", "bad", "three"], ["one"], ["bad"], ["three"]]
+
+
+async def test_closing_fails_what_is_still_asked() -> None:
+    asked = asyncio.Event()
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError("never")
+
+    reward = connect(answer)
+    waiting = asyncio.create_task(reward.score(make_item()))
+    await asyncio.wait_for(asked.wait(), 5)
+    await reward.close()
+    with pytest.raises(RewardError, match="given up"):
+        await asyncio.wait_for(waiting, 5)
+
+
+async def test_the_token_comes_from_its_file(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret\n")
+    seen: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request.headers["authorization"])
+        return lengths(request)
+
+    reward = connect(answer, token_file=str(tmp_path / "token"))
+    await reward.score(make_item())
+    await reward.close()
+    assert seen == ["Bearer secret"]
+
+
+@pytest.mark.parametrize("content", [None, b"", b"two\nlines", b"\xff\xfe", b"x" * 5000])
+def test_a_file_that_holds_no_token_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "token").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"rewards\.mine\.token_file"):
+        connect(lengths, token_file=str(tmp_path / "token"))

@@ -1,0 +1,96 @@
+"""Mixing of reward sources, and what the configuration may and may not make of them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from streamrl.config import schema
+from streamrl.errors import ConfigError, RewardError
+from tests.tiny_rewards import make_item
+from workers.permissions import Permissions
+from workers.rewards.base import FakeReward, Rewards, Scores, Weighted, build_rewards
+
+
+def rewards_of(**values: float) -> Rewards:
+    return Rewards({name: Weighted(reward=FakeReward(lambda _, v=v: v), weight=0.5) for name, v in values.items()})
+
+
+async def test_the_total_is_the_weighted_sum_and_each_source_stays_visible() -> None:
+    rewards = Rewards(
+        {
+            "exact": Weighted(reward=FakeReward(lambda item: float(item.completion == "42")), weight=2.0),
+            "length": Weighted(reward=FakeReward(lambda item: -float(len(item.token_ids))), weight=0.25),
+        }
+    )
+    assert await rewards.score(make_item("42")) == Scores(rewards={"exact": 1.0, "length": -2.0}, total=1.5)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+async def test_a_source_that_gives_no_finite_number_fails_the_sample_and_is_named(value: float) -> None:
+    with pytest.raises(RewardError, match=r"reward 'bad' gave"):
+        await rewards_of(good=1.0, bad=value).score(make_item())
+
+
+async def test_finite_values_whose_sum_is_not_finite_fail_the_sample() -> None:
+    rewards = Rewards({name: Weighted(reward=FakeReward(lambda _: 1e308), weight=1.0) for name in ("one", "two")})
+    with pytest.raises(RewardError, match="not finite"):
+        await rewards.score(make_item())
+
+
+async def test_an_error_of_one_source_names_it() -> None:
+    def fail(item: object) -> float:
+        raise RewardError("the server is on fire")
+
+    rewards = Rewards({"model": Weighted(reward=FakeReward(fail), weight=1.0)})
+    with pytest.raises(RewardError, match="reward 'model': the server is on fire"):
+        await rewards.score(make_item())
+
+
+async def test_closing_closes_every_source() -> None:
+    sources = [FakeReward(), FakeReward()]
+    await Rewards({str(i): Weighted(reward=s, weight=1.0) for i, s in enumerate(sources)}).close()
+    assert all(source.closed for source in sources)
+
+
+def build(permissions: Permissions | None = None, **source: object) -> Rewards:
+    kind = schema.FunctionReward if source["type"] == "function" else schema.HttpReward
+    return build_rewards({"mine": kind.model_validate(source)}, permissions or Permissions(), None)
+
+
+def test_code_that_this_worker_was_not_told_of_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"rewards\.mine\.target.*--allow-reward-code json:loads"):
+        build(type="function", target="json:loads")
+
+
+def test_permission_for_a_file_is_for_the_file_and_not_for_its_spelling() -> None:
+    build(Permissions(reward_code=("./folder/../rewards.py:f",)), type="function", target="rewards.py:f")
+    with pytest.raises(ConfigError, match="may not run"):
+        build(Permissions(reward_code=("rewards.py:f",)), type="function", target="rewards.py:g")
+
+
+def test_a_target_of_no_known_form_lists_the_forms() -> None:
+    with pytest.raises(ConfigError, match=r"neither built in \(exact_match, .*\) nor `package.module:function`"):
+        build(type="function", target="exactmatch")
+
+
+@pytest.mark.parametrize("url", ["ftp://host:1", "host:5555", "http://", "http://user:word@host", "http://host:port"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"rewards\.mine\.url: .* is no address"):
+        build(Permissions(hosts=("host",)), type="http", url=url)
+
+
+def test_a_host_that_this_worker_was_not_told_of_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"--allow-host evil\.example"):
+        build(Permissions(hosts=("good.example", "evil.example:99")), type="http", url="http://evil.example:80")
+
+
+async def test_a_permitted_host_may_be_given_with_or_without_its_port() -> None:
+    for host in ("rewards.example", "rewards.example:80", "Rewards.Example"):
+        await build(Permissions(hosts=(host,)), type="http", url="http://rewards.example:80").close()
+
+
+def test_the_local_server_must_exist() -> None:
+    with pytest.raises(ConfigError, match=r"rewards\.mine\.url.*reward_server\.model"):
+        build(type="http", url="local")

@@ -1,0 +1,157 @@
+"""Scoring batches of any lengths, and training: with real, tiny transformers models."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from streamrl.errors import DataError
+from tests.tiny_models import CHARACTERS, Architecture, make_model
+from tests.tiny_rewards import make_reward_model
+from workers.rewards.model import RewardModel
+from workers.rewards.train import SUMMARY_FILE, TrainSettings, read_pairs, train
+
+
+def random_texts(count: int) -> list[str]:
+    order = random.Random(0)
+    return ["".join(order.choices(CHARACTERS, k=order.randint(1, 60))) for _ in range(count)]
+
+
+def single_scores(folder: Path, rows: list[list[int]]) -> list[float]:
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return [model(torch.tensor([row])).logits.item() for row in rows]
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "llama"])
+@pytest.mark.parametrize("with_padding", [True, False])
+def test_a_batch_of_any_lengths_gives_what_plain_single_scoring_gives(
+    tmp_path: Path, architecture: Architecture, with_padding: bool
+) -> None:
+    model = RewardModel.load(
+        str(make_reward_model(tmp_path / "rm", architecture=architecture, with_padding=with_padding))
+    )
+    rows = model.encode(random_texts(100))
+    assert model.score(rows) == pytest.approx(single_scores(tmp_path / "rm", rows), abs=1e-5)
+
+
+def test_without_a_padding_token_even_rows_that_end_with_every_token_are_scored(tmp_path: Path) -> None:
+    model = RewardModel.load(str(make_reward_model(tmp_path / "rm", with_padding=False)))
+    rows = [[1, 2, token] if token % 2 else [token] for token in range(model.vocab_size)]
+    assert model.score(rows) == pytest.approx(single_scores(tmp_path / "rm", rows), abs=1e-5)
+
+
+def test_rewards_are_standardised(tmp_path: Path) -> None:
+    folder = str(make_reward_model(tmp_path / "rm"))
+    rows = [[5, 6, 7], [8]]
+    plain = RewardModel.load(folder).score(rows)
+    scaled = RewardModel.load(folder, reward_mean=0.5, reward_std=2.0).score(rows)
+    assert scaled == pytest.approx([(reward - 0.5) / 2.0 for reward in plain])
+
+
+def test_a_model_without_a_reward_head_is_refused_rather_than_given_a_random_one(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no reward head \(score.weight missing\).*streamrl reward train"):
+        RewardModel.load(str(make_model(tmp_path / "lm")))
+
+
+def test_a_model_with_several_outputs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has 3 outputs; a reward model has one"):
+        RewardModel.load(str(make_reward_model(tmp_path / "rm", num_labels=3)))
+
+
+@pytest.mark.parametrize("damage", ["no folder", "no tokenizer", "cut weights", "no weights"])
+def test_a_model_folder_that_is_not_whole_is_one_clear_error(tmp_path: Path, damage: str) -> None:
+    folder = tmp_path / "rm"
+    if damage != "no folder":
+        make_reward_model(folder)
+    if damage == "no tokenizer":
+        for file in folder.glob("token*"):
+            file.unlink()
+    if damage == "cut weights":
+        (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
+    if damage == "no weights":
+        (folder / "model.safetensors").unlink()
+    with pytest.raises(DataError) as caught:
+        RewardModel.load(str(folder))
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def write_pairs(path: Path, count: int) -> Path:
+    """Whoever has more of the letter a is preferred."""
+    order = random.Random(0)
+    with path.open("w") as file:
+        for _ in range(count):
+            good, bad = ("".join(order.choices(letters, k=6)) for letters in ("aab", "abb"))
+            if good.count("a") != bad.count("a"):
+                chosen, rejected = sorted((good, bad), key=lambda text: -text.count("a"))
+                file.write(json.dumps({"prompt": "say a: ", "chosen": chosen, "rejected": rejected}) + "\n")
+    return path
+
+
+def test_training_learns_the_order_and_leaves_a_model_that_transformers_loads(tmp_path: Path) -> None:
+    settings = TrainSettings(
+        pairs=write_pairs(tmp_path / "pairs.jsonl", 600),
+        model=str(make_model(tmp_path / "lm", hidden=32)),
+        output=tmp_path / "rm",
+        epochs=3,
+        lr=1e-3,
+    )
+    said: list[str] = []
+    summary = train(settings, said.append)
+    assert summary.accuracy > 0.9
+    assert said[-1].startswith(f"step {summary.steps}/{summary.steps}: loss ")
+    assert json.loads((tmp_path / "rm" / SUMMARY_FILE).read_text())["accuracy"] == summary.accuracy
+    model = RewardModel.load(str(tmp_path / "rm"))
+    rows = model.encode(["say a: aaaaaa", "say a: bbbbbb", "say a: a"])
+    scores = model.score(rows)
+    assert scores[0] > scores[1]
+    assert scores == pytest.approx(single_scores(tmp_path / "rm", rows), abs=1e-5)
+
+
+def test_the_same_seed_gives_the_same_model(tmp_path: Path) -> None:
+    pairs, base = write_pairs(tmp_path / "pairs.jsonl", 60), str(make_model(tmp_path / "lm", hidden=32))
+    scores = []
+    for name in ("one", "two"):
+        train(TrainSettings(pairs=pairs, model=base, output=tmp_path / name, lr=1e-3), lambda line: None)
+        scores.append(RewardModel.load(str(tmp_path / name)).score([[5, 6, 7]]))
+    assert scores[0] == scores[1]
+
+
+def test_pairs_that_are_too_long_are_left_out_and_counted(tmp_path: Path) -> None:
+    pairs = write_pairs(tmp_path / "pairs.jsonl", 60)
+    num_short = len(pairs.read_text().splitlines())
+    with pairs.open("a") as file:
+        file.write(json.dumps({"prompt": "a" * 100, "chosen": "a", "rejected": "b"}) + "\n")
+    base = str(make_model(tmp_path / "lm", hidden=32))
+    settings = TrainSettings(pairs=pairs, model=base, output=tmp_path / "rm", max_tokens=50)
+    summary = train(settings, lambda line: None)
+    assert (summary.num_overlong, summary.num_pairs + summary.num_held_out) == (1, num_short)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "not JSON"),
+        ('{"prompt": "a", "chosen": "b"}', 'expected {"prompt": text'),
+        ('{"prompt": "a", "chosen": "b", "rejected": 1}', 'expected {"prompt": text'),
+        ("[]", 'expected {"prompt": text'),
+        ('{"prompt": "", "chosen": "", "rejected": "b"}', "an empty text"),
+    ],
+)
+def test_a_line_that_is_no_pair_is_named_by_file_and_line(tmp_path: Path, line: str, reason: str) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' + line + "\n")
+    with pytest.raises(DataError, match=f"pairs.jsonl:2: {reason}"):
+        read_pairs(path)
+
+
+def test_an_empty_file_of_pairs_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").write_text("\n")
+    with pytest.raises(DataError, match="holds 0 preference pairs"):
+        read_pairs(tmp_path / "pairs.jsonl")

@@ -1,0 +1,102 @@
+"""What the reward server answers to good and bad requests; the application is called without a socket."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from workers.rewards.batcher import Batcher, FakeScoringModel
+from workers.rewards.server import MAX_BODY_BYTES, MAX_ROWS, RewardApp
+
+
+@pytest.fixture
+def model() -> FakeScoringModel:
+    return FakeScoringModel()
+
+
+@pytest.fixture
+async def client(model: FakeScoringModel) -> AsyncIterator[httpx.AsyncClient]:
+    app = RewardApp(model, Batcher(model, max_delay_s=0.0, max_batch_tokens=1000), token="secret").asgi()
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    headers = {"authorization": "Bearer secret"}
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://reward", headers=headers) as client,
+    ):
+        yield client
+
+
+async def test_texts_and_tokens_are_scored(client: httpx.AsyncClient) -> None:
+    assert (await client.post("/score", json={"texts": ["a", "bc"]})).json() == {"rewards": [97.0, 197.0]}
+    assert (await client.post("/score", json={"tokens": [[1, 2], [3]]})).json() == {"rewards": [3.0, 3.0]}
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "reason"),
+    [
+        (b"", 422, "Invalid JSON"),
+        (b"{", 422, "Invalid JSON"),
+        (b'{"texts": ["\xff"]}', 422, "Invalid JSON: invalid unicode"),
+        (b'{"texts": ["\\ud800"]}', 422, "Invalid JSON"),
+        (b"[]", 422, "should be an object"),
+        (b"{}", 422, "exactly one of"),
+        (b'{"texts": ["a"], "tokens": [[1]]}', 422, "exactly one of"),
+        (b'{"texts": ["a"], "model": "x"}', 422, "model: Extra inputs are not permitted"),
+        (b'{"texts": "a"}', 422, "texts: Input should be a valid array"),
+        (b'{"texts": [1]}', 422, r"texts\.0: Input should be a valid string"),
+        (b'{"texts": []}', 422, "at least 1 item"),
+        (b'{"texts": [""]}', 422, "row 0 has no tokens"),
+        (b'{"tokens": [[1], []]}', 422, "row 1 has no tokens"),
+        (b'{"tokens": [[1.5]]}', 422, r"tokens\.0\.0: Input should be a valid integer"),
+        (b'{"tokens": [[true]]}', 422, "valid integer"),
+        (b'{"tokens": [[-1]]}', 422, "row 0 has a token outside of"),
+        (b'{"tokens": [[99999999999999999999]]}', 422, "row 0 has a token outside of"),
+        (json.dumps({"texts": ["x" * 1001]}).encode(), 422, "row 0 has 1001 tokens; the model takes 1000"),
+        (json.dumps({"texts": ["x"] * (MAX_ROWS + 1)}).encode(), 422, f"at most {MAX_ROWS} items"),
+        (json.dumps({"texts": ["x" * MAX_BODY_BYTES]}).encode(), 413, "the body exceeds"),
+        (b"[" * 100_000, 422, "Invalid JSON: recursion limit exceeded"),
+    ],
+)
+async def test_a_bad_request_is_told_why_and_the_server_goes_on(
+    client: httpx.AsyncClient, content: bytes, status: int, reason: str
+) -> None:
+    answer = await client.post("/score", content=content)
+    assert answer.status_code == status
+    with pytest.raises(ValueError, match=reason):
+        raise ValueError(answer.json()["error"])
+    assert (await client.post("/score", json={"texts": ["a"]})).status_code == 200
+
+
+@pytest.mark.parametrize("authorization", ["", "Bearer wrong", "secret", "Bearer s\u00e9cret"])
+async def test_without_the_token_nothing_is_scored(
+    client: httpx.AsyncClient, model: FakeScoringModel, authorization: str
+) -> None:
+    headers = {"authorization": authorization.encode()}
+    answer = await client.post("/score", json={"texts": ["a"]}, headers=headers)
+    assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+    assert model.batches == []
+
+
+async def test_unknown_paths_and_methods_are_explained_too(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/nothing")).json() == {"error": "Not Found"}
+    assert (await client.get("/score")).status_code == 405
+
+
+async def test_health_follows_the_model_and_needs_no_token(client: httpx.AsyncClient, model: FakeScoringModel) -> None:
+    model.failure = RuntimeError("broken")
+    answer = await client.get("/health", headers={"authorization": ""})
+    assert (answer.status_code, answer.json()["status"]) == (503, "failing")
+    model.failure = None
+    answer = await client.get("/health")
+    assert (answer.status_code, answer.json()["status"]) == (200, "ok")
+
+
+async def test_a_model_that_fails_is_a_server_error_and_never_a_number(
+    client: httpx.AsyncClient, model: FakeScoringModel
+) -> None:
+    model.failure = RuntimeError("broken")
+    answer = await client.post("/score", json={"texts": ["a"]})
+    assert (answer.status_code, answer.json()) == (500, {"error": "the model raised RuntimeError"})

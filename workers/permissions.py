@@ -1,0 +1,36 @@
+"""The worker's own local word on what it may use: what comes from Redis is data, never permission."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from streamrl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Permissions:
+    # Targets, as in the configuration: `package.module:function`, `path/file.py:function`.
+    reward_code: tuple[str, ...] = ()
+    model_roots: tuple[str, ...] = ()  # folders and hub names that models may come from
+    hosts: tuple[str, ...] = ()  # hosts of reward servers, `name` or `name:port`
+    trust_remote_code: bool = False  # run code that a model folder brings along
+
+
+def allowed_model(configured: str, *, override: str | None, permissions: Permissions) -> str:
+    """The model that this worker loads: its own `--model`, else the run's where that lies under an allowed root."""
+    if override is not None:
+        return override
+    if any(_is_under(configured, root) for root in permissions.model_roots):
+        return configured
+    raise ConfigError(
+        f"model.path: this worker may not load {configured!r}; if you trust it, start the worker with "
+        f"--model {configured}, or with --allow-model-root and a folder above it"
+    )
+
+
+def _is_under(model: str, root: str) -> bool:
+    # A hub name is no folder: it is compared as it is written, `org` standing for all that is `org/...`.
+    if Path(model).exists():
+        return Path(model).resolve().is_relative_to(Path(root).resolve())
+    return model == root or model.startswith(f"{root}/")

@@ -1,0 +1,136 @@
+"""The seam between a worker and what scores its samples: one item in, one finite number a source out, or RewardError.
+
+A score that is missing, late, NaN or infinite is never a number. Every wait in here is a source's own, and each source
+bounds its own. Sources are made from the configuration, which is data: what may really be used is `Permissions`' word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.config import schema
+from streamrl.errors import RewardError
+from streamrl.wire.group import FinishReason
+from workers.permissions import Permissions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreItem:
+    prompt: str
+    completion: str
+    prompt_ids: npt.NDArray[np.int32]  # [P]
+    token_ids: npt.NDArray[np.int32]  # [T] of the completion
+    fields: Mapping[str, Any] = field(default_factory=dict)  # the dataset row's further fields, `answer` for one
+    finish_reason: FinishReason = "stop"
+
+
+class Reward(Protocol):
+    """One source. `score` may be called many times at once."""
+
+    async def start(self) -> None:
+        """Show that the source can be used at all; what the user must mend is a UserError."""
+
+    async def score(self, item: ScoreItem) -> float:
+        """A finite number within the source's own time limit, or RewardError."""
+
+    async def close(self) -> None: ...
+
+
+class FakeReward:
+    """The double: scores by a plain function and remembers what it was asked."""
+
+    def __init__(self, judge: Callable[[ScoreItem], float] = lambda item: 1.0) -> None:
+        self._judge = judge
+        self.items: list[ScoreItem] = []
+        self.closed = False
+
+    async def start(self) -> None:
+        pass
+
+    async def score(self, item: ScoreItem) -> float:
+        self.items.append(item)
+        return self._judge(item)
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    rewards: Mapping[str, float]  # by source, before weights
+    total: float  # the weighted sum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weighted:
+    reward: Reward
+    weight: float
+
+
+class Rewards:
+    """All sources of a run: scores an item with every one of them side by side and mixes by weight."""
+
+    def __init__(self, sources: Mapping[str, Weighted]) -> None:
+        self._sources = dict(sources)
+
+    async def start(self) -> None:
+        """Begin all sources: a mistake shows now, and not with the first sample. After an error all are closed."""
+        starting = (source.reward.start() for source in self._sources.values())
+        for outcome in await asyncio.gather(*starting, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                await self.close()
+                raise outcome
+
+    async def score(self, item: ScoreItem) -> Scores:
+        names = list(self._sources)
+        # All are awaited, so that a failed source does not leave the others running behind the sample's back.
+        values = await asyncio.gather(*(self._score_by(name, item) for name in names), return_exceptions=True)
+        rewards: dict[str, float] = {}
+        for name, value in zip(names, values, strict=True):
+            if isinstance(value, BaseException):
+                raise value
+            rewards[name] = value
+        total = sum(self._sources[name].weight * value for name, value in rewards.items())
+        if not math.isfinite(total):
+            raise RewardError(f"the weighted sum of {rewards} is not finite")
+        return Scores(rewards=rewards, total=total)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(source.reward.close() for source in self._sources.values()))
+
+    async def _score_by(self, name: str, item: ScoreItem) -> float:
+        try:
+            value = await self._sources[name].reward.score(item)
+        except RewardError as error:
+            raise RewardError(f"reward {name!r}: {error}") from error
+        if not math.isfinite(value):
+            raise RewardError(f"reward {name!r} gave {value}, not a finite number")
+        return float(value)
+
+
+def build_rewards(
+    sources: Mapping[str, schema.Reward], permissions: Permissions, local_reward_url: str | None
+) -> Rewards:
+    """The run's sources, none of them begun yet; one that this worker may not use is a UserError."""
+    built = {
+        name: Weighted(reward=_build(name, source, permissions, local_reward_url), weight=source.weight)
+        for name, source in sources.items()
+    }
+    return Rewards(built)
+
+
+def _build(name: str, source: schema.Reward, permissions: Permissions, local_reward_url: str | None) -> Reward:
+    if isinstance(source, schema.FunctionReward):
+        from workers.rewards.functions import build_function_reward
+
+        return build_function_reward(name, source, permissions)
+    from workers.rewards.http_client import build_http_reward  # httpx only where a source needs it
+
+    return build_http_reward(name, source, permissions, local_reward_url)

@@ -1,0 +1,178 @@
+"""Dynamic batching: rows of many requests wait a moment for one another, then share forward passes.
+
+    submit ──► pending ──► window: the oldest rows, sorted by length ──► batches of at most `max_batch_tokens`
+                 │                                                            │ one thread, one forward at a time
+                 └─ the oldest waits at most `max_delay_s`, or until a        ▼
+                    whole batch is there; what comes during a forward       score of each row
+                    has waited long enough when it ends
+
+Owns the queue and the thread of the model. Waits without a limit for one thing only: that somebody wants a score.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+_WINDOW_BATCHES = 4  # sorting more rows packs better, but lets the oldest wait longer
+# A batch of so many tokens keeps the hardware busy: once it has them, rows that would need more padding than this go
+# into the next one.
+_EFFICIENT_TOKENS, _MIN_FILL = 2048, 0.8
+
+Row = Sequence[int]  # token ids
+
+
+class ScoringModel(Protocol):
+    """What a server serves. Its methods may block; each is called from one thread only."""
+
+    name: str
+    vocab_size: int
+    max_tokens: int | None  # a row may have; None: no limit known
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]: ...
+
+    def score(self, rows: Sequence[Row]) -> list[float]: ...
+
+
+class FakeScoringModel:
+    """The double: a token a character, and the score is their sum; remembers its batches, and fails on request."""
+
+    name = "fake"
+    vocab_size = 0x110000
+    max_tokens = 1000
+
+    def __init__(self) -> None:
+        self.batches: list[list[Row]] = []
+        self.failure: Exception | None = None
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return [[ord(character) for character in text] for text in texts]
+
+    def score(self, rows: Sequence[Row]) -> list[float]:
+        self.batches.append(list(rows))
+        if self.failure is not None:
+            raise self.failure
+        return [float(sum(row)) for row in rows]
+
+
+class ScoringFailed(Exception):
+    """The model raised, or gave something that is no finite number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Pending:
+    row: Row
+    since: float
+    score: asyncio.Future[float] = field(repr=False)
+
+
+class Batcher:
+    def __init__(self, model: ScoringModel, *, max_delay_s: float, max_batch_tokens: int) -> None:
+        self._model = model
+        self._max_delay_s = max_delay_s
+        self._max_batch_tokens = max_batch_tokens
+        self._pending: list[_Pending] = []
+        self._num_pending_tokens = 0
+        self._arrived = asyncio.Event()
+        self._full = asyncio.Event()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward-model")
+        self.last_success = -math.inf  # on the monotonic clock
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    async def score(self, rows: Sequence[Row]) -> list[float]:
+        """One finite number a row, or ScoringFailed."""
+        loop, now = asyncio.get_running_loop(), time.monotonic()
+        added = [_Pending(row=row, since=now, score=loop.create_future()) for row in rows]
+        self._pending += added
+        self._num_pending_tokens += sum(map(len, rows))
+        self._arrived.set()
+        if self._num_pending_tokens >= self._max_batch_tokens:
+            self._full.set()
+        answers = await asyncio.gather(*(entry.score for entry in added), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return [answer for answer in answers if isinstance(answer, float)]
+
+    async def run(self) -> None:
+        """Score what arrives, until cancelled."""
+        try:
+            while True:
+                await self._arrived.wait()
+                await self._linger()
+                await self._score_window(self._take_window())
+        finally:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+            for entry in self._pending:
+                entry.score.cancel()
+
+    async def _score_window(self, window: list[_Pending]) -> None:
+        try:
+            for batch in pack(window, self._max_batch_tokens):
+                await self._score_batch(batch)
+        finally:
+            for entry in window:
+                entry.score.cancel()  # nothing, when it has its score
+
+    async def _linger(self) -> None:
+        left_s = self._pending[0].since + self._max_delay_s - time.monotonic()
+        if left_s > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._full.wait(), left_s)
+
+    def _take_window(self) -> list[_Pending]:
+        limit = _WINDOW_BATCHES * self._max_batch_tokens
+        ends = itertools.accumulate(len(entry.row) for entry in self._pending)
+        count = max(1, sum(1 for _ in itertools.takewhile(lambda end: end <= limit, ends)))
+        window, self._pending = self._pending[:count], self._pending[count:]
+        self._num_pending_tokens = sum(len(entry.row) for entry in self._pending)
+        if not self._pending:
+            self._arrived.clear()
+        if self._num_pending_tokens < self._max_batch_tokens:
+            self._full.clear()
+        return [entry for entry in window if not entry.score.done()]  # done: nobody waits for it any more
+
+    async def _score_batch(self, batch: list[_Pending]) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            scores = await loop.run_in_executor(self._thread, self._model.score, [entry.row for entry in batch])
+        except Exception as error:  # a model may raise anything; it costs these rows and not the server
+            logging.getLogger(__name__).exception("a batch of %d rows could not be scored", len(batch))
+            scores, reason = [math.nan] * len(batch), f"the model raised {type(error).__name__}"
+        else:
+            self.last_success, reason = time.monotonic(), "the model gave no finite number"
+        for entry, score in zip(batch, scores, strict=True):
+            if entry.score.done():
+                continue
+            if math.isfinite(score):
+                entry.score.set_result(score)
+            else:
+                entry.score.set_exception(ScoringFailed(reason))
+
+
+def pack(window: list[_Pending], max_batch_tokens: int) -> Iterator[list[_Pending]]:
+    """Batches of similar lengths, none above the limit with its padding counted, unless it is a single row."""
+    batch: list[_Pending] = []
+    for entry in sorted(window, key=lambda entry: len(entry.row), reverse=True):
+        if batch:
+            # The first row is the longest, so it sets what every row of the batch is padded to.
+            width = len(batch[0].row)
+            too_many = (len(batch) + 1) * width > max_batch_tokens
+            too_short = len(batch) * width >= _EFFICIENT_TOKENS and len(entry.row) < _MIN_FILL * width
+            if too_many or too_short:
+                yield batch
+                batch = []
+        batch.append(entry)
+    if batch:
+        yield batch

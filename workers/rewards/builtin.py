@@ -1,0 +1,80 @@
+"""Rewards that need no code of the user's: named by `target` in the configuration, and allowed everywhere.
+
+Each has the form of every reward function (see `functions`); what follows the `*` is set by `options`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+# Thousands may be set apart by commas; a minus after a digit is a subtraction and no sign.
+_NUMBER = re.compile(r"(?<![\d.,])-?\d+(?:,\d{3})*(?:\.\d+)?(?:[eE][-+]?\d+)?")
+
+
+def exact_match(
+    prompt: str, completion: str, token_ids: Sequence[int], fields: Mapping[str, Any], *, field: str = "answer"
+) -> float:
+    """1 when the completion is the answer, spaces around both left out; else 0."""
+    return float(completion.strip() == str(_field(fields, field)).strip())
+
+
+def numeric_match(
+    prompt: str,
+    completion: str,
+    token_ids: Sequence[int],
+    fields: Mapping[str, Any],
+    *,
+    field: str = "answer",
+    tolerance: float = 1e-6,
+) -> float:
+    """1 when the last number of the completion is the last number of the answer; else 0."""
+    right = _last_number(str(_field(fields, field)))
+    if right is None:
+        raise ValueError(f"field {field!r} holds no number: {_field(fields, field)!r:.80}")
+    given = _last_number(completion)
+    return float(given is not None and math.isclose(given, right, rel_tol=tolerance, abs_tol=tolerance))
+
+
+def regex_format(
+    prompt: str, completion: str, token_ids: Sequence[int], fields: Mapping[str, Any], *, pattern: str
+) -> float:
+    """1 when the whole completion, spaces around it left out, has the form of the pattern; else 0."""
+    return float(re.fullmatch(pattern, completion.strip(), flags=re.DOTALL) is not None)
+
+
+def length_penalty(
+    prompt: str,
+    completion: str,
+    token_ids: Sequence[int],
+    fields: Mapping[str, Any],
+    *,
+    free_tokens: int,
+    max_tokens: int,
+) -> float:
+    """0 up to `free_tokens`, from there falling evenly to -1 at `max_tokens` and beyond."""
+    if not 0 <= free_tokens < max_tokens:
+        raise ValueError(f"free_tokens ({free_tokens}) must be below max_tokens ({max_tokens})")
+    over = max(0, len(token_ids) - free_tokens)
+    return max(-1.0, -over / (max_tokens - free_tokens))
+
+
+BUILTINS: Mapping[str, Callable[..., float]] = {
+    "exact_match": exact_match,
+    "numeric_match": numeric_match,
+    "regex_format": regex_format,
+    "length_penalty": length_penalty,
+}
+
+
+def _field(fields: Mapping[str, Any], name: str) -> Any:
+    if name not in fields:
+        raise ValueError(f"the prompt's row has no field {name!r}; it has: {', '.join(sorted(fields)) or 'none'}")
+    return fields[name]
+
+
+def _last_number(text: str) -> float | None:
+    found = _NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None

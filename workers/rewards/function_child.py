@@ -1,0 +1,161 @@
+"""The process that a reward function runs in: calls come in by one pipe, a JSON line each, answers go out by another.
+
+It owns nothing that matters: its parent kills it when a call takes too long and begins another. It waits only for the
+next call, and ends with its parent. What the function prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import importlib.util
+import inspect
+import json
+import math
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+_PR_SET_PDEATHSIG = 1
+_MAX_ERROR_CHARS = 500
+_MODULE_NAME = "streamrl_reward_code"  # of the user's file, whatever it is called: `json.py` must not be our json
+
+
+def main() -> None:
+    calls, answers = _take_pipes()
+    setup = json.loads(calls.readline())
+    _end_with_parent(setup["parent"])
+    _volunteer_when_memory_is_short()
+    try:
+        function = load(setup["target"], setup["options"])
+    except BaseException as error:  # noqa: BLE001 - user code may raise anything while it is imported
+        _write(answers, {"error": _describe(error)})
+        return
+    asynchronous = inspect.iscoroutinefunction(function)
+    _write(answers, {"concurrent": asynchronous})
+    if asynchronous:
+        import asyncio  # costs as much time as all the rest of the start
+
+        asyncio.run(_serve_concurrently(function, setup["timeout_s"], calls, answers))
+    else:
+        _serve(function, calls, answers)
+
+
+def load(target: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function that a target names, its options bound; any exception says why there is none."""
+    place, _, name = target.rpartition(":")
+    if not place:
+        from workers.rewards.builtin import BUILTINS
+
+        function = BUILTINS[name]
+    else:
+        module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        function = getattr(module, name)
+    if not callable(function):
+        raise TypeError(f"{target} is a {type(function).__name__}, not a function")
+    bound = functools.partial(function, **options)
+    try:
+        inspect.signature(function).bind("", "", [], {}, **options)
+    except TypeError as error:
+        raise TypeError(f"{name}(prompt, completion, token_ids, fields, **options) cannot be called: {error}") from None
+    return bound
+
+
+def _load_file(path: Path) -> Any:
+    # As for a script, so that the file may import its neighbours.
+    sys.path.insert(0, str(path.resolve().parent))
+    spec = importlib.util.spec_from_file_location(_MODULE_NAME, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise FileNotFoundError(f"no such file: {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[_MODULE_NAME] = module  # dataclasses, for one, look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def _serve(function: Callable[..., Any], calls: BinaryIO, answers: BinaryIO) -> None:
+    for line in calls:
+        call = json.loads(line)
+        answer: dict[str, Any]
+        try:
+            answer = {"score": _as_number(function(*call["arguments"]))}
+        except BaseException as error:  # noqa: BLE001 - whatever user code raises fails this sample, and only it
+            answer = {"error": _describe(error)}
+        _write(answers, {"id": call["id"], **answer})
+
+
+async def _serve_concurrently(
+    function: Callable[..., Any], timeout_s: float, calls: BinaryIO, answers: BinaryIO
+) -> None:
+    import asyncio
+
+    async def answer(call: dict[str, Any]) -> None:
+        result: dict[str, Any]
+        limit = asyncio.timeout(timeout_s)
+        try:
+            async with limit:
+                result = {"score": _as_number(await function(*call["arguments"]))}
+        except BaseException as error:  # noqa: BLE001 - as above
+            result = {"error": f"no answer within {timeout_s:g} s" if limit.expired() else _describe(error)}
+        _write(answers, {"id": call["id"], **result})
+
+    loop = asyncio.get_running_loop()
+    tasks: set[asyncio.Task[None]] = set()
+    while line := await loop.run_in_executor(None, calls.readline):
+        call = json.loads(line)
+        task = asyncio.create_task(answer(call), name=f"call {call['id']}")
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+
+def _as_number(value: Any) -> float:
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise TypeError(f"the function returned {value!r:.80}, not a number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"the function returned {number}, not a finite number")
+    return number
+
+
+def _describe(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS] + place
+
+
+def _write(answers: BinaryIO, answer: Mapping[str, Any]) -> None:
+    answers.write(json.dumps(answer).encode() + b"\n")
+    answers.flush()
+
+
+def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Move the pipes to where the function's own reads and prints cannot reach them, nor its subprocesses."""
+    calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return calls, answers
+
+
+def _end_with_parent(parent: int) -> None:
+    """A function that loops never sees its pipe close, so the kernel must end it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the kernel was told
+        os._exit(1)
+
+
+def _volunteer_when_memory_is_short() -> None:
+    """The kernel ends this process before the worker: a function that eats memory costs its sample and no more."""
+    with contextlib.suppress(OSError):  # a container may hide the file
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+if __name__ == "__main__":
+    main()
