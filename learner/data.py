@@ -1,0 +1,175 @@
+"""The prompts of a run, tokenised once, and which of them a ticket asks for.
+
+Ticket t asks for row `permutation(t // n)[t % n]` of the n rows: a function of t, the seed and the dataset alone, so
+that any ticket can be issued again at any time. The fingerprint stands for that function; a checkpoint carries it, and
+a run whose fingerprint has changed must not go on.
+
+The tokenizer is whatever `transformers` loaded; it is passed in, so that nothing here imports torch. Blocks on
+reading the file and on tokenising it, at the start only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from jinja2 import TemplateError
+
+from streamrl.config import schema
+from streamrl.data.prompts import PromptRow, read_prompts
+from streamrl.errors import DataError
+
+_BATCH = 1024  # texts that the tokenizer gets at once
+_CACHED_EPOCHS = 2  # around the end of a pass, tickets of two passes are asked for by turns
+
+
+class Tokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    chat_template: Any
+
+    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]: ...
+
+    def apply_chat_template(self, conversation: list[Any], *, tokenize: bool, add_generation_prompt: bool) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    line: int  # in the file, counting from 1
+    text: str  # as the model reads it, chat template applied
+    token_ids: npt.NDArray[np.int32]  # [P]
+    fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumSkipped:
+    malformed: int
+    overlong: int
+
+
+class PromptSet:
+    """All usable prompts of a file, in its order, and the tickets' order over them."""
+
+    def __init__(self, rows: Sequence[Prompt], *, seed: int, shuffle: bool, num_skipped: NumSkipped) -> None:
+        assert rows, "a prompt set holds at least one prompt"
+        self.rows = tuple(rows)
+        self.num_skipped = num_skipped
+        self._seed = seed
+        self._shuffle = shuffle
+        self._permutations: dict[int, npt.NDArray[np.intp]] = {}  # by pass over the data, the latest few
+
+    @classmethod
+    def load(
+        cls, path: str | Path, *, tokenizer: Tokenizer, data: schema.Data, seed: int, key: str = "data.train"
+    ) -> PromptSet:
+        """Read and tokenise the file; `key` is the setting that names it, for errors."""
+        file = read_prompts(path, malformed=data.malformed, key=key)
+        reader = _Reader(file.path, tokenizer, data)
+        rows = list(reader.read(file.rows))
+        skipped = NumSkipped(malformed=file.num_skipped + reader.num_malformed, overlong=reader.num_overlong)
+        if not rows:
+            raise DataError(
+                f"{key}: no prompt of {path} can be used: {skipped.malformed} are malformed and {skipped.overlong} "
+                f"longer than data.max_prompt_tokens={data.max_prompt_tokens}"
+            )
+        return cls(rows, seed=seed, shuffle=data.shuffle, num_skipped=skipped)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def fingerprint(self) -> str:
+        """Stands for what every ticket number means: the rows, the seed and whether they are shuffled."""
+        digest = xxhash.xxh3_128(f"{self._seed} {self._shuffle}".encode())
+        for row in self.rows:
+            fields = json.dumps(dict(row.fields), sort_keys=True).encode()
+            digest.update(f"\n{len(row.token_ids)} {len(fields)} ".encode())
+            digest.update(row.token_ids.astype("<i4").tobytes())
+            digest.update(fields)
+        return digest.hexdigest()
+
+    def num_tickets(self, max_epochs: int) -> int:
+        return len(self.rows) * max_epochs
+
+    def locate(self, ticket: int) -> tuple[int, int]:
+        """(passes over the data before it, index of its row)"""
+        data_epoch, position = divmod(ticket, len(self.rows))
+        return data_epoch, int(self._permutation(data_epoch)[position]) if self._shuffle else position
+
+    def _permutation(self, data_epoch: int) -> npt.NDArray[np.intp]:
+        known = self._permutations.get(data_epoch)
+        if known is None:
+            # Sorted raw draws: of a bit generator numpy promises the same stream in every release, of shuffles not.
+            key = np.array([self._seed % (1 << 64), data_epoch], dtype=np.uint64)
+            draws = np.random.Philox(key=key).random_raw(len(self.rows))
+            known = self._permutations[data_epoch] = np.argsort(draws, kind="stable")
+            for old in sorted(self._permutations)[:-_CACHED_EPOCHS]:
+                del self._permutations[old]
+        return known
+
+
+class _Reader:
+    """Makes prompts of rows, and counts the rows it leaves out."""
+
+    def __init__(self, path: Path, tokenizer: Tokenizer, data: schema.Data) -> None:
+        self._path = path
+        self._tokenizer = tokenizer
+        self._data = data
+        self.num_malformed = 0
+        self.num_overlong = 0
+
+    def read(self, rows: Sequence[PromptRow]) -> Iterator[Prompt]:
+        for start in range(0, len(rows), _BATCH):
+            batch = [(row, text) for row in rows[start : start + _BATCH] if (text := self._text(row)) is not None]
+            # A chat template has written the special tokens already.
+            plain = self._encode([text for row, text in batch if row.messages is None], add_special_tokens=True)
+            chats = self._encode([text for row, text in batch if row.messages is not None], add_special_tokens=False)
+            for row, text in batch:
+                token_ids = next(plain if row.messages is None else chats)
+                if self._fits(row, token_ids):
+                    ids = np.asarray(token_ids, dtype=np.int32)
+                    yield Prompt(line=row.line, text=text, token_ids=ids, fields=row.fields)
+
+    def _encode(self, texts: list[str], *, add_special_tokens: bool) -> Iterator[Sequence[int]]:
+        return iter(self._tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"] if texts else [])
+
+    def _text(self, row: PromptRow) -> str | None:
+        if row.text is not None:
+            return row.text
+        assert row.messages is not None, "a row has a text or messages"
+        if not self._tokenizer.chat_template:
+            raise DataError(
+                f"{self._path}:{row.line}: 'messages' need a chat template, and the model's tokenizer has none; "
+                "use 'text'"
+            )
+        try:
+            text = self._tokenizer.apply_chat_template(list(row.messages), tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            self._malformed(row, f"the tokenizer's chat template refuses the messages: {error}")
+            return None
+        return str(text)
+
+    def _fits(self, row: PromptRow, token_ids: Sequence[int]) -> bool:
+        limit = self._data.max_prompt_tokens
+        if not token_ids:
+            self._malformed(row, "the prompt has no tokens")
+            return False
+        if len(token_ids) <= limit:
+            return True
+        if self._data.overlong == "error":
+            raise DataError(
+                f"{self._path}:{row.line}: the prompt has {len(token_ids)} tokens, data.max_prompt_tokens is {limit}; "
+                f"raise it, or set data.overlong=skip"
+            )
+        self.num_overlong += 1
+        return False
+
+    def _malformed(self, row: PromptRow, reason: str) -> None:
+        if self._data.malformed == "error":
+            raise DataError(f"{self._path}:{row.line}: {reason}")
+        self.num_malformed += 1

@@ -1,0 +1,83 @@
+"""The journal: which ticket ended how, and in the making of which optimizer step. One file a commit, never removed.
+
+    run folder/
+      journal/
+        e000001-s00000010.jsonl      what ended up to that checkpoint since the one before
+        e000001-s00000010.1.jsonl    what ended since then without another step: the checkpoint was committed anew
+        e000002-s00000020.jsonl
+
+    {"schema": 1, "run_uid": "5f...", "after": "e000001-s00000010.1"}          the file before, null for the first
+    {"step": 11, "outcome": "trained", "tickets": [[40, 56], [58, 59]]}        ranges [start, end)
+    {"step": 12, "outcome": "dropped/stale", "tickets": [[56, 58]]}
+    {"num_tickets": 19, "digest": "8c..."}                                     XXH3-128 of all lines before
+
+A file is written, and synced, just before the checkpoint that names it in its manifest. So the rename of the checkpoint
+stays the only commit point of a run: a file that no checkpoint names, because the learner died in between or was
+replaced, never happened, and what it lists will end anew. The journal of a run is what is reached from the newest
+complete checkpoint of the surviving lineage, from each file to the one before. Learning from it what became of a ticket
+needs neither the checkpoints that have been pruned since nor the counters of the ledger, which it is there to check.
+
+Until the commit, what ended is kept in memory: that is bounded by what ends between two commits, and the cost per
+ticket does not grow with the run. Blocks on the disk only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, count
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from streamrl.durable import create_exclusively, fsync_folder
+
+_SCHEMA = 1
+
+
+class Ending(NamedTuple):
+    """A ticket ended."""
+
+    step: int  # the optimizer step that was being made, counting from 1
+    outcome: str  # trained, dead, or dropped/ and the reason
+    ticket: int
+
+
+class Journal:
+    """The files in a run's folder, as they are written."""
+
+    def __init__(self, root: Path) -> None:
+        self._folder = root / "journal"
+
+    def write(self, checkpoint: str, endings: Sequence[Ending], *, after: str | None, run_uid: str) -> str:
+        """Write what a checkpoint is about to commit; the name by which its manifest refers to it."""
+        if not self._folder.is_dir():
+            self._folder.mkdir(exist_ok=True)
+            fsync_folder(self._folder.parent)
+        lines = "".join(json.dumps(line) + "\n" for line in _lines(endings, after=after, run_uid=run_uid))
+        seal = {"num_tickets": len(endings), "digest": xxhash.xxh3_128_hexdigest(lines.encode())}
+        data = f"{lines}{json.dumps(seal)}\n".encode()
+        # A name that is taken may be committed, however sure the caller is that it is not: nothing is written over.
+        names = chain([checkpoint], (f"{checkpoint}.{again}" for again in count(1)))
+        return next(name for name in names if create_exclusively(self._folder / f"{name}.jsonl", data))
+
+
+def _lines(endings: Iterable[Ending], *, after: str | None, run_uid: str) -> Iterator[dict[str, object]]:
+    yield {"schema": _SCHEMA, "run_uid": run_uid, "after": after}
+    tickets: dict[tuple[int, str], list[int]] = {}
+    for ending in endings:
+        tickets.setdefault((ending.step, ending.outcome), []).append(ending.ticket)
+    for (step, outcome), numbers in tickets.items():
+        yield {"step": step, "outcome": outcome, "tickets": _ranges(sorted(numbers))}
+
+
+def _ranges(numbers: Iterable[int]) -> list[list[int]]:
+    """Ascending numbers as ranges [start, end); one that comes twice begins another range, for the audit to see."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][1] == number:
+            ranges[-1][1] += 1
+        else:
+            ranges.append([number, number + 1])
+    return ranges

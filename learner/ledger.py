@@ -1,0 +1,197 @@
+"""What became of every training ticket, and the part of a checkpoint that says so.
+
+Ticket numbers count up from 0, and each ends exactly once: trained, dropped for a reason, or dead. What is issued and
+not resolved is outstanding. The resolved ones are kept as ranges, since tickets end nearly in order: the first range
+is the low watermark, the others are the exceptions above it, and the cost per ticket stays flat however long the run.
+Which ticket ended how is kept until it is committed, and then lies in the journal (learner.journal).
+
+Pure bookkeeping: no Redis, no disk, nothing that waits.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from learner.journal import Ending
+
+TRAINED = "trained"
+DEAD = "dead"
+DROPPED = "dropped/"  # and the reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerState:
+    """A ledger as a checkpoint holds it."""
+
+    issued: int = 0
+    watermark: int = 0  # every ticket below is resolved
+    exceptions: tuple[tuple[int, int], ...] = ()  # resolved ranges [start, end) above the watermark
+    outcomes: Mapping[str, int] = field(default_factory=dict)  # tickets by how they ended
+    ignored: Mapping[str, int] = field(default_factory=dict)  # messages that decided no ticket, by reason
+    attempts: Mapping[int, int] = field(default_factory=dict)  # failures reported, of unresolved tickets
+
+    @property
+    def num_resolved(self) -> int:
+        return sum(self.outcomes.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamState:
+    """Where a learner stands in the stream; what a checkpoint commits."""
+
+    cursor: str = "0-0"  # id of the last entry read
+    carry: tuple[str, ...] = ()  # ids up to the cursor that are read but not resolved
+    ledger: LedgerState = field(default_factory=LedgerState)
+    versions: tuple[tuple[int, int], ...] = ()  # (version, its step) as far back as the lag rule looks
+    journal: str | None = None  # its newest file
+    uncommitted: tuple[Ending, ...] = ()  # what ended since that file; the next one gets it, not the manifest
+
+    @property
+    def trim_below(self) -> str:
+        """The smallest entry id that is still needed: everything below may leave the stream."""
+        milliseconds, sequence = _split(self.cursor)
+        return min((*self.carry, f"{milliseconds}-{sequence + 1}"), key=_split)
+
+    def committed(self, journal: str) -> StreamState:
+        """The same, once this file of the journal has what ended."""
+        return replace(self, journal=journal, uncommitted=())
+
+    def to_json(self) -> dict[str, Any]:
+        fields = asdict(replace(self, uncommitted=()))
+        del fields["uncommitted"]
+        return fields
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> StreamState:
+        ledger = dict(value["ledger"])
+        ledger["exceptions"] = tuple((start, end) for start, end in ledger["exceptions"])
+        ledger["attempts"] = {int(number): count for number, count in ledger["attempts"].items()}
+        return StreamState(
+            cursor=value["cursor"],
+            carry=tuple(value["carry"]),
+            ledger=LedgerState(**ledger),
+            versions=tuple((version, step) for version, step in value["versions"]),
+            journal=value["journal"],
+        )
+
+
+def _split(entry_id: str) -> tuple[int, int]:
+    milliseconds, _, sequence = entry_id.partition("-")
+    return int(milliseconds), int(sequence)
+
+
+class NumberSet:
+    """A set of numbers from 0 on, kept as disjoint ranges in order."""
+
+    def __init__(self, ranges: tuple[tuple[int, int], ...] = ()) -> None:
+        self._starts = [start for start, _ in ranges]
+        self._ends = [end for _, end in ranges]
+        self._size = sum(end - start for start, end in ranges)
+
+    def __contains__(self, number: int) -> bool:
+        at = bisect_right(self._starts, number) - 1
+        return at >= 0 and number < self._ends[at]
+
+    def __len__(self) -> int:
+        return self._size
+
+    def add(self, number: int) -> None:
+        assert number not in self, f"{number} is in the set already"
+        at = bisect_right(self._starts, number)
+        follows = at > 0 and self._ends[at - 1] == number
+        precedes = at < len(self._starts) and self._starts[at] == number + 1
+        if follows and precedes:
+            self._ends[at - 1] = self._ends.pop(at)
+            self._starts.pop(at)
+        elif follows:
+            self._ends[at - 1] = number + 1
+        elif precedes:
+            self._starts[at] = number
+        else:
+            self._starts.insert(at, number)
+            self._ends.insert(at, number + 1)
+        self._size += 1
+
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        return tuple(zip(self._starts, self._ends, strict=True))
+
+    def gaps(self, end: int) -> Iterator[int]:
+        """The numbers below `end` that are not in the set, in order."""
+        reached = 0
+        for start, stop in (*self.ranges(), (end, end)):
+            yield from range(reached, min(start, end))
+            reached = stop
+
+
+class Ledger:
+    def __init__(self, state: LedgerState | None = None) -> None:
+        state = state or LedgerState()
+        below = ((0, state.watermark),) if state.watermark else ()
+        self._resolved = NumberSet((*below, *state.exceptions))
+        self.issued = state.issued  # the next ticket's number
+        self.outcomes = Counter(state.outcomes)
+        self.ignored = Counter(state.ignored)
+        self._attempts = dict(state.attempts)
+        self._uncommitted: list[Ending] = []
+
+    @property
+    def outstanding(self) -> int:
+        return self.issued - len(self._resolved)
+
+    def is_open(self, number: int) -> bool:
+        """Issued and not resolved."""
+        return 0 <= number < self.issued and number not in self._resolved
+
+    def open_tickets(self) -> Iterator[int]:
+        return self._resolved.gaps(self.issued)
+
+    @property
+    def uncommitted(self) -> tuple[Ending, ...]:
+        """What ended since the last commit."""
+        return tuple(self._uncommitted)
+
+    def resolve(self, number: int, outcome: str, *, step: int) -> None:
+        """The ticket ends, while this optimizer step is being made."""
+        assert self.is_open(number), f"ticket {number} cannot end as {outcome}: it is not open"
+        self._resolved.add(number)
+        self._attempts.pop(number, None)
+        self.outcomes[outcome] += 1
+        self._uncommitted.append(Ending(step, outcome, number))
+
+    def committed(self, state: LedgerState) -> None:
+        """What had ended in this state is in the journal."""
+        num_written = len(self._uncommitted) - (len(self._resolved) - state.num_resolved)
+        assert 0 <= num_written <= len(self._uncommitted), "a newer state has been committed already"
+        del self._uncommitted[:num_written]
+
+    def ignore(self, reason: str) -> None:
+        self.ignored[reason] += 1
+
+    def attempts(self, number: int) -> int:
+        return self._attempts.get(number, 0)
+
+    def failed(self, number: int) -> int:
+        """Count one reported failure; the number of them so far."""
+        assert self.is_open(number), f"ticket {number} cannot fail: it is not open"
+        self._attempts[number] = self.attempts(number) + 1
+        return self._attempts[number]
+
+    def dropped(self) -> Iterator[tuple[str, int]]:
+        """(reason, tickets) of those dropped."""
+        return ((key.removeprefix(DROPPED), count) for key, count in self.outcomes.items() if key.startswith(DROPPED))
+
+    def state(self) -> LedgerState:
+        ranges = self._resolved.ranges()
+        starts_at_zero = bool(ranges) and ranges[0][0] == 0
+        return LedgerState(
+            issued=self.issued,
+            watermark=ranges[0][1] if starts_at_zero else 0,
+            exceptions=ranges[1:] if starts_at_zero else ranges,
+            outcomes=dict(self.outcomes),
+            ignored=dict(self.ignored),
+            attempts=dict(self._attempts),
+        )

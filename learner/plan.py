@@ -1,0 +1,86 @@
+"""The plan of a step: which groups are trained, and which rank takes each. Rank 0 makes it, all ranks follow it.
+
+It travels as one int64 array through the process group, since that carries tensors and no objects. The layout is
+
+    kind, step, number of entries, then per entry: id milliseconds, id sequence, ticket, digest, tokens, rank
+
+with the unsigned digest in the bits of the signed item.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+_HEAD = 3
+_ROW = 6
+
+
+class Kind(IntEnum):
+    IDLE = 0  # nothing to train yet; go round again
+    STEP = 1
+    END = 2  # every ticket of the run is resolved
+    STOP = 3  # told to stop, or drained; tickets are left
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanEntry:
+    entry_id: str
+    ticket: int
+    digest: int  # xxh3_64 of the group's body
+    num_tokens: int
+    rank: int  # who fetches, verifies and trains it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    kind: Kind
+    step: int
+    entries: tuple[PlanEntry, ...] = ()  # in the stream's order
+
+    def of_rank(self, rank: int) -> list[tuple[int, PlanEntry]]:
+        """This rank's entries, each with its place in `entries`, which is its place in the accept vector."""
+        return [(at, entry) for at, entry in enumerate(self.entries) if entry.rank == rank]
+
+    def to_array(self) -> npt.NDArray[np.int64]:  # [3 + 6 * entries]
+        values = [int(self.kind), self.step, len(self.entries)]
+        for entry in self.entries:
+            milliseconds, _, sequence = entry.entry_id.partition("-")
+            digest = entry.digest - (1 << 64) if entry.digest >> 63 else entry.digest
+            values += [int(milliseconds), int(sequence), entry.ticket, digest, entry.num_tokens, entry.rank]
+        return np.array(values, dtype=np.int64)
+
+    @staticmethod
+    def from_array(array: npt.NDArray[np.int64]) -> Plan:
+        kind, step, num_entries = array[:_HEAD].tolist()
+        assert len(array) == _HEAD + _ROW * num_entries, f"a plan of {num_entries} entries has {len(array)} items"
+        entries = tuple(
+            PlanEntry(
+                entry_id=f"{milliseconds}-{sequence}",
+                ticket=ticket,
+                digest=digest % (1 << 64),
+                num_tokens=num_tokens,
+                rank=rank,
+            )
+            for milliseconds, sequence, ticket, digest, num_tokens, rank in array[_HEAD:].reshape(-1, _ROW).tolist()
+        )
+        return Plan(kind=Kind(kind), step=step, entries=entries)
+
+
+def balance(num_tokens: Sequence[int], world_size: int) -> list[int]:
+    """The rank of each group, such that all ranks get about the same number of tokens.
+
+    The longest first, each to the rank with the least so far: never worse than 4/3 of the best there is.
+    """
+    loads = [(0, rank) for rank in range(world_size)]
+    ranks = [0] * len(num_tokens)
+    for at in sorted(range(len(num_tokens)), key=lambda i: -num_tokens[i]):
+        load, rank = heapq.heappop(loads)
+        ranks[at] = rank
+        heapq.heappush(loads, (load + num_tokens[at], rank))
+    return ranks

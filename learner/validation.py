@@ -1,0 +1,244 @@
+"""Validation beside training: its prompts go out as tickets of their own, and answers are picked up as they come.
+
+Evaluation tickets have their own stream, which workers serve first, and their own numbers, which grow over restarts:
+`epoch << 32 | k`. They are outside the audit of training tickets, and no checkpoint holds them: a validation that the
+timeout cuts short is reported as far as it got, one that a crash cuts short is not. Each ticket names the version to
+evaluate as the least; a worker may be further by then, so the result tells the range of steps that answered.
+
+Nothing here waits unless `poll` is told to. An unsound answer counts as a failure of its ticket, like a reported one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from learner.data import Prompt, PromptSet
+from streamrl.config import schema
+from streamrl.errors import WireError
+from streamrl.transport.seam import GroupStream
+from streamrl.transport.types import START, Entry
+from streamrl.wire.group import Group, Sample, decode_body, decode_header
+from streamrl.wire.ticket import Ticket
+
+_READ_COUNT = 64
+_NUM_SHOWN = 8
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One answer, for people to read."""
+
+    prompt: str
+    fields: Mapping[str, object]
+    token_ids: npt.NDArray[np.int32]  # [T] the response
+    reward: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationResult:
+    step: int  # the version's, as asked for
+    version: int
+    num_prompts: int  # asked
+    num_answered: int
+    num_failed: int  # given up after too many failures; the rest did not answer in time
+    duration_s: float
+    reward: float | None = None  # mean over samples; None, here and below, when nobody answered
+    rewards: Mapping[str, float] = field(default_factory=dict)  # the same by source
+    response_length: float | None = None
+    finished: float | None = None  # share that ended by themselves
+    version_steps: tuple[int, int] | None = None  # oldest and newest step that made a token
+    shown: tuple[Answer, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        return self.num_answered == self.num_prompts
+
+    def metrics(self) -> dict[str, float]:
+        found = {
+            "val_rollouts/rewards": self.reward,
+            "val_rollouts/response_lengths": self.response_length,
+            "val_rollouts/fraction_of_samples_properly_ended": self.finished,
+            "val_rollouts/num_prompts": float(self.num_answered),
+            "val_rollouts/min_version_step": self.version_steps and float(self.version_steps[0]),
+            "val_rollouts/max_version_step": self.version_steps and float(self.version_steps[1]),
+            **{f"val_rollouts/rewards/{source}": mean for source, mean in self.rewards.items()},
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+
+@dataclass(slots=True, kw_only=True)
+class _Round:
+    """One validation under way."""
+
+    step: int
+    version: int
+    numbers: range  # of its tickets, in the order of the prompts
+    started_at: float
+    attempts: dict[int, int]  # reported failures of the tickets that are open
+    answers: dict[int, Group]
+    num_failed: int = 0
+
+
+class Validation:
+    def __init__(
+        self,
+        *,
+        stream: GroupStream,
+        prompts: PromptSet,
+        settings: schema.Validation,
+        run_uid: str,
+        epoch: int,
+        fingerprint: str,  # of model and tokenizer, as answers must carry it
+        max_attempts: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream = stream
+        self._prompts = prompts.rows[: settings.max_prompts]
+        self._settings = settings
+        self._run_uid = run_uid
+        self._fingerprint = fingerprint
+        self._max_attempts = max_attempts
+        self._clock = clock
+        self._next_number = epoch << 32
+        self._round: _Round | None = None
+
+    @property
+    def running(self) -> bool:
+        return self._round is not None
+
+    def start(self, *, step: int, version: int) -> None:
+        """Ask for answers by this version, or a younger one."""
+        assert self._round is None, "one validation at a time"
+        self._withdraw()  # what a learner before this one has left
+        numbers = range(self._next_number, self._next_number + len(self._prompts))
+        self._next_number = numbers.stop
+        self._round = _Round(
+            step=step,
+            version=version,
+            numbers=numbers,
+            started_at=self._clock(),
+            attempts=dict.fromkeys(numbers, 0),
+            answers={},
+        )
+        self._issue(self._round, numbers)
+
+    def poll(self, *, wait_s: float = 0.0) -> ValidationResult | None:
+        """Take what has come, waiting at most so long for the first; the result once all is there or time is up."""
+        current = self._round
+        if current is None:
+            return None
+        entries = self._stream.read("eval", after=START, count=_READ_COUNT, block_ms=int(wait_s * 1000))
+        for entry in entries:
+            self._receive(current, entry)
+        if entries:
+            milliseconds, _, sequence = entries[-1].id.partition("-")
+            self._stream.trim_eval(below=f"{milliseconds}-{int(sequence) + 1}")
+        duration_s = self._clock() - current.started_at
+        if current.attempts and duration_s < self._settings.timeout_s:
+            return None
+        if current.attempts:
+            log.warning(
+                "validation ran out of time", unanswered=len(current.attempts), timeout_s=self._settings.timeout_s
+            )
+            self._withdraw()
+        self._round = None
+        return self._summarise(current, duration_s)
+
+    def _receive(self, current: _Round, entry: Entry) -> None:
+        if entry.run_uid != self._run_uid or entry.number not in current.attempts:
+            return  # of an earlier validation, or answered already
+        try:
+            current.answers[entry.number] = self._open(entry)
+        except WireError as error:
+            current.attempts[entry.number] += 1
+            if current.attempts[entry.number] < self._max_attempts:
+                self._issue(current, [entry.number])
+                return
+            current.num_failed += 1
+            log.warning("validation prompt given up", line=self._prompt(current, entry.number).line, error=str(error))
+        del current.attempts[entry.number]
+
+    def _open(self, entry: Entry) -> Group:
+        """The group, or WireError when it is no sound answer."""
+        header = decode_header(entry.header)
+        if header.failed:
+            raise WireError(f"reported by worker {header.worker}: {header.error}")
+        expected = (entry.number, self._run_uid, "eval", self._fingerprint)
+        if (header.ticket, header.run_uid, header.purpose, header.fingerprint) != expected:
+            raise WireError("the answer is not to this ticket, or was made by another model")
+        return decode_body(header, entry.body)
+
+    def _issue(self, current: _Round, numbers: Iterable[int]) -> None:
+        self._stream.issue([self._ticket(current, number) for number in numbers])
+
+    def _ticket(self, current: _Round, number: int) -> Ticket:
+        prompt = self._prompt(current, number)
+        return Ticket(
+            number=number,
+            run_uid=self._run_uid,
+            purpose="eval",
+            data_epoch=0,
+            prompt_index=number - current.numbers.start,
+            prompt=prompt.text,
+            token_ids=prompt.token_ids,
+            fields=prompt.fields,
+            num_samples=self._settings.sampling.num_samples,
+            attempt=current.attempts[number],
+            issued_step=current.step,
+            min_version=current.version,
+        )
+
+    def _withdraw(self) -> None:
+        """Take back tickets that nobody answered, so that no worker spends time on them."""
+        left = list(self._stream.present_tickets("eval").values())
+        if left:
+            self._stream.delete_tickets("eval", left)
+
+    def _prompt(self, current: _Round, number: int) -> Prompt:
+        return self._prompts[number - current.numbers.start]
+
+    def _summarise(self, current: _Round, duration_s: float) -> ValidationResult:
+        answers = [(self._prompt(current, number), current.answers[number]) for number in sorted(current.answers)]
+        samples = [sample for _, group in answers for sample in group.samples]
+        steps = [span.step for sample in samples for span in sample.spans]
+        return ValidationResult(
+            step=current.step,
+            version=current.version,
+            num_prompts=len(current.numbers),
+            num_answered=len(answers),
+            num_failed=current.num_failed,
+            duration_s=duration_s,
+            reward=_mean(sample.reward for sample in samples),
+            rewards=_mean_by_source(samples),
+            response_length=_mean(len(sample.token_ids) for sample in samples),
+            finished=_mean(sample.finish_reason == "stop" for sample in samples),
+            version_steps=(min(steps), max(steps)) if steps else None,
+            shown=tuple(
+                Answer(
+                    prompt=prompt.text,
+                    fields=prompt.fields,
+                    token_ids=group.samples[0].token_ids,
+                    reward=group.samples[0].reward,
+                )
+                for prompt, group in answers[:_NUM_SHOWN]
+            ),
+        )
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    listed = list(values)
+    return sum(listed) / len(listed) if listed else None
+
+
+def _mean_by_source(samples: Sequence[Sample]) -> dict[str, float]:
+    sources = {source for sample in samples for source in sample.rewards}
+    means = {source: _mean(s.rewards[source] for s in samples if source in s.rewards) for source in sorted(sources)}
+    return {source: mean for source, mean in means.items() if mean is not None}

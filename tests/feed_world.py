@@ -1,0 +1,185 @@
+"""A learner's feed on the in-memory stream, workers that do as the test says, and a clock that moves when it waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from learner.data import NumSkipped, Prompt, PromptSet
+from learner.feed import Feed
+from learner.journal import Ending
+from learner.ledger import StreamState
+from learner.plan import Kind, Plan
+from streamrl.config import schema
+from streamrl.transport.double import LearnerStreamDouble, MemoryServer
+from streamrl.versions import make_version
+from streamrl.wire.group import GroupHeader, encode_group
+from streamrl.wire.ticket import Ticket
+from tests.helpers import make_group, make_sample
+
+RUN = "uid"
+MODEL = "model"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def make_prompts(count: int, *, shuffle: bool = True) -> PromptSet:
+    rows = [
+        Prompt(line=i + 1, text=f"prompt {i}", token_ids=np.arange(3, dtype=np.int32), fields={"answer": i})
+        for i in range(count)
+    ]
+    return PromptSet(rows, seed=1, shuffle=shuffle, num_skipped=NumSkipped(malformed=0, overlong=0))
+
+
+def make_config(**sections: dict[str, Any]) -> schema.Config:
+    """A batch of 2 groups, a lag of 1 step, and whatever the test changes by section."""
+    values: dict[str, Any] = {
+        "model": {"path": "model"},
+        "data": {"train": "train.jsonl"},
+        "rewards": {"exact": {"type": "function", "target": "exact_match"}},
+        "sampling": {"num_samples": 2},
+        "training": {"groups_per_step": 2},
+        "lag": {"max_steps": 1},
+        "learner": {"idle_timeout_s": 600.0},
+    }
+    for name, section in sections.items():
+        values[name] = {**values.get(name, {}), **section}
+    return schema.Config.model_validate(values)
+
+
+def keep(header: GroupHeader) -> str | None:
+    return "zero_variance" if len(set(header.sample_rewards)) == 1 else None
+
+
+def encode_answer(
+    ticket: Ticket, *, rewards: tuple[float, ...] = (0.0, 1.0), num_tokens: int = 4, **header: Any
+) -> Any:
+    """(header, body) of a group that answers the ticket."""
+    version = header.pop("version", ticket.min_version or make_version(1, 0))
+    samples = tuple(make_sample(num_tokens=num_tokens, version=version, reward=reward) for reward in rewards)
+    return encode_group(make_group(ticket, samples=samples, **header))
+
+
+def encode_failure(ticket: Ticket, error: str = "the engine said no") -> Any:
+    return encode_group(make_group(ticket, samples=(), error=error))
+
+
+class FeedWorld:
+    """One run: the server, the dataset, the last commit, and the feed of the learner that is alive."""
+
+    def __init__(self, config: schema.Config | None = None, *, num_prompts: int = 10) -> None:
+        self.clock = Clock()
+        self.server = MemoryServer(wait=self.clock.advance)
+        self.config = config or make_config()
+        self.prompts = make_prompts(num_prompts)
+        self.committed = StreamState()
+        self.committed_step = 0
+        self.journal: dict[str, tuple[str | None, tuple[Ending, ...]]] = {}  # by file: the one before, and what ended
+        self.epoch = 0
+        self.start()
+
+    def start(self) -> None:
+        """A learner begins, from the last commit; whatever one before it held in memory is gone."""
+        self.epoch += 1
+        self.step = self.committed_step
+        self.stream = LearnerStreamDouble(self.server, epoch=self.epoch)
+        self.feed = Feed(
+            stream=self.stream,
+            prompts=self.prompts,
+            config=self.config,
+            run_uid=RUN,
+            fingerprint=MODEL,
+            keep=keep,
+            state=self.committed,
+            clock=self.clock,
+            sleep=self.clock.advance,
+        )
+        self.num_published = 0
+        self.publish()
+
+    def publish(self) -> None:
+        self.feed.note_version(make_version(self.epoch, self.num_published), self.step)
+        self.num_published += 1
+
+    def plan(self, *, timeout_s: float = 0.0, world_size: int = 1) -> Plan | None:
+        return self.feed.plan(step=self.step, world_size=world_size, timeout_s=timeout_s)
+
+    def train(self, plan: Plan, accepted: list[bool] | None = None) -> None:
+        """What a step does to the feed."""
+        self.feed.settle(plan, accepted or [True] * len(plan.entries))
+        self.step += 1
+        self.publish()
+
+    def commit(self, *, told: bool = True) -> None:
+        """A checkpoint; unless the feed is told, it goes on as if it were not there."""
+        state, name = self.feed.state(), f"file {len(self.journal)}"
+        self.journal[name] = (state.journal, state.uncommitted)
+        self.committed, self.committed_step = state.committed(name), self.step
+        if told:
+            self.feed.committed(self.committed, step=self.committed_step)
+
+    def ended(self) -> list[Ending]:
+        """What the journal of the last commit says."""
+        found: list[Ending] = []
+        name = self.committed.journal
+        while name is not None:
+            name, endings = self.journal[name]
+            found += endings
+        return found
+
+    # The workers
+
+    def tickets(self) -> dict[int, Ticket]:
+        """What waits for workers, by number."""
+        return {ticket.number: ticket for ticket in self.server.tickets["train"].values()}
+
+    def ticket_id(self, number: int) -> str:
+        return next(i for i, ticket in self.server.tickets["train"].items() if ticket.number == number)
+
+    def answer(self, number: int, **changes: Any) -> None:
+        self._deliver(number, lambda ticket: encode_answer(ticket, **changes))
+
+    def fail(self, number: int, error: str = "the engine said no") -> None:
+        self._deliver(number, lambda ticket: encode_failure(ticket, error))
+
+    def answer_all(self) -> None:
+        for number in sorted(self.tickets()):
+            self.answer(number)
+
+    def _deliver(self, number: int, encode: Callable[[Ticket], tuple[bytes, bytes]]) -> None:
+        header, body = encode(self.tickets()[number])
+        assert self.server.deliver("train", self.ticket_id(number), header, body)
+
+    def forge(self, number: int, *, run_uid: str = RUN, header: bytes = b"", body: bytes = b"") -> str:
+        """Whatever anybody may append to the stream."""
+        return self.server.append("train", number=number, run_uid=run_uid, header=header, body=body)
+
+    def run_to_end(self, *, max_rounds: int = 1000) -> list[int]:
+        """Workers answer everything until the data is used up; the tickets trained on the way."""
+        trained: list[int] = []
+        for _ in range(max_rounds):
+            plan = self.plan(timeout_s=200.0)
+            if plan is not None and plan.kind is Kind.END:
+                return trained
+            if plan is not None:
+                trained += [entry.ticket for entry in plan.entries]
+                self.train(plan)
+            self.answer_all()
+        raise AssertionError(f"no end after {max_rounds} rounds; {self.feed.metrics()}")
+
+
+def planned(plan: Plan | None) -> list[int]:
+    assert plan is not None, "nothing is ready"
+    assert plan.kind is Kind.STEP
+    return [entry.ticket for entry in plan.entries]

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from streamrl.data.prompts import read_prompts
+from streamrl.errors import DataError
+
+
+def write(folder: Path, *lines: str | bytes) -> Path:
+    path = folder / "train.jsonl"
+    path.write_bytes(b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines) + b"\n")
+    return path
+
+
+def test_text_prompt_and_messages_are_read_with_their_fields(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    path = write(
+        tmp_path,
+        '{"text": "a", "answer": "1"}',
+        '{"prompt": "b"}',
+        json.dumps({"messages": messages, "level": {"x": [1, 2]}}),
+    )
+    file = read_prompts(path, malformed="error")
+    assert [row.text for row in file.rows] == ["a", "b", None]
+    assert file.rows[2].messages == tuple(messages)
+    assert [dict(row.fields) for row in file.rows] == [{"answer": "1"}, {}, {"level": {"x": [1, 2]}}]
+    assert [row.line for row in file.rows] == [1, 2, 3]
+    assert file.num_skipped == 0
+
+
+def test_empty_lines_and_a_byte_order_mark_are_nothing(tmp_path: Path) -> None:
+    file = read_prompts(write(tmp_path, b'\xef\xbb\xbf{"text": "a"}', "", "  ", '{"text": "b"}'), malformed="error")
+    assert [(row.line, row.text) for row in file.rows] == [(1, "a"), (4, "b")]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "expected an object"),
+        ("{}", "found none"),
+        ('{"text": "a", "prompt": "b"}', "found 'text' and 'prompt'"),
+        ('{"text": 5}', "'text' must be a text"),
+        ('{"prompt": ""}', "'prompt' must be a text that is not empty"),
+        ('{"messages": []}', "at least one message"),
+        ('{"messages": ["hi"]}', "'role' and 'content'"),
+        ('{"messages": [{"role": "user"}]}', "'role' and 'content'"),
+        ('{"text": "a", "score": NaN}', "NaN is no JSON value"),
+        (b'{"text": "\xff"}', "not UTF-8"),
+        ('{"text": "' + "x" * (1 << 20) + '"}', "bytes; at most"),
+    ],
+)
+def test_a_malformed_line_is_an_error_that_names_file_and_line(tmp_path: Path, line: str | bytes, reason: str) -> None:
+    path = write(tmp_path, '{"text": "fine"}', line)
+    with pytest.raises(DataError, match=r"train\.jsonl:2: ") as caught:
+        read_prompts(path, malformed="error")
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_malformed_lines_are_skipped_and_counted_where_asked_for(tmp_path: Path) -> None:
+    file = read_prompts(write(tmp_path, "{", '{"text": "a"}', "5"), malformed="skip")
+    assert [row.text for row in file.rows] == ["a"]
+    assert file.num_skipped == 2
+
+
+def test_a_missing_file_names_the_setting_and_the_path(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.validation: no such file: .*nowhere\.jsonl"):
+        read_prompts(tmp_path / "nowhere.jsonl", malformed="error", key="data.validation")
+
+
+def test_a_folder_is_no_prompt_file(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.train: .* cannot be read"):
+        read_prompts(tmp_path, malformed="error")
+
+
+def test_a_file_without_prompts_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no prompts"):
+        read_prompts(write(tmp_path, ""), malformed="error")
+    with pytest.raises(DataError, match="2 malformed lines were skipped"):
+        read_prompts(write(tmp_path, "{", "["), malformed="skip")

@@ -1,0 +1,357 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from learner.plan import Kind
+from streamrl.errors import Fenced, TrainingError, TransportError
+from streamrl.versions import make_version
+from streamrl.wire.group import encode_group
+from streamrl.wire.ticket import Ticket
+from tests.feed_world import FeedWorld, encode_answer, encode_failure, make_config, planned
+from tests.helpers import make_group, make_sample, make_ticket
+
+BIG = make_config(training={"groups_per_step": 4}, lag={"max_steps": 0})
+
+
+def test_tickets_are_issued_in_order_up_to_the_window() -> None:
+    world = FeedWorld()
+    assert world.plan() is None
+    assert sorted(world.tickets()) == [0, 1, 2, 3], "(lag of 1 + 1) x 2 groups a step"
+    ticket = world.tickets()[2]
+    assert (ticket.data_epoch, ticket.prompt_index) == world.prompts.locate(2)
+    assert ticket.prompt == f"prompt {ticket.prompt_index}"
+    assert ticket.fields == {"answer": ticket.prompt_index}
+    assert (ticket.run_uid, ticket.purpose, ticket.num_samples, ticket.attempt) == ("uid", "train", 2, 0)
+
+
+def test_a_batch_is_planned_in_the_order_in_which_its_groups_came() -> None:
+    world = FeedWorld()
+    world.plan()
+    world.answer(3, num_tokens=10)
+    assert world.plan() is None
+    world.answer(1, num_tokens=20)
+    plan = world.plan(world_size=2)
+    assert planned(plan) == [3, 1]
+    assert plan is not None
+    assert {entry.rank for entry in plan.entries} == {0, 1}
+    assert [entry.num_tokens for entry in plan.entries] == [2 * (10 + 3), 2 * (20 + 3)]
+    entries = world.stream.fetch("train", [entry.entry_id for entry in plan.entries])
+    assert [entry and entry.number for entry in entries] == [3, 1]
+
+
+def test_new_tickets_wait_until_the_weights_of_the_step_are_out() -> None:
+    world = FeedWorld(make_config(lag={"max_steps": 0}))
+    world.plan()
+    world.answer_all()
+    plan = world.plan()
+    assert plan is not None
+    world.feed.settle(plan, [True, True])
+    assert world.tickets() == {}
+    world.step += 1
+    world.publish()
+    world.plan()
+    assert {ticket.min_version for ticket in world.tickets().values()} == {make_version(1, 1)}, "on-policy"
+
+
+def test_a_worker_may_begin_as_far_behind_as_the_lag_allows() -> None:
+    world = FeedWorld(make_config(lag={"max_steps": 2}))
+    for _ in range(4):
+        world.step += 1
+        world.publish()
+    world.plan()
+    assert {ticket.min_version for ticket in world.tickets().values()} == {make_version(1, 2)}
+    assert {ticket.issued_step for ticket in world.tickets().values()} == {4}
+
+
+def test_groups_that_the_ranks_refuse_are_dropped_and_the_others_trained() -> None:
+    world = FeedWorld()
+    world.plan()
+    world.answer_all()
+    plan = world.plan()
+    assert plan is not None
+    world.train(plan, [True, False])
+    metrics = world.feed.metrics()
+    assert (metrics["stream/groups_trained"], metrics["stream/dropped/malformed"]) == (1, 1)
+
+
+def test_groups_of_a_skipped_step_are_dropped_for_that_reason() -> None:
+    world = FeedWorld()
+    world.plan()
+    world.answer_all()
+    plan = world.plan()
+    assert plan is not None
+    world.feed.settle(plan, [True, False], trained=False)
+    metrics = world.feed.metrics()
+    assert (metrics["stream/groups_trained"], metrics["stream/groups_dropped"]) == (0, 2)
+    assert (metrics["stream/dropped/non_finite"], metrics["stream/dropped/malformed"]) == (1, 1)
+
+
+def test_what_is_dropped_makes_room_for_new_tickets_at_once() -> None:
+    world = FeedWorld()
+    world.plan()
+    for number in range(3):
+        world.answer(number, rewards=(1.0, 1.0))
+    world.plan()
+    world.plan()
+    assert world.feed.metrics()["stream/dropped/zero_variance"] == 3
+    assert sorted(world.tickets()) == [3, 4, 5, 6]
+
+
+def test_a_group_of_another_model_is_dropped() -> None:
+    world = FeedWorld()
+    world.plan()
+    world.answer(0, fingerprint="another tokenizer")
+    world.plan()
+    assert world.feed.metrics()["stream/dropped/wrong_model"] == 1
+
+
+def test_the_last_batch_may_be_partial_and_then_comes_the_end() -> None:
+    world = FeedWorld(num_prompts=5)
+    assert sorted(world.run_to_end()) == [0, 1, 2, 3, 4]
+    assert world.step == 3
+    assert world.feed.metrics()["stream/outstanding"] == 0
+    plan = world.plan()
+    assert plan is not None
+    assert plan.kind is Kind.END
+
+
+def test_at_the_end_a_partial_batch_waits_for_what_is_still_under_way() -> None:
+    world = FeedWorld(num_prompts=3)
+    world.plan()
+    world.answer(0)
+    assert world.plan() is None
+    world.fail(1)
+    assert world.plan() is None
+    world.answer(2, rewards=(0.0, 0.0))
+    assert world.plan() is None
+    world.answer(1)
+    assert planned(world.plan()) == [0, 1]
+
+
+def test_the_data_is_gone_through_as_often_as_asked() -> None:
+    world = FeedWorld(make_config(training={"max_epochs": 3}), num_prompts=3)
+    assert sorted(world.run_to_end()) == list(range(9))
+
+
+# Failures
+
+
+def test_a_reported_failure_is_tried_again_with_its_attempt() -> None:
+    world = FeedWorld()
+    world.plan()
+    world.fail(1)
+    world.plan()
+    assert world.tickets()[1].attempt == 1
+    world.answer(1)
+    world.answer(0)
+    assert planned(world.plan()) == [1, 0]
+
+
+def test_a_ticket_that_failed_too_often_goes_to_the_dead_letters_with_its_error() -> None:
+    world = FeedWorld()
+    world.plan()
+    for attempt in range(3):
+        world.fail(1, error=f"failure {attempt}")
+        world.plan()
+    assert [(ticket.number, error) for ticket, error in world.server.dead] == [(1, "failure 2")]
+    metrics = world.feed.metrics()
+    assert (metrics["stream/dead"], metrics["stream/outstanding"]) == (1, 4)
+
+
+def test_a_failure_of_an_earlier_attempt_is_counted_once() -> None:
+    world = FeedWorld()
+    world.plan()
+    first_attempt = world.tickets()[1]
+    world.fail(1)
+    world.forge(1, header=encode_failure(first_attempt)[0])
+    world.plan()
+    world.plan()
+    assert world.tickets()[1].attempt == 1
+    assert world.feed.metrics()["stream/ignored/duplicate"] == 1
+
+
+# What anybody may write
+
+
+def test_messages_that_decide_no_ticket_are_ignored_and_counted() -> None:
+    world = FeedWorld(BIG)
+    world.plan()
+    header, body = encode_answer(world.tickets()[0])
+    world.answer(0)
+    world.forge(0, header=header, body=body)  # in hand already
+    world.forge(1, run_uid="a deleted run")
+    world.forge(-1)
+    world.forge(1000)
+    world.forge(1000, header=encode_group(make_group(make_ticket(1000)))[0])
+    for _ in range(6):
+        assert world.plan() is None
+    world.answer_all()
+    assert planned(world.plan()) == [0, 1, 2, 3]
+    metrics = world.feed.metrics()
+    assert metrics["stream/ignored/duplicate"] == 1
+    assert metrics["stream/ignored/wrong_run"] == 1
+    assert metrics["stream/ignored/malformed"] == 2
+    assert metrics["stream/ignored/unknown_ticket"] == 1
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        lambda ticket: b"",
+        lambda ticket: b"\xff" * 100,
+        lambda ticket: encode_group(make_group(make_ticket(3)))[0],
+        lambda ticket: encode_group(make_group(ticket, run_uid="another"))[0],
+        lambda ticket: encode_group(make_group(ticket, purpose="eval"))[0],
+        lambda ticket: encode_group(make_group(ticket, samples=tuple(make_sample() for _ in range(3))))[0],
+    ],
+)
+def test_a_malformed_answer_drops_its_ticket_and_stops_nothing(forged: Callable[[Ticket], bytes]) -> None:
+    world = FeedWorld(BIG)
+    world.plan()
+    world.forge(1, header=forged(world.tickets()[1]))
+    assert world.plan() is None
+    assert world.feed.metrics()["stream/dropped/malformed"] == 1
+    world.answer(1)  # whoever worked on it comes too late
+    for number in (0, 2, 3):
+        world.answer(number)
+    world.plan()
+    assert world.feed.metrics()["stream/ignored/duplicate"] == 1
+
+
+def test_a_flood_of_bad_messages_does_not_hold_a_plan_up_beyond_its_time() -> None:
+    world = FeedWorld()
+    world.plan()
+    for _ in range(1000):
+        world.forge(-1)
+    assert world.plan() is None
+    assert world.feed.metrics()["stream/ignored/malformed"] <= 4
+
+
+# Waiting
+
+
+def test_a_plan_waits_no_longer_than_told() -> None:
+    world = FeedWorld()
+    began = world.clock.now
+    assert world.plan(timeout_s=7.0) is None
+    assert 7.0 <= world.clock.now - began <= 8.0
+
+
+def test_a_run_without_groups_ends_with_an_error_that_says_what_to_look_at() -> None:
+    world = FeedWorld()
+    with pytest.raises(TrainingError, match=r"no group arrived for 600 s .* 4 tickets are outstanding"):
+        world.plan(timeout_s=10_000.0)
+
+
+def test_time_spent_in_a_step_does_not_count_as_waiting_for_groups() -> None:
+    world = FeedWorld()
+    world.plan()
+    world.answer(0)
+    world.answer(1)
+    plan = world.plan()
+    assert plan is not None
+    world.train(plan)
+    world.clock.advance(5000.0)
+    assert world.plan(timeout_s=10.0) is None
+
+
+# The operator's word
+
+
+def test_stop_ends_at_once_and_keeps_what_is_in_hand_as_carry() -> None:
+    world = FeedWorld()
+    world.plan()
+    world.answer(2)
+    world.plan()
+    world.server.control = "stop"
+    plan = world.plan()
+    assert plan is not None
+    assert plan.kind is Kind.STOP
+    assert len(world.feed.state().carry) == 1
+
+
+def test_drain_trains_what_is_under_way_and_then_stops() -> None:
+    world = FeedWorld()
+    world.plan()
+    world.answer(2)
+    world.plan()
+    world.server.control = "drain"
+    world.fail(3)
+    assert world.plan() is None
+    world.answer_all()
+    plan = world.plan()
+    assert planned(plan) == [2, 0]
+    assert plan is not None
+    world.train(plan)
+    plan = world.plan()
+    assert planned(plan) == [1, 3]
+    assert plan is not None
+    world.train(plan)
+    assert sorted(world.tickets()) == []
+    end = world.plan()
+    assert end is not None
+    assert end.kind is Kind.STOP, "tickets of the run are left"
+
+
+def test_a_pause_makes_no_step_and_issues_nothing_and_is_no_idleness() -> None:
+    world = FeedWorld()
+    world.server.control = "pause"
+    assert world.plan(timeout_s=5000.0) is None
+    assert world.tickets() == {}
+    world.server.control = "run"
+    world.plan()
+    world.answer_all()
+    world.server.control = "pause"
+    assert world.plan(timeout_s=5000.0) is None
+    world.server.control = "run"
+    assert planned(world.plan(timeout_s=5.0)) == [0, 1]
+
+
+# Trouble with the server
+
+
+def test_a_replaced_learner_can_issue_nothing() -> None:
+    world = FeedWorld()
+    zombie = world.feed
+    world.start()
+    with pytest.raises(Fenced):
+        zombie.plan(step=0, world_size=1, timeout_s=0.0)
+
+
+@pytest.mark.parametrize("point", ["issue:before", "issue:after"])
+def test_a_lost_command_or_reply_leaves_every_ticket_there_once(point: str) -> None:
+    world = FeedWorld()
+
+    def lose(at: str) -> None:
+        if at == point:
+            raise TransportError("the connection was lost")
+
+    world.server.fault = lose
+    with pytest.raises(TransportError):
+        world.plan()
+    world.server.fault = lambda at: None
+    world.plan()
+    assert sorted(ticket.number for ticket in world.server.tickets["train"].values()) == [0, 1, 2, 3]
+
+
+def test_after_the_server_lost_everything_all_is_asked_for_again() -> None:
+    world = FeedWorld(num_prompts=6)
+    world.plan()
+    world.answer(0)
+    world.plan()  # in hand, and its body is about to be lost
+    world.server.flush()
+    world.plan()
+    assert sorted(world.tickets()) == [0, 1, 2, 3]
+    assert sorted(world.run_to_end()) == list(range(6))
+
+
+def test_a_ticket_that_vanished_is_issued_again_after_some_patience() -> None:
+    world = FeedWorld()
+    world.plan()
+    del world.server.tickets["train"][world.ticket_id(1)]
+    assert world.plan(timeout_s=50.0) is None
+    assert sorted(world.tickets()) == [0, 2, 3]
+    assert world.plan(timeout_s=50.0) is None
+    assert sorted(world.tickets()) == [0, 1, 2, 3]

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from learner.lag import LagRule
+from streamrl.config import schema
+from streamrl.versions import make_version
+from tests.feed_world import FeedWorld, make_config, planned
+
+
+def rule(**settings: Any) -> LagRule:
+    return LagRule(schema.Lag(**settings))
+
+
+def published(lag: LagRule, steps: range, *, epoch: int = 1) -> LagRule:
+    for step in steps:
+        lag.note(make_version(epoch, step), step)
+    return lag
+
+
+@pytest.mark.parametrize(
+    ("settings", "limit"),
+    [
+        ({"max_steps": 2, "stale": "drop"}, 2),
+        ({"max_steps": 2, "stale": "keep", "hard_limit_steps": 5}, 5),
+    ],
+)
+def test_a_group_is_stale_past_the_limit_of_the_setting(settings: dict[str, Any], limit: int) -> None:
+    lag = published(rule(**settings), range(21))
+    stale = [step for step in range(21) if lag.is_stale(make_version(1, step), 20)]
+    assert stale == list(range(20 - limit))
+
+
+def test_a_version_of_an_abandoned_lineage_is_not_punished() -> None:
+    lag = LagRule(schema.Lag(max_steps=2, stale="drop"), known=[(make_version(1, 7), 7)])
+    lag.note(make_version(2, 0), 8)
+    assert not lag.is_stale(make_version(1, 9), 8)
+    lag.note(make_version(2, 10), 18)
+    assert lag.is_stale(make_version(1, 5), 18), "it is older than one that is past the limit"
+
+
+def test_after_a_start_from_scratch_groups_of_the_learner_before_are_not_punished() -> None:
+    assert not published(rule(stale="drop"), range(3), epoch=2).is_stale(make_version(1, 0), 2)
+
+
+def test_a_group_without_tokens_is_never_stale() -> None:
+    assert not published(rule(stale="drop"), range(50)).is_stale(0, 50)
+
+
+def test_before_anything_is_published_nothing_is_stale() -> None:
+    assert not rule().is_stale(make_version(1, 0), 0)
+    assert rule().oldest_to_begin_with() == 0
+
+
+def test_only_as_many_versions_are_remembered_as_the_limit_needs() -> None:
+    lag = published(rule(max_steps=4, stale="drop"), range(1000))
+    assert len(lag.known()) == 6
+    again = LagRule(schema.Lag(max_steps=4, stale="drop"), known=lag.known())
+    assert again.known() == lag.known()
+    assert again.is_stale(make_version(1, 994), 999)
+    assert not again.is_stale(make_version(1, 995), 999)
+
+
+@pytest.mark.parametrize(("window", "first"), [(0, 9), (3, 6), (50, 0)])
+def test_a_worker_must_have_a_version_that_is_within_the_window(window: int, first: int) -> None:
+    lag = published(rule(max_steps=window), range(10))
+    assert lag.oldest_to_begin_with() == make_version(1, first)
+
+
+def test_versions_published_now_and_then_count_by_their_steps() -> None:
+    lag = published(rule(max_steps=4), range(0, 31, 10))
+    assert lag.oldest_to_begin_with() == make_version(1, 30)
+
+
+def test_a_group_made_50_versions_ago_is_dropped_and_counted() -> None:
+    world = FeedWorld(make_config(lag={"max_steps": 1, "stale": "drop"}), num_prompts=500)
+    world.plan()
+    for _ in range(50):
+        world.step += 1
+        world.publish()
+    world.answer(0, version=make_version(1, 0))
+    world.answer(1, version=make_version(1, 49))
+    world.answer(2, version=make_version(1, 48))
+    assert world.plan() is None
+    assert world.feed.metrics()["stream/dropped/stale"] == 1, "the newest is of step 50"
+    assert world.plan() is None
+    assert world.feed.metrics()["stream/dropped/stale"] == 2
+    world.answer(3, version=make_version(1, 50))
+    assert planned(world.plan()) == [1, 3]

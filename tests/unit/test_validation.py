@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from learner.validation import Validation, ValidationResult
+from streamrl.config import schema
+from streamrl.telemetry.metrics import is_metric
+from streamrl.transport.double import LearnerStreamDouble, MemoryServer
+from streamrl.versions import make_version
+from streamrl.wire.group import Span, encode_group
+from streamrl.wire.ticket import Ticket
+from tests.feed_world import MODEL, RUN, Clock, encode_answer, encode_failure, make_prompts
+from tests.helpers import make_group, make_sample
+
+VERSION = make_version(2, 7)
+
+
+class ValidationWorld:
+    def __init__(self, *, epoch: int = 2, num_prompts: int = 3, **settings: Any) -> None:
+        self.clock = Clock()
+        self.server = MemoryServer(wait=self.clock.advance)
+        self.settings = schema.Validation.model_validate({"timeout_s": 60.0, **settings})
+        self.num_prompts = num_prompts
+        self.validation = self.learner(epoch)
+
+    def learner(self, epoch: int) -> Validation:
+        return Validation(
+            stream=LearnerStreamDouble(self.server, epoch=epoch),
+            prompts=make_prompts(self.num_prompts),
+            settings=self.settings,
+            run_uid=RUN,
+            epoch=epoch,
+            fingerprint=MODEL,
+            max_attempts=2,
+            clock=self.clock,
+        )
+
+    def tickets(self) -> list[Ticket]:
+        return sorted(self.server.tickets["eval"].values(), key=lambda ticket: ticket.number)
+
+    def deliver(self, ticket: Ticket, encoded: tuple[bytes, bytes]) -> None:
+        entry_id = next(i for i, t in self.server.tickets["eval"].items() if t.number == ticket.number)
+        assert self.server.deliver("eval", entry_id, *encoded)
+
+    def answer(self, ticket: Ticket, **changes: Any) -> None:
+        self.deliver(ticket, encode_answer(ticket, **{"rewards": (1.0,), **changes}))
+
+    def result(self) -> ValidationResult:
+        result = self.validation.poll()
+        assert result is not None
+        return result
+
+
+def test_each_prompt_goes_out_once_for_the_version_to_evaluate() -> None:
+    world = ValidationWorld(max_prompts=2)
+    world.validation.start(step=5, version=VERSION)
+    first, second = world.tickets()
+    assert [first.number, second.number] == [2 << 32, (2 << 32) + 1]
+    assert [first.prompt, second.prompt] == ["prompt 0", "prompt 1"]
+    assert (first.purpose, first.min_version, first.issued_step, first.num_samples) == ("eval", VERSION, 5, 1)
+    assert world.validation.running
+    assert world.validation.poll() is None
+
+
+def test_the_result_tells_means_by_source_lengths_and_the_steps_that_answered() -> None:
+    world = ValidationWorld()
+    world.validation.start(step=5, version=VERSION)
+    spans = [(Span(version=VERSION, step=5 + i, start=0, end=4),) for i in range(2)]
+    kinds = [{"finish_reason": "stop", "rewards": {"exact": 1.0, "style": 0.5}, "reward": 1.5},
+             {"finish_reason": "length", "rewards": {"exact": 0.0, "style": 0.5}, "reward": 0.5}]  # fmt: skip
+    world.clock.advance(2.0)
+    for i, ticket in enumerate(world.tickets()):
+        sample = make_sample(**{"num_tokens": 4, **kinds[i % 2], "spans": spans[i % 2]})
+        world.deliver(ticket, encode_group(make_group(ticket, samples=(sample,))))
+    result = world.result()
+    assert (result.num_prompts, result.num_answered, result.num_failed) == (3, 3, 0)
+    assert result.complete
+    assert result.reward == pytest.approx(3.5 / 3)
+    assert result.rewards == {"exact": pytest.approx(2 / 3), "style": 0.5}
+    assert (result.response_length, result.finished) == (4.0, pytest.approx(2 / 3))
+    assert result.version_steps == (5, 6)
+    assert (result.step, result.version, result.duration_s) == (5, VERSION, 2.0)
+    assert [answer.prompt for answer in result.shown] == ["prompt 0", "prompt 1", "prompt 2"]
+    assert result.shown[0].token_ids.tolist() == [0, 1, 2, 3]
+    assert not world.validation.running
+    assert world.validation.poll() is None
+
+
+def test_all_metrics_have_names_that_are_known() -> None:
+    world = ValidationWorld()
+    world.validation.start(step=5, version=VERSION)
+    for ticket in world.tickets():
+        world.answer(ticket)
+    metrics = world.result().metrics()
+    assert metrics["val_rollouts/rewards"] == 1.0
+    assert metrics["val_rollouts/rewards/exact"] == 1.0
+    assert metrics["val_rollouts/num_prompts"] == 3.0
+    assert [name for name in metrics if not is_metric(name)] == []
+
+
+def test_time_runs_out_with_a_partial_result_and_the_tickets_are_withdrawn() -> None:
+    world = ValidationWorld()
+    world.validation.start(step=5, version=VERSION)
+    world.answer(world.tickets()[1])
+    assert world.validation.poll() is None
+    world.clock.advance(60.0)
+    result = world.result()
+    assert not result.complete
+    assert (result.num_prompts, result.num_answered, result.reward) == (3, 1, 1.0)
+    assert world.tickets() == []
+
+
+def test_without_any_answer_there_is_no_reward_to_report() -> None:
+    world = ValidationWorld()
+    world.validation.start(step=5, version=VERSION)
+    world.clock.advance(60.0)
+    result = world.result()
+    assert result.reward is None
+    assert result.metrics() == {"val_rollouts/num_prompts": 0.0}
+
+
+def test_waiting_for_an_answer_is_bounded() -> None:
+    world = ValidationWorld()
+    world.validation.start(step=5, version=VERSION)
+    began = world.clock.now
+    assert world.validation.poll(wait_s=1.5) is None
+    assert world.clock.now - began == 1.5
+
+
+@pytest.mark.parametrize(
+    "unsound",
+    [
+        encode_failure,
+        lambda ticket: encode_answer(ticket, fingerprint="another"),
+        lambda ticket: (b"rubbish", b""),
+        lambda ticket: (encode_answer(ticket)[0], b"another body"),
+    ],
+)
+def test_a_prompt_without_sound_answers_is_tried_again_and_then_given_up(
+    unsound: Callable[[Ticket], tuple[bytes, bytes]],
+) -> None:
+    world = ValidationWorld(num_prompts=2)
+    world.validation.start(step=5, version=VERSION)
+    first, second = world.tickets()
+    world.answer(second)
+    world.deliver(first, unsound(first))
+    assert world.validation.poll() is None
+    (again,) = world.tickets()
+    assert (again.number, again.attempt) == (first.number, 1)
+    world.deliver(again, unsound(again))
+    result = world.result()
+    assert (result.num_answered, result.num_failed, result.complete) == (1, 1, False)
+
+
+def test_answers_that_nobody_asked_for_are_ignored_and_leave_the_stream() -> None:
+    world = ValidationWorld(num_prompts=1)
+    world.validation.start(step=5, version=VERSION)
+    (ticket,) = world.tickets()
+    header, body = encode_answer(ticket, rewards=(0.0,))
+    world.server.append("eval", number=7, run_uid=RUN, header=header, body=body)
+    world.server.append("eval", number=ticket.number, run_uid="another", header=header, body=body)
+    world.answer(ticket)
+    world.server.append("eval", number=ticket.number, run_uid=RUN, header=header, body=body)
+    result = world.result()
+    assert (result.num_answered, result.reward) == (1, 1.0)
+    assert world.server.groups["eval"] == {}
+
+
+def test_numbers_grow_over_validations_and_over_learners() -> None:
+    world = ValidationWorld(num_prompts=2)
+    numbers: list[int] = []
+    for epoch in (2, 2, 3):
+        validation = world.validation if epoch == 2 else world.learner(epoch)
+        validation.start(step=5, version=VERSION)
+        numbers += [ticket.number for ticket in world.tickets()]
+        for ticket in world.tickets():
+            world.answer(ticket)
+        assert validation.poll() is not None
+    assert numbers == sorted(set(numbers))
+
+
+def test_what_a_learner_before_has_left_is_withdrawn() -> None:
+    world = ValidationWorld(num_prompts=2)
+    world.validation.start(step=5, version=VERSION)
+    world.learner(3).start(step=5, version=VERSION)
+    assert [ticket.number for ticket in world.tickets()] == [3 << 32, (3 << 32) + 1]
