@@ -1,20 +1,26 @@
-"""Tickets out: how many may be in flight, and what happens to one that failed.
+"""Tickets out: how many may be in flight, which prompt each asks for, and what happens to one that failed.
 
-Tickets are issued in order while fewer than `(lag.max_steps + 1) * groups_per_step` are outstanding. That bound
-keeps generation from running ahead of training, and memory in Redis finite. A ticket whose workers reported a failure
-is issued again, with its number of failures, until `worker.max_attempts`; then it goes to the dead letters.
+Tickets are issued in order while there is room: fewer outstanding than `(lag.max_steps + 1) * groups_per_step` (with
+`lag.stale: wait` fewer still when weights are old), and fewer bytes in Redis than `redis.max_backlog_bytes`, with those
+that the outstanding ones will bring. So generation does not run ahead of training, and memory in Redis is bounded. Dead
+tickets that the operator wants repeated go first, under new numbers.
 
-The ledger counts a ticket as issued before it is written: should the write be lost, the ticket is outstanding and
-missing, which reconciling mends; the other way round it might be issued twice. Blocks on single commands to Redis.
+A ticket whose workers reported a failure is issued again, with its number of failures, until `worker.max_attempts`;
+then it goes to the dead letters. The ledger counts a ticket as issued before it is written: should the write be lost,
+the ticket is outstanding and missing, which reconciling mends; the other way round it might be issued twice. Blocks on
+single commands to Redis.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+from learner.backlog import Backlog
 from learner.data import PromptSet
+from learner.hand import Hand
 from learner.lag import LagRule
 from learner.ledger import DEAD, Ledger
+from learner.numbering import Retries
 from streamrl.config import schema
 from streamrl.transport.seam import GroupStream
 from streamrl.wire.ticket import Ticket
@@ -28,33 +34,46 @@ class Dispatch:
         prompts: PromptSet,
         ledger: Ledger,
         lag: LagRule,
+        hand: Hand,
+        backlog: Backlog,
         config: schema.Config,
         run_uid: str,
     ) -> None:
-        self._stream = stream
-        self._prompts = prompts
-        self._ledger = ledger
-        self._lag = lag
-        self._run_uid = run_uid
+        self._stream, self._prompts, self._run_uid = stream, prompts, run_uid
+        self._ledger, self._lag, self._hand, self._backlog = ledger, lag, hand, backlog
         self._num_samples = config.sampling.num_samples
         self._max_attempts = config.worker.max_attempts
-        self.num_tickets = prompts.num_tickets(config.training.max_epochs)
-        self.window = (config.lag.max_steps + 1) * config.training.groups_per_step
+        self._groups_per_step = config.training.groups_per_step
+        self._num_of_data = prompts.num_tickets(config.training.max_epochs)
+        self._widest_window = (config.lag.max_steps + 1) * self._groups_per_step
+        self.wants_commit = False  # there is less room than there could be, for bytes that a commit would free
+
+    @property
+    def num_tickets(self) -> int:
+        """Of the whole run, with the retries so far."""
+        return self._num_of_data + len(self._ledger.retries)
 
     @property
     def exhausted(self) -> bool:
         """Every ticket of the run has been issued."""
         return self._ledger.issued >= self.num_tickets
 
-    def top_up(self, *, step: int) -> bool:
-        """Issue as many new tickets as the window has room for; whether there were any."""
+    @property
+    def num_on_the_way(self) -> int:
+        """Tickets whose groups have not been read."""
+        return max(0, self._ledger.outstanding - self._hand.num_read)
+
+    def top_up(self, *, step: int) -> None:
+        """Issue as many new tickets as there is room for."""
+        room = self._room(step)
+        if room <= 0:
+            return
         first = self._ledger.issued
-        end = min(first + self.window - self._ledger.outstanding, self.num_tickets)
-        if end <= first:
-            return False
-        self._ledger.issued = end
-        self.issue(range(first, end), step=step)
-        return True
+        for dead in self._to_repeat()[:room]:
+            self._ledger.retries.add(self._ledger.issued, dead)
+            self._ledger.issued += 1
+        self._ledger.issued = max(self._ledger.issued, min(first + room, self.num_tickets))
+        self.issue(range(first, self._ledger.issued), step=step)
 
     def issue(self, numbers: Iterable[int], *, step: int) -> None:
         """Write these tickets, for the first time or again."""
@@ -63,16 +82,56 @@ class Dispatch:
             self._stream.issue(tickets)
 
     def failed(self, number: int, *, error: str, step: int) -> None:
-        """A worker reported that it could not fill this ticket."""
+        """A worker could not fill this ticket, or nobody could read it."""
         if self._ledger.failed(number) < self._max_attempts:
             self.issue([number], step=step)
         else:
             self._stream.dead(self._ticket(number, step), error=error)
             self._ledger.resolve(number, DEAD, step=step + 1)
 
+    def count_issued(self, present: Iterable[int], retried: Mapping[int, int], *, step: int) -> None:
+        """Go on behind the tickets that a learner before us issued after the checkpoint, as far as Redis shows them.
+
+        What was issued since then is still there, but for what Redis has lost; so beyond a gap of more than a window
+        nothing counts. A forged number far up must not make us issue all those below it, and to issue genuine ones
+        that lie beyond a gap once more costs only their work.
+        """
+        counter = first = self._ledger.issued
+        repeated = {number: dead for number, dead in retried.items() if number >= first}
+        retries = Retries({**self._ledger.retries.known(), **repeated})
+        for number in sorted(number for number in {*present, *repeated} if number >= first):
+            if number - counter > self._widest_window or retries.place(number) >= self._num_of_data:
+                break
+            counter = number + 1
+        self._ledger.issued = counter
+        for number in range(first, counter):
+            if number in repeated:
+                self._ledger.retries.add(number, repeated[number])
+            self._ledger.begin(number, step=step)  # with weights at least as young as the checkpoint's
+
+    def _room(self, step: int) -> int:
+        """For how many tickets; negative where the window has shrunk."""
+        outstanding, on_the_way = self._ledger.outstanding, self.num_on_the_way
+        window = self._lag.batches_ahead(step) * self._groups_per_step - outstanding
+        in_bytes = self._backlog.room(on_the_way)
+        freeable = self._backlog.freeable(self._hand.all_ids()) if in_bytes < window else 0
+        lacking = self._groups_per_step - outstanding  # for a single batch
+        # Early commits must be worth their time: half the budget, or the next batch.
+        self.wants_commit = 2 * freeable >= self._backlog.max_bytes or (freeable > 0 and in_bytes < lacking)
+        if freeable == 0:
+            in_bytes = max(in_bytes, lacking)  # a budget too small for one batch would stand still for ever
+        return min(window, in_bytes)
+
+    def _to_repeat(self) -> list[int]:
+        """Dead tickets; one that a lost step has brought back to life must die first."""
+        requested = self._stream.retry_requests()
+        return [dead for dead in requested if dead < self._ledger.issued and not self._ledger.is_open(dead)]
+
     def _ticket(self, number: int, step: int) -> Ticket:
-        data_epoch, prompt_index = self._prompts.locate(number)
+        data_epoch, prompt_index = self._prompts.locate(self._ledger.retries.place(number))
         prompt = self._prompts.rows[prompt_index]
+        version, begins_with = self._lag.first_version()
+        self._ledger.begin(number, step=begins_with)
         return Ticket(
             number=number,
             run_uid=self._run_uid,
@@ -85,5 +144,6 @@ class Dispatch:
             num_samples=self._num_samples,
             attempt=self._ledger.attempts(number),
             issued_step=step,
-            min_version=self._lag.oldest_to_begin_with(),
+            min_version=version,
+            retry_of=self._ledger.retries.dead_of(number),
         )

@@ -17,44 +17,30 @@ again by the feed that starts from it. Whatever Redis has lost meanwhile, `recon
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import structlog
 
+from learner.backlog import Backlog
 from learner.data import PromptSet
 from learner.dispatch import Dispatch
+from learner.hand import Hand, Held
+from learner.inventory import Inventory
 from learner.judge import Drop, Failed, Ignore, Judge, Take
 from learner.lag import LagRule
 from learner.ledger import DEAD, DROPPED, TRAINED, Ledger, StreamState
-from learner.plan import Kind, Plan, PlanEntry, balance
+from learner.lengths import Lengths
+from learner.patience import Patience
+from learner.plan import Kind, Plan, Verdict, balance
 from streamrl.config import schema
-from streamrl.errors import TrainingError
+from streamrl.telemetry.progress import Wait
 from streamrl.transport.seam import GroupStream
-from streamrl.transport.types import Entry
+from streamrl.transport.types import Control, Entry
 from streamrl.wire.group import GroupHeader
 
 _ROUND_S = 1.0  # a group is waited for so long before the operator's word and the deadline are looked at again
-_RECONCILE_AFTER_S = 60.0  # without a group for so long, tickets may have been lost; looking is cheap
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """A group that waits for its batch, or for the verdict on it."""
-
-    entry_id: str
-    header: GroupHeader
-
-    def planned(self, rank: int) -> PlanEntry:
-        return PlanEntry(
-            entry_id=self.entry_id,
-            ticket=self.header.ticket,
-            digest=self.header.digest,
-            num_tokens=self.header.num_tokens,
-            rank=rank,
-        )
 
 
 class Feed:
@@ -73,15 +59,24 @@ class Feed:
     ) -> None:
         state = state or StreamState()
         self._stream = stream
-        self._run_uid = run_uid
         self._groups_per_step = config.training.groups_per_step
-        self._idle_timeout_s = config.learner.idle_timeout_s
+        self._patience = Patience(config, clock)
         self._clock = clock
         self._sleep = sleep
         self._ledger = Ledger(state.ledger)
+        self._lengths = Lengths(config.sampling.max_tokens, state.lengths)
         self._lag = LagRule(config.lag, state.versions)
+        self._hand = Hand(ledger=self._ledger, lag=self._lag, groups_per_step=self._groups_per_step, carry=state.carry)
+        self._backlog = Backlog(max_bytes=config.redis.max_backlog_bytes, largest_group=_largest_group(config))
         self._dispatch = Dispatch(
-            stream=stream, prompts=prompts, ledger=self._ledger, lag=self._lag, config=config, run_uid=run_uid
+            stream=stream,
+            prompts=prompts,
+            ledger=self._ledger,
+            lag=self._lag,
+            hand=self._hand,
+            backlog=self._backlog,
+            config=config,
+            run_uid=run_uid,
         )
         self._judge = Judge(
             run_uid=run_uid,
@@ -93,17 +88,23 @@ class Feed:
         )
         self._cursor = state.cursor
         self._journal = state.journal
-        self._unread = list(state.carry)  # ids up to the cursor that have yet to be read again
-        self._in_hand: dict[int, _Held] = {}  # by ticket, in the stream's order; read and not resolved
+        self.control: Control = "run"  # the operator's word, as it is being followed
         self._planned: Plan | None = None
         self._counter_is_sure = False  # until Redis was asked for tickets issued after the checkpoint
         self._doubtful = True  # something may be missing in Redis, or may have been written without our knowing
-        self._waiting_since: float | None = None  # no group came since then; None: a step is being made
-        self._reconciled_at = clock()
+
+    @property
+    def waits_for(self) -> Wait:
+        """What kept the last `plan` from giving a batch."""
+        return self._patience.waits_for
 
     def note_version(self, version: int, step: int) -> None:
         """A version was announced, with the weights after so many optimizer steps."""
         self._lag.note(version, step)
+
+    def listen(self) -> None:
+        """Hear the operator's word; `plan` does so by itself."""
+        self.control = self._stream.control()
 
     def plan(self, *, step: int, world_size: int, timeout_s: float) -> Plan | None:
         """The next batch, or what to do instead; None when there is nothing to train within this time.
@@ -111,33 +112,42 @@ class Feed:
         `step` is the number of optimizer steps made. Raises TransportError when Redis fails; just call again.
         """
         assert self._planned is None, "settle the plan before asking for the next"
-        if self._doubtful or self._stream.disturbed:
+        if self._doubtful or self._stream.disturbed or self._patience.looked_long_ago:
             self.reconcile(step=step)
         self._doubtful = True  # until this has gone through
-        if self._waiting_since is None:
-            self._waiting_since = self._clock()
+        self._patience.begin()
+        self._drop_what_got_old(step)
         plan = self._plan_until(self._clock() + timeout_s, step, world_size)
         self._doubtful = False
         if plan is not None and plan.kind is Kind.STEP:
             self._planned = plan
         return plan
 
-    def settle(self, plan: Plan, accepted: Sequence[bool], *, trained: bool = True) -> None:
-        """The ranks' verdict: which groups of the plan were sound. `trained=False`: the step itself was skipped."""
+    def settle(self, plan: Plan, verdicts: Sequence[int], *, trained: bool = True) -> None:
+        """The ranks' verdicts on the groups of the plan. `trained=False`: the step itself was skipped."""
         assert plan is self._planned, "only the current plan can be settled"
-        for entry, sound in zip(plan.entries, accepted, strict=True):
-            outcome = TRAINED if trained else f"{DROPPED}non_finite"
-            self._ledger.resolve(entry.ticket, outcome if sound else f"{DROPPED}malformed", step=plan.step + 1)
-            del self._in_hand[entry.ticket]
+        outcomes = {
+            Verdict.SOUND: TRAINED if trained else f"{DROPPED}non_finite",
+            Verdict.MALFORMED: f"{DROPPED}malformed",
+            Verdict.STALE: f"{DROPPED}stale",
+        }
+        for entry, verdict in zip(plan.entries, verdicts, strict=True):
+            held = self._hand.remove(entry.ticket)
+            if verdict == Verdict.MISSING:  # lost with Redis, after it was read: reconciling asks for it again
+                self._ledger.ignore("missing")
+                self._doubtful = True
+            else:
+                self._end(held.header, outcomes[Verdict(verdict)], step=plan.step)
         self._planned = None
-        self._waiting_since = None
+        self._patience.step_follows()
 
     def state(self) -> StreamState:
         return StreamState(
             cursor=self._cursor,
-            carry=(*(held.entry_id for held in self._in_hand.values()), *self._unread),
+            carry=tuple(self._hand.all_ids()),
             ledger=self._ledger.state(),
             versions=self._lag.known(),
+            lengths=self._lengths.known(),
             journal=self._journal,
             uncommitted=self._ledger.uncommitted,
         )
@@ -146,8 +156,10 @@ class Feed:
         """The checkpoint with this state, as it was committed, has its name. Harmless when called again; when Redis
         fails here, only what it could have freed stays until the next commit."""
         self._journal = state.journal
+        self._patience.committed()
         self._ledger.committed(state.ledger)
-        self._stream.commit(step=step, cursor=state.cursor, trim_below=state.trim_below)
+        ended = self._backlog.let_go(cursor=state.cursor, carry=state.carry, trim_below=state.trim_below)
+        self._stream.commit(step=step, cursor=state.cursor, trim_below=state.trim_below, ended=ended)
 
     def metrics(self) -> dict[str, float]:
         dropped = {f"stream/dropped/{reason}": float(count) for reason, count in self._ledger.dropped()}
@@ -158,72 +170,91 @@ class Feed:
             "stream/groups_trained": float(self._ledger.outcomes[TRAINED]),
             "stream/groups_dropped": sum(dropped.values()),
             "stream/dead": float(self._ledger.outcomes[DEAD]),
+            "stream/retries": float(len(self._ledger.retries)),
+            "stream/backlog_bytes": self._backlog.expected(self._dispatch.num_on_the_way),
+            "stream/straggler_wait_s": self._patience.straggler_wait_s,
             **dropped,
             **ignored,
+            **self._lengths.metrics(),
         }
 
     def reconcile(self, *, step: int) -> None:
         """Find out what Redis has and has not, and put right what differs from the ledger."""
         assert self._planned is None, "a plan is with the ranks: settle it first"
-        self._stream.restore(cursor=self._cursor)
-        # What was in hand is read again: its bodies may be gone, and the ranks have yet to fetch them.
-        self._unread = [*(held.entry_id for held in self._in_hand.values()), *self._unread]
-        self._in_hand.clear()
-        # Tickets first: delivering turns a ticket into a group, so one that moves in between is seen at least once.
-        tickets = self._stream.present_tickets("train")
-        groups = [number for _, number in self._stream.present_groups("train", after=self._cursor)]
-        present = {*tickets, *groups, *self._numbers_of_unread()}
+        self._stream.restore(cursor=self._cursor, retried=self._ledger.retries.known())
+        self._hand.put_back()  # read again: bodies may be gone, and the ranks have yet to fetch them
+        found = Inventory.take(self._stream)
+        self._backlog.recount(found.groups, cursor=self._cursor)
+        present = found.asked() | found.answered(cursor=self._cursor, unread=self._hand.unread)
         if not self._counter_is_sure:
-            self._ledger.issued = self._counter_shown_by(present)
+            self._dispatch.count_issued(present, found.retried, step=step)
             self._counter_is_sure = True
-        resolved = [entry_id for number, entry_id in tickets.items() if not self._ledger.is_open(number)]
+        superfluous = found.superfluous(self._ledger)
         missing = [number for number in self._ledger.open_tickets() if number not in present]
-        if resolved:
-            self._stream.delete_tickets("train", resolved)
-        self._dispatch.issue(missing, step=step)
-        self._reconciled_at = self._clock()
-        log.info("reconciled", present=len(present), deleted=len(resolved), issued_again=len(missing))
+        unreadable = found.unreadable().intersection(missing)
+        if superfluous:
+            self._stream.delete_tickets("train", superfluous)
+        self._dispatch.issue((number for number in missing if number not in unreadable), step=step)
+        for number in sorted(unreadable):
+            self._dispatch.failed(number, error="the ticket could not be read any more", step=step)
+        self._patience.reconciled()
+        log.info(
+            "reconciled",
+            present=len(present),
+            deleted=len(superfluous),
+            issued_again=len(missing),
+            unreadable=len(unreadable),
+        )
 
     def _plan_until(self, deadline: float, step: int, world_size: int) -> Plan | None:
         waited = False
         while True:
-            control = self._stream.control()
-            if control == "stop":
+            self.listen()
+            if self.control == "stop":
                 return Plan(kind=Kind.STOP, step=step)
-            if control == "run":
+            if self.control == "run":
                 self._dispatch.top_up(step=step)
-            if control != "pause" and (plan := self._ready(step, world_size, draining=control == "drain")):
+                if self._dispatch.wants_commit and self._patience.may_ask_for_commit():
+                    log.info("a checkpoint before its time", backlog_bytes=self._backlog.num_bytes)
+                    return Plan(kind=Kind.COMMIT, step=step)
+            if self.control != "pause" and (plan := self._ready(step, world_size)):
                 return plan
             left_s = deadline - self._clock()
             if left_s <= 0 and waited:
                 return None
             wait_s = max(0.0, min(left_s, _ROUND_S))
-            if control == "pause":
-                self._waiting_since = self._clock()  # nothing comes because nothing should
+            if self.control == "pause":
+                self._patience.paused()
                 self._sleep(wait_s)
             elif not self._receive(step, wait_s):
-                self._look_at_patience(step)
+                self._patience.check(num_outstanding=self._ledger.outstanding)
+                if self._patience.tickets_may_be_lost:
+                    self.reconcile(step=step)
             waited = True
 
-    def _ready(self, step: int, world_size: int, *, draining: bool) -> Plan | None:
+    def _ready(self, step: int, world_size: int) -> Plan | None:
         """A full batch; the last, partial one when nothing more can come; or the end."""
-        no_more_tickets = draining or self._dispatch.exhausted
-        nothing_to_come = no_more_tickets and self._ledger.outstanding == len(self._in_hand)
-        if len(self._in_hand) >= self._groups_per_step or (nothing_to_come and self._in_hand):
-            ranks = balance([held.header.num_tokens for held in self._in_hand.values()], world_size)
-            entries = (held.planned(rank) for held, rank in zip(self._in_hand.values(), ranks, strict=True))
+        no_more_tickets = self.control == "drain" or self._dispatch.exhausted
+        nothing_to_come = no_more_tickets and self._ledger.outstanding == len(self._hand)
+        if len(self._hand) >= self._groups_per_step or (nothing_to_come and len(self._hand)):
+            if self._patience.batch_may_wait(self._hand.awaited(step)):
+                return None
+            batch = self._hand.batch()
+            ranks = balance([held.header.num_tokens for held in batch], world_size)
+            entries = (held.planned(rank) for held, rank in zip(batch, ranks, strict=True))
             return Plan(kind=Kind.STEP, step=step, entries=tuple(entries))
+        self._patience.batch_is_not_full()
         if nothing_to_come:
             return Plan(kind=Kind.END if self._dispatch.exhausted else Kind.STOP, step=step)
         return None
 
     def _receive(self, step: int, wait_s: float) -> bool:
-        """Read at most what the batch lacks, the carry first; whether anything was there."""
-        lacking = self._groups_per_step - len(self._in_hand)
-        if self._unread:
-            ids = self._unread[:lacking]
+        """Read at most what is lacking, the carry first; whether anything was there."""
+        lacking = self._hand.lacking
+        if self._hand.unread:
+            ids = self._hand.unread[:lacking]
             for entry in self._stream.fetch("train", ids):
-                del self._unread[0]
+                del self._hand.unread[0]
                 if entry is not None:  # lost with Redis: reconciling has issued its ticket again
                     self._accept(entry, step)
             return True
@@ -234,44 +265,34 @@ class Feed:
         return bool(entries)
 
     def _accept(self, entry: Entry, step: int) -> None:
-        self._waiting_since = self._clock()
-        match self._judge(entry, step=step, in_hand=self._in_hand):
+        self._patience.group_came()
+        self._backlog.add(entry)
+        match self._judge(entry, step=step, in_hand=self._hand):
             case Take(header):
-                self._in_hand[header.ticket] = _Held(entry.id, header)
-            case Drop(reason):
+                self._backlog.expect(len(entry.header) + len(entry.body))
+                self._hand.take(Held(entry.id, header))
+            case Drop(reason, None):
                 self._ledger.resolve(entry.number, f"{DROPPED}{reason}", step=step + 1)
+            case Drop(reason, header):
+                self._backlog.expect(len(entry.header) + len(entry.body))
+                self._end(header, f"{DROPPED}{reason}", step=step)
             case Failed(error):
                 self._dispatch.failed(entry.number, error=error, step=step)
             case Ignore(reason):
                 self._ledger.ignore(reason)
 
-    def _look_at_patience(self, step: int) -> None:
-        """Nothing came: look after lost tickets now and then, and give up in the end."""
-        assert self._waiting_since is not None, "only called while waiting"
-        now = self._clock()
-        if now - self._waiting_since >= self._idle_timeout_s:
-            raise TrainingError(
-                f"no group arrived for {now - self._waiting_since:.0f} s (learner.idle_timeout_s) and "
-                f"{self._ledger.outstanding} tickets are outstanding; do workers run, and do they reach Redis?"
-            )
-        if now - max(self._waiting_since, self._reconciled_at) >= _RECONCILE_AFTER_S:
-            self.reconcile(step=step)
+    def _drop_what_got_old(self, step: int) -> None:
+        """Steps were made since it came to hand: only where the most urgent groups go first."""
+        for held in self._hand:
+            if self._lag.is_stale(held.header.min_version, held.header.max_version, step):
+                self._end(self._hand.remove(held.header.ticket).header, f"{DROPPED}stale", step=step)
 
-    def _numbers_of_unread(self) -> list[int]:
-        """Tickets whose groups are in the carry and still in the stream."""
-        entries = self._stream.fetch("train", self._unread) if self._unread else []
-        return [entry.number for entry in entries if entry is not None and entry.run_uid == self._run_uid]
+    def _end(self, header: GroupHeader, outcome: str, *, step: int) -> None:
+        self._ledger.resolve(header.ticket, outcome, step=step + 1)
+        self._lengths.count(header, dropped=outcome != TRAINED)
 
-    def _counter_shown_by(self, present: Iterable[int]) -> int:
-        """The ticket counter, when Redis holds tickets or groups that were issued after the checkpoint.
 
-        What was issued since then is still there, but for what Redis has lost; so beyond a gap of more than a window
-        nothing counts. A forged number far up must not make us issue all those below it, and to issue genuine ones
-        that lie beyond a gap once more costs only their work.
-        """
-        counter = self._ledger.issued
-        for number in sorted(number for number in present if counter <= number < self._dispatch.num_tickets):
-            if number - counter > self._dispatch.window:
-                break
-            counter = number + 1
-        return counter
+def _largest_group(config: schema.Config) -> int:
+    """Bytes of a group whose responses are all as long as they may be."""
+    per_sample = 8 * config.sampling.max_tokens + 256  # a token id and a log-prob a token
+    return config.sampling.num_samples * per_sample + 4 * config.data.max_prompt_tokens

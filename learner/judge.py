@@ -27,6 +27,7 @@ class Drop:
     """The ticket ends here."""
 
     reason: str
+    header: GroupHeader | None = None  # where there is a sound one
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +85,8 @@ class Judge:
 
     def _weigh(self, header: GroupHeader, step: int) -> Verdict:
         if header.fingerprint != self.fingerprint:
-            return Drop("wrong_model")
-        if self.lag.is_stale(header.min_version, step):
-            return Drop("stale")
+            return Drop("wrong_model", header)
+        if self.lag.is_stale(header.min_version, header.max_version, step):
+            return Drop("stale", header)
         reason = self.keep(header)
-        return Take(header) if reason is None else Drop(reason)
+        return Take(header) if reason is None else Drop(reason, header)

@@ -10,13 +10,14 @@ Pure bookkeeping: no Redis, no disk, nothing that waits.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from learner.journal import Ending
+from learner.numbering import NumberSet, Retries
+from streamrl.transport.types import START, entry_order
 
 TRAINED = "trained"
 DEAD = "dead"
@@ -32,7 +33,9 @@ class LedgerState:
     exceptions: tuple[tuple[int, int], ...] = ()  # resolved ranges [start, end) above the watermark
     outcomes: Mapping[str, int] = field(default_factory=dict)  # tickets by how they ended
     ignored: Mapping[str, int] = field(default_factory=dict)  # messages that decided no ticket, by reason
-    attempts: Mapping[int, int] = field(default_factory=dict)  # failures reported, of unresolved tickets
+    attempts: Mapping[int, int] = field(default_factory=dict)  # failures so far, of unresolved tickets
+    begins: Mapping[int, int] = field(default_factory=dict)  # step of the weights an unresolved ticket begins with
+    retries: Mapping[int, int] = field(default_factory=dict)  # all there ever were: number -> the dead ticket
 
     @property
     def num_resolved(self) -> int:
@@ -43,18 +46,19 @@ class LedgerState:
 class StreamState:
     """Where a learner stands in the stream; what a checkpoint commits."""
 
-    cursor: str = "0-0"  # id of the last entry read
+    cursor: str = START  # id of the last entry read
     carry: tuple[str, ...] = ()  # ids up to the cursor that are read but not resolved
     ledger: LedgerState = field(default_factory=LedgerState)
     versions: tuple[tuple[int, int], ...] = ()  # (version, its step) as far back as the lag rule looks
+    lengths: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # of what ended (learner.lengths)
     journal: str | None = None  # its newest file
     uncommitted: tuple[Ending, ...] = ()  # what ended since that file; the next one gets it, not the manifest
 
     @property
     def trim_below(self) -> str:
         """The smallest entry id that is still needed: everything below may leave the stream."""
-        milliseconds, sequence = _split(self.cursor)
-        return min((*self.carry, f"{milliseconds}-{sequence + 1}"), key=_split)
+        milliseconds, sequence = entry_order(self.cursor)
+        return min((*self.carry, f"{milliseconds}-{sequence + 1}"), key=entry_order)
 
     def committed(self, journal: str) -> StreamState:
         """The same, once this file of the journal has what ended."""
@@ -69,62 +73,16 @@ class StreamState:
     def from_json(value: Mapping[str, Any]) -> StreamState:
         ledger = dict(value["ledger"])
         ledger["exceptions"] = tuple((start, end) for start, end in ledger["exceptions"])
-        ledger["attempts"] = {int(number): count for number, count in ledger["attempts"].items()}
+        for name in ("attempts", "begins", "retries"):
+            ledger[name] = {int(number): count for number, count in ledger[name].items()}
         return StreamState(
             cursor=value["cursor"],
             carry=tuple(value["carry"]),
             ledger=LedgerState(**ledger),
             versions=tuple((version, step) for version, step in value["versions"]),
+            lengths={int(bound): (ended, dropped) for bound, (ended, dropped) in value["lengths"].items()},
             journal=value["journal"],
         )
-
-
-def _split(entry_id: str) -> tuple[int, int]:
-    milliseconds, _, sequence = entry_id.partition("-")
-    return int(milliseconds), int(sequence)
-
-
-class NumberSet:
-    """A set of numbers from 0 on, kept as disjoint ranges in order."""
-
-    def __init__(self, ranges: tuple[tuple[int, int], ...] = ()) -> None:
-        self._starts = [start for start, _ in ranges]
-        self._ends = [end for _, end in ranges]
-        self._size = sum(end - start for start, end in ranges)
-
-    def __contains__(self, number: int) -> bool:
-        at = bisect_right(self._starts, number) - 1
-        return at >= 0 and number < self._ends[at]
-
-    def __len__(self) -> int:
-        return self._size
-
-    def add(self, number: int) -> None:
-        assert number not in self, f"{number} is in the set already"
-        at = bisect_right(self._starts, number)
-        follows = at > 0 and self._ends[at - 1] == number
-        precedes = at < len(self._starts) and self._starts[at] == number + 1
-        if follows and precedes:
-            self._ends[at - 1] = self._ends.pop(at)
-            self._starts.pop(at)
-        elif follows:
-            self._ends[at - 1] = number + 1
-        elif precedes:
-            self._starts[at] = number
-        else:
-            self._starts.insert(at, number)
-            self._ends.insert(at, number + 1)
-        self._size += 1
-
-    def ranges(self) -> tuple[tuple[int, int], ...]:
-        return tuple(zip(self._starts, self._ends, strict=True))
-
-    def gaps(self, end: int) -> Iterator[int]:
-        """The numbers below `end` that are not in the set, in order."""
-        reached = 0
-        for start, stop in (*self.ranges(), (end, end)):
-            yield from range(reached, min(start, end))
-            reached = stop
 
 
 class Ledger:
@@ -135,7 +93,9 @@ class Ledger:
         self.issued = state.issued  # the next ticket's number
         self.outcomes = Counter(state.outcomes)
         self.ignored = Counter(state.ignored)
+        self.retries = Retries(state.retries)
         self._attempts = dict(state.attempts)
+        self._begins = dict(state.begins)
         self._uncommitted: list[Ending] = []
 
     @property
@@ -159,6 +119,7 @@ class Ledger:
         assert self.is_open(number), f"ticket {number} cannot end as {outcome}: it is not open"
         self._resolved.add(number)
         self._attempts.pop(number, None)
+        self._begins.pop(number, None)
         self.outcomes[outcome] += 1
         self._uncommitted.append(Ending(step, outcome, number))
 
@@ -174,8 +135,15 @@ class Ledger:
     def attempts(self, number: int) -> int:
         return self._attempts.get(number, 0)
 
+    def begin(self, number: int, *, step: int) -> None:
+        """The ticket is asked for; who takes it begins with weights of this step, or younger ones."""
+        self._begins[number] = step
+
+    def begun_at(self, number: int) -> int:
+        return self._begins[number]
+
     def failed(self, number: int) -> int:
-        """Count one reported failure; the number of them so far."""
+        """Count one failure; the number of them so far."""
         assert self.is_open(number), f"ticket {number} cannot fail: it is not open"
         self._attempts[number] = self.attempts(number) + 1
         return self._attempts[number]
@@ -194,4 +162,6 @@ class Ledger:
             outcomes=dict(self.outcomes),
             ignored=dict(self.ignored),
             attempts=dict(self._attempts),
+            begins=dict(self._begins),
+            retries=self.retries.known(),
         )

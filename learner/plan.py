@@ -26,6 +26,17 @@ class Kind(IntEnum):
     STEP = 1
     END = 2  # every ticket of the run is resolved
     STOP = 3  # told to stop, or drained; tickets are left
+    COMMIT = 4  # Redis is short of room, and a checkpoint would make some: make one now
+
+
+class Verdict(IntEnum):
+    """What the rank whose group it is found out about it. Added up over the ranks, of which all but that one say
+    nothing, these are the verdicts on a whole plan."""
+
+    MALFORMED = 0
+    SOUND = 1
+    MISSING = 2  # not in the stream any more
+    STALE = 3  # none of its tokens is young enough to have a loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -198,7 +198,7 @@ class Validation:
 
     def _withdraw(self) -> None:
         """Take back tickets that nobody answered, so that no worker spends time on them."""
-        left = list(self._stream.present_tickets("eval").values())
+        left = [ticket.entry_id for ticket in self._stream.present_tickets("eval")]
         if left:
             self._stream.delete_tickets("eval", left)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from learner.plan import Kind, Plan
 from streamrl.config import schema
 from streamrl.transport.double import LearnerStreamDouble, MemoryServer
 from streamrl.versions import make_version
-from streamrl.wire.group import GroupHeader, encode_group
+from streamrl.wire.group import GroupHeader, decode_header, encode_group
 from streamrl.wire.ticket import Ticket
 from tests.helpers import make_group, make_sample
 
@@ -87,6 +87,7 @@ class FeedWorld:
         self.committed_step = 0
         self.journal: dict[str, tuple[str | None, tuple[Ending, ...]]] = {}  # by file: the one before, and what ended
         self.epoch = 0
+        self.published: dict[int, int] = {}  # step of each version, of all epochs
         self.start()
 
     def start(self) -> None:
@@ -109,17 +110,24 @@ class FeedWorld:
         self.publish()
 
     def publish(self) -> None:
-        self.feed.note_version(make_version(self.epoch, self.num_published), self.step)
+        version = make_version(self.epoch, self.num_published)
+        self.published[version] = self.step
+        self.feed.note_version(version, self.step)
         self.num_published += 1
 
     def plan(self, *, timeout_s: float = 0.0, world_size: int = 1) -> Plan | None:
         return self.feed.plan(step=self.step, world_size=world_size, timeout_s=timeout_s)
 
-    def train(self, plan: Plan, accepted: list[bool] | None = None) -> None:
+    def train(self, plan: Plan, verdicts: Sequence[int] | None = None) -> None:
         """What a step does to the feed."""
-        self.feed.settle(plan, accepted or [True] * len(plan.entries))
+        self.feed.settle(plan, verdicts or [True] * len(plan.entries))
         self.step += 1
         self.publish()
+
+    def lags(self, plan: Plan) -> list[int]:
+        """By how many steps the oldest tokens of each group are behind."""
+        entries = self.stream.fetch("train", [entry.entry_id for entry in plan.entries])
+        return [self.step - self.published[decode_header(e.header).min_version] for e in entries if e is not None]
 
     def commit(self, *, told: bool = True) -> None:
         """A checkpoint; unless the feed is told, it goes on as if it were not there."""
@@ -170,11 +178,15 @@ class FeedWorld:
         trained: list[int] = []
         for _ in range(max_rounds):
             plan = self.plan(timeout_s=200.0)
-            if plan is not None and plan.kind is Kind.END:
-                return trained
-            if plan is not None:
-                trained += [entry.ticket for entry in plan.entries]
-                self.train(plan)
+            match plan.kind if plan else Kind.IDLE:
+                case Kind.END:
+                    return trained
+                case Kind.COMMIT:
+                    self.commit()
+                case Kind.STEP:
+                    trained += planned(plan)
+                    assert plan is not None
+                    self.train(plan)
             self.answer_all()
         raise AssertionError(f"no end after {max_rounds} rounds; {self.feed.metrics()}")
 

@@ -27,6 +27,8 @@ class Redis(Section):
     connect_timeout_s: PositiveFloat = 5.0
     reply_timeout_s: PositiveFloat = 15.0  # a reply that takes longer counts as a lost connection
     give_up_after_s: PositiveFloat = 120.0  # without a connection for so long, the part ends with an error
+    # Of groups delivered and not yet committed, and of those under way: no more tickets go out beyond it.
+    max_backlog_bytes: Positive = 2_000_000_000
 
 
 class Lora(Section):
@@ -149,8 +151,10 @@ class Training(Section):
 
 class Lag(Section):
     max_steps: NonNegative = 4  # tickets in flight are bounded by (max_steps + 1) x groups_per_step; 0: on-policy
-    stale: Literal["keep", "drop"] = "keep"  # a group with tokens older than the limit
+    # Tokens older than that: trained all the same | no loss | no step before they are in | the whole group dropped
+    stale: Literal["keep", "mask", "wait", "drop"] = "keep"
     hard_limit_steps: Positive = 64  # keep: nothing older than this is trained
+    wait_s: PositiveFloat = 300.0  # wait: a step waits at most so long; what comes later is dropped
 
 
 class Weights(Section):

@@ -14,6 +14,7 @@ from pathlib import Path
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
+_CHATTY = ("httpx", "httpcore")  # a line for every request: hundreds a second in a worker
 # Messages may carry what a model or a stranger wrote; a terminal would obey its control characters.
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -37,6 +38,8 @@ def configure_logging(part: str, file: Path | None, level: str = "INFO", *, quie
     for handler in handlers:
         root.addHandler(handler)
     root.setLevel(level)
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
     logging.captureWarnings(True)
     structlog.configure(
         processors=[

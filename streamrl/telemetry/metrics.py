@@ -2,7 +2,8 @@
 
 A step's record is a flat map from these names to finite numbers. Rewards of a source are
 `train_rollouts/rewards/<source>`, drops by reason `stream/dropped/<reason>`, messages that decided no ticket
-`stream/ignored/<reason>`.
+`stream/ignored/<reason>`. Drops by the longest response of the group, up to so many tokens and beyond the next smaller
+number: `stream/dropped_by_length/<tokens>` counts them, `stream/drop_rate_by_length/<tokens>` is their share.
 """
 
 from __future__ import annotations
@@ -45,12 +46,16 @@ METRICS: Mapping[str, str] = {
     "lag/max": "the same: largest",
     "lag/in_flight": "mean steps that passed while a sample was generated",
     "lag/in_queue": "mean steps that passed between the last token and training",
+    "lag/masked_tokens": "tokens that were too old to get a loss",
     "lag/dead_lineage_tokens": "tokens made by versions of an abandoned lineage",
     "stream/issued": "tickets issued since the start of the run",
     "stream/outstanding": "tickets issued and not yet resolved",
     "stream/groups_trained": "groups trained since the start of the run",
     "stream/groups_dropped": "groups dropped for any reason since the start of the run",
     "stream/dead": "tickets given up after too many failures",
+    "stream/retries": "tickets issued to repeat a dead one",
+    "stream/backlog_bytes": "bytes of groups in Redis, and about to be there for the tickets under way",
+    "stream/straggler_wait_s": "seconds that full batches waited for old tickets, since the learner began",
     "timers/rollout": "seconds the learner waited for groups",
     "timers/generate": "mean seconds a group took to generate",
     "timers/reward": "mean seconds a group waited for rewards",
@@ -68,7 +73,14 @@ METRICS: Mapping[str, str] = {
     "weights/changed_fraction": "share of elements that changed",
 }
 
-_FAMILIES = ("train_rollouts/rewards/", "val_rollouts/rewards/", "stream/dropped/", "stream/ignored/")
+_FAMILIES = (
+    "train_rollouts/rewards/",
+    "val_rollouts/rewards/",
+    "stream/dropped/",
+    "stream/dropped_by_length/",
+    "stream/drop_rate_by_length/",
+    "stream/ignored/",
+)
 
 
 def is_metric(name: str) -> bool:

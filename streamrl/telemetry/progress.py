@@ -31,6 +31,7 @@ class Wait(StrEnum):
     PEERS = "peers"  # the other ranks
     TICKETS = "tickets"  # a worker without work
     GROUPS = "groups"  # the learner without rollouts
+    STRAGGLERS = "stragglers"  # old tickets, before a step would make their groups too old
     WEIGHTS = "weights"  # a version that is needed before going on
     ENGINE = "engine"  # the engine to start or to answer
     REWARDS = "rewards"  # reward sources to answer

@@ -7,17 +7,12 @@ write, before or after it took effect: a lost command, or a lost reply.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from streamrl.errors import Fenced
-from streamrl.transport.types import START, Control, Entry
+from streamrl.transport.types import START, Control, Entry, PresentGroup, PresentTicket, entry_order
 from streamrl.wire.ticket import Purpose, Ticket
-
-
-def _key(entry_id: str) -> tuple[int, int]:
-    milliseconds, _, sequence = entry_id.partition("-")
-    return int(milliseconds), int(sequence)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,7 +21,11 @@ class MemoryServer:
 
     tickets: dict[Purpose, dict[str, Ticket]] = field(default_factory=lambda: {"train": {}, "eval": {}})
     groups: dict[Purpose, dict[str, Entry]] = field(default_factory=lambda: {"train": {}, "eval": {}})
-    dead: list[tuple[Ticket, str]] = field(default_factory=list)
+    rotten: set[str] = field(default_factory=set)  # ids of tickets that nobody can read
+    dead: list[tuple[Ticket, str]] = field(default_factory=list)  # the letters
+    buried: set[int] = field(default_factory=set)  # numbers of tickets that ever had a letter
+    retry_requests: set[int] = field(default_factory=set)
+    retried: dict[int, int] = field(default_factory=dict)
     epoch: int = 0
     control: Control = "run"
     disturbed: bool = False
@@ -54,11 +53,18 @@ class MemoryServer:
         self.groups[purpose][entry_id] = Entry(id=entry_id, number=number, run_uid=run_uid, header=header, body=body)
         return entry_id
 
+    def ask_for_retry(self, number: int) -> None:
+        """As the operator's script: only a ticket whose letter is there."""
+        if any(ticket.number == number for ticket, _ in self.dead):
+            self.retry_requests.add(number)
+
     def flush(self) -> None:
         """Everything is gone, as after FLUSHALL."""
         for streams in (self.tickets, self.groups):
             for purpose in streams:
                 streams[purpose].clear()
+        for gone in (self.rotten, self.dead, self.buried, self.retry_requests, self.retried):
+            gone.clear()
         self.disturbed = True
 
 
@@ -72,9 +78,10 @@ class LearnerStreamDouble:
     def disturbed(self) -> bool:
         return self._server.disturbed
 
-    def restore(self, *, cursor: str) -> None:
+    def restore(self, *, cursor: str, retried: Mapping[int, int] | None = None) -> None:
         def effect() -> None:
-            self._server.last_id = max(self._server.last_id, _key(cursor)[0])
+            self._server.last_id = max(self._server.last_id, entry_order(cursor)[0])
+            self._server.retried.update(retried or {})
             self._server.disturbed = False
 
         self._write("restore", effect)
@@ -86,8 +93,19 @@ class LearnerStreamDouble:
         def effect() -> None:
             for ticket in tickets:
                 self._server.tickets[ticket.purpose][self._server.next_id()] = ticket
+                if ticket.purpose == "train":
+                    self._note_retry(ticket.number, ticket.retry_of)
 
         self._write("issue", effect)
+
+    def _note_retry(self, number: int, repeats: int | None) -> None:
+        server = self._server
+        server.retried.pop(number, None)
+        if repeats is not None:
+            server.retried[number] = repeats
+            if repeats in server.retry_requests:
+                server.retry_requests.remove(repeats)
+                server.dead = [(ticket, error) for ticket, error in server.dead if ticket.number != repeats]
 
     def read(self, purpose: Purpose, *, after: str, count: int, block_ms: int) -> list[Entry]:
         found = self._after(purpose, after)[:count]
@@ -99,11 +117,23 @@ class LearnerStreamDouble:
     def fetch(self, purpose: Purpose, ids: Sequence[str]) -> list[Entry | None]:
         return [self._server.groups[purpose].get(entry_id) for entry_id in ids]
 
-    def present_tickets(self, purpose: Purpose) -> dict[int, str]:
-        return {ticket.number: entry_id for entry_id, ticket in self._server.tickets[purpose].items()}
+    def present_tickets(self, purpose: Purpose) -> list[PresentTicket]:
+        return [
+            PresentTicket(entry_id=entry_id, number=ticket.number, sound=entry_id not in self._server.rotten)
+            for entry_id, ticket in self._server.tickets[purpose].items()
+        ]
 
-    def present_groups(self, purpose: Purpose, *, after: str) -> list[tuple[str, int]]:
-        return [(entry.id, entry.number) for entry in self._after(purpose, after)]
+    def present_groups(self, purpose: Purpose, *, after: str) -> list[PresentGroup]:
+        return [
+            PresentGroup(entry_id=e.id, number=e.number, num_bytes=len(e.header) + len(e.body))
+            for e in self._after(purpose, after)
+        ]
+
+    def retry_requests(self) -> list[int]:
+        return sorted(self._server.retry_requests)
+
+    def retried(self) -> Mapping[int, int]:
+        return dict(self._server.retried)
 
     def delete_tickets(self, purpose: Purpose, entry_ids: Sequence[str]) -> None:
         def effect() -> None:
@@ -113,21 +143,31 @@ class LearnerStreamDouble:
         self._write("delete_tickets", effect)
 
     def dead(self, ticket: Ticket, *, error: str) -> None:
-        self._write("dead", lambda: self._server.dead.append((ticket, error)))
+        def effect() -> None:
+            if ticket.number not in self._server.buried:
+                self._server.dead.append((ticket, error))
+            self._server.buried.add(ticket.number)
+
+        self._write("dead", effect)
 
     def trim_eval(self, *, below: str) -> None:
         self._write("trim_eval", lambda: self._trim("eval", below))
 
-    def commit(self, *, step: int, cursor: str, trim_below: str) -> None:
-        self._write("commit", lambda: self._trim("train", trim_below))
+    def commit(self, *, step: int, cursor: str, trim_below: str, ended: Sequence[str] = ()) -> None:
+        def effect() -> None:
+            self._trim("train", trim_below)
+            for entry_id in ended:
+                self._server.groups["train"].pop(entry_id, None)
+
+        self._write("commit", effect)
 
     def _trim(self, purpose: Purpose, below: str) -> None:
         groups = self._server.groups[purpose]
-        self._server.groups[purpose] = {i: entry for i, entry in groups.items() if _key(i) >= _key(below)}
+        self._server.groups[purpose] = {i: e for i, e in groups.items() if entry_order(i) >= entry_order(below)}
 
     def _after(self, purpose: Purpose, after: str) -> list[Entry]:
         entries = self._server.groups[purpose].values()
-        return [entry for entry in entries if _key(entry.id) > _key(after or START)]
+        return [entry for entry in entries if entry_order(entry.id) > entry_order(after or START)]
 
     def _write(self, name: str, effect: Callable[[], object]) -> None:
         if self._server.epoch > self._epoch:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from streamrl.wire.ticket import Purpose
 
 WORKERS = "workers"  # the consumer group of the ticket streams
+LONGEST_EVENTS = 10_000  # about so many lines of the journal are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,8 @@ class Keys:
 
     @property
     def meta(self) -> str:
-        """Hash: uid, epoch, config (JSON), fingerprint, state, created_at, cursor, step."""
+        """Hash: uid, epoch, config (JSON), fingerprint, state, created_at, cursor, step; issued: the highest
+        number of a training ticket that this epoch has issued, plus one, for the audit."""
         return f"{self.prefix}meta"
 
     @property
@@ -57,6 +59,16 @@ class Keys:
     def dead(self) -> str:
         """Stream: tickets given up after too many failures. Fields p, n, u, b, error, at."""
         return f"{self.prefix}dead"
+
+    @property
+    def retry_requests(self) -> str:
+        """Hash: number of a dead ticket that the learner shall issue anew -> the id of its letter."""
+        return f"{self.prefix}retry-requests"
+
+    @property
+    def retried(self) -> str:
+        """Hash: number of a ticket that repeats a dead one -> the dead one's; written with the ticket itself."""
+        return f"{self.prefix}retried"
 
     @property
     def counters(self) -> str:

@@ -18,13 +18,23 @@ from typing import Any, TypeVar
 import redis
 import structlog
 
-from streamrl.errors import Fenced, RunGone, TransportError
+from streamrl.errors import Fenced, RunGone, TransportError, WireError
 from streamrl.transport.connection import bounded_block_ms
-from streamrl.transport.keys import Keys
+from streamrl.transport.keys import LONGEST_EVENTS, Keys
 from streamrl.transport.scripts import for_learner as scripts
 from streamrl.transport.scripts.call import Argument, run
 from streamrl.transport.tenure import Tenure
-from streamrl.transport.types import START, Announcement, Control, Entry, RunState, to_control
+from streamrl.transport.types import (
+    START,
+    Announcement,
+    Control,
+    Entry,
+    PresentGroup,
+    PresentTicket,
+    RunState,
+    read_ticket,
+    to_control,
+)
 from streamrl.versions import epoch_of, show
 from streamrl.wire.ticket import PURPOSES, Purpose, Ticket, encode_ticket
 
@@ -34,7 +44,6 @@ _TICKETS_A_CALL = 256
 _IDS_A_CALL = 1000  # Lua's stack ends at some thousands of arguments
 _ENTRIES_A_PAGE = 100  # the server reads whole groups to tell their numbers
 _LONGEST_METRICS = 20_000
-_LONGEST_EVENTS = 10_000
 _TELEMETRY_PATIENCE_S = 2.0
 
 
@@ -83,15 +92,17 @@ class LearnerStream:
         """Redis was away, replaced or emptied since the last `restore`: what is in it may be older than we think."""
         return self._tenure.disturbed
 
-    def restore(self, *, cursor: str, eval_cursor: str = START) -> None:
-        """First act after `claim` and of every reconcile: streams exist, and new groups land beyond the cursors."""
+    def restore(self, *, cursor: str, retried: Mapping[int, int] | None = None, eval_cursor: str = START) -> None:
+        """First act after `claim` and of every reconcile: streams exist, new groups land beyond the cursors, and of
+        tickets that repeat a dead one (by number) Redis knows which."""
         self._tenure.disturbed = False
-        call = scripts.restore(self._keys, self._fence, cursor=cursor, eval_cursor=eval_cursor)
+        call = scripts.restore(self._keys, self._fence, cursor=cursor, eval_cursor=eval_cursor, retried=retried or {})
         self._tenure.write("restore the streams", call)
 
     def issue(self, tickets: Sequence[Ticket]) -> None:
+        """A ticket with `retry_of` answers the request for it."""
         for purpose in PURPOSES:
-            encoded = [(t.number, encode_ticket(t)) for t in tickets if t.purpose == purpose]
+            encoded = [(t.number, encode_ticket(t), t.retry_of) for t in tickets if t.purpose == purpose]
             for chunk in _chunks(encoded, _TICKETS_A_CALL):
                 call = scripts.issue(self._keys, self._fence, purpose, token=uuid.uuid4().hex, tickets=chunk)
                 self._tenure.write("issue tickets", call)
@@ -118,23 +129,34 @@ class LearnerStream:
         found = self._tenure.ask("fetch groups", fetch_all)
         return [_to_entry(*entries[0]) if entries else None for entries in found]
 
-    def commit(self, *, step: int, cursor: str, trim_below: str) -> None:
-        """After the checkpoint's rename: groups before `trim_below` are no longer needed by anybody."""
-        call = scripts.commit(self._keys, self._fence, step=step, cursor=cursor, trim_below=trim_below)
+    def commit(self, *, step: int, cursor: str, trim_below: str, ended: Sequence[str] = ()) -> None:
+        """After the checkpoint's rename: groups before `trim_below`, and the `ended` ones beyond it, are no longer
+        needed by anybody."""
+        call = scripts.commit(self._keys, self._fence, step=step, cursor=cursor, trim_below=trim_below, ended=ended)
         self._tenure.write("commit a step", call)
 
     def trim_eval(self, *, below: str) -> None:
         """Evaluation is outside the audit: its groups go when validation has read them."""
         self._tenure.write("trim evaluation groups", scripts.trim_eval(self._keys, self._fence, below=below))
 
-    def present_tickets(self, purpose: Purpose) -> dict[int, str]:
-        """Ticket number -> entry id of all that wait or are leased. Scan these before the groups: a delivery moves a
-        ticket from here to there, never back."""
-        return {number: entry_id for entry_id, number in self._numbers(self._keys.tickets(purpose), START)}
+    def present_tickets(self, purpose: Purpose) -> list[PresentTicket]:
+        """All that wait or are leased, and whatever else lies among them. Scan these before the groups: a delivery
+        moves a ticket from here to there, never back."""
+        stream, found, last = self._keys.tickets(purpose), list[PresentTicket](), START
+        while page := self._tenure.ask("list tickets", partial(self._page, stream, after=last)):
+            found += [self._to_present(purpose, *entry) for entry in page]
+            last = found[-1].entry_id
+        return found
 
-    def present_groups(self, purpose: Purpose, *, after: str) -> list[tuple[str, int]]:
-        """(entry id, ticket number) of all groups beyond `after`."""
-        return list(self._numbers(self._keys.groups(purpose), after))
+    def present_groups(self, purpose: Purpose, *, after: str) -> list[PresentGroup]:
+        """All groups beyond `after`, without their bodies."""
+        stream, found, last = self._keys.groups(purpose), list[PresentGroup](), after
+        while last:
+            call = scripts.numbers(stream, self._fence.run_uid, after=last, count=_ENTRIES_A_PAGE)
+            reached, page = self._tenure.ask("list groups", partial(run, self._client, call))
+            last = reached.decode() if reached else ""
+            found += [PresentGroup(entry_id=i.decode(), number=_to_number(n), num_bytes=size) for i, n, size in page]
+        return found
 
     def delete_tickets(self, purpose: Purpose, entry_ids: Sequence[str]) -> None:
         for chunk in _chunks(entry_ids, _IDS_A_CALL):
@@ -155,6 +177,17 @@ class LearnerStream:
         call = scripts.append(self._keys, self._fence, self._keys.dead, once=once, longest=0, fields=fields)
         self._tenure.write("dead-letter a ticket", call)
 
+    def retry_requests(self) -> list[int]:
+        """Dead tickets that the operator wants repeated; `issue` with `retry_of` answers such a request."""
+        found: Any = self._tenure.ask("read the requests", lambda: self._client.hkeys(self._keys.retry_requests))
+        return sorted(number for text in found if (number := _to_number(text)) >= 0)
+
+    def retried(self) -> dict[int, int]:
+        """By the number of a ticket that repeats a dead one, the dead one's."""
+        found: Any = self._tenure.ask("read the retries", lambda: self._client.hgetall(self._keys.retried))
+        pairs = ((_to_number(number), _to_number(dead)) for number, dead in found.items())
+        return {number: dead for number, dead in pairs if 0 <= dead < number}
+
     # Weights and telemetry
 
     def announce(self, announcement: Announcement, *, keep: Sequence[int]) -> None:
@@ -171,7 +204,7 @@ class LearnerStream:
 
     def event(self, kind: str, **detail: str | int | float) -> None:
         """One line of the journal."""
-        self._tell("note an event", self._keys.events, _LONGEST_EVENTS, ("kind", kind), ("detail", detail))
+        self._tell("note an event", self._keys.events, LONGEST_EVENTS, ("kind", kind), ("detail", detail))
 
     def _tell(self, what: str, stream: str, longest: int, *fields: tuple[str, str | int | Mapping[str, Any]]) -> None:
         """Telemetry is worth a short wait, and never the run."""
@@ -186,13 +219,20 @@ class LearnerStream:
         except TransportError as error:
             structlog.get_logger().warning("telemetry_lost", what=what, error=str(error))
 
-    def _numbers(self, stream: str, after: str) -> Iterator[tuple[str, int]]:
-        last: str | None = after
-        while last is not None:
-            call = scripts.numbers(stream, self._fence.run_uid, after=last, count=_ENTRIES_A_PAGE)
-            reached, found = self._tenure.ask("list a stream", partial(run, self._client, call))
-            yield from ((entry_id.decode(), number) for entry_id, n in found if (number := _to_number(n)) >= 0)
-            last = reached.decode() if reached else None
+    def _page(self, stream: str, *, after: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        entries: Any = self._client.xrange(stream, min=f"({after}", count=_ENTRIES_A_PAGE)
+        return list(entries)
+
+    def _to_present(self, purpose: Purpose, entry_id: bytes, fields: Mapping[bytes, bytes]) -> PresentTicket:
+        number, uid = fields.get(b"n", b""), fields.get(b"u", b"")
+        ours = uid == self._fence.run_uid.encode()
+        try:
+            read_ticket(fields.get(b"b", b""), purpose=purpose, number=number, uid=uid)
+        except WireError:
+            sound = False
+        else:
+            sound = ours
+        return PresentTicket(entry_id=entry_id.decode(), number=_to_number(number) if ours else -1, sound=sound)
 
 
 def _chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

@@ -1,24 +1,83 @@
-"""What an operator may do to a run from outside: say how it shall go on, or remove it."""
+"""What an operator may do to a run from outside: say how it shall go on and hear who follows, or remove it.
+
+The word lies in Redis and stays until another is said or the learner that obeyed it ends the run, so parts that join
+later, or come back, follow it too. Each part shows in its reports which word it follows; that is the acknowledgement.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
 import redis
 
+from streamrl.telemetry.progress import Report
 from streamrl.transport.connection import Attempts, repeat
 from streamrl.transport.keys import Keys
 from streamrl.transport.scripts import for_operators as scripts
 from streamrl.transport.scripts.call import run
-from streamrl.transport.types import Control
+from streamrl.transport.snapshot import snapshot
+from streamrl.transport.types import Control, RunState
 
 _PATIENCE_S = 10.0
 _TOMBSTONE_S = 86_400
 _KEYS_A_CALL = 500
+_LOOK_EVERY_S = 0.2
+_ALIVE_S = 15.0  # a part that has not reported for so long is not waited for
+_LEADER = "learner/0"  # the rank that hears the operator for all
 
 
-def set_control(client: redis.Redis, keys: Keys, mode: Control) -> None:
-    """All parts follow: run, pause (no new tickets), drain (finish what is out, then stop) or stop."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Obedience:
+    state: RunState | None  # of the run; None: it is gone
+    obeying: tuple[str, ...]  # parts that follow the word
+    waiting_for: Mapping[str, str]  # parts that do not yet, and what they do instead
+
+    @property
+    def complete(self) -> bool:
+        return not self.waiting_for
+
+
+def set_control(client: redis.Redis, keys: Keys, mode: Control, *, by: str = "launcher") -> bool:
+    """All parts follow: run, pause (no new tickets), drain (finish what is out, then stop) or stop. False: that was
+    the word already. A change is noted in the journal."""
+    call = scripts.set_control(keys, mode, by=by, now=time.time())
     attempts = Attempts(client, "set the control word", give_up_after_s=_PATIENCE_S)
-    repeat(lambda: client.hset(keys.control, "mode", mode), attempts=attempts)
+    return bool(repeat(lambda: run(client, call), attempts=attempts))
+
+
+def await_obedience(client: redis.Redis, keys: Keys, mode: Control, *, timeout_s: float) -> Obedience:
+    """Until everybody concerned follows the word, or time is up: the learner, and of a pause and its end the workers
+    that are there. A run that has ended has stopped and drained."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := _look(client, keys, mode)).complete and time.monotonic() < deadline:
+        time.sleep(_LOOK_EVERY_S)
+    return found
+
+
+def _look(client: redis.Redis, keys: Keys, mode: Control) -> Obedience:
+    now = snapshot(client, keys)
+    state = now.run.state if now.run else None
+    if state != "running":
+        return Obedience(state=state, obeying=(), waiting_for={})
+    concerned = list(_concerned(now.reports, mode, at=now.at))
+    waiting_for = {r.part: _activity(r) for r in concerned if r.detail.get("control") != mode}
+    if not any(report.part == _LEADER for report in concerned):
+        waiting_for[_LEADER] = "is not there"
+    obeying = tuple(report.part for report in concerned if report.part not in waiting_for)
+    return Obedience(state=state, obeying=obeying, waiting_for=waiting_for)
+
+
+def _concerned(reports: tuple[Report, ...], mode: Control, *, at: float) -> Iterator[Report]:
+    for report in reports:
+        works = report.role == "worker" and mode in ("run", "pause")
+        if at - report.at < _ALIVE_S and (works or report.part == _LEADER):
+            yield report
+
+
+def _activity(report: Report) -> str:
+    return f"waits for {report.doing}" if report.state == "waiting" else f"is busy: {report.doing}"
 
 
 def remove_run(client: redis.Redis, keys: Keys) -> bool:

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from streamrl.transport.types import Control, Entry
+from streamrl.transport.types import Control, Entry, PresentGroup, PresentTicket
 from streamrl.wire.ticket import Purpose, Ticket
 
 
@@ -20,13 +20,16 @@ class GroupStream(Protocol):
         """The server was away, replaced or emptied since the last `restore`: something may be missing."""
         ...
 
-    def restore(self, *, cursor: str) -> None:
-        """Make the streams exist, and let no new group land at or behind the cursor."""
+    def restore(self, *, cursor: str, retried: Mapping[int, int] | None = None) -> None:
+        """Make the streams exist, let no new group land at or behind the cursor, and note which tickets repeat which
+        dead ones."""
         ...
 
     def control(self) -> Control: ...
 
-    def issue(self, tickets: Sequence[Ticket]) -> None: ...
+    def issue(self, tickets: Sequence[Ticket]) -> None:
+        """A ticket with `retry_of` also ends the request for it, and is noted among the retried: all in one step."""
+        ...
 
     def read(self, purpose: Purpose, *, after: str, count: int, block_ms: int) -> list[Entry]:
         """Groups after this id in the stream's order; waits for the first one at most so long, 0: not at all."""
@@ -34,22 +37,31 @@ class GroupStream(Protocol):
 
     def fetch(self, purpose: Purpose, ids: Sequence[str]) -> list[Entry | None]: ...
 
-    def commit(self, *, step: int, cursor: str, trim_below: str) -> None:
-        """The checkpoint of this step is there: remove training groups with ids smaller than `trim_below`."""
+    def commit(self, *, step: int, cursor: str, trim_below: str, ended: Sequence[str] = ()) -> None:
+        """The checkpoint of this step is there: remove training groups with ids smaller than `trim_below`, and those
+        that have ended among the others."""
         ...
 
-    def present_tickets(self, purpose: Purpose) -> dict[int, str]:
-        """Entry id by ticket number, of all tickets that nobody has delivered."""
+    def present_tickets(self, purpose: Purpose) -> list[PresentTicket]:
+        """What nobody has delivered, in the stream's order."""
         ...
 
-    def present_groups(self, purpose: Purpose, *, after: str) -> list[tuple[str, int]]:
-        """(entry id, ticket number) of the groups after this id."""
+    def present_groups(self, purpose: Purpose, *, after: str) -> list[PresentGroup]:
+        """The groups after this id."""
         ...
 
     def delete_tickets(self, purpose: Purpose, entry_ids: Sequence[str]) -> None: ...
 
     def dead(self, ticket: Ticket, *, error: str) -> None:
         """Put the ticket among the dead letters."""
+        ...
+
+    def retry_requests(self) -> list[int]:
+        """Dead tickets that the operator wants repeated."""
+        ...
+
+    def retried(self) -> Mapping[int, int]:
+        """By the number of a ticket that repeats a dead one, the dead one's, as far as the server knows."""
         ...
 
     def trim_eval(self, *, below: str) -> None:

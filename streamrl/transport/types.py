@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from streamrl.wire.ticket import Purpose, Ticket
+from streamrl.errors import WireError
+from streamrl.wire.ticket import Purpose, Ticket, decode_ticket
 
 RunState = Literal["running", "finished", "stopped", "failed"]
 RUN_STATES: tuple[RunState, ...] = ("running", "finished", "stopped", "failed")
@@ -14,6 +15,20 @@ Control = Literal["run", "pause", "drain", "stop"]
 CONTROLS: tuple[Control, ...] = ("run", "pause", "drain", "stop")
 T = TypeVar("T", bound=str)
 START = "0-0"  # the cursor before the first entry of a stream
+
+
+def entry_order(entry_id: str) -> tuple[int, int]:
+    """Entry ids compare by this: milliseconds, sequence."""
+    milliseconds, _, sequence = entry_id.partition("-")
+    return int(milliseconds), int(sequence)
+
+
+def read_ticket(body: bytes, *, purpose: Purpose, number: bytes, uid: bytes) -> Ticket:
+    """The ticket, if it is what its entry says; else WireError. Delivering compares the entry's own fields."""
+    ticket = decode_ticket(body)
+    if (ticket.purpose, str(ticket.number).encode(), ticket.run_uid.encode()) != (purpose, number, uid):
+        raise WireError("the ticket and its entry do not agree on number, purpose or run")
+    return ticket
 
 
 def one_of(choices: tuple[T, ...], text: str, otherwise: T) -> T:
@@ -60,6 +75,24 @@ class Entry:
     run_uid: str
     header: bytes
     body: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PresentTicket:
+    """An entry among the tickets, leased or not."""
+
+    entry_id: str
+    number: int  # -1: of no ticket of this run
+    sound: bool  # it can be read, and says what its entry says; a worker can take it up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PresentGroup:
+    """An entry among the groups."""
+
+    entry_id: str
+    number: int  # of the ticket; -1: of none of this run
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,8 @@ from streamrl.transport.connection import Attempts, bounded_block_ms, repeat_asy
 from streamrl.transport.keys import WORKERS, Keys
 from streamrl.transport.scripts import for_worker as scripts
 from streamrl.transport.scripts.call import Call, run_async
-from streamrl.transport.types import Announcement, Control, Leased, RunInfo, to_control
-from streamrl.wire.ticket import Purpose, Ticket, decode_ticket
+from streamrl.transport.types import Announcement, Control, Leased, RunInfo, read_ticket, to_control
+from streamrl.wire.ticket import Purpose
 
 T = TypeVar("T")
 
@@ -187,9 +187,10 @@ class WorkerStream:
                 self._recover = True  # the rest stays pending, and comes next time
                 break
             try:
-                ticket = _read_ticket(body, purpose=purpose, number=number, uid=uid)
+                ticket = read_ticket(body, purpose=purpose, number=number, uid=uid)
             except WireError as error:
-                # Left pending: a worker of another version may know how to read it, and the learner misses it.
+                # Left pending: a worker of another version may know how to read it, and the learner looks through
+                # the tickets now and then, and issues again what nobody can read.
                 structlog.get_logger().warning("unreadable_ticket", entry=entry_id.decode(), error=str(error))
             else:
                 adopted.append(Leased(entry_id=entry_id.decode(), ticket=ticket, purpose=purpose))
@@ -224,11 +225,3 @@ class WorkerStream:
 
     def _gone(self) -> RunGone:
         return RunGone(f"run {self._keys.name!r} was removed from Redis, or another took its name")
-
-
-def _read_ticket(body: bytes, *, purpose: Purpose, number: bytes, uid: bytes) -> Ticket:
-    """The ticket, if it is what its entry says: delivery compares the entry's own fields."""
-    ticket = decode_ticket(body)
-    if (ticket.purpose, str(ticket.number).encode(), ticket.run_uid.encode()) != (purpose, number, uid):
-        raise WireError("the ticket and its entry do not agree on number, purpose or run")
-    return ticket

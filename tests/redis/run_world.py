@@ -8,7 +8,7 @@ import redis
 import redis.asyncio
 
 from learner.checkpoint import Checkpoint, CheckpointRoot, CheckpointState
-from learner.epochs import CheckpointName, claim_run
+from learner.epochs import CheckpointName, ancestry, claim_run
 from learner.feed import Feed
 from learner.ledger import StreamState
 from learner.plan import Kind, Plan
@@ -61,6 +61,7 @@ class Learner:
     def commit(self, stream: StreamState | None = None) -> Checkpoint:
         checkpoint = self.write_checkpoint(stream or self.feed.state())
         self.feed.committed(checkpoint.state.stream, step=self.step)
+        self.root.prune(ancestry(self.root.root), epoch=self.epoch, keep_last=1, keep_best=0)
         return checkpoint
 
     def write_checkpoint(self, stream: StreamState) -> Checkpoint:

@@ -21,7 +21,7 @@ def packed(leased: Leased) -> tuple[bytes, bytes]:
 
 
 def delivered(learner: LearnerStream) -> list[int]:
-    return [number for _, number in learner.present_groups("train", after=START)]
+    return [group.number for group in learner.present_groups("train", after=START)]
 
 
 async def test_a_group_takes_its_tickets_place(
@@ -34,7 +34,7 @@ async def test_a_group_takes_its_tickets_place(
     [entry] = learner.read("train", after=START, count=10, block_ms=0)
     assert (entry.number, entry.run_uid) == (3, "uid")
     assert decode_body(decode_header(entry.header), entry.body).header.ticket == 3
-    assert learner.present_tickets("train") == {}
+    assert learner.present_tickets("train") == []
     assert client.xpending(keys.tickets("train"), WORKERS)["pending"] == 0
 
 
@@ -110,7 +110,7 @@ async def test_an_entry_id_given_again_to_another_ticket_is_not_delivered_for_it
     assert held.entry_id == lost.entry_id
 
     assert not await old.deliver(lost, *packed(lost))
-    assert learner.present_tickets("train") == {61: held.entry_id}
+    assert [(t.number, t.entry_id) for t in learner.present_tickets("train")] == [(61, held.entry_id)]
     assert await new.deliver(held, *packed(held))
     assert delivered(learner) == [61]
 

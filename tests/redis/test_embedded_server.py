@@ -130,7 +130,7 @@ async def test_a_run_goes_on_after_the_server_was_killed(tmp_path: Path) -> None
                 assert await worker.deliver(second, *encode_group(make_group(second.ticket)))
                 learner.restore(cursor=START)
                 assert not learner.disturbed
-                assert [n for _, n in learner.present_groups("train", after=START)] == [0, 1]
+                assert [group.number for group in learner.present_groups("train", after=START)] == [0, 1]
     finally:
         server.stop()
 
@@ -177,3 +177,12 @@ async def test_a_server_that_would_evict_is_refused(tmp_path: Path) -> None:
             assert server_name(async_client) == server_name(client) == server.url
             with pytest.raises(ResourceError, match="allkeys-lru"):
                 await check_server_async(async_client)
+
+
+def test_a_server_that_may_not_hold_the_backlog_is_refused(tmp_path: Path) -> None:
+    with EmbeddedRedis.start(tmp_path) as server, connect(server.url, SETTINGS) as client:
+        check_server(client, max_backlog_bytes=1 << 40)
+        client.config_set("maxmemory", 100 << 20)
+        check_server(client, max_backlog_bytes=50 << 20)
+        with pytest.raises(ResourceError, match=r"redis\.max_backlog_bytes = 209715200.*104857600 bytes"):
+            check_server(client, max_backlog_bytes=200 << 20)

@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import redis
 
 from learner.feed import Feed
+from learner.fetch import fetch_groups
 from learner.ledger import StreamState
-from learner.plan import Kind
+from learner.plan import Kind, Verdict
 from learner.validation import Validation
 from streamrl.config import schema
 from streamrl.errors import Fenced
-from streamrl.transport.keys import Keys
+from streamrl.transport.keys import WORKERS, Keys
 from streamrl.transport.learner import LearnerStream
 from streamrl.transport.worker import WorkerStream
 from streamrl.versions import make_version
 from streamrl.wire.group import decode_body, decode_header
 from tests.feed_world import MODEL, encode_answer, encode_failure, keep, make_config, make_prompts
+from tests.helpers import make_ticket
 from tests.redis.conftest import UID, MakeLearner
 
 NUM_PROMPTS = 11
 
 
-def make_feed(stream: LearnerStream, *, epoch: int = 1, state: StreamState | None = None) -> Feed:
+def make_feed(
+    stream: LearnerStream,
+    *,
+    epoch: int = 1,
+    state: StreamState | None = None,
+    num_prompts: int = NUM_PROMPTS,
+    **sections: Any,
+) -> Feed:
     feed = Feed(
         stream=stream,
-        prompts=make_prompts(NUM_PROMPTS),
-        config=make_config(training={"groups_per_step": 3}),
+        prompts=make_prompts(num_prompts),
+        config=make_config(training={"groups_per_step": 3}, **sections),
         run_uid=UID,
         fingerprint=MODEL,
         keep=keep,
@@ -36,12 +48,12 @@ def make_feed(stream: LearnerStream, *, epoch: int = 1, state: StreamState | Non
     return feed
 
 
-async def answer_all(worker: WorkerStream, *, failing: int = -1) -> None:
+async def answer_all(worker: WorkerStream, *, failing: int = -1, num_tokens: int = 4) -> None:
     await worker.run_info()
     while leased := await worker.lease(max_tickets=8, block_ms=1):
         for each in leased:
             fails = each.ticket.number == failing
-            header, body = encode_failure(each.ticket) if fails else encode_answer(each.ticket)
+            header, body = encode_failure(each.ticket) if fails else encode_answer(each.ticket, num_tokens=num_tokens)
             assert await worker.deliver(each, header, body)
 
 
@@ -117,6 +129,74 @@ async def test_after_the_server_was_emptied_everything_not_trained_is_asked_for_
     learner.renew()  # notices
     trained = await run_to_end(feed, learner, worker)
     assert sorted(trained + [entry.ticket for entry in first.entries]) == list(range(NUM_PROMPTS))
+
+
+async def test_a_run_stays_within_its_budget_of_bytes_and_frees_them_by_commits(
+    learner: LearnerStream, worker: WorkerStream, client: redis.Redis, keys: Keys
+) -> None:
+    ticket = make_ticket(0, token_ids=np.arange(3, dtype=np.int32))
+    size = sum(len(part) for part in encode_answer(ticket, num_tokens=500))
+    budget = 8 * size
+    feed = make_feed(
+        learner,
+        num_prompts=60,
+        redis={"max_backlog_bytes": budget},
+        lag={"max_steps": 4},
+        sampling={"num_samples": 2, "max_tokens": 512},
+    )
+    most = num_commits = num_trained = 0
+    for _ in range(1000):
+        plan = feed.plan(step=0, world_size=1, timeout_s=0.0)
+        if plan is not None and plan.kind is Kind.END:
+            break
+        if plan is not None and plan.kind is Kind.COMMIT:
+            feed.committed(feed.state(), step=0)
+            num_commits += 1
+        elif plan is not None:
+            feed.settle(plan, [True] * len(plan.entries))
+            num_trained += len(plan.entries)
+        await answer_all(worker, num_tokens=500)
+        entries = client.xrange(keys.groups("train"))
+        most = max(most, sum(len(fields[b"h"]) + len(fields[b"b"]) for _, fields in entries))
+    assert (num_trained, num_commits >= 5) == (60, True)
+    assert size * 3 <= most <= budget
+    feed.committed(feed.state(), step=0)
+    assert client.xlen(keys.groups("train")) == 0
+
+
+async def test_a_ticket_that_no_worker_can_read_is_issued_again_and_leaves_nothing_pending(
+    learner: LearnerStream, worker: WorkerStream, client: redis.Redis, keys: Keys
+) -> None:
+    feed = make_feed(learner)
+    feed.plan(step=0, world_size=1, timeout_s=0.0)
+    stream = keys.tickets("train")
+    [(entry_id, _)] = client.xrange(stream, count=1)
+    client.xdel(stream, entry_id)
+    client.xadd(stream, {"n": "0", "u": UID, "b": b"\xff not a ticket"})
+    client.xadd(stream, {"nonsense": "1"})
+    await worker.run_info()
+    assert 0 not in [each.ticket.number for each in await worker.lease(max_tickets=8, block_ms=1)]
+    feed.reconcile(step=0)
+    assert [(t.number, t.sound) for t in learner.present_tickets("train") if t.number < 1] == [(0, True)]
+    [again] = await worker.lease(max_tickets=8, block_ms=1)
+    assert (again.ticket.number, again.ticket.attempt) == (0, 1)
+    assert client.xpending(stream, WORKERS)["pending"] == client.xlen(stream)
+
+
+async def test_a_group_deleted_after_it_was_planned_is_missing_and_its_ticket_comes_again(
+    learner: LearnerStream, worker: WorkerStream, client: redis.Redis, keys: Keys
+) -> None:
+    feed = make_feed(learner)
+    feed.plan(step=0, world_size=1, timeout_s=0.0)
+    await answer_all(worker)
+    plan = feed.plan(step=0, world_size=1, timeout_s=0.0)
+    assert plan is not None
+    client.xdel(keys.groups("train"), plan.entries[1].entry_id)
+    fetched = fetch_groups(learner, plan, rank=0, vocabulary=1000)
+    verdicts = [Verdict(int(verdict)) for verdict in fetched.verdicts]
+    assert verdicts == [Verdict.SOUND, Verdict.MISSING, Verdict.SOUND]
+    feed.settle(plan, verdicts)
+    assert sorted(await run_to_end(feed, learner, worker)) == [n for n in range(NUM_PROMPTS) if n not in (0, 2)]
 
 
 async def test_a_validation_gets_its_answers_and_leaves_nothing_behind(

@@ -61,12 +61,12 @@ async def test_deliveries_commits_and_announcements_go_through(server: EmbeddedR
         fill(client)
         assert await worker.renew([leased]) == []
         assert await worker.deliver(leased, *encode_group(make_group(leased.ticket)))
-    [(entry_id, number)] = learner.present_groups("train", after=START)
-    assert number == 0
+    [group] = learner.present_groups("train", after=START)
+    assert group.number == 0
     learner.announce(Announcement(version=make_version(1, 0), base=0, step=0, manifest=b"m"), keep=[])
-    learner.commit(step=1, cursor=entry_id, trim_below="9999999999999-0")
+    learner.commit(step=1, cursor=group.entry_id, trim_below="9999999999999-0")
     assert learner.present_groups("train", after=START) == []
-    learner.restore(cursor=entry_id)
+    learner.restore(cursor=group.entry_id)
 
 
 def test_issuing_waits_for_room(client: redis.Redis) -> None:
@@ -80,10 +80,10 @@ def test_issuing_waits_for_room(client: redis.Redis) -> None:
     issuing = threading.Thread(target=learner.issue, args=([make_ticket(0)],))
     issuing.start()
     wait_until(lambda: num_refusals() >= before + 2, description="issuing was refused and repeated")
-    assert learner.present_tickets("train") == {}
+    assert learner.present_tickets("train") == []
     client.config_set("maxmemory", 0)
     issuing.join(timeout=20)
-    assert list(learner.present_tickets("train")) == [0]
+    assert [ticket.number for ticket in learner.present_tickets("train")] == [0]
     assert not learner.disturbed, "a full server has lost nothing"
 
 

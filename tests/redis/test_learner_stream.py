@@ -17,7 +17,7 @@ from streamrl.transport.snapshot import read_records
 from streamrl.transport.types import START, Announcement
 from streamrl.transport.worker import WorkerStream
 from streamrl.versions import make_version
-from streamrl.wire.ticket import decode_ticket
+from streamrl.wire.ticket import Purpose, decode_ticket, encode_ticket
 from tests.helpers import make_ticket, wait_until
 from tests.redis.conftest import MakeLearner
 
@@ -28,14 +28,22 @@ def add_groups(client: redis.Redis, keys: Keys, numbers: range | list[int], *, u
     return [entry_id.decode() for entry_id in added]
 
 
+def asked(learner: LearnerStream, purpose: Purpose = "train") -> list[int]:
+    return [ticket.number for ticket in learner.present_tickets(purpose)]
+
+
+def delivered(learner: LearnerStream, *, after: str = START) -> list[int]:
+    return [group.number for group in learner.present_groups("train", after=after)]
+
+
 def numbers_after(learner: LearnerStream, cursor: str) -> list[int]:
     return [entry.number for entry in learner.read("train", after=cursor, count=1000, block_ms=0)]
 
 
 def test_tickets_lie_in_the_stream_of_their_purpose(learner: LearnerStream) -> None:
     learner.issue([make_ticket(n) for n in range(600)] + [make_ticket(0, purpose="eval")])
-    assert sorted(learner.present_tickets("train")) == list(range(600))
-    assert list(learner.present_tickets("eval")) == [0]
+    assert asked(learner) == list(range(600))
+    assert asked(learner, "eval") == [0]
 
 
 def test_reading_goes_on_after_the_cursor(learner: LearnerStream, client: redis.Redis, keys: Keys) -> None:
@@ -65,7 +73,7 @@ def test_a_malformed_entry_is_read_as_nobodys(learner: LearnerStream, client: re
         client.xadd(stream, fields)
     entries = learner.read("train", after=START, count=10, block_ms=0)
     assert [entry.number for entry in entries] == [-1] * 5
-    assert learner.present_groups("train", after=START) == []
+    assert delivered(learner) == [-1] * 5
 
 
 def test_fetching_keeps_the_order_and_shows_what_is_missing(
@@ -93,11 +101,46 @@ def test_a_commit_trims_exactly_below_the_carry_and_notes_the_cursor(
     ids = add_groups(client, keys, range(300))
     carry, cursor = ids[150], ids[199]
     learner.commit(step=7, cursor=cursor, trim_below=carry)
-    assert [n for _, n in learner.present_groups("train", after=START)] == list(range(150, 300))
+    assert delivered(learner) == list(range(150, 300))
     assert [entry and entry.number for entry in learner.fetch("train", [carry])] == [150]
     assert client.hmget(keys.meta, "step", "cursor") == [b"7", cursor.encode()]
     learner.commit(step=7, cursor=cursor, trim_below=carry)
-    assert len(learner.present_groups("train", after=START)) == 150
+    assert len(delivered(learner)) == 150
+
+
+def test_a_commit_removes_what_has_ended_among_the_carry(
+    learner: LearnerStream, client: redis.Redis, keys: Keys
+) -> None:
+    ids = add_groups(client, keys, range(6))
+    for _ in range(2):
+        learner.commit(step=1, cursor=ids[4], trim_below=ids[1], ended=[ids[2], ids[4], "1-1"])
+        assert delivered(learner) == [1, 3, 5]
+
+
+def test_of_a_ticket_that_repeats_a_dead_one_redis_knows_which(
+    learner: LearnerStream, make_learner: MakeLearner, client: redis.Redis
+) -> None:
+    learner.issue([make_ticket(5, retry_of=2), make_ticket(6), make_ticket(0, purpose="eval")])
+    assert learner.retried() == {5: 2}
+    learner.issue([make_ticket(6, retry_of=3), make_ticket(5)])
+    assert learner.retried() == {6: 3}, "another lineage may use numbers otherwise"
+    client.flushall()
+    learner.restore(cursor=START, retried={6: 3, 9: 6})
+    assert make_learner(epoch=2).retried() == {6: 3, 9: 6}
+
+
+def test_tickets_that_cannot_be_read_or_are_of_another_run_are_told_apart(
+    learner: LearnerStream, client: redis.Redis, keys: Keys
+) -> None:
+    learner.issue([make_ticket(0)])
+    stream = keys.tickets("train")
+    [(_, fields)] = client.xrange(stream)
+    client.xadd(stream, {**fields, "n": "1"})
+    client.xadd(stream, {**fields, "b": b"\xff"})
+    client.xadd(stream, {"n": "2", "u": "another", "b": encode_ticket(make_ticket(2, run_uid="another"))})
+    client.xadd(stream, {"x": "y"})
+    found = [(ticket.number, ticket.sound) for ticket in learner.present_tickets("train")]
+    assert found == [(0, True), (1, False), (0, False), (-1, False), (-1, False)]
 
 
 def test_evaluation_groups_are_trimmed_apart(learner: LearnerStream, client: redis.Redis, keys: Keys) -> None:
@@ -105,17 +148,20 @@ def test_evaluation_groups_are_trimmed_apart(learner: LearnerStream, client: red
     first = client.xadd(keys.groups("eval"), {"n": 0, "u": "uid"})
     second = client.xadd(keys.groups("eval"), {"n": 1, "u": "uid"})
     learner.trim_eval(below=second.decode())
-    assert learner.present_groups("eval", after=START) == [(second.decode(), 1)]
+    assert [(g.entry_id, g.number) for g in learner.present_groups("eval", after=START)] == [(second.decode(), 1)]
     assert first != second
-    assert len(learner.present_groups("train", after=START)) == len(train)
+    assert len(delivered(learner)) == len(train)
 
 
-def test_present_groups_lists_this_runs_beyond_the_cursor(
+def test_present_groups_lists_those_beyond_the_cursor_and_which_are_this_runs(
     learner: LearnerStream, client: redis.Redis, keys: Keys
 ) -> None:
     ids = add_groups(client, keys, range(250))
     add_groups(client, keys, [900], uid="another run")
-    assert learner.present_groups("train", after=ids[9]) == [(ids[n], n) for n in range(10, 250)]
+    found = learner.present_groups("train", after=ids[9])
+    assert [(group.entry_id, group.number) for group in found[:-1]] == [(ids[n], n) for n in range(10, 250)]
+    assert [group.num_bytes for group in found[:2]] == [len(b"h10" + b"b"), len(b"h11" + b"b")]
+    assert found[-1].number == -1
 
 
 async def test_deleted_tickets_leave_nothing_pending(
@@ -124,8 +170,8 @@ async def test_deleted_tickets_leave_nothing_pending(
     learner.issue([make_ticket(n) for n in range(3)])
     await worker.lease(max_tickets=2, block_ms=0)
     present = learner.present_tickets("train")
-    learner.delete_tickets("train", [present[0], present[2]])
-    assert list(learner.present_tickets("train")) == [1]
+    learner.delete_tickets("train", [present[0].entry_id, present[2].entry_id])
+    assert asked(learner) == [1]
     assert client.xpending(keys.tickets("train"), WORKERS)["pending"] == 1
     learner.delete_tickets("eval", [])
 
@@ -155,7 +201,7 @@ def test_restoring_changes_nothing_that_is_there(learner: LearnerStream, client:
     ids = add_groups(client, keys, range(3))
     learner.restore(cursor=ids[1])
     assert numbers_after(learner, START) == [0, 1, 2]
-    assert list(learner.present_tickets("train")) == [0]
+    assert asked(learner) == [0]
 
 
 async def test_restoring_forgets_idle_consumers_but_never_one_with_leases(

@@ -125,7 +125,7 @@ async def test_a_delivery_whose_reply_is_lost_is_known_as_our_own(
     proxy.drop_reply_to(SCRIPT, times=2)
     assert await worker.deliver(second, *encode_group(make_group(second.ticket)))
     assert proxy.num_dropped == 2
-    assert [n for _, n in learner.present_groups("train", after=START)] == [0, 1]
+    assert [group.number for group in learner.present_groups("train", after=START)] == [0, 1]
     assert lossy.hget(keys.counters, "duplicates:train") is None
     # What somebody else delivered stays not ours, also when asked twice.
     other = WorkerStream(worker._client, keys, worker="other", lease_s=60.0)
@@ -174,4 +174,4 @@ def test_connections_that_ended_while_nobody_spoke_are_made_again(
 ) -> None:
     proxy.break_connections()
     learner.issue([make_ticket(0)])
-    assert list(learner.present_tickets("train")) == [0]
+    assert [ticket.number for ticket in learner.present_tickets("train")] == [0]

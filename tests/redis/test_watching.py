@@ -142,6 +142,7 @@ async def test_a_snapshot_tells_everything_at_once(
     assert [(event.kind, event.detail) for event in seen.events] == [
         ("started", {"ranks": 2}),
         ("published", {"version": "1.4"}),
+        ("control", {"mode": "pause", "by": "launcher"}),
     ]
     assert seen.counters == {"issued": 6, "delivered:train": 1}
     assert seen.used_memory_bytes > 0

@@ -29,29 +29,29 @@ def published(lag: LagRule, steps: range, *, epoch: int = 1) -> LagRule:
 )
 def test_a_group_is_stale_past_the_limit_of_the_setting(settings: dict[str, Any], limit: int) -> None:
     lag = published(rule(**settings), range(21))
-    stale = [step for step in range(21) if lag.is_stale(make_version(1, step), 20)]
+    stale = [step for step in range(21) if lag.is_stale(make_version(1, step), make_version(1, step), 20)]
     assert stale == list(range(20 - limit))
 
 
 def test_a_version_of_an_abandoned_lineage_is_not_punished() -> None:
     lag = LagRule(schema.Lag(max_steps=2, stale="drop"), known=[(make_version(1, 7), 7)])
     lag.note(make_version(2, 0), 8)
-    assert not lag.is_stale(make_version(1, 9), 8)
+    assert not lag.is_stale(make_version(1, 9), make_version(1, 9), 8)
     lag.note(make_version(2, 10), 18)
-    assert lag.is_stale(make_version(1, 5), 18), "it is older than one that is past the limit"
+    assert lag.is_stale(make_version(1, 5), make_version(1, 5), 18), "it is older than one that is past the limit"
 
 
 def test_after_a_start_from_scratch_groups_of_the_learner_before_are_not_punished() -> None:
-    assert not published(rule(stale="drop"), range(3), epoch=2).is_stale(make_version(1, 0), 2)
+    assert not published(rule(stale="drop"), range(3), epoch=2).is_stale(make_version(1, 0), make_version(1, 0), 2)
 
 
 def test_a_group_without_tokens_is_never_stale() -> None:
-    assert not published(rule(stale="drop"), range(50)).is_stale(0, 50)
+    assert not published(rule(stale="drop"), range(50)).is_stale(0, 0, 50)
 
 
 def test_before_anything_is_published_nothing_is_stale() -> None:
-    assert not rule().is_stale(make_version(1, 0), 0)
-    assert rule().oldest_to_begin_with() == 0
+    assert not rule().is_stale(make_version(1, 0), make_version(1, 0), 0)
+    assert rule().first_version() == (0, 0)
 
 
 def test_only_as_many_versions_are_remembered_as_the_limit_needs() -> None:
@@ -59,19 +59,37 @@ def test_only_as_many_versions_are_remembered_as_the_limit_needs() -> None:
     assert len(lag.known()) == 6
     again = LagRule(schema.Lag(max_steps=4, stale="drop"), known=lag.known())
     assert again.known() == lag.known()
-    assert again.is_stale(make_version(1, 994), 999)
-    assert not again.is_stale(make_version(1, 995), 999)
+    assert again.is_stale(make_version(1, 994), make_version(1, 994), 999)
+    assert not again.is_stale(make_version(1, 995), make_version(1, 995), 999)
 
 
 @pytest.mark.parametrize(("window", "first"), [(0, 9), (3, 6), (50, 0)])
 def test_a_worker_must_have_a_version_that_is_within_the_window(window: int, first: int) -> None:
     lag = published(rule(max_steps=window), range(10))
-    assert lag.oldest_to_begin_with() == make_version(1, first)
+    assert lag.first_version() == (make_version(1, first), first)
 
 
 def test_versions_published_now_and_then_count_by_their_steps() -> None:
     lag = published(rule(max_steps=4), range(0, 31, 10))
-    assert lag.oldest_to_begin_with() == make_version(1, 30)
+    assert lag.first_version() == (make_version(1, 30), 30)
+
+
+def test_masking_judges_a_group_by_its_youngest_tokens() -> None:
+    lag = published(rule(max_steps=2, stale="mask"), range(21))
+    old, young = make_version(1, 3), make_version(1, 18)
+    assert not lag.is_stale(old, young, 20)
+    assert lag.is_stale(old, make_version(1, 17), 20)
+
+
+def test_waiting_begins_every_ticket_with_the_newest_weights() -> None:
+    lag = published(rule(max_steps=4, stale="wait"), range(10))
+    assert lag.first_version() == (make_version(1, 9), 9)
+
+
+def test_waiting_has_fewer_tickets_out_the_older_the_newest_weights_are() -> None:
+    lag = published(rule(max_steps=4, stale="wait"), range(10))
+    assert [lag.batches_ahead(step) for step in (9, 10, 13, 14, 20)] == [5, 4, 1, 0, 0]
+    assert published(rule(max_steps=4), range(10)).batches_ahead(20) == 5
 
 
 def test_a_group_made_50_versions_ago_is_dropped_and_counted() -> None:

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.journal import Ending
-from learner.ledger import DEAD, DROPPED, TRAINED, Ledger, LedgerState, NumberSet, StreamState
+from learner.ledger import DEAD, DROPPED, TRAINED, Ledger, LedgerState, StreamState
+from learner.numbering import NumberSet
 
 
 @given(st.permutations(range(40)), st.integers(0, 40))

@@ -6,7 +6,7 @@ run was removed, and claiming again tells which; GONE: another run has the name,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from streamrl.transport.keys import WORKERS, Keys
@@ -80,6 +80,7 @@ if buried then redis.call('DEL', tombstone) end
 redis.call('SET', lease, holder, 'PX', lease_ms)
 redis.call('HSET', meta, 'uid', uid, 'epoch', epoch, 'state', 'running', 'config', config, 'fingerprint', fingerprint)
 redis.call('HSETNX', meta, 'created_at', now)
+redis.call('HDEL', meta, 'issued')  -- another lineage's counter may be ahead of ours
 return {'OK'}
 """)
 
@@ -138,6 +139,7 @@ for i = 1, 2 do
     if pending == 0 and idle_ms > 3600000 then redis.call('XGROUP', 'DELCONSUMER', KEYS[i], group, name) end
   end
 end
+for i = 4, #ARGV, 2 do redis.call('HSET', KEYS[5], ARGV[i], ARGV[i + 1]) end
 for i = 3, 4 do
   local stream, cursor = KEYS[i], ARGV[i - 1]
   if redis.call('EXISTS', stream) == 0 then
@@ -152,36 +154,56 @@ return {'OK'}
 """)
 
 
-def restore(keys: Keys, fence: Fence, *, cursor: str, eval_cursor: str) -> Call:
+def restore(keys: Keys, fence: Fence, *, cursor: str, eval_cursor: str, retried: Mapping[int, int]) -> Call:
     """All streams are there, without the names of workers that left long ago, and every group still to come gets an
     id beyond the cursor: after a failover to a server with a slower clock, or to an empty one, it would not, and nobody
     would read it."""
     streams = [keys.tickets("train"), keys.tickets("eval"), keys.groups("train"), keys.groups("eval")]
-    return _call(_RESTORE, keys, fence, streams, WORKERS, cursor, eval_cursor)
+    pairs = [number for pair in retried.items() for number in pair]
+    return _call(_RESTORE, keys, fence, [*streams, keys.retried], WORKERS, cursor, eval_cursor, *pairs)
 
 
 _ISSUE = _fenced("""
-local tickets, appends, counters = unpack(KEYS)
-local group, token = unpack(ARGV, 1, 2)
+local tickets, appends, counters, dead, requests, retried = unpack(KEYS)
+local group, token, purpose = unpack(ARGV, 1, 3)
 if redis.call('HGET', appends, tickets) == token then return {'OK'} end
 if redis.pcall('XPENDING', tickets, group).err then
   redis.call('XGROUP', 'CREATE', tickets, group, '0', 'MKSTREAM')
 end
-for i = 3, #ARGV, 2 do
-  redis.call('XADD', tickets, '*', 'n', ARGV[i], 'u', uid, 'b', ARGV[i + 1])
+local issued = tonumber(redis.call('HGET', meta, 'issued') or 0)
+local function note_retry(number, repeats)
+  if repeats == '' then return redis.call('HDEL', retried, number) end  -- another lineage's number may have been one
+  local letter = redis.call('HGET', requests, repeats)
+  if letter then
+    redis.call('XDEL', dead, letter)
+    redis.call('HDEL', requests, repeats)
+  end
+  redis.call('HSET', retried, number, repeats)
 end
+for i = 4, #ARGV, 3 do
+  redis.call('XADD', tickets, '*', 'n', ARGV[i], 'u', uid, 'b', ARGV[i + 1])
+  issued = math.max(issued, ARGV[i] + 1)
+  if purpose == 'train' then note_retry(ARGV[i], ARGV[i + 2]) end
+end
+if purpose == 'train' then redis.call('HSET', meta, 'issued', issued) end
 redis.call('HSET', appends, tickets, token)
-redis.call('HINCRBY', counters, 'issued', (#ARGV - 2) / 2)
+redis.call('HINCRBY', counters, 'issued', (#ARGV - 3) / 3)
 return {'OK'}
 """)
 
 
-def issue(keys: Keys, fence: Fence, purpose: Purpose, *, token: str, tickets: Sequence[tuple[int, bytes]]) -> Call:
-    """Once per token: the number of a ticket cannot say whether it was issued already, for a failed one comes again
-    under its own number."""
-    stream = [keys.tickets(purpose), keys.appends, keys.counters]
-    pairs = [part for number, body in tickets for part in (number, body)]
-    return _call(_ISSUE, keys, fence, stream, WORKERS, token, *pairs)
+def issue(
+    keys: Keys, fence: Fence, purpose: Purpose, *, token: str, tickets: Sequence[tuple[int, bytes, int | None]]
+) -> Call:
+    """Tickets as (number, body, the dead one that it repeats). Once per token: the number of a ticket cannot say
+    whether it was issued already, for a failed one comes again under its own number.
+
+    With a retry goes the request for it, and the letter of the dead ticket: so a request is answered by one ticket,
+    and whoever learns after a crash that the ticket is there learns what it repeats.
+    """
+    touched = [keys.tickets(purpose), keys.appends, keys.counters, keys.dead, keys.retry_requests, keys.retried]
+    parts = [part for number, body, dead in tickets for part in (number, body, "" if dead is None else dead)]
+    return _call(_ISSUE, keys, fence, touched, WORKERS, token, purpose, *parts)
 
 
 _NUMBERS = Script("""
@@ -190,28 +212,32 @@ local found = {}
 for _, entry in ipairs(entries) do
   local fields = {}
   for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
-  if fields.n and fields.u == ARGV[1] then found[#found + 1] = {entry[1], fields.n} end
+  local number = fields.u == ARGV[1] and fields.n or ''
+  found[#found + 1] = {entry[1], number, #(fields.h or '') + #(fields.b or '')}
 end
 return {#entries > 0 and entries[#entries][1], found}
 """)
 
 
 def numbers(stream: str, run_uid: str, *, after: str, count: int) -> Call:
-    """One page of a stream: [id of its last entry, [[id, ticket number], ...] of this run's], without the bodies."""
+    """One page of the groups without their bodies: [id of its last entry, [[id, ticket number, bytes], ...]]. The
+    number is empty where the entry is not of this run."""
     return Call(_NUMBERS, (stream,), (run_uid, after, count))
 
 
 _COMMIT = _fenced("""
-local step, cursor, trim_below = unpack(ARGV)
+local step, cursor, trim_below = unpack(ARGV, 1, 3)
 redis.call('XTRIM', KEYS[1], 'MINID', '=', trim_below)
+for i = 4, #ARGV do redis.call('XDEL', KEYS[1], ARGV[i]) end
 redis.call('HSET', meta, 'step', step, 'cursor', cursor)
 return {'OK'}
 """)
 
 
-def commit(keys: Keys, fence: Fence, *, step: int, cursor: str, trim_below: str) -> Call:
-    """A copy of what the checkpoint already says, and the end of the groups it no longer needs."""
-    return _call(_COMMIT, keys, fence, [keys.groups("train")], step, cursor, trim_below)
+def commit(keys: Keys, fence: Fence, *, step: int, cursor: str, trim_below: str, ended: Sequence[str]) -> Call:
+    """A copy of what the checkpoint already says, and the end of the groups it no longer needs: those before
+    `trim_below`, and the `ended` ones among those after it."""
+    return _call(_COMMIT, keys, fence, [keys.groups("train")], step, cursor, trim_below, *ended)
 
 
 _TRIM = _fenced("""

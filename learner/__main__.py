@@ -1,0 +1,84 @@
+"""One rank of the learner: `torchrun ... -m learner --config RUN/config.yaml --redis URL`, or alone without torchrun.
+
+Exit codes: 0 finished or stopped as told, 2 a user's mistake, 1 all else, which torchrun answers with a restart. Where
+a restart would only fail again, the agent is told to end too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import structlog
+import torch
+
+from learner.assemble import learn, stall_limit_s
+from learner.distributed import die_with_parent, join_world
+from streamrl.config.load import load_config
+from streamrl.errors import StreamrlError, TrainingError, UserError
+from streamrl.telemetry.logs import configure_logging
+
+log = structlog.get_logger("learner")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parent = os.getppid()
+    options = _parse(arguments)
+    rank = os.environ.get("RANK", "0")
+    log_file = options.log_file and Path(str(options.log_file).replace("{rank}", rank))
+    configure_logging(f"learner/{rank}", log_file)
+    under_agent = "TORCHELASTIC_RUN_ID" in os.environ
+    if under_agent:
+        die_with_parent(parent)
+    try:
+        _run(options)
+    except StreamrlError as error:
+        hopeless = isinstance(error, UserError | TrainingError)
+        log.error(str(error), exc_info=not hopeless)
+        if rank == "0":
+            print(f"learner: {error}", file=sys.stderr, flush=True)
+        if hopeless and rank == "0" and options.error_file:
+            options.error_file.write_text(json.dumps({"error": str(error), "exit_code": error.exit_code}))
+        if hopeless and under_agent and os.environ.get("LOCAL_RANK") == "0":
+            os.kill(parent, signal.SIGTERM)  # or it would try again, max-restarts times
+        return error.exit_code
+    return 0
+
+
+def _run(options: argparse.Namespace) -> None:
+    config = load_config(options.config).config
+    if config.learner.threads:
+        torch.set_num_threads(config.learner.threads)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    with join_world(os.environ, timeout_s=stall_limit_s(config)) as world:
+        state = learn(
+            config=config,
+            url=options.redis,
+            takeover=options.takeover,
+            world=world,
+            stop=stop,
+            environment=os.environ,
+        )
+        log.info("learner ends", state=state)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m learner", description="One rank of the learner of a run.")
+    parser.add_argument("--config", required=True, type=Path, help="the run's resolved configuration")
+    parser.add_argument("--redis", required=True, metavar="URL", help="where the run's stream is")
+    parser.add_argument("--takeover", action="store_true", help="replace a learner that still holds the run")
+    parser.add_argument("--log-file", type=Path, help="write JSON lines here; {rank} in it becomes the rank")
+    parser.add_argument("--error-file", type=Path, help="write an error here that no restart can mend, as JSON")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

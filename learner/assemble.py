@@ -1,0 +1,293 @@
+"""Puts one rank's learner together, in an order such that a user's mistake shows before anything has an effect.
+
+prompts, tokenizer ─► model ─► lease, epoch, claim (rank 0) ─► Start to all ─► restore ─► loop ─► release
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import redis
+import torch
+
+from learner.algorithms import make_algorithm
+from learner.algorithms.base import Algorithm
+from learner.checkpoint import CheckpointRoot
+from learner.conductor import Conductor
+from learner.data import PromptSet
+from learner.distributed import World
+from learner.epochs import CheckpointName
+from learner.feed import Feed
+from learner.gradients import Gradients, Reference
+from learner.lease import LeaseKeeper
+from learner.loop import Loop, Parts
+from learner.lora import without_adapters
+from learner.model import Policy, Speech, evaluating, load_policy, load_reference, read_speech
+from learner.optim import make_optimizer
+from learner.packing import MicroBatch
+from learner.publish import Publisher
+from learner.record import Recorder, Timers
+from learner.save import Saver
+from learner.start import Admitted, Start, admit, holder_name, take_lease
+from learner.state import load_state
+from learner.validation import Validation
+from learner.watchdog import Watchdog
+from streamrl.config import schema
+from streamrl.errors import ConfigError, TrainingError, UserError
+from streamrl.telemetry.progress import Progress
+from streamrl.transport.connection import check_server, connect
+from streamrl.transport.keys import Keys
+from streamrl.transport.learner import LearnerStream
+from streamrl.transport.reports import ReportWriter
+from streamrl.transport.types import RunState
+from streamrl.weights.stores import open_store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What this rank was given to work with."""
+
+    config: schema.Config
+    world: World
+    client: redis.Redis
+    keys: Keys
+    holder: str
+    speech: Speech
+    progress: Progress
+    watchdog: Watchdog
+    timers: Timers
+    stop: threading.Event  # a signal asked us to end
+
+
+def stall_limit_s(config: schema.Config) -> float:
+    """Without a round of the loop for so long a rank ends itself: longer than Redis may be away, twice over."""
+    return 60 + 2 * config.redis.give_up_after_s
+
+
+def learn(
+    *,
+    config: schema.Config,
+    url: str,
+    takeover: bool,
+    world: World,
+    stop: threading.Event,
+    environment: Mapping[str, str],
+) -> RunState:
+    """The whole life of one rank."""
+    _refuse_unsupported(config, world)
+    speech = read_speech(config.model.path)
+    prompts = _read_prompts(config, speech) if world.is_main else None
+    torch.manual_seed(config.seed)
+    policy = load_policy(config, world, speech.end_ids)
+    with ExitStack() as stack:
+        client = stack.enter_context(connect(url, config.redis))
+        around = Surroundings(
+            config=config,
+            world=world,
+            client=client,
+            keys=Keys(config.name),
+            holder=holder_name(environment),
+            speech=speech,
+            progress=Progress(part=f"learner/{world.rank}", role="learner"),
+            watchdog=Watchdog(limit_s=stall_limit_s(config)),
+            timers=Timers(),
+            stop=stop,
+        )
+        stack.enter_context(ReportWriter(client, around.keys, around.progress))
+        if prompts is None:
+            return _work(around, policy, Start.from_bytes(world.broadcast_bytes(None)), conductor=None, stream=None)
+        return _lead(around, policy, prompts, takeover=takeover)
+
+
+def _lead(
+    around: Surroundings, policy: Policy, prompts: tuple[PromptSet, PromptSet | None], *, takeover: bool
+) -> RunState:
+    """Rank 0: become the learner of the run, do the work, and say how it ended."""
+    check_server(around.client, max_backlog_bytes=around.config.redis.max_backlog_bytes)
+    take = partial(take_lease, around.config, around.client, around.keys, holder=around.holder)
+    take(takeover=takeover)
+    keeper = LeaseKeeper(take, lease_s=around.config.learner.lease_s)
+    with keeper.keeping():
+        admitted = admit(
+            config=around.config,
+            client=around.client,
+            keys=around.keys,
+            keeper=keeper,
+            prompts=prompts[0],
+            speech=around.speech,
+            holder=around.holder,
+        )
+        try:
+            around.world.broadcast_bytes(admitted.start.to_bytes())
+            conductor = _make_conductor(around, admitted, keeper, *prompts)
+            state = _work(around, policy, admitted.start, conductor=conductor, stream=admitted.stream)
+        except (UserError, TrainingError):
+            # Nothing that a restart could mend: say so to whoever watches the run.
+            admitted.stream.release("failed")
+            raise
+        admitted.stream.release(state)
+    return state
+
+
+def _work(
+    around: Surroundings,
+    policy: Policy,
+    start: Start,
+    *,
+    conductor: Conductor | None,
+    stream: LearnerStream | None,
+) -> RunState:
+    """Every rank: restore, then the loop."""
+    config, world = around.config, around.world
+    algorithm = make_algorithm(config.algorithm)
+    optimizer = make_optimizer(policy, config.optimizer)
+    checkpoints = CheckpointRoot(config.folder)
+    if start.checkpoint is not None:
+        name = CheckpointName.parse(start.checkpoint)
+        assert name is not None, f"{start.checkpoint} is a checkpoint's name"
+        load_state(checkpoints.open(name).folder, policy, optimizer, world)
+    loop = Loop(
+        Parts(
+            config=config,
+            world=world,
+            start=start,
+            stream=stream or _make_stream(around, start),
+            policy=policy,
+            optimizer=optimizer,
+            gradients=Gradients(
+                policy=policy,
+                reference=_make_reference(around, algorithm, policy),
+                algorithm=algorithm,
+                config=config,
+                world=world,
+                beat=around.watchdog.beat,
+            ),
+            publisher=Publisher(
+                policy=policy,
+                config=config,
+                world=world,
+                run_uid=start.run_uid,
+                epoch=start.epoch,
+                store=open_store(config.weights.store, around.client, around.keys),
+                announcer=stream,
+                canary_ids=np.array(start.canary_ids, dtype=np.int32),
+            ),
+            saver=Saver(
+                policy=policy,
+                optimizer=optimizer,
+                world=world,
+                checkpoints=checkpoints,
+                conductor=conductor,
+                epoch=start.epoch,
+            ),
+            conductor=conductor,
+            speech=around.speech,
+            progress=around.progress,
+            timers=around.timers,
+            watchdog=around.watchdog,
+        )
+    )
+    with around.watchdog.watching():
+        state = loop.run()
+    around.progress.stopping()
+    return state
+
+
+def _make_conductor(
+    around: Surroundings,
+    admitted: Admitted,
+    keeper: LeaseKeeper,
+    prompts: PromptSet,
+    validation_prompts: PromptSet | None,
+) -> Conductor:
+    config, start = around.config, admitted.start
+    feed = Feed(
+        stream=admitted.stream,
+        prompts=prompts,
+        config=config,
+        run_uid=start.run_uid,
+        fingerprint=around.speech.fingerprint,
+        keep=make_algorithm(config.algorithm).keep,
+        state=admitted.checkpoint.state.stream if admitted.checkpoint else None,
+    )
+    if admitted.checkpoint is not None:
+        # Once more, in case its writer died before it could tell Redis.
+        feed.committed(admitted.checkpoint.state.stream, step=start.step)
+    validation = None
+    if validation_prompts is not None:
+        validation = Validation(
+            stream=admitted.stream,
+            prompts=validation_prompts,
+            settings=config.validation,
+            run_uid=start.run_uid,
+            epoch=start.epoch,
+            fingerprint=around.speech.fingerprint,
+            max_attempts=config.worker.max_attempts,
+        )
+    recorder = Recorder(
+        folder=config.folder, journal=admitted.stream, decoder=around.speech.tokenizer, epoch=start.epoch
+    )
+    return Conductor(
+        config=config,
+        world_size=around.world.size,
+        run_uid=start.run_uid,
+        prompts=prompts,
+        stream=admitted.stream,
+        feed=feed,
+        validation=validation,
+        checkpoints=admitted.checkpoints,
+        lease=keeper,
+        recorder=recorder,
+        progress=around.progress,
+        timers=around.timers,
+        stop=around.stop,
+        elapsed_s=start.elapsed_s,
+    )
+
+
+def _make_stream(around: Surroundings, start: Start) -> LearnerStream:
+    """For the ranks that only read; rank 0's was made when it was admitted."""
+    return LearnerStream(
+        around.client,
+        around.keys,
+        run_uid=start.run_uid,
+        epoch=start.epoch,
+        holder=around.holder,
+        lease_s=around.config.learner.lease_s,
+        give_up_after_s=around.config.redis.give_up_after_s,
+    )
+
+
+def _make_reference(around: Surroundings, algorithm: Algorithm, policy: Policy) -> Reference | None:
+    """The policy before the run: its base when adapters train, else a frozen copy; None when nobody asks."""
+    if not algorithm.needs_reference:
+        return None
+    adapted = around.config.model.lora is not None
+    frozen = policy if adapted else load_reference(around.config, around.world, around.speech.end_ids)
+
+    def ask(batch: MicroBatch) -> torch.Tensor:
+        with evaluating(frozen), without_adapters(frozen):
+            logp: torch.Tensor = frozen(batch).logp
+        return logp
+
+    return ask
+
+
+def _read_prompts(config: schema.Config, speech: Speech) -> tuple[PromptSet, PromptSet | None]:
+    load = partial(PromptSet.load, tokenizer=speech.tokenizer, data=config.data, seed=config.seed)
+    train = load(config.data.train)
+    validation = config.data.validation
+    return train, load(validation, key="data.validation") if validation is not None else None
+
+
+def _refuse_unsupported(config: schema.Config, world: World) -> None:
+    if config.model.lora is not None and world.size > 1:
+        raise ConfigError(
+            f"model.lora: adapters train in one process so far, and {world.size} were started; "
+            "set learner.processes=1, or train all weights (model.lora: null)"
+        )

@@ -1,0 +1,207 @@
+"""Rank 0's half of the loop: what all ranks do next, and what the rest of the world learns of it.
+
+    operator, signal, lease, time ─┐
+    validation ────────────────────┼─► next_plan ─► STEP | IDLE | END | STOP
+    feed ──────────────────────────┘
+
+Each decision takes about a second at most: when there is nothing to do yet the plan says IDLE, so that the other ranks,
+who wait for it in a collective, never come near its timeout.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import structlog
+import xxhash
+
+from learner.checkpoint import CheckpointRoot, CheckpointState
+from learner.epochs import CheckpointName, ancestry
+from learner.plan import Kind, Plan, Verdict
+from streamrl.config import schema
+from streamrl.config.check import max_time_s
+from streamrl.config.dump import config_to_json
+from streamrl.errors import Fenced, RunGone, TransportError
+from streamrl.telemetry.progress import Progress, Wait
+
+if TYPE_CHECKING:
+    from learner.data import PromptSet
+    from learner.feed import Feed
+    from learner.lease import LeaseKeeper
+    from learner.publish import Published
+    from learner.record import Recorder, Timers
+    from learner.validation import Validation
+    from streamrl.transport.learner import LearnerStream
+    from streamrl.transport.types import Control, RunState
+
+_SLICE_S = 1.0
+
+log = structlog.get_logger(__name__)
+
+
+class Conductor:
+    def __init__(
+        self,
+        *,
+        config: schema.Config,
+        world_size: int,
+        run_uid: str,
+        prompts: PromptSet,
+        stream: LearnerStream,
+        feed: Feed,
+        validation: Validation | None,
+        checkpoints: CheckpointRoot,
+        lease: LeaseKeeper,
+        recorder: Recorder,
+        progress: Progress,
+        timers: Timers,
+        stop: threading.Event,
+        elapsed_s: float,  # that earlier processes spent on this run
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config, self._world_size, self._run_uid = config, world_size, run_uid
+        self._config_fingerprint = xxhash.xxh3_64_hexdigest(config_to_json(config).encode())
+        self._data_fingerprint, self._num_prompts = prompts.fingerprint(), len(prompts.rows)
+        self._stream, self._feed, self._validation = stream, feed, validation
+        self._checkpoints, self._lease, self._recorder = checkpoints, lease, recorder
+        self._progress, self._timers, self._stop = progress, timers, stop
+        self._clock = clock
+        self._began = clock() - elapsed_s
+        self._validated: dict[str, float] = {}  # the newest result
+        self._data_epochs = 0.0  # passes over the prompts
+        self._control: Control = "run"  # the operator's word, as last seen
+
+    def next_plan(self, step: int) -> Plan:
+        self._lease.check()
+        self._poll_validation(wait_s=0.0)
+        if self._stop.is_set():
+            return Plan(kind=Kind.STOP, step=step)
+        if self._is_over(step):
+            return Plan(kind=Kind.END, step=step)
+        with self._progress.waiting(self._feed.waits_for), self._timers.measure("rollout"):
+            try:
+                plan = self._feed.plan(step=step, world_size=self._world_size, timeout_s=_SLICE_S)
+            except (Fenced, RunGone):
+                raise
+            except TransportError as error:
+                # The lease's thread decides when Redis has been away for too long.
+                log.warning("no plan while Redis is away", error=str(error))
+                plan = None
+        self._show_control()
+        return plan or Plan(kind=Kind.IDLE, step=step)
+
+    def _told_to_stop(self) -> bool:
+        """By the operator, while the feed is not asked for a plan, which listens by itself."""
+        try:
+            self._feed.listen()
+        except (Fenced, RunGone):
+            raise
+        except TransportError as error:
+            log.warning("the operator cannot be heard while Redis is away", error=str(error))
+        self._show_control()
+        return self._feed.control == "stop"
+
+    def _show_control(self) -> None:
+        """Tell whom it may concern which word of the operator is being followed."""
+        control = self._feed.control
+        self._progress.note(control=control)
+        if control != self._control:
+            self._control = control
+            self._stream.event("obeys", control=control)
+
+    def next_while_validating(self, step: int) -> Plan:
+        """IDLE until the running validation is done; then END, which ends this waiting only."""
+        self._lease.check()
+        if self._stop.is_set() or self._told_to_stop():
+            return Plan(kind=Kind.STOP, step=step)
+        with self._progress.waiting(Wait.EVALUATION):
+            self._poll_validation(wait_s=_SLICE_S)
+        running = self._validation is not None and self._validation.running
+        return Plan(kind=Kind.IDLE if running else Kind.END, step=step)
+
+    def next_after_pause(self, step: int) -> Plan:
+        """IDLE, a moment later: before something that failed is tried again."""
+        self._lease.check()
+        with self._progress.waiting(Wait.WEIGHTS):
+            stopped = self._stop.wait(_SLICE_S)
+        return Plan(kind=Kind.STOP if stopped else Kind.IDLE, step=step)
+
+    def start_validation(self, latest: Published | None) -> None:
+        """Of the newest version; one that still runs is left to finish."""
+        if latest is not None and self._validation is not None and not self._validation.running:
+            self._validation.start(step=latest.step, version=latest.version)
+
+    def settle(self, plan: Plan, verdicts: Sequence[Verdict], *, trained: bool) -> None:
+        self._feed.settle(plan, verdicts, trained=trained)
+        sound = [entry.ticket for entry, ok in zip(plan.entries, verdicts, strict=True) if ok == Verdict.SOUND]
+        if sound and not trained:
+            self._stream.event("step_skipped", step=plan.step, tickets=" ".join(map(str, sound)))
+        self._data_epochs = (max(entry.ticket for entry in plan.entries) + 1) / self._num_prompts
+
+    def note_published(self, published: Published) -> None:
+        self._feed.note_version(published.version, published.step)
+
+    def record(self, step: int, metrics: dict[str, float]) -> None:
+        facts = {**self._feed.metrics(), "train_rollouts/epoch": self._data_epochs}
+        self._recorder.step(step, {**metrics, **facts})
+
+    def commit(self, name: CheckpointName, *, version_n: int, consumed_samples: int) -> None:
+        """All ranks have written: make it the newest checkpoint, then tell Redis, then make room."""
+        checkpoint = self._checkpoints.commit(
+            name,
+            CheckpointState(
+                run_uid=self._run_uid,
+                step=name.step,
+                version_n=version_n,
+                stream=self._feed.state(),
+                config_fingerprint=self._config_fingerprint,
+                data_fingerprint=self._data_fingerprint,
+                metrics=self._validated,
+                extra={"consumed_samples": consumed_samples, "elapsed_s": self._elapsed_s},
+            ),
+        )
+        try:
+            self._feed.committed(checkpoint.state.stream, step=name.step)
+        except (Fenced, RunGone):
+            raise
+        except TransportError as error:
+            log.warning("Redis does not know of the checkpoint yet; the next one tells it", error=str(error))
+        self._prune(name.epoch)
+        self._stream.event("checkpoint", name=str(name), step=name.step)
+
+    def _prune(self, epoch: int) -> None:
+        keep = self._config.checkpoint
+        try:
+            lineage = ancestry(self._config.folder)
+            self._checkpoints.prune(lineage, epoch=epoch, keep_last=keep.keep_last, keep_best=keep.keep_best)
+        except OSError as error:
+            log.warning("old checkpoints not removed", error=str(error))
+
+    def release(self, state: RunState) -> None:
+        self._stream.release(state)
+
+    def _is_over(self, step: int) -> bool:
+        limit = self._config.training.max_time
+        out_of_time = limit is not None and self._elapsed_s >= max_time_s(limit)
+        return out_of_time or 0 <= self._config.training.max_steps <= step
+
+    @property
+    def _elapsed_s(self) -> float:
+        return self._clock() - self._began
+
+    def _poll_validation(self, *, wait_s: float) -> None:
+        if self._validation is None:
+            return
+        try:
+            result = self._validation.poll(wait_s=wait_s)
+        except (Fenced, RunGone):
+            raise
+        except TransportError as error:
+            log.warning("no validation while Redis is away", error=str(error))
+            return
+        if result is not None:
+            self._validated = result.metrics()
+            self._recorder.validation(result)

@@ -1,0 +1,116 @@
+"""The ranks of one learner: who I am, and the few things ranks say to each other.
+
+Numbers travel as tensors and texts as bytes in tensors, never as pickles. Collectives of control run on the CPU (gloo)
+so that they cost a GPU nothing; those of the model run where the model is. Each blocks until all ranks have come, at
+most for the group's timeout; with one rank there is no group and nothing blocks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from streamrl.errors import TrainingError
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        self.total(np.zeros(1))
+
+    def broadcast(self, values: npt.NDArray[np.int64] | None) -> npt.NDArray[np.int64]:
+        """Rank 0's integers on every rank; the others pass None."""
+        if self.size == 1:
+            assert values is not None
+            return values
+        length = torch.tensor([0 if values is None else len(values)])
+        dist.broadcast(length, src=0)
+        payload = torch.zeros(int(length), dtype=torch.int64) if values is None else torch.from_numpy(values)
+        dist.broadcast(payload, src=0)
+        return payload.numpy()
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        values = None if data is None else np.frombuffer(data, dtype=np.uint8).astype(np.int64)
+        return self.broadcast(values).astype(np.uint8).tobytes()
+
+    def total(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def largest(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def all_agree(self, mine: bool) -> bool:
+        return bool(self.largest(np.array([0.0 if mine else 1.0]))[0] == 0.0)
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes in the order of ranks; all ranks receive them."""
+        if self.size == 1:
+            return [data]
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(data)]))
+        room = max(int(n) for n in lengths)
+        mine = torch.zeros(room, dtype=torch.uint8)
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
+        parts = [torch.zeros(room, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(parts, mine)
+        return [part[: int(n)].numpy().tobytes() for part, n in zip(parts, lengths, strict=True)]
+
+    def _reduce(self, values: npt.NDArray[np.float64], op: dist.ReduceOp.RedOpType) -> npt.NDArray[np.float64]:
+        if self.size == 1:
+            return values
+        tensor = torch.from_numpy(np.array(values, dtype=np.float64))
+        dist.all_reduce(tensor, op=op)
+        return tensor.numpy()
+
+
+@contextmanager
+def join_world(environment: Mapping[str, str], *, timeout_s: float) -> Iterator[World]:
+    """The world that torchrun's variables describe; without them, a world of one."""
+    rank, size = int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1"))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(environment.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if size == 1:
+        yield World(rank=0, size=1, device=device)
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    try:
+        yield World(rank=rank, size=size, device=device)
+    finally:
+        dist.destroy_process_group()
+
+
+def die_with_parent(parent: int) -> None:
+    """End this rank at once when torchrun's agent (`parent`, as seen at the start) ends, even by kill -9.
+
+    Without it orphaned ranks go on training (measured), beside the ones that replace them.
+    """
+    if sys.platform != "linux":
+        return
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise TrainingError(f"prctl(PR_SET_PDEATHSIG) failed: {os.strerror(ctypes.get_errno())}")
+    if os.getppid() != parent:  # it died before the line above took effect
+        raise TrainingError("the process that started this rank is gone")

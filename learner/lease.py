@@ -1,0 +1,50 @@
+"""Keeps the run's lease while rank 0 works, from a thread of its own: a step may take longer than a lease.
+
+It only renews and remembers what went wrong; the loop asks `check` at every round. Nothing depends on it for safety:
+every write is fenced by itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from streamrl.errors import StreamrlError
+
+_RENEWALS_PER_LEASE = 4
+
+
+class LeaseKeeper:
+    def __init__(self, renew: Callable[[], None], *, lease_s: float) -> None:
+        self._renew = renew
+        self._every_s = lease_s / _RENEWALS_PER_LEASE
+        self._error: StreamrlError | None = None
+        self._stopped = threading.Event()
+
+    def renew_with(self, renew: Callable[[], None]) -> None:
+        """From now on another way to renew: once the epoch is claimed, renewals are fenced."""
+        self._renew = renew
+
+    def check(self) -> None:
+        """Raise what ended the renewals: Fenced, or a Redis that has been away for too long."""
+        if self._error is not None:
+            raise self._error
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._stopped.set()
+            thread.join()
+
+    def _keep(self) -> None:
+        while not self._stopped.wait(self._every_s):
+            try:
+                self._renew()
+            except StreamrlError as error:
+                self._error = error
+                return

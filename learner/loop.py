@@ -1,0 +1,269 @@
+"""The training loop, as every rank runs it.
+
+              rank 0                                       every rank
+    ┌── next plan: tickets, groups ──► broadcast ──► fetch own groups, verify ──► accept vector, all-reduced
+    │                                                                                    │
+    │                                    AdamW ◄── guard, clip ◄── gradients of packed micro-batches
+    │                                      │
+    └── settle, record ◄── checkpoint ◄── publish: every rank its own runs of the weights
+
+A round is one plan. Rank 0 decides within about a second, with IDLE when there is nothing to do, so that no rank waits
+for long without a reason that the monitor shows. All ranks follow the same plan under the same settings, so decisions
+that depend on nothing else (publish now? checkpoint now?) need no words.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import structlog
+import torch
+
+from learner.conductor import Conductor
+from learner.distributed import World
+from learner.export import export
+from learner.fetch import Fetched, fetch_groups
+from learner.gradients import Gradients
+from learner.lag import oldest_trained_step
+from learner.model import Policy, Speech
+from learner.optim import Update, learning_rate, update
+from learner.plan import Kind, Plan, Verdict
+from learner.publish import Publisher
+from learner.record import Timers
+from learner.save import Saver
+from learner.start import Start
+from learner.tally import Tally
+from learner.watchdog import Watchdog
+from streamrl.config import schema
+from streamrl.errors import TrainingError
+from streamrl.telemetry.progress import Progress, Wait
+from streamrl.transport.seam import GroupStream
+from streamrl.transport.types import RunState
+from streamrl.versions import show
+from streamrl.wire.group import Group
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the loop drives; all of it made before the first round."""
+
+    config: schema.Config
+    world: World
+    start: Start
+    stream: GroupStream  # this rank reads its groups from it
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    gradients: Gradients
+    publisher: Publisher
+    saver: Saver
+    conductor: Conductor | None  # on rank 0
+    speech: Speech
+    progress: Progress
+    timers: Timers
+    watchdog: Watchdog
+
+
+class Loop:
+    def __init__(self, parts: Parts) -> None:
+        self._parts, self._config, self._world = parts, parts.config, parts.world
+        self._conductor, self._publisher = parts.conductor, parts.publisher
+        self._progress, self._timers = parts.progress, parts.timers
+        self._step = parts.start.step  # optimizer steps made
+        self._consumed_samples = parts.start.consumed_samples
+        self._num_skipped = self._num_skipped_in_row = 0
+        self._step_began = time.perf_counter()
+
+    def run(self) -> RunState:
+        """Train until the data, the steps, the time or the operator's patience are used up."""
+        ending = self._begin()
+        if ending is not Kind.STOP:
+            ending = self._train()
+        if ending is Kind.END:
+            ending = self._close()
+        if not self._save():
+            raise TrainingError(f"the last checkpoint could not be written to {self._config.folder}; the log says why")
+        if ending is Kind.STOP:
+            return "stopped"
+        self._progress.working("export")
+        export(self._parts.policy, self._parts.speech.tokenizer, self._config, self._world)
+        return "finished"
+
+    # The three acts
+
+    def _begin(self) -> Kind:
+        """No ticket goes out before workers can have weights and "before" has been measured."""
+        if self._publish_at_last() is Kind.STOP:
+            return Kind.STOP
+        fresh = self._parts.start.checkpoint is None
+        return self._validate() if fresh and self._config.validation.at_start else Kind.END
+
+    def _train(self) -> Kind:
+        while True:
+            plan = self._agree(Conductor.next_plan)
+            match plan.kind:
+                case Kind.STEP:
+                    self._train_on(plan)
+                case Kind.IDLE:
+                    if self._publisher.failing:
+                        self._publish()
+                case Kind.COMMIT:
+                    self._save()
+                case _:
+                    return plan.kind
+
+    def _close(self) -> Kind:
+        """Workers get the last weights, and show how good they are."""
+        latest = self._publisher.latest
+        if (latest is None or latest.step != self._step) and self._publish_at_last() is Kind.STOP:
+            return Kind.STOP
+        return self._validate() if self._config.validation.at_end else Kind.END
+
+    def _validate(self) -> Kind:
+        """END when the answers are there, STOP when told to stop before."""
+        if self._conductor is not None:
+            self._conductor.start_validation(self._publisher.latest)
+        while (plan := self._agree(Conductor.next_while_validating)).kind is Kind.IDLE:
+            pass
+        return plan.kind
+
+    def _publish_at_last(self) -> Kind:
+        """Publish, again and again if need be; END when done, STOP when told to stop before."""
+        while not self._publish():
+            if self._agree(Conductor.next_after_pause).kind is Kind.STOP:
+                return Kind.STOP
+        return Kind.END
+
+    def _agree(self, decide: Callable[[Conductor, int], Plan]) -> Plan:
+        """Rank 0 decides, all follow."""
+        self._parts.watchdog.beat()
+        if self._conductor is not None:
+            plan = decide(self._conductor, self._step)
+            self._world.broadcast(plan.to_array())
+            return plan
+        with self._progress.waiting(Wait.PEERS):
+            return Plan.from_array(self._world.broadcast(None))
+
+    # One step
+
+    def _train_on(self, plan: Plan) -> None:
+        self._progress.working("train")
+        fetched, verdicts = self._fetch(plan)
+        tally = self._tally()
+        tally.add_masked(fetched.num_masked)
+        made = self._learn(fetched.groups, tally) if Verdict.SOUND in verdicts else None
+        trained = made is not None and made.applied
+        if self._conductor is not None:
+            self._conductor.settle(plan, verdicts, trained=trained)
+        if made is not None:
+            self._guard(made)
+        if made is None or not trained:
+            return
+        self._step += 1
+        if self._step % self._config.weights.publish_every == 0:
+            self._publish()
+        self._validate_beside()
+        metrics = tally.metrics(self._world)
+        self._consumed_samples += int(metrics["train_rollouts/rollout_size"])
+        if self._step % self._config.checkpoint.every_steps == 0:
+            self._save()
+        self._record(metrics, made)
+        self._progress.advanced(step=self._step)
+
+    def _fetch(self, plan: Plan) -> tuple[Fetched, list[Verdict]]:
+        """(what this rank found, the verdicts on all groups of the plan)"""
+        fetched = fetch_groups(
+            self._parts.stream,
+            plan,
+            rank=self._world.rank,
+            vocabulary=self._parts.speech.vocabulary,
+            oldest_step=oldest_trained_step(self._config.lag, plan.step),
+        )
+        return fetched, [Verdict(int(verdict)) for verdict in self._world.total(fetched.verdicts)]
+
+    def _learn(self, groups: Sequence[Group], tally: Tally) -> Update:
+        settings = self._config.optimizer
+        with self._timers.measure("train"):
+            accumulated = self._parts.gradients.accumulate(groups, tally)
+            made = update(
+                self._parts.optimizer,
+                loss=accumulated.loss,
+                lr=learning_rate(self._step, settings, total_steps=self._parts.start.total_steps),
+                clip_norm=settings.clip_norm,
+                world=self._world,
+            )
+        self._timers.add("init_logprobs", accumulated.init_logprobs_s)
+        self._timers.add("logprobs", accumulated.logprobs_s)
+        return made
+
+    def _guard(self, made: Update) -> None:
+        """All ranks count alike, so all of them stop alike."""
+        if made.applied:
+            self._num_skipped_in_row = 0
+            return
+        self._num_skipped += 1
+        self._num_skipped_in_row += 1
+        log.warning("step skipped", step=self._step, loss=made.loss, grad_norm=made.grad_norm)
+        if self._num_skipped_in_row >= self._config.training.max_skipped_in_row:
+            raise TrainingError(
+                f"{self._num_skipped_in_row} steps in a row had a loss or gradient that is not finite "
+                f"(training.max_skipped_in_row); the last checkpoint is sound: try a smaller optimizer.lr"
+            )
+
+    def _publish(self) -> bool:
+        self._progress.working("publish")
+        with self._timers.measure("publish"):
+            published = self._publisher.publish(self._step)
+        if published is None:
+            return False
+        if self._conductor is not None:
+            self._conductor.note_published(published)
+        self._progress.note(version=show(published.version))
+        return True
+
+    def _validate_beside(self) -> None:
+        """Ask now and then how good the newest weights are; training goes on meanwhile."""
+        every = self._config.validation.every_steps
+        if self._conductor is not None and every and self._step % every == 0:
+            self._conductor.start_validation(self._publisher.latest)
+
+    def _save(self) -> bool:
+        self._progress.working("checkpoint")
+        self._parts.watchdog.beat()
+        with self._timers.measure("checkpoint"):
+            return self._parts.saver.save(
+                self._step, version_n=self._publisher.last_n, consumed_samples=self._consumed_samples
+            )
+
+    def _tally(self) -> Tally:
+        return Tally(sources=tuple(self._config.rewards), step=self._step, is_dead=self._parts.start.is_dead)
+
+    def _record(self, metrics: Mapping[str, float], made: Update) -> None:
+        now = time.perf_counter()
+        step_s, self._step_began = now - self._step_began, now
+        timers = {**self._timers.take(), "timers/step": step_s}
+        if self._conductor is None:
+            return
+        latest = self._publisher.latest
+        assert latest is not None, "the first version is published before the first step"
+        self._conductor.record(
+            self._step,
+            {
+                **metrics,
+                **timers,
+                "train_rollouts/consumed_samples": self._consumed_samples,
+                "train_optim/loss": made.loss,
+                "train_optim/grad_norm": made.grad_norm,
+                "train_optim/lr": made.lr,
+                "train_optim/optim_step": self._step,
+                "train_optim/skipped_steps": self._num_skipped,
+                "throughput/tokens_per_s": metrics["throughput/tokens"] / step_s,
+                "throughput/samples_per_s": metrics["train_rollouts/rollout_size"] / step_s,
+                "weights/version": latest.version,
+                "weights/num_bytes": latest.num_bytes,
+                "weights/changed_fraction": latest.changed_fraction,
+            },
+        )

@@ -1,0 +1,160 @@
+"""How rank 0 becomes the learner of a run, and what it then tells the other ranks.
+
+    lease ─► durable epoch ─► checkpoint to go on from ─► claim in Redis ─► Start, broadcast as JSON
+
+The lease comes first, so that a learner that is not admitted leaves no trace. Blocks in waiting for the lease, at most
+twice its length, and on Redis and the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import redis
+import structlog
+
+from learner.checkpoint import Checkpoint, CheckpointRoot
+from learner.data import PromptSet
+from learner.epochs import CheckpointName, Lineage, ancestry, claim_run
+from learner.lease import LeaseKeeper
+from streamrl.config import schema
+from streamrl.config.dump import config_to_json
+from streamrl.errors import ConfigError, DataError
+from streamrl.transport.keys import Keys
+from streamrl.transport.learner import LearnerStream
+from streamrl.transport.tenure import await_lease
+from streamrl.versions import epoch_of
+
+if TYPE_CHECKING:
+    from learner.model import Speech
+
+_CANARY_TOKENS = 16
+_NO_RUN_IDS = ("", "none")  # torchrun's words for not having been given one
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What every rank must know before the first step."""
+
+    run_uid: str
+    epoch: int
+    checkpoint: str | None  # name of the checkpoint to go on from
+    lineage: tuple[tuple[int, int | None], ...]  # epochs that led here, each with its last step
+    step: int  # optimizer steps made
+    consumed_samples: int
+    elapsed_s: float  # that earlier processes spent
+    total_steps: int  # the most there can be
+    canary_ids: tuple[int, ...]
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Start:
+        fields = json.loads(data)
+        fields["lineage"] = tuple((epoch, last) for epoch, last in fields["lineage"])
+        return Start(**{**fields, "canary_ids": tuple(fields["canary_ids"])})
+
+    def is_dead(self, version: int, step: int) -> bool:
+        """Whether this version, of this optimizer step, belongs to a branch that was given up."""
+        return not Lineage(dict(self.lineage)).holds(CheckpointName(epoch_of(version), step))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admitted:
+    """Rank 0 alone: it is the learner now."""
+
+    start: Start
+    stream: LearnerStream
+    checkpoints: CheckpointRoot
+    checkpoint: Checkpoint | None
+
+
+def holder_name(environment: Mapping[str, str]) -> str:
+    """Who we are to others: the same for all restarts by one torchrun, so that those take over at once."""
+    run_id = environment.get("TORCHELASTIC_RUN_ID")
+    if run_id is None:
+        return f"{socket.gethostname()}/{os.getpid()}"
+    return f"{socket.gethostname()}/{os.getppid()}" if run_id in _NO_RUN_IDS else run_id
+
+
+def admit(
+    *,
+    config: schema.Config,
+    client: redis.Redis,
+    keys: Keys,
+    keeper: LeaseKeeper,
+    prompts: PromptSet,
+    speech: Speech,
+    holder: str,
+) -> Admitted:
+    """After `take_lease`: claim the epoch and the run."""
+    root = CheckpointRoot(config.folder)
+    run_uid = claim_run(config.folder)
+    if not config.checkpoint.resume and root.names(ancestry(config.folder)):
+        raise ConfigError(
+            f"checkpoint.resume = false, and {config.folder} holds checkpoints: set another name, or let it go on"
+        )
+    epoch = root.claim_epoch(run_uid)
+    checkpoint = root.open(epoch.parent) if epoch.parent else None
+    if checkpoint is not None and checkpoint.state.data_fingerprint != prompts.fingerprint():
+        raise DataError(
+            f"{checkpoint.folder} was made with other prompts, seed or order than data.train = {config.data.train!r} "
+            "gives now: tickets would mean other prompts"
+        )
+    stream = LearnerStream(
+        client,
+        keys,
+        run_uid=run_uid,
+        epoch=epoch.number,
+        holder=holder,
+        lease_s=config.learner.lease_s,
+        give_up_after_s=config.redis.give_up_after_s,
+    )
+    stream.claim(config_json=config_to_json(config), fingerprint=speech.fingerprint, wait_s=config.learner.lease_s)
+    keeper.renew_with(stream.renew)
+    log.info("learner of the run", run_uid=run_uid, epoch=epoch.number, checkpoint=str(epoch.parent))
+    extra = checkpoint.state.extra if checkpoint else {}
+    start = Start(
+        run_uid=run_uid,
+        epoch=epoch.number,
+        checkpoint=str(epoch.parent) if epoch.parent else None,
+        lineage=tuple(ancestry(config.folder).last_steps.items()),
+        step=checkpoint.state.step if checkpoint else 0,
+        consumed_samples=extra.get("consumed_samples", 0),
+        elapsed_s=extra.get("elapsed_s", 0.0),
+        total_steps=_total_steps(config.training, prompts),
+        canary_ids=_canary_ids(prompts, speech),
+    )
+    return Admitted(start=start, stream=stream, checkpoints=root, checkpoint=checkpoint)
+
+
+def take_lease(config: schema.Config, client: redis.Redis, keys: Keys, *, holder: str, takeover: bool = False) -> None:
+    """Wait for our turn, at most two leases: who does not renew is gone by then, who does is not to be disturbed."""
+    await_lease(
+        client,
+        keys,
+        holder=holder,
+        lease_s=config.learner.lease_s,
+        wait_s=2 * config.learner.lease_s,
+        takeover=takeover,
+        give_up_after_s=config.redis.give_up_after_s,
+    )
+
+
+def _total_steps(training: schema.Training, prompts: PromptSet) -> int:
+    of_data = -(-prompts.num_tickets(training.max_epochs) // training.groups_per_step)
+    return of_data if training.max_steps < 0 else min(of_data, training.max_steps)
+
+
+def _canary_ids(prompts: PromptSet, speech: Speech) -> tuple[int, ...]:
+    """Tokens as the model meets them: the beginning of the first prompt."""
+    first = [int(token) for token in prompts.rows[0].token_ids[: _CANARY_TOKENS - 1]]
+    return (*first, speech.end_ids[0])

@@ -1,0 +1,36 @@
+"""What one rank holds of each tensor, in coordinates of the whole tensor laid flat.
+
+FSDP cuts tensors along their first dimension, so a rank holds one run of the flat tensor. Publishing and checkpoints
+speak of such runs only: neither gathers anything, and neither depends on how many ranks there are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    start: int
+    values: torch.Tensor  # [length] flat; shares memory with the parameter
+
+
+def held(tensor: torch.Tensor, *, shape: torch.Size) -> Held:
+    """This rank's run of a parameter of this whole shape, or of an optimizer's state for it."""
+    if not isinstance(tensor, DTensor):
+        assert tensor.shape == shape
+        return Held(start=0, values=tensor.detach().view(-1))
+    local = tensor.detach().to_local()
+    mesh = tensor.device_mesh
+    rows = -(-shape[0] // mesh.size())  # all ranks but the last ones hold so many
+    first = min(mesh.get_local_rank() * rows, shape[0])
+    assert len(local) == min(rows, shape[0] - first), "shards are equal runs of the first dimension"
+    return Held(start=first * (shape.numel() // shape[0]), values=local.view(-1))
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor on every rank; a collective when it is sharded."""
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()

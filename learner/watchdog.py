@@ -1,0 +1,61 @@
+"""Ends this rank when its loop no longer goes round, so that torchrun restarts the ranks from the last checkpoint.
+
+A peer that is stopped, a collective that never returns, a file system that hangs: none of them raises. The watchdog is
+a thread, so it runs while the loop is stuck; it only ends the process, since a stuck thread cannot be reasoned with.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+EXIT_STALLED = 75
+
+
+class Watchdog:
+    def __init__(
+        self,
+        *,
+        limit_s: float,
+        check_every_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+        on_stall: Callable[[str], object] | None = None,
+    ) -> None:
+        self._limit_s, self._check_every_s, self._clock = limit_s, check_every_s, clock
+        self._on_stall = on_stall or _end_process
+        self._last = clock()
+        self._stopped = threading.Event()
+
+    def beat(self) -> None:
+        """The loop got on: to be called at every round and between long phases."""
+        self._last = self._clock()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        self.beat()
+        thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._stopped.set()
+            thread.join()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(self._check_every_s):
+            stalled_s = self._clock() - self._last
+            if stalled_s > self._limit_s:
+                self._on_stall(f"no round of the loop for {stalled_s:.0f} s: ending this rank, to be restarted")
+                return
+
+
+def _end_process(reason: str) -> NoReturn:
+    print(reason, file=sys.stderr, flush=True)
+    faulthandler.dump_traceback(all_threads=True)
+    os._exit(EXIT_STALLED)

@@ -1,0 +1,127 @@
+"""What each rank does in test_learner_ranks: steps on its share of groups, versions, a checkpoint. Run by torchrun.
+
+python -m tests.integration.learner_ranks FOLDER    FOLDER/model exists; results go to FOLDER/out-<world size>
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import safetensors.torch
+import torch
+
+from learner.algorithms import make_algorithm
+from learner.distributed import World, join_world
+from learner.gradients import Gradients
+from learner.model import evaluating, load_policy, load_reference
+from learner.optim import make_optimizer, update
+from learner.packing import MicroBatch
+from learner.publish import Publisher
+from learner.state import load_state, save_state
+from learner.tally import Tally
+from learner.tensors import whole
+from streamrl.config import schema
+from streamrl.transport.types import Announcement
+from streamrl.weights.stores import FileStore
+from tests.learner_cases import learner_config, random_groups
+
+NUM_STEPS = 3
+END = 1  # of the tiny tokenizer
+
+
+class KeptAnnouncements:
+    """Rank 0's half of the stream, as far as publishing goes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def announce(self, announcement: Announcement, *, keep: list[int]) -> None:
+        (self._folder / f"manifest-{announcement.version}").write_bytes(announcement.manifest)
+
+
+class Rank:
+    """One rank with its model, from the base model or from a checkpoint folder."""
+
+    def __init__(self, folder: Path, world: World) -> None:
+        # Little groups and a small bound: several micro-batches, not equally many on each rank.
+        self.config = learner_config(folder / "model", training=schema.Training(micro_batch_tokens=40))
+        self.world = world
+        self.policy = load_policy(self.config, world, (END,))
+        self.optimizer = make_optimizer(self.policy, self.config.optimizer)
+        reference = load_reference(self.config, world, (END,))
+
+        def ask(batch: MicroBatch) -> torch.Tensor:
+            with evaluating(reference):
+                return reference(batch).logp
+
+        self.gradients = Gradients(
+            policy=self.policy,
+            reference=ask,
+            algorithm=make_algorithm(self.config.algorithm),
+            config=self.config,
+            world=world,
+            beat=lambda: None,
+        )
+
+    def step(self, number: int, *, num_groups: int = 5) -> dict[str, float]:
+        groups = random_groups(num_groups, seed=number)[self.world.rank :: self.world.size]
+        tally = Tally(sources=tuple(self.config.rewards), step=number, is_dead=lambda _version, _step: False)
+        loss = self.gradients.accumulate(groups, tally).loss
+        made = update(self.optimizer, loss=loss, lr=1e-3, clip_norm=1.0, world=self.world)
+        return {**tally.metrics(self.world), "loss": made.loss, "grad_norm": made.grad_norm}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: whole(p).clone() for name, p in self.policy.model.named_parameters()}
+
+
+def publisher(rank: Rank, folder: Path) -> Publisher:
+    return Publisher(
+        policy=rank.policy,
+        config=rank.config,
+        world=rank.world,
+        run_uid="run",
+        epoch=1,
+        store=FileStore(folder / "blobs"),
+        announcer=KeptAnnouncements(folder) if rank.world.is_main else None,
+        canary_ids=np.array([3, 9, 4, 1], dtype=np.int32),
+    )
+
+
+def work(folder: Path, world: World) -> None:
+    out = folder / f"out-{world.size}"
+    out.mkdir(exist_ok=True)
+    rank = Rank(folder, world)
+    versions = publisher(rank, out)
+    metrics: dict[str, float] = {}
+    for number in range(NUM_STEPS):
+        assert versions.publish(number) is not None
+        # The last batch has one group: with two ranks, one of them gets nothing.
+        metrics = rank.step(number, num_groups=1 if number == NUM_STEPS - 1 else 5)
+    assert versions.publish(NUM_STEPS) is not None
+    (out / "checkpoint").mkdir(exist_ok=True)
+    world.barrier()
+    save_state(out / "checkpoint", rank.policy, rank.optimizer, world)
+    world.barrier()
+    restored = Rank(folder, world)
+    load_state(out / "checkpoint", restored.policy, restored.optimizer, world)
+    after, restored_after = (r.step(NUM_STEPS)["loss"] for r in (rank, restored))
+    assert after == restored_after, f"a restored rank goes on differently: {after} and {restored_after}"
+    if world.size > 1:
+        grown = Rank(folder, world)  # goes on from what one rank wrote
+        load_state(folder / "out-1" / "checkpoint", grown.policy, grown.optimizer, world)
+        grown.step(NUM_STEPS)
+        grown_weights = grown.weights()
+        if world.is_main:
+            safetensors.torch.save_file(grown_weights, out / "grown.safetensors")
+    weights = rank.weights()
+    if world.is_main:
+        safetensors.torch.save_file(weights, out / "weights.safetensors", {k: repr(v) for k, v in metrics.items()})
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with join_world(os.environ, timeout_s=60) as joined:
+        work(Path(sys.argv[1]), joined)

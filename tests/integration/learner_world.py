@@ -1,0 +1,196 @@
+"""What the learner's integration tests share: a tiny run in a folder, the learner as a process, a made-up worker.
+
+The worker is a thread: it leases tickets through the real worker's half of the stream and answers with samples of
+random tokens, which follow from the ticket's number, and with the log-probs that the model before the run gives them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from streamrl.config import schema
+from streamrl.config.dump import dump_config
+from streamrl.transport.connection import connect_async
+from streamrl.transport.keys import Keys
+from streamrl.transport.types import Leased
+from streamrl.transport.worker import WorkerStream
+from streamrl.wire.fingerprint import fingerprint, stop_ids
+from streamrl.wire.group import Group, GroupHeader, Sample, Span, encode_group
+from tests.tiny_models import make_model
+
+ROOT = Path(__file__).resolve().parents[2]
+FAVOURITE = 7  # the token that is rewarded
+_NUM_LETTERS = 12  # tokens 3.. that the worker samples from
+
+
+def make_run(folder: Path, *, name: str, num_prompts: int = 400, **sections: Any) -> schema.Config:
+    """A run folder with its configuration, a model and prompts."""
+    model = folder / "model"
+    if not model.exists():
+        make_model(model, hidden=32)
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"text": f"say {i % 97}:"}) + "\n" for i in range(num_prompts)))
+    fields: dict[str, Any] = {
+        "name": name,
+        "dir": folder / "runs",
+        "model": schema.Model(path=str(model), dtype="float32"),
+        "data": schema.Data(train=str(prompts)),
+        "sampling": schema.Sampling(num_samples=4, max_tokens=8),
+        "rewards": {"favourite": schema.FunctionReward(type="function", target="unused")},
+        "optimizer": schema.Optimizer(lr=1e-3, schedule="constant", warmup_steps=0),
+        "training": schema.Training(groups_per_step=4, max_steps=6),
+        "weights": schema.Weights(dtype="float32"),
+        "checkpoint": schema.Checkpoint(every_steps=3),
+        "validation": schema.Validation(every_steps=0, at_start=False, at_end=False),
+        "learner": schema.Learner(threads=1, lease_s=5.0, idle_timeout_s=60.0),
+    }
+    config = schema.Config(**{**fields, **sections})
+    config.folder.mkdir(parents=True, exist_ok=True)
+    (config.folder / "config.yaml").write_text(dump_config(config))
+    return config
+
+
+def learner_command(config: schema.Config, url: str, *, processes: int = 0) -> list[str]:
+    """Under torchrun with so many ranks; 0: alone, without it."""
+    agent = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "--max-restarts=3"]
+        if processes
+        else []
+    )
+    arguments = ["--config", str(config.folder / "config.yaml"), "--redis", url]
+    arguments += ["--error-file", str(config.folder / "error.json")]
+    return [sys.executable, *agent, "-m", "learner", *arguments]
+
+
+@contextmanager
+def running_learner(config: schema.Config, url: str, *, processes: int = 0) -> Iterator[subprocess.Popen[str]]:
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    with (config.folder / "learner.out").open("a") as out:
+        process = subprocess.Popen(
+            learner_command(config, url, processes=processes),
+            cwd=ROOT,
+            env=environment,
+            stdout=out,
+            stderr=out,
+            text=True,
+        )
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def output(config: schema.Config) -> str:
+    return (config.folder / "learner.out").read_text()
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@contextmanager
+def made_up_worker(config: schema.Config, url: str, *, scale: float = 1.0) -> Iterator[None]:
+    """Answers tickets until the block ends, with rewards up to `scale`; an error in it fails the test there."""
+    stop = threading.Event()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            asyncio.run(_Worker(config, url, scale).run(stop))
+        except BaseException as error:  # noqa: BLE001 - handed to the test
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name="made-up worker", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(30)
+    if errors:
+        raise errors[0]
+
+
+class _Worker:
+    def __init__(self, config: schema.Config, url: str, scale: float) -> None:
+        self._config, self._url, self._scale = config, url, scale
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(config.model.path)
+        self._end = tokenizer.eos_token_id
+        ends = stop_ids(tokenizer_eos=self._end, generation_eos=self._model.generation_config.eos_token_id)
+        vocabulary = self._model.config.vocab_size
+        self._fingerprint = fingerprint(vocab=tokenizer.get_vocab(), stop_ids=ends, vocab_size=vocabulary)
+
+    async def run(self, stop: threading.Event) -> None:
+        client = connect_async(self._url, self._config.redis)
+        stream = WorkerStream(client, Keys(self._config.name), worker="made-up", lease_s=30.0)
+        try:
+            while not stop.is_set():
+                latest = await stream.latest() if await stream.run_info() else None
+                if latest is None:
+                    await asyncio.to_thread(stop.wait, 0.05)
+                    continue
+                for leased in await stream.lease(max_tickets=8, block_ms=50):
+                    group = await asyncio.to_thread(self._answer, leased, latest.version, latest.step)
+                    await stream.deliver(leased, *encode_group(group))
+        finally:
+            await client.aclose()
+
+    def _answer(self, leased: Leased, version: int, step: int) -> Group:
+        ticket = leased.ticket
+        rng = np.random.default_rng(ticket.number)
+        samples = tuple(self._sample(rng, ticket.token_ids.tolist(), version, step) for _ in range(ticket.num_samples))
+        header = GroupHeader(
+            ticket=ticket.number,
+            run_uid=ticket.run_uid,
+            purpose=ticket.purpose,
+            attempt=ticket.attempt,
+            worker="made-up",
+            fingerprint=self._fingerprint,
+            num_prompt_tokens=0,
+            sample_lengths=(),
+            sample_rewards=(),
+            sample_finished=(),
+            min_version=0,
+            max_version=0,
+            generate_s=0.01,
+        )
+        return Group(header=header, prompt_ids=ticket.token_ids, samples=samples)
+
+    def _sample(self, rng: np.random.Generator, prompt: list[int], version: int, step: int) -> Sample:
+        letters = rng.integers(3, 3 + _NUM_LETTERS, rng.integers(1, self._config.sampling.max_tokens))
+        tokens = [*letters.tolist(), self._end]
+        with torch.no_grad():
+            logits = self._model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        logits[: self._config.sampling.min_tokens, self._end] = -torch.inf
+        logp = logits.log_softmax(-1)[range(len(tokens)), tokens]
+        reward = self._scale * float(np.mean(letters == FAVOURITE))
+        return Sample(
+            token_ids=np.array(tokens, dtype=np.int32),
+            logprobs=logp.numpy(),
+            mask_runs=(len(tokens),),
+            spans=(Span(version=version, step=step, start=0, end=len(tokens)),),
+            finish_reason="stop",
+            rewards={"favourite": reward},
+            reward=reward,
+        )

@@ -1,0 +1,162 @@
+"""The learner as a process, against a real Redis: whole runs, interrupted ones, and ones that must fail."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import safetensors.torch
+import torch
+import transformers
+
+from streamrl.config import schema
+from streamrl.telemetry.metrics import is_metric
+from streamrl.transport.embedded import EmbeddedRedis
+from streamrl.transport.keys import Keys
+from streamrl.weights.manifest import decode_manifest
+from streamrl.weights.mirror import Mirror
+from streamrl.weights.stores import open_store
+from tests.helpers import wait_until
+from tests.integration.learner_world import lines, made_up_worker, make_run, output, running_learner
+
+PATIENCE_S = 120
+
+
+@pytest.fixture(scope="module")
+def url(redis_server: EmbeddedRedis) -> Iterator[str]:
+    """The session's server, emptied again: runs here outlive their tests."""
+    yield redis_server.url
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.flushall()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, url: str) -> schema.Config:
+    """A run of one process from its first step to its last, validated before, between and after."""
+    folder = tmp_path_factory.mktemp("whole")
+    prompts = str(folder / "prompts.jsonl")
+    config = make_run(
+        folder,
+        name="whole",
+        data=schema.Data(train=prompts, validation=prompts),
+        validation=schema.Validation(every_steps=4, max_prompts=5),
+    )
+    with made_up_worker(config, url):
+        assert run_to_end(config, url) == 0, output(config)
+    return config
+
+
+def test_a_run_makes_its_steps_and_records_known_metrics(whole: schema.Config) -> None:
+    records = lines(whole.folder / "metrics.jsonl")
+    assert steps(whole) == [1, 2, 3, 4, 5, 6]
+    names = {name for record in records for name in record} - {"step", "epoch", "at"}
+    assert all(is_metric(name) for name in names)
+    expected = {"train_optim/loss", "policy/ess", "lag/mean", "train_rollouts/init_policy_kl", "timers/publish"}
+    assert expected | {"train_rollouts/rewards/favourite"} <= names
+
+
+def test_every_ticket_that_a_run_trained_is_in_its_last_checkpoint(whole: schema.Config) -> None:
+    ledger = last_checkpoint(whole)["stream"]["ledger"]
+    assert ledger["outcomes"]["trained"] == 6 * whole.training.groups_per_step
+
+
+def test_a_run_ends_finished_with_nobody_holding_its_lease(whole: schema.Config, client: redis.Redis) -> None:
+    keys = Keys(whole.name)
+    assert client.hget(keys.meta, "state") == b"finished"
+    assert not client.exists(keys.lease)
+
+
+def test_validation_frames_the_run_and_shows_samples(whole: schema.Config) -> None:
+    records = lines(whole.folder / "validation.jsonl")
+    assert [records[0]["step"], records[-1]["step"]] == [0, 6]
+    assert all(record["metrics"]["val_rollouts/num_prompts"] == 5 for record in records)
+    assert records[0]["samples"][0]["prompt"].startswith("say ")
+
+
+def test_the_export_is_what_workers_were_served_and_plain_transformers_loads_it(
+    whole: schema.Config, client: redis.Redis, tmp_path: Path
+) -> None:
+    keys = Keys(whole.name)
+    kept = {int(version): decode_manifest(data) for version, data in client.hgetall(keys.manifests).items()}
+    mirror = Mirror(tmp_path)
+    for version in sorted(kept):
+        mirror.apply(kept[version], open_store("redis:", client, keys))
+    assert kept[max(kept)].step == 6
+    served = safetensors.torch.load_file(mirror.path)
+    exported = exported_weights(whole)
+    assert all(torch.equal(served[name], exported[name]) for name in exported)
+    model = transformers.AutoModelForCausalLM.from_pretrained(whole.folder / "export", dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(whole.folder / "export")
+    assert torch.isfinite(model(**tokenizer("say 1:", return_tensors="pt")).logits).all()
+
+
+def test_a_run_interrupted_at_one_two_and_one_ranks_learns_what_the_whole_one_learns(
+    whole: schema.Config, url: str, tmp_path: Path, client: redis.Redis
+) -> None:
+    config = make_run(tmp_path, name="interrupted")
+    with made_up_worker(config, url):
+        assert run_until_step(config, url, 1) == 0, output(config)
+        assert client.hget(Keys(config.name).meta, "state") == b"stopped"
+        run_until_step(config, url, 3, processes=2)  # torchrun itself always fails on SIGTERM
+        assert client.hget(Keys(config.name).meta, "state") == b"stopped", output(config)
+        assert run_to_end(config, url) == 0, output(config)
+    assert steps(config) == [1, 2, 3, 4, 5, 6]
+    torch.testing.assert_close(exported_weights(config), exported_weights(whole), atol=1e-5, rtol=0)
+    epochs = {line["epoch"] for line in lines(config.folder / "metrics.jsonl")}
+    assert epochs == {1, 2, 3}
+
+
+def test_steps_that_are_never_finite_end_the_run_with_a_clear_error(
+    url: str, tmp_path: Path, client: redis.Redis
+) -> None:
+    config = make_run(tmp_path, name="absurd", training=schema.Training(groups_per_step=2, max_skipped_in_row=2))
+    with made_up_worker(config, url, scale=1e308):
+        assert run_to_end(config, url) == 1
+    assert "2 steps in a row had a loss or gradient that is not finite" in output(config)
+    assert client.hget(Keys(config.name).meta, "state") == b"failed"
+    assert steps(config) == []
+
+
+def test_a_mistake_under_torchrun_is_told_once_and_not_tried_again(url: str, tmp_path: Path) -> None:
+    model = schema.Model(path=str(tmp_path / "model"), dtype="float32", lora=schema.Lora())
+    config = make_run(tmp_path, name="mistaken", model=model)
+    assert run_to_end(config, url, processes=2) != 0
+    told = [line for line in output(config).splitlines() if line.startswith("learner: model.lora")]
+    assert len(told) == 1
+    assert json.loads((config.folder / "error.json").read_text())["exit_code"] == 2
+
+
+def run_to_end(config: schema.Config, url: str, *, processes: int = 0) -> int:
+    with running_learner(config, url, processes=processes) as process:
+        return process.wait(PATIENCE_S)
+
+
+def run_until_step(config: schema.Config, url: str, step: int, *, processes: int = 0) -> int:
+    """Then SIGTERM; the exit code."""
+    with running_learner(config, url, processes=processes) as process:
+        wait_until(
+            lambda: process.poll() is not None or steps(config)[-1:] >= [step],
+            description=f"step {step}",
+            timeout_s=PATIENCE_S,
+        )
+        process.send_signal(signal.SIGTERM)
+        return process.wait(PATIENCE_S)
+
+
+def steps(config: schema.Config) -> list[int]:
+    return [line["step"] for line in lines(config.folder / "metrics.jsonl") if "train_optim/loss" in line]
+
+
+def exported_weights(config: schema.Config) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(config.folder / "export" / "model.safetensors")
+
+
+def last_checkpoint(config: schema.Config) -> Mapping[str, Any]:
+    newest = max((config.folder / "checkpoints").glob("e*"))
+    state: Mapping[str, Any] = json.loads((newest / "manifest.json").read_text())["content"]["state"]
+    return state

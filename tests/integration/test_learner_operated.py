@@ -1,0 +1,97 @@
+"""The learner as a process while an operator speaks to it, and while Redis is short of room."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from streamrl.cli.main import main
+from streamrl.config import schema
+from streamrl.transport.embedded import EmbeddedRedis
+from streamrl.transport.keys import Keys
+from streamrl.transport.reports import read_reports
+from streamrl.transport.snapshot import snapshot
+from tests.helpers import wait_until
+from tests.integration.learner_world import lines, made_up_worker, make_run, output, running_learner
+
+PATIENCE_S = 120
+
+
+@pytest.fixture
+def url(redis_server: EmbeddedRedis, client: redis.Redis) -> Iterator[str]:
+    yield redis_server.url
+    client.flushall()
+
+
+def order(word: str, config: schema.Config, url: str) -> int:
+    return main([word, "--redis", url, "--run", config.name, "--timeout-s", "60"])
+
+
+def steps(config: schema.Config) -> list[int]:
+    return [line["step"] for line in lines(config.folder / "metrics.jsonl") if "train_optim/loss" in line]
+
+
+def test_a_run_holds_goes_on_and_stops_as_it_is_told_and_makes_room_by_early_checkpoints(
+    url: str, tmp_path: Path, client: redis.Redis
+) -> None:
+    config = make_run(
+        tmp_path,
+        name="operated",
+        redis=schema.Redis(max_backlog_bytes=16_000),
+        training=schema.Training(groups_per_step=4, max_steps=10_000, max_epochs=100),
+        checkpoint=schema.Checkpoint(every_steps=10_000),
+        lag=schema.Lag(max_steps=2, stale="wait"),
+    )
+    keys = Keys(config.name)
+    with made_up_worker(config, url), running_learner(config, url) as process:
+        wait_until(lambda: steps(config)[-1:] >= [8], description="steps are made", timeout_s=PATIENCE_S)
+        assert order("pause", config, url) == 0
+        [report] = read_reports(client, keys)
+        assert report.detail["control"] == "pause"
+        held = len(steps(config))
+        wait_until(
+            lambda: [r.doing for r in read_reports(client, keys)] == ["resume"],
+            description="the learner says that it waits",
+        )
+        assert len(steps(config)) == held
+        assert order("resume", config, url) == 0
+        wait_until(lambda: len(steps(config)) > held, description="it goes on", timeout_s=PATIENCE_S)
+        assert order("stop", config, url) == 0
+        assert process.wait(PATIENCE_S) == 0, output(config)
+    seen = snapshot(client, keys, num_events=1000)
+    assert seen.run is not None
+    assert (seen.run.state, seen.control) == ("stopped", "run")
+    kinds = [event.kind for event in seen.events]
+    assert kinds.count("control") == 3
+    assert kinds.count("obeys") == 3
+    assert kinds.count("checkpoint") >= 3, "the last one, and those that made room"
+    records = lines(config.folder / "metrics.jsonl")
+    assert max(record["stream/backlog_bytes"] for record in records) <= 1.05 * 16_000, "partly an estimate"
+    assert max(record["lag/max"] for record in records) <= 2
+
+
+def test_a_learner_that_validates_hears_the_operator_too(url: str, tmp_path: Path, client: redis.Redis) -> None:
+    prompts = str(tmp_path / "prompts.jsonl")
+    config = make_run(
+        tmp_path,
+        name="unanswered",
+        data=schema.Data(train=prompts, validation=prompts),
+        validation=schema.Validation(every_steps=0, at_start=True, max_prompts=5),
+    )
+    keys = Keys(config.name)
+    with running_learner(config, url) as process:
+        wait_until(
+            lambda: [r.doing for r in read_reports(client, keys)] == ["evaluation"],
+            description="the learner validates, and no worker answers",
+            timeout_s=PATIENCE_S,
+        )
+        assert order("stop", config, url) == 0
+        assert process.wait(PATIENCE_S) == 0, output(config)
+    assert client.hget(keys.meta, "state") == b"stopped"
+    newest = max((config.folder / "checkpoints").glob("e*"))
+    state = json.loads((newest / "manifest.json").read_text())["content"]["state"]
+    assert state["stream"]["ledger"]["issued"] == 0

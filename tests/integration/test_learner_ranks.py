@@ -1,0 +1,110 @@
+"""Two ranks under torchrun (gloo, FSDP2) against one: the same mathematics, the same weights, the same versions."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+
+from learner.distributed import World
+from learner.state import load_state
+from streamrl.weights.manifest import Manifest, decode_manifest
+from streamrl.weights.mirror import Mirror
+from streamrl.weights.stores import FileStore
+from tests.integration.learner_ranks import NUM_STEPS, Rank, work
+from tests.tiny_models import make_model
+
+ROOT = Path(__file__).resolve().parents[2]
+ALONE = World(rank=0, size=1, device=torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Results of one rank in out-1, made here, and of two in out-2, made under torchrun."""
+    folder = tmp_path_factory.mktemp("ranks")
+    make_model(folder / "model", hidden=32, tied=False)
+    work(folder, ALONE)
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+            *("-m", "tests.integration.learner_ranks", str(folder)),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        check=True,
+        timeout=120,
+    )
+    return folder
+
+
+def weights(folder: Path, size: int) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(folder / f"out-{size}" / "weights.safetensors")
+
+
+def manifests(folder: Path, size: int) -> list[Manifest]:
+    paths = sorted((folder / f"out-{size}").glob("manifest-*"), key=lambda path: int(path.name.split("-")[1]))
+    return [decode_manifest(path.read_bytes()) for path in paths]
+
+
+def test_two_ranks_learn_what_one_learns(folder: Path) -> None:
+    torch.testing.assert_close(weights(folder, 2), weights(folder, 1), atol=1e-5, rtol=0)
+
+
+def test_metrics_do_not_depend_on_the_number_of_ranks(folder: Path) -> None:
+    with (
+        safetensors.safe_open(folder / "out-1" / "weights.safetensors", framework="pt") as one,
+        safetensors.safe_open(folder / "out-2" / "weights.safetensors", framework="pt") as two,
+    ):
+        alone, together = one.metadata(), two.metadata()
+    assert set(alone) == set(together)
+    for name, value in alone.items():
+        assert float(together[name]) == pytest.approx(float(value), abs=1e-4, rel=1e-3), name
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_published_versions_are_the_weights_bit_for_bit(folder: Path, size: int, tmp_path: Path) -> None:
+    versions = manifests(folder, size)
+    assert [manifest.step for manifest in versions] == list(range(NUM_STEPS + 1))
+    assert [manifest.base for manifest in versions] == [0, *(manifest.version for manifest in versions[:-1])]
+    assert all(len(manifest.shards) == size for manifest in versions)
+    mirror = Mirror(tmp_path)
+    for manifest in versions:
+        mirror.apply(manifest, FileStore(folder / f"out-{size}" / "blobs"))
+    served = safetensors.torch.load_file(mirror.path)
+    rank = Rank(folder, ALONE)
+    load_state(folder / f"out-{size}" / "checkpoint", rank.policy, rank.optimizer, ALONE)
+    trained = rank.weights()
+    assert served.keys() == trained.keys()
+    assert all(torch.equal(served[name], trained[name]) for name in trained)
+
+
+def test_the_canary_is_what_the_published_weights_say(folder: Path) -> None:
+    one, two = (manifests(folder, size)[-1].canary for size in (1, 2))
+    assert one is not None
+    assert two is not None
+    assert two.logprobs == pytest.approx(one.logprobs, abs=1e-4)
+    rank = Rank(folder, ALONE)
+    load_state(folder / "out-1" / "checkpoint", rank.policy, rank.optimizer, ALONE)
+    ids = torch.tensor([one.token_ids])
+    with torch.no_grad():
+        logp = rank.policy.model(input_ids=ids).logits[0, :-1].log_softmax(-1)
+    truth = logp.gather(1, ids[0, 1:, None])[:, 0].tolist()
+    assert one.logprobs == pytest.approx(truth, abs=1e-5)
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_alone(folder: Path) -> None:
+    rank = Rank(folder, ALONE)
+    load_state(folder / "out-2" / "checkpoint", rank.policy, rank.optimizer, ALONE)
+    rank.step(NUM_STEPS)
+    torch.testing.assert_close(rank.weights(), weights(folder, 2), atol=1e-5, rtol=0)
+
+
+def test_a_checkpoint_of_one_rank_goes_on_with_two(folder: Path) -> None:
+    grown = safetensors.torch.load_file(folder / "out-2" / "grown.safetensors")
+    torch.testing.assert_close(grown, weights(folder, 1), atol=1e-5, rtol=0)

@@ -1,0 +1,80 @@
+"""What a rank accepts of what the plan gave it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from learner.fetch import fetch_groups
+from learner.plan import Kind, Plan, PlanEntry, Verdict
+from streamrl.transport.types import Entry
+from streamrl.wire.group import decode_header, encode_group
+from streamrl.wire.ticket import Purpose
+from tests.learner_cases import group_of
+
+VOCABULARY = 20
+
+
+class FakeStream:
+    def __init__(self, *entries: Entry) -> None:
+        self._entries = {entry.id: entry for entry in entries}
+
+    def fetch(self, purpose: Purpose, ids: Sequence[str]) -> list[Entry | None]:
+        return [self._entries.get(entry_id) for entry_id in ids]
+
+
+def entry_of(number: int, *, responses: Sequence[Sequence[int]] = ((3, 4), (5, 6))) -> Entry:
+    header, body = encode_group(group_of(rewards=[0, 1], ticket=number, responses=responses))
+    return Entry(id=f"{number}-0", number=number, run_uid="run", header=header, body=body)
+
+
+def plan_for(*entries: Entry) -> Plan:
+    planned = tuple(
+        PlanEntry(
+            entry_id=entry.id,
+            ticket=entry.number,
+            digest=decode_header(entry.header).digest,
+            num_tokens=4,
+            rank=entry.number % 2,
+        )
+        for entry in entries
+    )
+    return Plan(kind=Kind.STEP, step=0, entries=planned)
+
+
+def test_each_rank_takes_its_own_groups() -> None:
+    entries = [entry_of(number) for number in range(4)]
+    found = fetch_groups(FakeStream(*entries), plan_for(*entries), rank=1, vocabulary=VOCABULARY)
+    assert [group.header.ticket for group in found.groups] == [1, 3]
+    assert found.verdicts.tolist() == [0, Verdict.SOUND, 0, Verdict.SOUND]
+
+
+def spoilt(entry: Entry, how: str) -> Entry | None:
+    match how:
+        case "gone":
+            return None
+        case "another group":
+            return replace(entry_of(entry.number, responses=[[7], [8]]), id=entry.id)
+        case "another ticket":
+            return replace(entry_of(entry.number + 2), id=entry.id)
+        case "a flipped bit":
+            return replace(entry, body=entry.body[:-1] + bytes([entry.body[-1] ^ 1]))
+        case _:
+            return replace(entry, header=b"\x00")
+
+
+@pytest.mark.parametrize("how", ["gone", "another group", "another ticket", "a flipped bit", "no header"])
+def test_what_is_not_the_planned_group_is_left_out_and_its_neighbour_is_not(how: str) -> None:
+    good, bad = entry_of(0), entry_of(2)
+    served = [entry for entry in (good, spoilt(bad, how)) if entry is not None]
+    found = fetch_groups(FakeStream(*served), plan_for(good, bad), rank=0, vocabulary=VOCABULARY)
+    assert [group.header.ticket for group in found.groups] == [0]
+    assert found.verdicts.tolist() == [Verdict.SOUND, Verdict.MISSING if how == "gone" else Verdict.MALFORMED]
+
+
+def test_tokens_outside_the_vocabulary_are_refused() -> None:
+    entry = entry_of(0, responses=[[3, VOCABULARY], [4]])
+    assert not fetch_groups(FakeStream(entry), plan_for(entry), rank=0, vocabulary=VOCABULARY).groups
+    assert fetch_groups(FakeStream(entry), plan_for(entry), rank=0, vocabulary=VOCABULARY + 1).groups

@@ -1,0 +1,94 @@
+"""The threads beside the loop, and what a rank knows of itself."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from learner.lease import LeaseKeeper
+from learner.record import Timers
+from learner.start import Start, holder_name
+from learner.watchdog import Watchdog
+from streamrl.errors import Fenced
+from streamrl.versions import make_version
+from tests.feed_world import Clock
+from tests.helpers import wait_until
+
+
+def test_a_loop_that_stands_still_is_ended() -> None:
+    clock, stalled = Clock(), threading.Event()
+    watchdog = Watchdog(limit_s=60.0, clock=clock, check_every_s=0.01, on_stall=lambda _reason: stalled.set())
+    with watchdog.watching():
+        clock.advance(59.0)
+        watchdog.beat()
+        clock.advance(59.0)
+        assert not stalled.wait(0.05)
+        clock.advance(2.0)
+        wait_until(stalled.is_set, description="the watchdog")
+
+
+def test_the_lease_is_renewed_until_the_block_ends() -> None:
+    renewals: list[str] = []
+    keeper = LeaseKeeper(lambda: renewals.append("before the epoch"), lease_s=0.04)
+    with keeper.keeping():
+        wait_until(lambda: renewals, description="a renewal")
+        keeper.renew_with(lambda: renewals.append("fenced"))
+        wait_until(lambda: "fenced" in renewals, description="a fenced renewal")
+    keeper.check()
+    count = len(renewals)
+    assert not threading.Event().wait(0.05)
+    assert len(renewals) == count
+
+
+def test_a_lost_lease_reaches_the_loop() -> None:
+    def refuse() -> None:
+        raise Fenced("another learner")
+
+    def is_lost() -> bool:
+        try:
+            keeper.check()
+        except Fenced:
+            return True
+        return False
+
+    keeper = LeaseKeeper(refuse, lease_s=0.04)
+    with keeper.keeping():
+        wait_until(is_lost, description="the loss")
+
+
+@pytest.mark.parametrize(
+    ("environment", "named_by_parent"), [({"TORCHELASTIC_RUN_ID": "none"}, True), ({"TORCHELASTIC_RUN_ID": ""}, True)]
+)
+def test_a_torchrun_without_an_id_is_named_by_its_agent(environment: dict[str, str], named_by_parent: bool) -> None:
+    assert holder_name(environment) == holder_name(environment)
+    assert (holder_name(environment) != holder_name({})) is named_by_parent
+
+
+def test_restarts_by_one_torchrun_are_one_holder() -> None:
+    assert holder_name({"TORCHELASTIC_RUN_ID": "abc"}) == "abc"
+
+
+def test_tokens_of_a_branch_that_was_given_up_are_dead() -> None:
+    start = Start(
+        run_uid="run",
+        epoch=3,
+        checkpoint="e000001-s00000020",
+        lineage=((3, None), (1, 20)),  # epoch 2 never wrote what 3 went on from
+        step=20,
+        consumed_samples=7,
+        elapsed_s=1.5,
+        total_steps=100,
+        canary_ids=(3, 4, 1),
+    )
+    assert Start.from_bytes(start.to_bytes()) == start
+    dead = [start.is_dead(make_version(epoch, 0), step) for epoch, step in ((3, 25), (1, 20), (1, 21), (2, 5))]
+    assert dead == [False, False, True, True]
+
+
+def test_timers_add_up_and_begin_anew() -> None:
+    timers = Timers()
+    timers.add("publish", 1.0)
+    timers.add("publish", 2.0)
+    assert timers.take() == {"timers/publish": 3.0}
+    assert timers.take() == {}

@@ -1,0 +1,90 @@
+"""Chunked log-probs against the plain way of computing them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from learner.logprobs import Head, token_logprobs
+
+TOKENS, HIDDEN, VOCABULARY = 37, 8, 23
+
+
+def _inputs(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(TOKENS, HIDDEN, dtype=torch.float64, generator=generator).requires_grad_()
+    weight = torch.randn(VOCABULARY, HIDDEN, dtype=torch.float64, generator=generator).requires_grad_()
+    return hidden, weight, torch.randint(2, VOCABULARY, (TOKENS,), generator=generator)
+
+
+def _plain(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, early: torch.Tensor, head: Head
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = hidden @ weight.T / head.temperature
+    ends = torch.zeros(VOCABULARY, dtype=torch.bool)
+    ends[list(head.end_ids)] = True
+    logp = logits.masked_fill(early[:, None] & ends, -torch.inf).log_softmax(-1)
+    return logp.gather(1, targets[:, None])[:, 0], torch.special.entr(logp.exp()).sum(-1)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, TOKENS, 1000])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_chunks_give_the_plain_log_probs_entropy_and_gradients(chunk_tokens: int, temperature: float) -> None:
+    hidden, weight, targets = _inputs()
+    early = torch.arange(TOKENS) % 3 == 0
+    head = Head(
+        temperature=temperature,
+        end_ids=(0, 1),
+        compute_dtype=torch.float64,
+        chunk_elements=chunk_tokens * VOCABULARY,
+    )
+    out = token_logprobs(hidden, weight, targets, early, head)
+    logp, entropy = _plain(hidden, weight, targets, early, head)
+    torch.testing.assert_close(out.logp, logp)
+    torch.testing.assert_close(out.entropy, entropy)
+    upstream = torch.linspace(-1, 2, TOKENS, dtype=torch.float64)
+    ours = torch.autograd.grad(out.logp, (hidden, weight), upstream)
+    plain = torch.autograd.grad(logp, (hidden, weight), upstream)
+    torch.testing.assert_close(ours, plain)
+
+
+def test_the_gradient_is_one_hot_minus_softmax_by_hand() -> None:
+    weight = torch.zeros(3, 1, dtype=torch.float64, requires_grad=True)
+    hidden = torch.ones(1, 1, dtype=torch.float64)
+    target, never = torch.tensor([2]), torch.tensor([False])
+    out = token_logprobs(hidden, weight, target, never, Head(compute_dtype=torch.float64))
+    out.logp.sum().backward()
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad[:, 0], torch.tensor([-1 / 3, -1 / 3, 2 / 3], dtype=torch.float64))
+
+
+def test_a_response_that_ended_early_all_the_same_keeps_finite_numbers() -> None:
+    hidden, weight, targets = _inputs()
+    targets[0] = 1
+    early = torch.ones(TOKENS, dtype=torch.bool)
+    out = token_logprobs(hidden, weight, targets, early, Head(end_ids=(0, 1), compute_dtype=torch.float64))
+    out.logp.sum().backward()
+    assert torch.isfinite(out.logp).all()
+    assert torch.isfinite(out.entropy).all()
+    assert hidden.grad is not None
+    assert torch.isfinite(hidden.grad).all()
+
+
+def test_bfloat16_projects_in_bfloat16_and_normalises_in_fp32() -> None:
+    hidden, weight, targets = _inputs()
+    never = torch.zeros(TOKENS, dtype=torch.bool)
+    out = token_logprobs(hidden.float(), weight.float(), targets, never, Head(compute_dtype=torch.bfloat16))
+    logits = (hidden.to(torch.bfloat16) @ weight.to(torch.bfloat16).T).float()
+    plain = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    assert out.logp.dtype == torch.float32
+    torch.testing.assert_close(out.logp, plain)
+
+
+def test_no_tokens_still_connect_the_graph_so_that_sharded_ranks_stay_in_step() -> None:
+    hidden, weight, _ = _inputs()
+    nothing = torch.zeros(0, dtype=torch.int64)
+    out = token_logprobs(hidden[nothing], weight, nothing, nothing.bool(), Head(compute_dtype=torch.float64))
+    out.logp.sum().backward()
+    assert weight.grad is not None
+    assert hidden.grad is not None
+    assert not weight.grad.any()

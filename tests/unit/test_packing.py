@@ -1,0 +1,156 @@
+"""Packed rows: everything in its place, and no sequence sees another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from learner.logprobs import Head
+from learner.model import Policy, check_packing, load_model
+from learner.packing import MicroBatch, Piece, Shape, empty_micro_batch, pack
+from streamrl.errors import DataError
+from tests.tiny_models import Architecture, make_model, response_logprobs
+
+SHARED = Shape(hidden_size=64, share_prompts=True)
+ALONE = Shape(hidden_size=64, share_prompts=False)
+
+
+def piece(sample: int, num_prompt: int, num_response: int, *, group: int | None = None) -> Piece:
+    """Of its own group unless one is given, which then decides the prompt."""
+    group = sample if group is None else group
+    rng, of_group = np.random.default_rng(sample), np.random.default_rng(1000 + group)
+    return Piece(
+        sample=sample,
+        group=group,
+        prompt_ids=of_group.integers(3, 40, num_prompt, dtype=np.int32),
+        token_ids=rng.integers(3, 40, num_response, dtype=np.int32),
+        logmu=rng.normal(size=num_response).astype(np.float32),
+        mask=np.ones(num_response, dtype=np.bool_),
+    )
+
+
+def make_policy(folder: Path) -> Policy:
+    return Policy(load_model(str(folder)), head=Head(), min_tokens=0, dtype=torch.float32)
+
+
+# Groups: the length of the prompt, and those of the responses to it.
+batches = st.lists(
+    st.tuples(st.integers(1, 20), st.lists(st.integers(1, 30), min_size=1, max_size=8)), min_size=1, max_size=12
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(groups=batches, max_tokens=st.integers(1, 300), shape=st.sampled_from([SHARED, ALONE]))
+def test_every_token_is_trained_exactly_once_and_sees_its_own_past_alone(
+    groups: list[tuple[int, list[int]]], max_tokens: int, shape: Shape
+) -> None:
+    lengths = [(g, p, r) for g, (p, responses) in enumerate(groups) for r in responses]
+    pieces = [piece(i, p, r, group=g) for i, (g, p, r) in enumerate(lengths)]
+    seen: dict[int, list[int]] = {i: [] for i in range(len(pieces))}
+    for batch in pack(pieces, max_tokens=max_tokens, shape=shape):
+        rows, length = batch.input_ids.shape
+        assert rows == 1 or rows * length <= max_tokens
+        visible = batch.attention_mask()[:, 0]
+        assert visible.any(-1).all(), "every cell sees something, at least itself"
+        for index, target, position, sample in zip(
+            batch.index.tolist(), batch.targets.tolist(), batch.position.tolist(), batch.sample.tolist(), strict=True
+        ):
+            row, column = divmod(index, length)
+            whole = [*pieces[sample].prompt_ids, *pieces[sample].token_ids]
+            place = len(pieces[sample].prompt_ids) + position
+            assert batch.input_ids[row, visible[row, column]].tolist() == whole[:place]
+            assert batch.position_ids[row, visible[row, column]].tolist() == list(range(place))
+            assert target == whole[place]
+            seen[sample].append(position)
+    assert all(sorted(seen[i]) == list(range(r)) for i, (_, _, r) in enumerate(lengths))
+
+
+def test_masked_tokens_are_read_but_not_trained() -> None:
+    whole = piece(0, 3, 4)
+    mask = np.array([True, False, False, True])
+    [batch] = pack([replace(whole, mask=mask)], max_tokens=64, shape=SHARED)
+    assert batch.position.tolist() == [0, 3]
+    assert batch.input_ids[0, 3:6].tolist() == whole.token_ids[:3].tolist()
+
+
+def test_long_tailed_lengths_fill_their_rows_well() -> None:
+    rng = np.random.default_rng(0)
+    tail = np.clip(rng.lognormal(4, 1, 400), 4, 1000).astype(int)
+    packed = pack([piece(i, 10, int(n)) for i, n in enumerate(tail)], max_tokens=8192, shape=ALONE)
+    assert sum(9 + tail) / cells(packed) > 0.9
+
+
+def test_sharing_prompts_leaves_fewer_cells_than_there_are_tokens() -> None:
+    pieces = [piece(i, 20, 10, group=i // 8) for i in range(64)]
+    assert cells(pack(pieces, max_tokens=8192, shape=SHARED)) < 0.6 * sum(p.num_tokens for p in pieces)
+
+
+def test_rows_stay_short_where_attention_is_dear() -> None:
+    pieces = [piece(i, 2, 500, group=i // 8) for i in range(16)]
+    [batch] = pack(pieces, max_tokens=1 << 20, shape=SHARED)
+    assert batch.input_ids.shape[1] == 501
+
+
+def test_packing_does_not_depend_on_the_order_of_samples() -> None:
+    pieces = [piece(i, 3, 1 + i % 7, group=i // 3) for i in range(20)]
+    packed, reversed_ = (pack(order, max_tokens=64, shape=SHARED) for order in (pieces, pieces[::-1]))
+    assert [b.input_ids.tolist() for b in packed] == [b.input_ids.tolist() for b in reversed_]
+
+
+@pytest.mark.parametrize("shape", [SHARED, ALONE], ids=["prompts shared", "prompts repeated"])
+@pytest.mark.parametrize("architecture", ["qwen2", "llama"])
+def test_packed_log_probs_equal_those_of_each_sequence_alone(
+    tmp_path: Path, architecture: Architecture, shape: Shape
+) -> None:
+    folder = make_model(tmp_path / "model", architecture=architecture)
+    policy = make_policy(folder).eval()
+    policy.shape = shape
+    pieces = [piece(i, 2 + i // 4, 1 + (5 * i) % 11, group=i // 4) for i in range(16)]
+    with torch.no_grad():
+        for batch in pack(pieces, max_tokens=96, shape=shape):
+            logp = policy(batch).logp
+            for i in batch.sample.unique().tolist():
+                truth = response_logprobs(folder, pieces[i].prompt_ids.tolist(), pieces[i].token_ids.tolist())
+                torch.testing.assert_close(logp[batch.sample == i], truth, atol=1e-5, rtol=0)
+
+
+def test_a_model_with_a_sliding_window_repeats_its_prompts(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", architecture="llama")
+    assert make_policy(folder).shape.share_prompts
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "mistral", "sliding_window": 8}))
+    assert not make_policy(folder).shape.share_prompts
+
+
+def test_an_empty_micro_batch_passes_through_the_model_and_changes_nothing(tmp_path: Path) -> None:
+    policy = make_policy(make_model(tmp_path / "model"))
+    policy(empty_micro_batch()).logp.sum().backward()
+    gradients = [p.grad for p in policy.parameters()]
+    assert all(g is not None and not g.any() for g in gradients)
+
+
+def test_a_model_that_does_more_to_its_logits_is_refused(tmp_path: Path) -> None:
+    policy = make_policy(make_model(tmp_path / "model"))
+    check_packing(policy)
+    policy.model.get_output_embeddings().register_forward_hook(lambda _module, _args, out: 2 * out)
+    with pytest.raises(DataError, match="changes its logits"):
+        check_packing(policy)
+
+
+def test_a_micro_batch_knows_the_log_probs_of_its_tokens() -> None:
+    pieces = [piece(i, 2, 3 + i, group=i // 2) for i in range(5)]
+    [batch] = pack(pieces, max_tokens=1000, shape=SHARED)
+    for sample, position, logmu in zip(batch.sample, batch.position, batch.logmu, strict=True):
+        assert float(logmu) == float(pieces[int(sample)].logmu[int(position)])
+
+
+def cells(packed: Sequence[MicroBatch]) -> int:
+    return sum(batch.input_ids.numel() for batch in packed)

@@ -1,0 +1,68 @@
+"""A step's metrics against numbers computed by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from learner.algorithms.base import Advantages, TokenLosses
+from learner.distributed import World
+from learner.logprobs import LogProbs
+from learner.tally import Tally
+from streamrl.versions import make_version
+from tests.learner_cases import group_of
+
+ALONE = World(rank=0, size=1, device=torch.device("cpu"))
+
+
+def make_tally(step: int = 5) -> Tally:
+    return Tally(sources=("made_up",), step=step, is_dead=lambda version, _step: version < make_version(2, 0))
+
+
+def test_rewards_lengths_and_lag_are_means_over_samples_and_tokens() -> None:
+    tally = make_tally()
+    judged = Advantages(values=np.zeros(2), baselines=np.array([1.0, 2.0]))
+    fresh = group_of(rewards=[1, 3], responses=[[3], [3, 4, 5]], step=4, version=make_version(2, 1))
+    stale = group_of(rewards=[2, 2], finished=[True, False], responses=[[3, 4], [5, 6]], step=1)
+    tally.add_group(fresh, judged, np.array([0.0, 0.5]))
+    tally.add_group(stale, judged, np.zeros(2))
+    metrics = tally.metrics(ALONE)
+    expected = {
+        "train_rollouts/rollout_size": 4,
+        "train_rollouts/rewards": 2,
+        "train_rollouts/rewards/made_up": 2,
+        "train_rollouts/rewards_std": 0.5**0.5,
+        "train_rollouts/rewards_with_kl": 2 - 0.125,
+        "train_rollouts/baseline": 1.5,
+        "train_rollouts/response_lengths": 2,
+        "train_rollouts/generation_length": 5,
+        "train_rollouts/fraction_of_samples_properly_ended": 0.75,
+        "train_rollouts/zero_variance_groups": 0.5,
+        "lag/min": 1,
+        "lag/max": 4,
+        "lag/mean": (4 * 1 + 4 * 4) / 8,
+        "lag/in_queue": 2.5,
+        "lag/dead_lineage_tokens": 4,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
+def test_ratios_give_their_mean_and_the_effective_sample_size() -> None:
+    tally = make_tally()
+    logmu, logpi = torch.tensor([-1.0, -1.0, -2.0]), torch.tensor([-1.0, -1.0, -1.0])
+    ratio = torch.tensor([1.0, 1.0, 4.0])
+    losses = TokenLosses(values=torch.zeros(3), ratio=ratio, weight=ratio.clamp(max=2.0))
+    tally.add_tokens(LogProbs(logp=logpi, entropy=torch.tensor([0.5, 0.5, 2.0])), logmu, losses)
+    tally.add_tokens(LogProbs(logp=logpi[:0], entropy=logpi[:0]), logmu[:0], losses)
+    metrics = tally.metrics(ALONE)
+    assert metrics["policy/ratio_mean"] == pytest.approx(2)
+    assert metrics["policy/ratio_max"] == 4
+    assert metrics["policy/ess"] == pytest.approx(6**2 / 18 / 3)
+    assert metrics["policy/clipped_fraction"] == pytest.approx(1 / 3)
+    assert metrics["policy/mismatch_kl"] == pytest.approx(-1 / 3)
+    assert metrics["policy/entropy"] == pytest.approx(1.0)
+
+
+def test_a_rank_without_groups_adds_nothing_and_fails_nothing() -> None:
+    assert make_tally().metrics(ALONE)["train_rollouts/rollout_size"] == 0
