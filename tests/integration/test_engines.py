@@ -1,0 +1,287 @@
+"""What every engine must do, on real vLLM and on transformers: two architectures, tied and untied embeddings.
+
+The truth is a plain forward pass in fp32 of the version that made the token. One engine for each case serves all tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+import transformers
+
+from streamrl.config import schema
+from streamrl.errors import SampleError
+from streamrl.versions import make_version
+from streamrl.wire.group import Span
+from tests.tiny_models import CHARACTERS, Architecture, make_model
+from tests.worker_world import worker_config
+from workers.engines.base import ENGINES, Engine, EngineSettings, Generated, SampleRequest
+from workers.engines.sampling import RowState, processed_logprobs
+from workers.model import read_model
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore"),  # of the libraries; ours are watched by every other test
+]
+
+TOLERANCE = 1e-4
+MAX_PROMPT = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    engine: Literal["vllm", "transformers"]
+    architecture: Architecture
+    tied: bool
+
+    def __str__(self) -> str:
+        return f"{self.engine}-{self.architecture}-{'tied' if self.tied else 'untied'}"
+
+
+CASES = [
+    Case(engine="transformers", architecture="qwen2", tied=True),
+    Case(engine="transformers", architecture="llama", tied=False),
+    Case(engine="vllm", architecture="qwen2", tied=True),
+    Case(engine="vllm", architecture="llama", tied=False),
+]
+
+
+class Served:
+    """An engine, the versions it may serve, and what a plain forward pass of each says."""
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        self.folders = [
+            make_model(folder / str(n), architecture=case.architecture, tied=case.tied, seed=n) for n in range(3)
+        ]
+        self.models = [
+            transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in self.folders
+        ]
+        self.facts = read_model(str(self.folders[0]), trust_remote_code=False)
+        config = worker_config(threads=1, engine=case.engine)
+        self.config = config.model_copy(
+            update={
+                "weights": schema.Weights(dtype="float32"),
+                "data": schema.Data(train="", max_prompt_tokens=MAX_PROMPT),
+                "sampling": schema.Sampling(max_tokens=200),
+            }
+        )
+        self.engine: Engine = ENGINES[case.engine](
+            EngineSettings(model=self.facts, config=self.config, trust_remote_code=False, seed=1)
+        )
+        self._num_loads = 0
+        self._num_requests = 0
+
+    async def load(self, model: int) -> int:
+        """The version under which it is served."""
+        version = make_version(1, self._num_loads)
+        await self.engine.load(self.folders[model] / "model.safetensors", version=version, step=100 + self._num_loads)
+        self._num_loads += 1
+        return version
+
+    def request(self, prompt: Sequence[int], **sampling: Any) -> SampleRequest:
+        self._num_requests += 1
+        return SampleRequest(
+            request_id=f"request-{self._num_requests}",
+            prompt_ids=np.asarray(prompt, dtype=np.int32),
+            sampling=schema.Sampling(**{"max_tokens": 32, **sampling}),
+        )
+
+    async def sample(self, prompts: Sequence[Sequence[int]], **sampling: Any) -> list[Generated]:
+        return await asyncio.gather(*(self.engine.generate(self.request(p, **sampling)) for p in prompts))
+
+    def logits(self, model: int, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:  # [T, V]
+        ids = torch.tensor([[*prompt, *response]])
+        with torch.no_grad():
+            logits: torch.Tensor = self.models[model](ids).logits[0, len(prompt) - 1 : -1]
+        return logits
+
+    def expected(
+        self, logits: torch.Tensor, prompt: Sequence[int], response: Sequence[int], sampling: schema.Sampling
+    ) -> torch.Tensor:  # [T]
+        """Log-probs of the response under the distribution that these settings make of the logits."""
+        rows = [RowState(sampling=sampling, num_tokens=t, seen=[*prompt, *response[:t]]) for t in range(len(response))]
+        logprobs = processed_logprobs(logits, rows, self.facts.stop_ids)
+        return logprobs.gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=CASES, ids=str)
+async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    made = Served(request.param, tmp_path_factory.mktemp("models"))
+    environment = dict(os.environ)
+    try:
+        await made.engine.start()
+        yield made
+    finally:
+        await made.engine.stop()
+        os.environ.clear()  # vLLM is told, and tells its processes, through the environment
+        os.environ.update(environment)
+
+
+def prompts(count: int, *, seed: int = 0) -> list[list[int]]:
+    """Of several lengths."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, 3 + len(CHARACTERS), size=rng.integers(2, 20)).tolist() for _ in range(count)]
+
+
+def worst(generated: Generated, expected: torch.Tensor) -> float:
+    return float(np.abs(generated.logprobs - expected.numpy()).max())
+
+
+SETTINGS = {
+    "plain": {},
+    "warm, not too short": {"temperature": 0.7, "min_tokens": 12},
+    "greedy": {"greedy": True},
+    "top-k": {"top_k": 5},
+    "top-p": {"top_p": 0.7, "temperature": 1.3},
+    "penalised": {"repetition_penalty": 1.3},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+async def test_logprobs_are_those_of_the_version_just_loaded(served: Served, name: str) -> None:
+    await served.load(0)
+    await served.sample(prompts(2))
+    version = await served.load(1)
+    asked = prompts(12, seed=1)
+
+    for prompt, got in zip(asked, await served.sample(asked, **SETTINGS[name]), strict=True):
+        response = got.token_ids.tolist()
+        sampling = schema.Sampling(max_tokens=32, **SETTINGS[name])
+        logits = served.logits(1, prompt, response)
+        assert worst(got, served.expected(logits, prompt, response, sampling)) <= TOLERANCE
+        assert got.spans == (Span(version=version, step=served_step(version), start=0, end=len(response)),)
+        assert len(response) >= sampling.min_tokens
+
+
+def served_step(version: int) -> int:
+    return 100 + version - make_version(1, 0)
+
+
+async def test_old_weights_do_not_pass_for_new_ones(served: Served) -> None:
+    """What the equality above is worth: the versions differ by far more than its tolerance."""
+    await served.load(1)
+    (prompt,) = prompts(1)
+    (got,) = await served.sample([prompt])
+    response = got.token_ids.tolist()
+    stale = served.expected(served.logits(0, prompt, response), prompt, response, schema.Sampling())
+    assert worst(got, stale) > 100 * TOLERANCE
+
+
+async def test_samples_in_flight_go_on_under_the_new_version_with_their_keys_and_values(served: Served) -> None:
+    first = await served.load(0)
+    asked = prompts(6, seed=2)
+    long = asyncio.gather(*(served.engine.generate(served.request(p, max_tokens=180, min_tokens=180)) for p in asked))
+    await served.sample(prompts(1, seed=3), max_tokens=20, min_tokens=20)  # by then the others have come as far
+    assert served.engine.stats().in_flight == 6
+    second = await served.load(1)
+
+    for prompt, got in zip(asked, await long, strict=True):
+        assert [span.version for span in got.spans] == [first, second]
+        assert [span.step for span in got.spans] == [served_step(first), served_step(second)]
+        assert (got.spans[0].start, got.spans[-1].end) == (0, len(got.token_ids)) == (0, 180)
+        switch = got.spans[1].start
+        response = got.token_ids.tolist()
+        logits = mixed_logits(served.models[0], served.models[1], prompt, response, switch)
+        sampling = schema.Sampling(max_tokens=180, min_tokens=180)
+        assert worst(got, served.expected(logits, prompt, response, sampling)) <= TOLERANCE
+
+
+def mixed_logits(
+    old: torch.nn.Module, new: torch.nn.Module, prompt: Sequence[int], response: Sequence[int], switch: int
+) -> torch.Tensor:  # [T, V]
+    """Old weights up to the token before `switch`; from there new weights, on the old ones' keys and values."""
+    ids = torch.tensor([[*prompt, *response]])
+    before = len(prompt) + switch - 1
+    with torch.no_grad():
+        cache = transformers.DynamicCache()
+        start = old(ids[:, :before], past_key_values=cache, use_cache=True).logits[0]
+        rest = new(ids[:, before:-1], past_key_values=cache, use_cache=True).logits[0]
+    return torch.cat([start[len(prompt) - 1 :], rest])
+
+
+async def test_nothing_cached_for_older_weights_is_read_by_later_samples(served: Served) -> None:
+    (base,) = np.random.default_rng(5).integers(3, 3 + len(CHARACTERS), size=(1, MAX_PROMPT)).tolist()
+    await served.load(0)
+    await served.sample([base] * 3, max_tokens=4)
+    await served.load(2)
+
+    for got in await served.sample([base] * 3, max_tokens=4):
+        response = got.token_ids.tolist()
+        expected = served.expected(served.logits(2, base, response), base, response, schema.Sampling(max_tokens=4))
+        assert worst(got, expected) <= TOLERANCE
+
+
+async def test_greedy_takes_the_likeliest_token_and_sampling_does_not_repeat_itself(served: Served) -> None:
+    await served.load(0)
+    (prompt,) = prompts(1)
+    first, again = await served.sample([prompt] * 2, greedy=True)
+    assert first.token_ids.tolist() == again.token_ids.tolist()
+    likeliest = served.logits(0, prompt, first.token_ids.tolist()).argmax(dim=-1)[1:]
+    assert likeliest.tolist() == first.token_ids.tolist()[1:]
+
+    sampled = await served.sample([prompt] * 8, min_tokens=16, max_tokens=16)
+    assert len({tuple(got.token_ids.tolist()) for got in sampled}) == 8
+
+
+async def test_a_sample_ends_by_itself_or_at_its_limit(served: Served) -> None:
+    await served.load(0)
+    ends: dict[bool, int] = {True: 0, False: 0}
+    for got in await served.sample([prompts(1)[0]] * 40, max_tokens=16):
+        finished = got.finish_reason == "stop"
+        ends[finished] += 1
+        assert finished == (got.token_ids[-1] in served.facts.stop_ids)
+        assert finished or len(got.token_ids) == 16
+        assert "<eos>" not in got.text
+    assert ends[True]
+    assert ends[False]
+
+
+async def test_a_stop_string_ends_a_sample_once_it_is_long_enough_and_is_not_in_its_text(served: Served) -> None:
+    await served.load(0)
+    stop = tuple("aeiou0123456789")
+    for got in await served.sample([prompts(1)[0]] * 12, max_tokens=128, min_tokens=5, stop=stop):
+        whole = served.facts.tokenizer.decode(got.token_ids.tolist(), skip_special_tokens=True)
+        assert got.finish_reason == "stop"
+        assert len(got.token_ids) > 5
+        assert len(got.logprobs) == got.spans[-1].end == len(got.token_ids)
+        if got.token_ids[-1] not in served.facts.stop_ids:
+            assert whole[len(got.text) :] in stop
+            assert whole[: len(got.text)] == got.text
+            after_min = served.facts.tokenizer.decode(got.token_ids[5:-1].tolist(), skip_special_tokens=True)
+            assert not any(string in after_min for string in stop)
+
+
+async def test_a_sample_that_cannot_be_is_refused_and_the_engine_goes_on(served: Served) -> None:
+    await served.load(0)
+    too_long = [5] * (MAX_PROMPT + 201)
+    with pytest.raises(SampleError):
+        await served.engine.generate(served.request(too_long))
+    assert len(await served.sample(prompts(2))) == 2
+
+
+async def test_abandoned_samples_leave_the_engine(served: Served) -> None:
+    await served.load(0)
+    task = asyncio.create_task(served.engine.generate(served.request(prompts(1)[0], max_tokens=190, min_tokens=190)))
+    await served.sample(prompts(1), max_tokens=4)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert served.engine.stats().in_flight == 0
+    await served.engine.check_alive()
+    assert len(await served.sample(prompts(2))) == 2
+
+
+async def test_finished_tokens_are_counted(served: Served) -> None:
+    await served.load(0)
+    before = served.engine.stats().num_tokens
+    made = await served.sample(prompts(3))
+    assert served.engine.stats().num_tokens - before == sum(len(got.token_ids) for got in made)

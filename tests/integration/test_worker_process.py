@@ -1,0 +1,255 @@
+"""`python -m workers` as a process: real Redis, real weights, a learner that is made up."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+
+from streamrl.config import schema
+from streamrl.transport.keys import Keys
+from streamrl.transport.reports import read_reports
+from streamrl.wire.group import Group
+from tests.helpers import wait_until
+from tests.made_up_learner import MadeUpLearner
+from tests.tiny_models import make_model, response_logprobs
+from tests.weights_world import RUN_UID
+
+ROOT = Path(__file__).resolve().parents[2]
+TOLERANCE = 1e-4
+PROMPTS = ("sort 1 2:", "say a b", "3 + 4 =", "hello")
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning:transformers.*")
+
+
+class Workers:
+    """Starts workers of one run, and leaves none behind."""
+
+    def __init__(self, folder: Path, url: str, run: str) -> None:
+        self._folder, self._url, self._run = folder, url, run
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.name = f"test-{os.getpid()}-{run}"  # mirrors are the machine's, and other suites may run on it
+
+    def start(self, *arguments: str, number: int = 0) -> subprocess.Popen[bytes]:
+        worker_id = f"{self.name}-{number}"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, "-m", "workers", "--redis", self._url, "--run", self._run]
+        command += ["--worker-id", worker_id, "--log-file", str(self._folder / f"worker-{number}.log"), *arguments]
+        with self.stderr(number).open("ab") as stderr:
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=stderr, stderr=stderr)
+        self._processes.append(process)
+        return process
+
+    def stderr(self, number: int = 0) -> Path:
+        return self._folder / f"worker-{number}.err"
+
+    def mirrors(self) -> list[Path]:
+        return list(Path("/dev/shm").glob(f"streamrl-{RUN_UID}-{self.name}-*"))
+
+    def end(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        for mirror in self.mirrors():
+            shutil.rmtree(mirror)
+
+
+@pytest.fixture
+def workers(tmp_path: Path, redis_url: str, run_name: str) -> Iterator[Workers]:
+    made = Workers(tmp_path, redis_url, run_name)
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> list[Path]:
+    return [make_model(tmp_path / f"model-{seed}", seed=seed) for seed in range(2)]
+
+
+MakeLearner = Callable[..., MadeUpLearner]
+
+
+@pytest.fixture
+def make_learner(client: redis.Redis, keys: Keys, models: list[Path]) -> MakeLearner:
+    def make(*, fingerprint: str | None = None, **worker: Any) -> MadeUpLearner:
+        settings = {"engine": "transformers", "threads": 1, "grace_s": 2.0, **worker}
+        config = schema.Config(
+            name=keys.name,
+            model=schema.Model(path=str(models[0])),
+            data=schema.Data(train="prompts.jsonl", max_prompt_tokens=32),
+            sampling=schema.Sampling(num_samples=3, max_tokens=24),
+            rewards={"length": _length_reward()},
+            weights=schema.Weights(dtype="float32"),
+            worker=schema.Worker(**settings),
+        )
+        return MadeUpLearner(client, keys, config, fingerprint=fingerprint)
+
+    return make
+
+
+def _length_reward() -> schema.FunctionReward:
+    return schema.FunctionReward(type="function", target="length_penalty", options={"free_tokens": 4, "max_tokens": 24})
+
+
+def assert_true_to(model: Path, group: Group, *, version: int) -> None:
+    for sample in group.samples:
+        assert {span.version for span in sample.spans} == {version}
+        truth = response_logprobs(model, group.prompt_ids.tolist(), sample.token_ids.tolist(), min_tokens=1)
+        assert np.abs(sample.logprobs - truth.numpy()).max() <= TOLERANCE
+
+
+def descendants(pid: int) -> set[int]:
+    """All processes below this one."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # ended meanwhile
+            continue
+        parents[int(stat.parent.name)] = int(fields[1])
+    found: set[int] = set()
+    while new := {child for child, parent in parents.items() if parent in found | {pid}} - found:
+        found |= new
+    return found
+
+
+def alive(pids: set[int]) -> set[int]:
+    return {pid for pid in pids if _state(pid) not in ("", "Z")}
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def test_tickets_become_groups_of_the_published_version_and_sigterm_ends_the_worker(
+    make_learner: MakeLearner, workers: Workers, models: list[Path], client: redis.Redis, keys: Keys
+) -> None:
+    learner = make_learner()
+    version = learner.publish(models[1]).version
+    learner.issue(*PROMPTS, num_samples=3, min_version=version)
+    process = workers.start("--model", str(models[0]))
+
+    groups = learner.groups(4)
+    assert sorted(group.header.ticket for group in groups) == [0, 1, 2, 3]
+    for group in groups:
+        assert_true_to(models[1], group, version=version)
+
+    newer = learner.publish(models[0]).version
+    learner.issue(PROMPTS[0], first=10, num_samples=1, purpose="eval", min_version=newer)
+    (answer,) = learner.groups(1, purpose="eval")
+    assert answer.header.min_version == newer
+    part = f"worker/{workers.name}-0"
+    wait_until(
+        lambda: {r.part: r.detail.get("version") for r in read_reports(client, keys)} == {part: newer},
+        description="the worker reports the version that it serves",
+    )
+
+    before = descendants(process.pid)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == 0
+    wait_until(lambda: not alive(before), description="nothing of the worker is left")
+    assert not workers.mirrors()
+
+
+def test_the_worker_leaves_when_the_run_is_finished(
+    make_learner: MakeLearner, workers: Workers, models: list[Path]
+) -> None:
+    learner = make_learner()
+    learner.publish(models[0])
+    learner.issue(PROMPTS[0], num_samples=1)
+    process = workers.start("--allow-model-root", str(models[0].parent))
+    learner.groups(1)
+
+    learner.stream.release("finished")
+    assert process.wait(20) == 0
+
+
+def test_a_killed_worker_loses_no_ticket_to_the_one_that_takes_its_place(
+    make_learner: MakeLearner, workers: Workers, models: list[Path]
+) -> None:
+    learner = make_learner(lease_s=2.0)
+    learner.publish(models[0])
+    first = workers.start("--model", str(models[0]))
+    learner.issue(PROMPTS[0], num_samples=1)
+    learner.groups(1)
+
+    learner.issue(*(PROMPTS * 10), first=100, num_samples=3)
+    learner.groups(1)
+    first.kill()
+    first.wait()
+    workers.start("--model", str(models[0]), number=1)
+    rest = learner.groups(39)
+    assert len({group.header.ticket for group in rest}) == 39
+    assert not learner.stream.present_tickets("train")
+
+
+MISTAKES = {
+    "a model that is not allowed": ({}, [], "--allow-model-root"),
+    "reward code that is not allowed": (
+        {"reward": "package.module:function"},
+        ["--allow-model-root", "/"],
+        "--allow-reward-code package.module:function",
+    ),
+    "another model than the run's": ({"fingerprint": "0123456789abcdef"}, ["--allow-model-root", "/"], "--model"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_of_the_operators_is_one_line_and_exit_code_2(
+    mistake: str, make_learner: MakeLearner, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup, arguments, remedy = MISTAKES[mistake]
+    if "reward" in setup:
+        foreign = schema.FunctionReward(type="function", target=setup["reward"])
+        monkeypatch.setattr(f"{__name__}._length_reward", lambda: foreign)
+    make_learner(fingerprint=setup.get("fingerprint"))
+    process = workers.start(*arguments)
+
+    assert process.wait(60) == 2
+    errors = [line for line in workers.stderr().read_text().splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert remedy in errors[0]
+
+
+@pytest.mark.long
+def test_a_vllm_that_dies_is_replaced_and_dies_with_its_worker(
+    make_learner: MakeLearner, workers: Workers, models: list[Path]
+) -> None:
+    learner = make_learner(engine="vllm", engine_args={"kv_cache_memory_bytes": 64 << 20})
+    version = learner.publish(models[1]).version
+    process = workers.start("--model", str(models[0]))
+    learner.issue(PROMPTS[0], num_samples=2)
+    assert_true_to(models[1], learner.groups(1, timeout_s=120)[0], version=version)
+
+    learner.issue(*(PROMPTS * 20), first=100, num_samples=3)
+    engines = [pid for pid in descendants(process.pid) if "EngineCore" in _command(pid)]
+    assert engines, "vLLM's engine runs in a process of its own"
+    os.kill(engines[0], signal.SIGKILL)
+    groups = learner.groups(80, timeout_s=120)
+    assert len({group.header.ticket for group in groups}) == 80
+    assert process.poll() is None
+
+    before = descendants(process.pid)
+    process.kill()
+    process.wait()
+    wait_until(lambda: not alive(before), description="no process of the killed worker is left")
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""

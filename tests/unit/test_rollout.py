@@ -1,0 +1,291 @@
+"""The worker's loop, on doubles of everything around it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from streamrl.errors import EngineError, RewardError, RunGone, SampleError, TransportError
+from streamrl.transport.types import Leased
+from streamrl.versions import make_version
+from streamrl.wire.group import decode_header
+from tests.worker_world import FIRST_VERSION, WorkerWorld
+from workers.engines.base import SampleRequest
+from workers.engines.double import EngineDouble
+from workers.rewards.base import ScoreItem
+
+
+async def test_a_ticket_becomes_a_group_with_all_that_the_learner_needs() -> None:
+    world = WorkerWorld()
+    ticket = world.put(7, num_samples=3, attempt=1, fields={"answer": "12"})
+    world.start()
+
+    (group,) = await world.delivered(1)
+    await world.finish()
+
+    header = group.header
+    assert (header.ticket, header.attempt, header.worker, header.fingerprint) == (7, 1, "0", "model")
+    assert header.sample_lengths == (4, 4, 4)
+    assert header.sample_rewards == (8.0, 8.0, 8.0)
+    assert header.min_version == header.max_version == FIRST_VERSION
+    assert group.prompt_ids.tolist() == ticket.token_ids.tolist()
+    assert group.samples[0].mask_runs == (4,)
+    assert group.samples[0].rewards == {"made_up": 4.0}
+    assert [item.fields for item in world.reward.items] == [{"answer": "12"}] * 3
+
+
+async def test_no_ticket_is_taken_before_the_engine_serves_a_version() -> None:
+    world = WorkerWorld()
+    world.put(1)
+
+    async def never(engine: object) -> None:
+        await asyncio.Event().wait()
+
+    world.weights.follow = never  # type: ignore[method-assign]
+    world.start()
+    await world.until(lambda: world.progress.report().doing == "weights", "the worker waits for weights")
+
+    assert world.tickets.waiting
+    await world.finish()
+
+
+async def test_a_ticket_waits_for_its_version_and_others_do_not() -> None:
+    world = WorkerWorld()
+    world.put(1, min_version=make_version(1, 5))
+    world.put(2)
+    world.start()
+
+    (first,) = await world.delivered(1)
+    assert first.header.ticket == 2
+
+    await world.weights.serve(make_version(1, 6), step=6)
+    _, second = await world.delivered(2)
+    await world.finish()
+    assert second.header.min_version == make_version(1, 6)
+
+
+async def test_tokens_from_before_and_after_a_load_carry_their_versions() -> None:
+    world = WorkerWorld(engine=EngineDouble(hold=True))
+    world.put(1, num_samples=2)
+    world.start()
+    await world.until(lambda: len(world.engine.requests) == 2, "both samples are in flight")
+
+    await world.weights.serve(make_version(1, 1), step=1)
+    world.engine.release()
+    (group,) = await world.delivered(1)
+    await world.finish()
+
+    spans = [(span.version, span.step, span.start, span.end) for span in group.samples[0].spans]
+    assert spans == [(FIRST_VERSION, 0, 0, 2), (make_version(1, 1), 1, 2, 4)]
+    assert (group.header.min_version, group.header.max_version) == (FIRST_VERSION, make_version(1, 1))
+
+
+async def test_no_more_tickets_are_taken_than_may_be_in_flight() -> None:
+    world = WorkerWorld(engine=EngineDouble(hold=True), max_groups_in_flight=2)
+    for number in range(5):
+        world.put(number, num_samples=1)
+    world.start()
+    await world.until(lambda: len(world.engine.requests) == 2, "two tickets are in flight")
+    assert len(world.tickets.waiting) == 3
+
+    world.engine.release()
+    await world.delivered(5)
+    await world.finish()
+
+
+def refuse_some(count: int) -> EngineDouble:
+    """Refuses the first `count` samples."""
+    left = [count]
+
+    def trouble(request: SampleRequest) -> SampleError | None:
+        left[0] -= 1
+        return SampleError("too long") if left[0] >= 0 else None
+
+    return EngineDouble(trouble=trouble)
+
+
+async def test_a_group_with_enough_survivors_goes_out_without_the_failed_sample() -> None:
+    world = WorkerWorld(engine=refuse_some(1), min_survivors=2)
+    world.put(1, num_samples=3)
+    world.start()
+
+    (group,) = await world.delivered(1)
+    await world.finish()
+
+    assert len(group.samples) == 2
+    assert group.header.num_failed_samples == 1
+    assert not group.header.failed
+
+
+async def test_too_few_survivors_make_the_ticket_a_failure_that_says_why() -> None:
+    world = WorkerWorld(engine=refuse_some(2), min_survivors=2)
+    world.put(1, num_samples=3)
+    world.start()
+
+    (group,) = await world.delivered(1)
+    await world.finish()
+
+    assert group.samples == ()
+    assert group.header.error == "2 of 3 samples failed: too long"
+    assert world.rollout.counts.groups_failed == 1
+
+
+async def test_one_sample_is_enough_for_a_ticket_that_asks_for_one() -> None:
+    world = WorkerWorld(min_survivors=2)
+    world.put(1, num_samples=1, purpose="eval")
+    world.start()
+
+    (group,) = await world.delivered(1)
+    await world.finish()
+    assert len(group.samples) == 1
+
+
+async def test_evaluation_tickets_are_sampled_as_validation_says() -> None:
+    world = WorkerWorld()
+    world.put(1, num_samples=1, purpose="eval")
+    world.put(1, num_samples=1)
+    world.start()
+    await world.delivered(2)
+    await world.finish()
+
+    assert {request.sampling.greedy for request in world.engine.requests} == {True, False}
+
+
+async def test_a_reward_that_cannot_be_had_is_a_failed_sample_and_never_a_number() -> None:
+    def judge(item: ScoreItem) -> float:
+        raise RewardError("the server is gone")
+
+    world = WorkerWorld(judge=judge)
+    world.put(1)
+    world.start()
+
+    (group,) = await world.delivered(1)
+    await world.finish()
+    assert group.header.failed
+    assert "the server is gone" in group.header.error
+
+
+async def test_a_dead_engine_costs_no_ticket() -> None:
+    world = WorkerWorld(engine=EngineDouble(hold=True))
+    for number in range(3):
+        world.put(number)
+    task = world.start()
+    await world.until(lambda: len(world.engine.requests) == 6, "all samples are in flight")
+
+    world.engine.die("out of memory")
+    with pytest.raises(EngineError, match="out of memory"):
+        await task
+    assert sorted(world.tickets.handed_back) == [0, 1, 2]
+    assert not world.tickets.delivered
+
+
+async def test_told_to_stop_it_finishes_what_it_can_and_hands_back_the_rest() -> None:
+    engine = EngineDouble(hold=True)
+    world = WorkerWorld(engine=engine, grace_s=5.0)
+    world.put(1)
+    task = world.start()
+    await world.until(lambda: len(engine.requests) == 2, "the samples are in flight")
+    world.stop.set()
+    await world.until(lambda: world.progress.report().state == "stopping", "the worker stops")
+    world.put(2)
+    engine.release()
+    await task
+
+    assert [number for number, _, _ in world.tickets.delivered] == [1]
+    assert [ticket.number for ticket in world.tickets.waiting] == [2]
+
+
+async def test_tickets_that_do_not_end_within_the_grace_are_handed_back() -> None:
+    world = WorkerWorld(engine=EngineDouble(hold=True), grace_s=0.05)
+    world.put(1)
+    world.start()
+    await world.until(lambda: len(world.engine.requests) == 2, "the samples are in flight")
+
+    await world.finish()
+    assert world.tickets.handed_back == [1]
+    assert world.engine.stats().in_flight == 0
+
+
+@pytest.mark.parametrize("state", ["finished", "stopped", "failed"])
+async def test_the_worker_leaves_a_run_that_has_ended(state: str) -> None:
+    world = WorkerWorld()
+    task = world.start()
+    await world.until(lambda: world.progress.report().doing == "tickets", "the worker waits for tickets")
+    world.tickets.end(state)
+    await asyncio.wait_for(task, 10)
+
+
+async def test_the_worker_leaves_a_run_that_was_removed() -> None:
+    world = WorkerWorld()
+    task = world.start()
+    world.tickets.info = None
+    with pytest.raises(RunGone):
+        await asyncio.wait_for(task, 10)
+
+
+async def test_a_paused_run_gets_no_more_groups_until_it_goes_on() -> None:
+    world = WorkerWorld()
+    world.tickets.mode = "pause"
+    world.put(1)
+    world.start()
+    await world.until(lambda: world.progress.report().doing == "resume", "the worker is paused")
+    assert world.tickets.waiting
+    assert world.progress.report().detail["control"] == "pause"
+
+    world.tickets.mode = "run"
+    await world.delivered(1)
+    await world.finish()
+
+
+async def test_a_ticket_that_another_worker_got_is_dropped() -> None:
+    world = WorkerWorld(engine=EngineDouble(hold=True), lease_s=0.1)
+    world.put(1)
+    world.put(2)
+    world.start()
+    await world.until(lambda: len(world.engine.requests) == 4, "the samples are in flight")
+
+    world.tickets.taken_away.add(1)
+    await world.until(lambda: world.engine.stats().in_flight == 2, "the samples of the lost ticket are abandoned")
+    world.engine.release()
+    (group,) = await world.delivered(1)
+    await world.finish()
+    assert group.header.ticket == 2
+
+
+async def test_a_group_that_comes_too_late_is_counted_and_dropped() -> None:
+    world = WorkerWorld(engine=EngineDouble(hold=True))
+    world.put(1)
+    world.start()
+    await world.until(lambda: len(world.engine.requests) == 2, "the samples are in flight")
+    world.tickets.taken_away.add(1)
+    world.engine.release()
+    await world.until(lambda: world.rollout.counts.groups_late == 1, "the late group is counted")
+    await world.finish()
+    assert not world.tickets.delivered
+
+
+async def test_without_redis_the_worker_ends_with_the_error() -> None:
+    world = WorkerWorld()
+
+    async def cut(leased: Leased, header: bytes, body: bytes) -> bool:
+        raise TransportError("Redis is gone")
+
+    world.tickets.deliver = cut  # type: ignore[method-assign]
+    world.put(1)
+    with pytest.raises(TransportError, match="Redis is gone"):
+        await asyncio.wait_for(world.start(), 10)
+
+
+async def test_progress_counts_what_was_delivered_and_what_failed() -> None:
+    world = WorkerWorld(engine=refuse_some(1), min_survivors=1)
+    world.put(1)
+    world.put(2)
+    world.start()
+    await world.delivered(2)
+    await world.finish()
+
+    detail = world.progress.report().detail
+    assert (detail["groups_delivered"], detail["groups_failed"], detail["samples_failed"]) == (2, 0, 1)
+    assert {"in_flight", "tokens_per_s"} <= detail.keys()
+    assert all(decode_header(header).worker == "0" for _, header, _ in world.tickets.delivered)

@@ -1,0 +1,200 @@
+"""The worker follows the announcements: patches its mirror ahead, loads the newest, survives what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from streamrl.errors import EngineError, WeightsError
+from streamrl.telemetry.progress import Progress
+from streamrl.transport.types import Announcement
+from streamrl.weights.manifest import Manifest, encode_manifest
+from streamrl.weights.mirror import Mirror
+from streamrl.weights.stores import MemoryStore
+from tests.helpers import wait_until_async
+from tests.weights_world import RUN_UID, State, World, assert_holds, nudged, random_state
+from tests.worker_world import a_sample_request
+from workers.engines.double import EngineDouble
+from workers.tickets import AnnouncementsDouble
+from workers.weights import Patience, WeightFollower
+
+
+class SlowStore(MemoryStore):
+    """Gives nothing out before it is opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = threading.Event()
+        self.num_asked = 0
+
+    def get(self, name: str) -> bytes:
+        self.num_asked += 1
+        assert self.open.wait(10), "the store was never opened"
+        return super().get(name)
+
+
+class Follower:
+    """A learner that publishes, and a worker that follows it."""
+
+    def __init__(self, folder: Path, store: MemoryStore | None = None) -> None:
+        self.store = store or MemoryStore()
+        self.world = World(self.store)
+        self.announcements = AnnouncementsDouble()
+        self.engine = EngineDouble()
+        self.mirror = Mirror(folder, run_uid=RUN_UID)
+        self.progress = Progress(part="worker/0", role="worker")
+        self.weights = WeightFollower(
+            announcements=self.announcements,
+            store=self.store,
+            mirror=self.mirror,
+            progress=self.progress,
+            patience=Patience(poll_s=0.01, give_up_after_s=0.5, first_version_s=0.5),
+        )
+        self._rng = np.random.default_rng(0)
+        self.state: State = random_state(self._rng)
+
+    def publish(self, *, anchor: bool = False) -> Manifest:
+        manifest = self.world.publish(self.state, anchor=anchor)
+        self.state = nudged(self._rng, self.state)
+        announcement = Announcement(
+            version=manifest.version, base=manifest.base, step=manifest.step, manifest=encode_manifest(manifest)
+        )
+        self.announcements.announce(announcement)
+        return manifest
+
+    @contextlib.asynccontextmanager
+    async def following(self, engine: EngineDouble | None = None) -> AsyncIterator[asyncio.Task[None]]:
+        task = asyncio.create_task(self.weights.follow(engine or self.engine), name="follow")
+        yield task
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def serves(self, manifest: Manifest) -> None:
+        async with asyncio.timeout(10):
+            await self.weights.serving(manifest.version)
+        assert self.weights.version == manifest.version
+
+
+@pytest.fixture
+async def follower(tmp_path: Path) -> AsyncIterator[Follower]:
+    made = Follower(tmp_path)
+    yield made
+    made.weights.close()
+
+
+async def test_the_engine_gets_each_version_with_its_step_from_the_mirror(follower: Follower) -> None:
+    async with follower.following():
+        first = follower.publish()
+        await follower.serves(first)
+        second = follower.publish()
+        await follower.serves(second)
+
+    assert follower.engine.loads == [
+        (follower.mirror.path, first.version, 0),
+        (follower.mirror.path, second.version, 1),
+    ]
+    assert_holds(follower.mirror.path, follower.world.states[second.version])
+
+
+async def test_versions_announced_while_another_was_on_its_way_are_passed_over(tmp_path: Path) -> None:
+    store = SlowStore()
+    follower = Follower(tmp_path, store)
+    async with follower.following():
+        first = follower.publish()
+
+        async def asked() -> bool:
+            return store.num_asked > 0
+
+        await wait_until_async(asked, description="the first version is being fetched")
+        passed_over, newest = follower.publish(), follower.publish()
+        store.open.set()
+        await follower.serves(newest)
+
+    versions = [version for _, version, _ in follower.engine.loads]
+    assert versions == [first.version, newest.version]
+    assert passed_over.version not in versions
+    assert_holds(follower.mirror.path, follower.world.states[newest.version])
+    follower.weights.close()
+
+
+async def test_a_worker_that_comes_late_starts_from_the_nearest_anchor(follower: Follower) -> None:
+    for _ in range(3):
+        follower.publish()
+    follower.publish(anchor=True)
+    newest = follower.publish()
+    async with follower.following():
+        await follower.serves(newest)
+
+    assert_holds(follower.mirror.path, follower.world.states[newest.version])
+
+
+async def test_a_version_that_cannot_be_had_is_replaced_by_a_newer_one(follower: Follower) -> None:
+    async with follower.following():
+        first = follower.publish()
+        await follower.serves(first)
+        lost = follower.publish()
+        for shard in lost.shards:
+            follower.store.delete(shard.blob_name)
+        anchor = follower.publish(anchor=True)
+        await follower.serves(anchor)
+
+    assert lost.version not in [version for _, version, _ in follower.engine.loads]
+    assert_holds(follower.mirror.path, follower.world.states[anchor.version])
+
+
+async def test_a_version_that_stays_out_of_reach_ends_the_worker(follower: Follower) -> None:
+    lost = follower.publish()
+    for shard in lost.shards:
+        follower.store.delete(shard.blob_name)
+    async with follower.following() as task:
+        with pytest.raises(WeightsError, match="is not there"):
+            await asyncio.wait_for(task, 10)
+    assert not follower.engine.loads
+
+
+async def test_a_learner_that_announces_nothing_ends_the_worker(follower: Follower) -> None:
+    async with follower.following() as task:
+        with pytest.raises(WeightsError, match="announced no weights"):
+            await asyncio.wait_for(task, 10)
+
+
+async def test_an_engine_that_replaces_a_dead_one_gets_the_weights_that_are_there(follower: Follower) -> None:
+    async with follower.following() as task:
+        first = follower.publish()
+        await follower.serves(first)
+        follower.engine.die()
+        second = follower.publish()
+        with pytest.raises(EngineError):
+            await asyncio.wait_for(task, 10)
+
+    replacement = EngineDouble()
+    async with follower.following(replacement):
+        await follower.serves(second)
+    assert [version for _, version, _ in replacement.loads] == [second.version]
+
+
+async def test_loads_with_samples_in_flight_are_counted(tmp_path: Path) -> None:
+    follower = Follower(tmp_path)
+    follower.engine = EngineDouble(hold=True)
+    async with follower.following():
+        await follower.serves(follower.publish())
+        sample = asyncio.create_task(follower.engine.generate(a_sample_request()))
+
+        async def in_flight() -> bool:
+            return follower.engine.stats().in_flight == 1
+
+        await wait_until_async(in_flight, description="a sample is in flight")
+        await follower.serves(follower.publish())
+        follower.engine.release()
+        await sample
+
+    detail = follower.progress.report().detail
+    assert (detail["loads"], detail["loads_in_flight"]) == (2, 1)
+    assert detail["step"] == 1
+    follower.weights.close()

@@ -1,0 +1,101 @@
+"""What a worker reads of a model, and what it says of one that it cannot use."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from streamrl.config import schema
+from streamrl.errors import ConfigError, DataError, ResourceError
+from tests.tiny_models import make_model, make_tokenizer
+from tests.worker_world import worker_config
+from workers.engines.base import EngineSettings
+from workers.engines.vllm_engine import check_installed, engine_args, refuse_unknown
+from workers.model import read_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_model(tmp_path / "model", hidden=32)
+
+
+def test_the_facts_of_a_model_are_read_without_its_weights(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    facts = read_model(str(model), trust_remote_code=False)
+    assert facts.stop_ids == (1,)
+    assert facts.vocab_size == len(make_tokenizer())
+    assert facts.max_positions == 512
+    assert len(facts.fingerprint) == 16
+
+
+def test_end_tokens_of_the_generation_configuration_count_too(model: Path) -> None:
+    plain = read_model(str(model), trust_remote_code=False)
+    path = model / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [1, 5]}))
+    facts = read_model(str(model), trust_remote_code=False)
+    assert facts.stop_ids == (1, 5)
+    assert facts.fingerprint != plain.fingerprint
+
+
+def test_a_folder_without_a_model_is_the_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot be used"):
+        read_model(str(tmp_path), trust_remote_code=False)
+
+
+def test_a_folder_without_a_tokenizer_is_the_users_mistake(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    (model / "tokenizer_config.json").unlink()
+    with pytest.raises(DataError, match="tokenizer"):
+        read_model(str(model), trust_remote_code=False)
+
+
+def settings(model: Path, config: schema.Config) -> EngineSettings:
+    facts = read_model(str(model), trust_remote_code=False)
+    return EngineSettings(model=facts, config=config, trust_remote_code=False, seed=0)
+
+
+def test_sequences_longer_than_the_model_knows_are_refused_by_name(model: Path) -> None:
+    config = worker_config().model_copy(update={"sampling": schema.Sampling(max_tokens=1000)})
+    with pytest.raises(ConfigError, match=r"data\.max_prompt_tokens and sampling\.max_tokens .*1032 .*512"):
+        _ = settings(model, config).max_length
+
+
+def test_validation_may_ask_for_the_longest_sequences(model: Path) -> None:
+    config = worker_config()
+    assert settings(model, config).max_length == 32 + 16
+    data = config.data.model_copy(update={"validation": "held-out.jsonl"})
+    validation = schema.Validation(sampling=schema.ValidationSampling(max_tokens=99))
+    longer = config.model_copy(update={"data": data, "validation": validation})
+    assert settings(model, longer).max_length == 32 + 99
+
+
+def test_without_vllm_the_error_says_what_to_install_or_to_set() -> None:
+    with pytest.raises(ResourceError, match=r"pip install 'streamrl\[worker-cpu\]'.*worker\.engine=transformers"):
+        check_installed(find=lambda name: None)
+
+
+def test_without_the_plugin_vllm_would_not_know_how_to_load_weights() -> None:
+    other = SimpleNamespace(value="other.package:register")
+    with pytest.raises(ResourceError, match="entry point"):
+        check_installed(find=lambda name: object(), plugins=[other])
+
+
+def test_arguments_that_vllm_does_not_have_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"worker\.engine_args\.max_num_sequences: .*did you mean 'max_num_seqs'"):
+        refuse_unknown(["model", "max_num_sequences"], ["model", "max_num_seqs"])
+
+
+def test_arguments_that_correctness_hangs_on_are_not_the_users(model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"worker\.engine_args\.dtype: streamrl sets this itself"):
+        engine_args(settings(model, worker_config(engine_args={"dtype": "float16"})), on_cpu=True)
+
+
+def test_arguments_of_the_user_replace_defaults(model: Path) -> None:
+    arguments = engine_args(settings(model, worker_config(engine_args={"max_num_seqs": 7})), on_cpu=True)
+    assert arguments["max_num_seqs"] == 7
+    assert arguments["max_model_len"] == 32 + 16

@@ -1,0 +1,126 @@
+"""A worker's world in memory: tickets, an engine without a model, weights that come at once, rewards by a function."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from streamrl.config import schema
+from streamrl.telemetry.progress import Progress
+from streamrl.transport.types import RunInfo
+from streamrl.versions import make_version
+from streamrl.wire.group import Group, decode_body, decode_header
+from streamrl.wire.ticket import Ticket
+from tests.helpers import make_ticket, wait_until_async
+from workers.answer import Answerer
+from workers.engines.base import Engine, SampleRequest
+from workers.engines.double import EngineDouble
+from workers.rewards.base import FakeReward, Rewards, ScoreItem, Weighted
+from workers.rollout import Rollout
+from workers.tickets import TicketsDouble
+
+FIRST_VERSION = make_version(1, 0)
+
+
+def worker_config(**worker: Any) -> schema.Config:
+    return schema.Config.model_validate(
+        {
+            "model": {"path": "model"},
+            "data": {"train": "prompts.jsonl", "max_prompt_tokens": 32},
+            "sampling": {"num_samples": 4, "max_tokens": 16},
+            "rewards": {"made_up": {"type": "function", "target": "exact_match"}},
+            "worker": {"grace_s": 0.2, **worker},
+        }
+    )
+
+
+def a_sample_request(**sampling: Any) -> SampleRequest:
+    return SampleRequest(
+        request_id="sample", prompt_ids=np.arange(3, dtype=np.int32), sampling=schema.Sampling(**sampling)
+    )
+
+
+class WeightsAtOnce:
+    """The double of the follower: loads one version and is done; `serve` moves it on by hand."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._engine: Engine | None = None
+        self._served = asyncio.Condition()
+
+    async def follow(self, engine: Engine) -> None:
+        self._engine = engine
+        await self.serve(self.version or FIRST_VERSION)
+        await asyncio.Event().wait()
+
+    async def serve(self, version: int, *, step: int = 0) -> None:
+        assert self._engine is not None
+        await self._engine.load(Path("mirror"), version=version, step=step)
+        async with self._served:
+            self.version = version
+            self._served.notify_all()
+
+    async def serving(self, version: int) -> None:
+        async with self._served:
+            await self._served.wait_for(lambda: self.version >= max(version, 1))
+
+
+class WorkerWorld:
+    """One worker; `run` starts its loop, `stop` ends it."""
+
+    def __init__(
+        self, *, engine: EngineDouble | None = None, judge: Callable[[ScoreItem], float] | None = None, **worker: Any
+    ) -> None:
+        self.info = RunInfo(uid="uid", name="run", epoch=1, config_json="{}", fingerprint="model", state="running")
+        self.tickets = TicketsDouble(self.info)
+        self.engine = engine or EngineDouble()
+        self.weights = WeightsAtOnce()
+        self.reward = FakeReward(judge or (lambda item: float(len(item.token_ids))))
+        self.progress = Progress(part="worker/0", role="worker")
+        config = worker_config(**worker)
+        self.rollout = Rollout(
+            tickets=self.tickets,
+            weights=self.weights,
+            answerer=Answerer(
+                rewards=Rewards({"made_up": Weighted(reward=self.reward, weight=2.0)}),
+                config=config,
+                worker="0",
+                fingerprint="model",
+            ),
+            config=config,
+            progress=self.progress,
+        )
+        self.stop = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def put(self, number: int, **changes: Any) -> Ticket:
+        ticket = make_ticket(number, **changes)
+        self.tickets.waiting.append(ticket)
+        return ticket
+
+    def start(self) -> asyncio.Task[None]:
+        self._task = asyncio.create_task(self.rollout.run(self.engine, self.stop), name="rollout")
+        return self._task
+
+    async def finish(self) -> None:
+        self.stop.set()
+        assert self._task is not None
+        await self._task
+
+    async def delivered(self, count: int) -> list[Group]:
+        """The first groups, once so many are there."""
+        await self.until(lambda: len(self.tickets.delivered) >= count, f"{count} groups delivered")
+        return [decode_body(decode_header(header), body) for _, header, body in self.tickets.delivered[:count]]
+
+    async def until(self, predicate: Callable[[], Any], description: str) -> Any:
+        async def ask() -> Any:
+            if self._task is not None and self._task.done():
+                self._task.result()
+            return predicate()
+
+        asked: Callable[[], Awaitable[Any]] = ask
+        return await wait_until_async(asked, description=description)

@@ -1,0 +1,130 @@
+"""One ticket's answer: its samples, generated and scored side by side, as a group; or the word that it failed.
+
+A sample fails for good when the engine refuses it or its reward cannot be had. With `min_survivors` left (or as many as
+the ticket asks for, if that is fewer) the group goes out without it; else the group is a failure, and the learner
+counts an attempt. An engine that dies is not the ticket's fault: its EngineError passes through.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+
+from streamrl.config import schema
+from streamrl.errors import RewardError, SampleError
+from streamrl.wire.group import Group, GroupHeader, Sample
+from streamrl.wire.ticket import Ticket
+from workers.engines.base import Engine, Generated, SampleRequest
+from workers.rewards.base import ScoreItem, Scores
+from workers.tasks import gather_or_cancel
+
+log = structlog.get_logger(__name__)
+
+
+class Scorer(Protocol):
+    """What is used of `workers.rewards.base.Rewards`."""
+
+    async def score(self, item: ScoreItem) -> Scores: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scored:
+    """A sample, and when each half of its making ended (monotonic)."""
+
+    sample: Sample
+    generated_at: float
+    scored_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Failed:
+    reason: str
+
+
+class Answerer:
+    def __init__(self, *, rewards: Scorer, config: schema.Config, worker: str, fingerprint: str) -> None:
+        self._rewards = rewards
+        self._config = config
+        self._worker = worker
+        self._fingerprint = fingerprint
+        self._num_requests = 0
+
+    async def answer(self, ticket: Ticket, engine: Engine) -> Group:
+        began = time.monotonic()
+        outcomes = await gather_or_cancel(
+            {f"ticket {ticket.number} sample {i}": self._sample(ticket, engine) for i in range(ticket.num_samples)}
+        )
+        return self._group(ticket, outcomes, began)
+
+    async def _sample(self, ticket: Ticket, engine: Engine) -> _Scored | _Failed:
+        self._num_requests += 1
+        request = SampleRequest(
+            request_id=f"{ticket.purpose}-{ticket.number}-{self._num_requests}",
+            prompt_ids=ticket.token_ids,
+            sampling=self._config.sampling if ticket.purpose == "train" else self._config.validation.sampling,
+        )
+        try:
+            generated = await engine.generate(request)
+            generated_at = time.monotonic()
+            scores = await self._rewards.score(_score_item(ticket, generated))
+        except (SampleError, RewardError) as error:
+            log.warning("sample_failed", ticket=ticket.number, error=str(error))
+            return _Failed(reason=str(error))
+        sample = _to_sample(generated, scores)
+        return _Scored(sample=sample, generated_at=generated_at, scored_at=time.monotonic())
+
+    def _group(self, ticket: Ticket, outcomes: Sequence[_Scored | _Failed], began: float) -> Group:
+        scored = [outcome for outcome in outcomes if isinstance(outcome, _Scored)]
+        failed = [outcome for outcome in outcomes if isinstance(outcome, _Failed)]
+        enough = len(scored) >= min(self._config.worker.min_survivors, ticket.num_samples)
+        generated_at = max((one.generated_at for one in scored), default=began)
+        scored_at = max((one.scored_at for one in scored), default=began)
+        header = GroupHeader(
+            ticket=ticket.number,
+            run_uid=ticket.run_uid,
+            purpose=ticket.purpose,
+            attempt=ticket.attempt,
+            worker=self._worker,
+            fingerprint=self._fingerprint,
+            num_failed_samples=len(failed),
+            error="" if enough else f"{len(failed)} of {len(outcomes)} samples failed: {failed[0].reason}",
+            generate_s=generated_at - began,
+            reward_s=scored_at - generated_at,
+            # The rest is computed from the samples when the group is encoded.
+            num_prompt_tokens=len(ticket.token_ids),
+            sample_lengths=(),
+            sample_rewards=(),
+            sample_finished=(),
+            min_version=0,
+            max_version=0,
+        )
+        samples = tuple(one.sample for one in scored) if enough else ()
+        return Group(header=header, prompt_ids=ticket.token_ids, samples=samples)
+
+
+def _score_item(ticket: Ticket, generated: Generated) -> ScoreItem:
+    return ScoreItem(
+        prompt=ticket.prompt,
+        completion=generated.text,
+        prompt_ids=ticket.token_ids,
+        token_ids=generated.token_ids,
+        fields=ticket.fields,
+        finish_reason=generated.finish_reason,
+    )
+
+
+def _to_sample(generated: Generated, scores: Scores) -> Sample:
+    num_tokens = len(generated.token_ids)
+    return Sample(
+        token_ids=generated.token_ids,
+        logprobs=generated.logprobs,
+        mask_runs=(num_tokens,) if num_tokens else (),
+        spans=generated.spans,
+        finish_reason=generated.finish_reason,
+        rewards=scores.rewards,
+        reward=scores.total,
+    )

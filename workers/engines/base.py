@@ -1,0 +1,111 @@
+"""The seam between a worker and what generates: samples out, weights in, both at the same time.
+
+    start ──► load (a version) ──► generate, many at once ◄── load (a newer version, in mid-generation) ──► stop
+
+A `load` pauses generation only while it lasts; samples in flight keep their keys and values and go on under the new
+weights, and their spans say which token came from which version. A sample that is asked for after a load never reads
+keys or values made before it.
+
+EngineError from any call means the engine is of no more use: stop it and start another. SampleError concerns one
+sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.config import schema
+from streamrl.errors import ConfigError
+from streamrl.wire.group import FinishReason, Span
+from workers.model import ModelFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRequest:
+    request_id: str  # unique within the worker
+    prompt_ids: npt.NDArray[np.int32]  # [P]
+    sampling: schema.Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    token_ids: npt.NDArray[np.int32]  # [T] the response, its end token included
+    logprobs: npt.NDArray[np.float32]  # [T] of the distribution really sampled from, temperature and masks included
+    text: str  # without special tokens, and without the stop string that ended it
+    finish_reason: FinishReason
+    spans: tuple[Span, ...]  # cover [0, T) without gap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    in_flight: int  # samples begun and not finished
+    num_tokens: int  # of finished samples, since the start
+
+
+class Engine(Protocol):
+    async def start(self) -> None:
+        """Be ready to `load`, within `worker.start_timeout_s`. UserError or EngineError where that fails."""
+
+    async def load(self, weights: Path, *, version: int, step: int) -> None:
+        """Serve the weights of this safetensors file from now on; it does not change until this returns."""
+
+    async def generate(self, request: SampleRequest) -> Generated:
+        """One sample, to its end. May be called many times at once; cancelling the call abandons the sample."""
+
+    async def check_alive(self) -> None:
+        """Return soon, or raise EngineError: an engine that hangs counts as dead."""
+
+    async def stop(self) -> None:
+        """End it and whatever it started; may be called in any state, and more than once."""
+
+    def stats(self) -> EngineStats: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What an engine is made from: the run's configuration, and this worker's own word."""
+
+    model: ModelFacts
+    config: schema.Config
+    trust_remote_code: bool
+    seed: int  # of all sampling in this engine; another one at each start
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest sequence that a ticket can ask for, prompt included."""
+        responses = {"sampling.max_tokens": self.config.sampling.max_tokens}
+        if self.config.data.validation is not None:
+            responses["validation.sampling.max_tokens"] = self.config.validation.sampling.max_tokens
+        key = max(responses, key=responses.__getitem__)
+        longest = self.config.data.max_prompt_tokens + responses[key]
+        known = self.model.max_positions
+        if known is not None and longest > known:
+            raise ConfigError(
+                f"data.max_prompt_tokens and {key} allow sequences of {longest} tokens together; the model at "
+                f"{self.model.path!r} knows positions up to {known}"
+            )
+        return longest
+
+
+EngineFactory = Callable[[EngineSettings], Engine]
+
+
+def _vllm(settings: EngineSettings) -> Engine:
+    from workers.engines.vllm_engine import VllmEngine
+
+    return VllmEngine(settings)
+
+
+def _transformers(settings: EngineSettings) -> Engine:
+    from workers.engines.transformers_engine import TransformersEngine
+
+    return TransformersEngine(settings)
+
+
+ENGINES: Mapping[str, EngineFactory] = {"vllm": _vllm, "transformers": _transformers}

@@ -1,0 +1,106 @@
+"""The double: an engine without a model, whose tokens follow from the request and whose troubles are made to order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from streamrl.errors import EngineError, StreamrlError
+from streamrl.wire.group import Span
+from workers.engines.base import EngineStats, Generated, SampleRequest
+
+
+class EngineDouble:
+    """Answers at once, or when told to.
+
+    With `hold=True` samples wait for `release`; a load that comes in between shows in their spans, as in a real engine.
+    `trouble` may return the error that a request meets.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_tokens: int = 4,
+        hold: bool = False,
+        trouble: Callable[[SampleRequest], StreamrlError | None] = lambda request: None,
+    ) -> None:
+        self.requests: list[SampleRequest] = []
+        self.loads: list[tuple[Path, int, int]] = []  # (weights, version, step)
+        self.started = self.stopped = False
+        self._num_tokens = num_tokens
+        self._trouble = trouble
+        self._dead: EngineError | None = None
+        self._free = asyncio.Event()
+        self._in_flight = 0
+        self._finished_tokens = 0
+        if not hold:
+            self._free.set()
+
+    async def start(self) -> None:
+        self.started = True
+
+    async def load(self, weights: Path, *, version: int, step: int) -> None:
+        self._check()
+        self.loads.append((weights, version, step))
+
+    async def generate(self, request: SampleRequest) -> Generated:
+        self._check()
+        assert self.loads, "a sample was asked for before any version was loaded"
+        self.requests.append(request)
+        begun_under = self.loads[-1]
+        self._in_flight += 1
+        try:
+            await self._free.wait()
+        finally:
+            self._in_flight -= 1
+        self._check()
+        if (error := self._trouble(request)) is not None:
+            raise error
+        self._finished_tokens += self._num_tokens
+        return self._sample(request, begun_under)
+
+    async def check_alive(self) -> None:
+        self._check()
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+    def stats(self) -> EngineStats:
+        return EngineStats(in_flight=self._in_flight, num_tokens=self._finished_tokens)
+
+    def release(self) -> None:
+        """Let all samples that wait finish, and those that come."""
+        self._free.set()
+
+    def die(self, reason: str = "the double was told to die") -> None:
+        """From now on everything fails, what waits included."""
+        self._dead = EngineError(reason)
+        self._free.set()
+
+    def _check(self) -> None:
+        if self._dead is not None:
+            raise self._dead
+
+    def _sample(self, request: SampleRequest, begun_under: tuple[Path, int, int]) -> Generated:
+        length, switch = self._num_tokens, self._num_tokens // 2
+        first = int(request.prompt_ids[0])
+        _, version, step = begun_under
+        _, now_version, now_step = self.loads[-1]
+        spans: tuple[Span, ...]
+        if now_version == version:
+            spans = (Span(version=version, step=step, start=0, end=length),)
+        else:
+            spans = (
+                Span(version=version, step=step, start=0, end=switch),
+                Span(version=now_version, step=now_step, start=switch, end=length),
+            )
+        return Generated(
+            token_ids=np.arange(first, first + length, dtype=np.int32),
+            logprobs=np.full(length, -0.25, dtype=np.float32),
+            text=" ".join(str(first + i) for i in range(length)),
+            finish_reason="stop",
+            spans=spans,
+        )

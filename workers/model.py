@@ -1,0 +1,51 @@
+"""What a worker must know of a model besides its weights: tokenizer, end tokens, sizes, fingerprint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from streamrl.errors import DataError
+from streamrl.wire.fingerprint import fingerprint, stop_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    path: str  # folder or hub name
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: tuple[int, ...]
+    vocab_size: int  # of the model's output
+    max_positions: int | None  # the longest sequence the model knows; None where it does not say
+    fingerprint: str
+
+
+def read_model(path: str, *, trust_remote_code: bool) -> ModelFacts:
+    """Configuration and tokenizer, no weights. DataError when they are not there or not those of a language model."""
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"model {path!r} cannot be used: {str(error).splitlines()[0]}") from error
+    try:
+        generation_eos = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # a model need not bring one
+        generation_eos = getattr(config, "eos_token_id", None)
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        # What transformers gives for a folder without tokenizer files: it encodes every text to nothing.
+        raise DataError(f"model {path!r} has no tokenizer: its folder lacks tokenizer.json")
+    ends = stop_ids(tokenizer_eos=tokenizer.eos_token_id, generation_eos=generation_eos)
+    if not ends:
+        raise DataError(f"model {path!r} has no end token: set eos_token in its tokenizer_config.json")
+    return ModelFacts(
+        path=path,
+        tokenizer=tokenizer,
+        stop_ids=ends,
+        vocab_size=config.vocab_size,
+        max_positions=getattr(config, "max_position_embeddings", None),
+        fingerprint=fingerprint(vocab=tokenizer.get_vocab(), stop_ids=ends, vocab_size=config.vocab_size),
+    )

@@ -1,0 +1,216 @@
+"""The worker's loop: tickets in, scored groups out.
+
+    lease ─► wait for the ticket's version ─► its samples, each generated and scored (`workers.answer`) ─► deliver
+      ▲                    (one task a ticket, `max_groups_in_flight` of them, no barrier)                    │
+      └───────────────────────────────────────────────────────────────────────────────────────────────────────┘
+    beside it: leases renewed; weights followed; the engine and the run looked after
+
+Blocks on tickets, on the operator's pause, on the first weights. What is not delivered in the end is handed back, so
+that nobody waits for a lease to run out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import structlog
+
+from streamrl.config import schema
+from streamrl.errors import TransportError
+from streamrl.telemetry.progress import Progress, Wait
+from streamrl.transport.types import Leased
+from streamrl.wire.group import Group, encode_group
+from workers.answer import Answerer
+from workers.engines.base import Engine
+from workers.rates import Rate
+from workers.tasks import cancel_all, run_beside, unless
+from workers.tickets import Tickets
+
+log = structlog.get_logger(__name__)
+
+_LEASE_BLOCK_MS = 500  # so that a word to stop or to pause is heard soon
+_CONTROL_EVERY_S = 1.0
+_RUN_EVERY_S = 1.0
+_ALIVE_EVERY_S = 10.0
+_SHOW_EVERY_S = 1.0
+
+
+class Weights(Protocol):
+    """What the loop uses of `workers.weights.WeightFollower`."""
+
+    async def follow(self, engine: Engine) -> None: ...
+
+    async def serving(self, version: int) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Counts:
+    """Since the worker's start, over all its engines."""
+
+    groups_delivered: int = 0
+    groups_failed: int = 0
+    groups_late: int = 0  # finished, but the ticket was not ours any more
+    samples_failed: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Held:
+    """A ticket at work."""
+
+    leased: Leased
+    delivering: bool = False  # from here on the ticket goes because we deliver it
+
+
+class Rollout:
+    def __init__(
+        self, *, tickets: Tickets, weights: Weights, answerer: Answerer, config: schema.Config, progress: Progress
+    ) -> None:
+        self.counts = Counts()
+        self._tickets = tickets
+        self._weights = weights
+        self._answerer = answerer
+        self._settings = config.worker
+        self._version_wait_s = config.weights.give_up_after_s
+        self._progress = progress
+        self._groups: dict[asyncio.Task[None], _Held] = {}
+        self._tokens = Rate(window_s=10.0)
+
+    async def run(self, engine: Engine, stop: asyncio.Event) -> None:
+        """Until `stop` is set or the run has ended. EngineError: run again with another engine, nothing is lost."""
+        over = asyncio.Event()
+        companions: dict[str, Coroutine[Any, Any, None]] = {
+            "follow weights": self._weights.follow(engine),
+            "renew leases": self._renew(),
+            "watch the run": self._watch_run(stop, over),
+            "watch the engine": self._watch_engine(engine),
+        }
+        try:
+            await run_beside(self._work(engine, stop, over), companions)
+        except TransportError:
+            await cancel_all(list(self._groups))  # who cannot reach Redis cannot hand back either
+            raise
+        except BaseException:
+            await self._abandon()
+            raise
+        await self._abandon()
+
+    async def _work(self, engine: Engine, stop: asyncio.Event, over: asyncio.Event) -> None:
+        self._progress.working("generate")
+        with self._progress.waiting(Wait.WEIGHTS):
+            await unless(over, self._weights.serving(0))
+        while not over.is_set():
+            control = await self._tickets.control()
+            self._progress.note(control=control)
+            if control == "pause":
+                with self._progress.waiting(Wait.RESUME):
+                    await unless(over, asyncio.sleep(_CONTROL_EVERY_S))
+                self._reap()
+            else:
+                await self._take_for(_CONTROL_EVERY_S, engine, over)
+        self._progress.stopping()
+        if stop.is_set() and self._groups:  # a run that has ended wants no more groups
+            await asyncio.wait(self._groups, timeout=self._settings.grace_s)
+        self._reap()
+
+    async def _take_for(self, seconds: float, engine: Engine, over: asyncio.Event) -> None:
+        """Keep the hands full for a while."""
+        until = time.monotonic() + seconds
+        while not over.is_set() and time.monotonic() < until:
+            free = self._settings.max_groups_in_flight - len(self._groups)
+            if free > 0:
+                for leased in await self._lease(free):
+                    held = _Held(leased=leased)
+                    task = asyncio.create_task(self._fulfil(held, engine), name=f"ticket {leased.ticket.number}")
+                    self._groups[task] = held
+            else:
+                await asyncio.wait(self._groups, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            self._reap()
+
+    async def _lease(self, most: int) -> list[Leased]:
+        if self._groups:
+            return await self._tickets.lease(max_tickets=most, block_ms=_LEASE_BLOCK_MS)
+        with self._progress.waiting(Wait.TICKETS):
+            return await self._tickets.lease(max_tickets=most, block_ms=_LEASE_BLOCK_MS)
+
+    def _reap(self) -> None:
+        """Forget tasks that ended; what one of them raised comes out here, and its ticket is still held."""
+        for task in [task for task in self._groups if task.done()]:
+            if not task.cancelled():
+                task.result()
+            del self._groups[task]
+
+    async def _abandon(self) -> None:
+        """Hand back what is still at work."""
+        await cancel_all(list(self._groups))
+        left = [held.leased for task, held in self._groups.items() if task.cancelled() or task.exception() is not None]
+        self._groups.clear()
+        if left:
+            log.info("tickets_handed_back", tickets=sorted(leased.ticket.number for leased in left))
+            await self._tickets.hand_back(left)
+
+    async def _fulfil(self, held: _Held, engine: Engine) -> None:
+        leased, ticket = held.leased, held.leased.ticket
+        try:
+            async with asyncio.timeout(self._version_wait_s):
+                await self._weights.serving(ticket.min_version)
+        except TimeoutError:
+            log.warning("version_awaited_in_vain", ticket=ticket.number, min_version=ticket.min_version)
+            await self._tickets.hand_back([leased])
+            return
+        group = await self._answerer.answer(ticket, engine)
+        header, body = encode_group(group)
+        held.delivering = True
+        if await self._tickets.deliver(leased, header, body):
+            self._count(group)
+        else:
+            self.counts.groups_late += 1
+            log.info("group_came_late", ticket=ticket.number)
+
+    def _count(self, group: Group) -> None:
+        self._tokens.add(sum(len(sample.token_ids) for sample in group.samples))
+        self.counts.samples_failed += group.header.num_failed_samples
+        if group.header.failed:
+            self.counts.groups_failed += 1
+            log.warning("ticket_failed", ticket=group.header.ticket, error=group.header.error)
+        else:
+            self.counts.groups_delivered += 1
+        self._progress.advanced(
+            groups_delivered=self.counts.groups_delivered,
+            groups_failed=self.counts.groups_failed,
+            samples_failed=self.counts.samples_failed,
+        )
+
+    # Beside the loop
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.lease_s / 4)
+            lost = await self._tickets.renew([held.leased for held in self._groups.values() if not held.delivering])
+            gone = {(leased.purpose, leased.entry_id) for leased in lost}
+            for task, held in self._groups.items():
+                if (held.leased.purpose, held.leased.entry_id) in gone and not held.delivering:
+                    log.info("lease_lost", ticket=held.leased.ticket.number)
+                    task.cancel()
+
+    async def _watch_run(self, stop: asyncio.Event, over: asyncio.Event) -> None:
+        """Sets `over` when there is nothing left to do here. RunGone passes through."""
+        while not stop.is_set():
+            info = await self._tickets.run_info()
+            if info is not None and info.state != "running":
+                log.info("run_ended", state=info.state)
+                break
+            await unless(stop, asyncio.sleep(_RUN_EVERY_S))
+        over.set()
+        await asyncio.Event().wait()  # a companion does not end by itself
+
+    async def _watch_engine(self, engine: Engine) -> None:
+        while True:
+            until = time.monotonic() + _ALIVE_EVERY_S
+            while time.monotonic() < until:
+                self._progress.note(in_flight=engine.stats().in_flight, tokens_per_s=round(self._tokens.per_second()))
+                await asyncio.sleep(_SHOW_EVERY_S)
+            await engine.check_alive()

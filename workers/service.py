@@ -1,0 +1,217 @@
+"""A worker's life: find the run, check what it may use, start the engine, work, leave.
+
+    wait for the run ─► permissions, model, rewards ─► engine ─► rollout ─┬─► stop, or the run ended: leave
+                                                         ▲                │
+                                                         └── EngineError ─┘  paced; given up after a few in a row
+
+Ends with 0 by returning, else by the error that ended it. What must be there is waited for with a bound; a word to stop
+is heard in every one of these waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import random
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import redis.asyncio
+import structlog
+
+from streamrl.config import schema
+from streamrl.config.dump import config_from_json
+from streamrl.errors import ConfigError, EngineError, ResourceError, RunGone
+from streamrl.telemetry.progress import Progress, Wait
+from streamrl.transport.connection import check_server, connect, connect_async
+from streamrl.transport.keys import Keys
+from streamrl.transport.reports import report_progress
+from streamrl.transport.types import RunInfo
+from streamrl.transport.worker import WorkerStream
+from streamrl.weights.mirror import Mirror
+from streamrl.weights.stores import open_store
+from workers.answer import Answerer
+from workers.engines.base import ENGINES, Engine, EngineSettings
+from workers.mirror_folder import mirror_folder
+from workers.model import ModelFacts, read_model
+from workers.permissions import Permissions, allowed_model
+from workers.rewards.base import Rewards, build_rewards
+from workers.rollout import Rollout
+from workers.tasks import unless
+from workers.weights import Patience, WeightFollower
+
+log = structlog.get_logger(__name__)
+
+_RUN_WAIT_S = 600.0  # for a learner to make the run
+_ENDED_RUN_WAIT_S = 120.0  # for a learner to take up a run that has ended
+_RUN_POLL_S = 0.5
+_MAX_ENGINE_FAILURES = 3  # in a row, without a group delivered in between
+_FIRST_RESTART_PAUSE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The worker's command line."""
+
+    redis_url: str
+    run: str
+    worker: str  # this worker's alone
+    permissions: Permissions
+    model: str | None = None  # instead of the run's
+    local_reward_url: str | None = None
+
+
+async def serve(options: Options, stop: asyncio.Event) -> None:
+    """Returns when told to stop, or when the run has ended or was removed."""
+    progress = Progress(part=f"worker/{options.worker}", role="worker")
+    keys = Keys(options.run)
+    await asyncio.to_thread(_check_server, options.redis_url)
+    async with connect_async(options.redis_url, schema.Redis()) as client, report_progress(client, keys, progress):
+        try:
+            info = await _await_run(client, keys, options, stop, progress)
+            if info is not None:
+                await _Service(options, keys, config_from_json(info.config_json), info, progress).run(client, stop)
+        except RunGone:
+            log.info("run_gone", run=options.run)
+
+
+def _check_server(url: str) -> None:
+    with connect(url, schema.Redis()) as client:
+        check_server(client)
+
+
+async def _await_run(
+    client: redis.asyncio.Redis, keys: Keys, options: Options, stop: asyncio.Event, progress: Progress
+) -> RunInfo | None:
+    """The run, once a learner is at it; None when told to stop, or when it has ended and nobody takes it up."""
+    stream = WorkerStream(client, keys, worker=options.worker, lease_s=60.0)
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    with progress.waiting(Wait.RUN):
+        while not stop.is_set():
+            info = await stream.run_info()
+            if info is not None and info.state == "running":
+                return info
+            if info is not None and loop.time() > began + _ENDED_RUN_WAIT_S:
+                log.info("run_ended", state=info.state)
+                return None
+            if loop.time() > began + _RUN_WAIT_S:
+                raise ResourceError(f"no learner made the run {options.run!r} in this Redis within {_RUN_WAIT_S:g} s")
+            await unless(stop, asyncio.sleep(_RUN_POLL_S))
+    return None
+
+
+class _Service:
+    """A worker of a run that is known."""
+
+    def __init__(self, options: Options, keys: Keys, config: schema.Config, info: RunInfo, progress: Progress) -> None:
+        self._options = options
+        self._keys = keys
+        self._config = config
+        self._info = info
+        self._progress = progress
+        self._num_engines = 0
+
+    async def run(self, client: redis.asyncio.Redis, stop: asyncio.Event) -> None:
+        options, config = self._options, self._config
+        path = allowed_model(config.model.path, override=options.model, permissions=options.permissions)
+        rewards = build_rewards(config.rewards, options.permissions, options.local_reward_url)
+        self._progress.working("load the tokenizer")
+        model = await asyncio.to_thread(read_model, path, trust_remote_code=options.permissions.trust_remote_code)
+        self._check_fingerprint(model)
+        stream = WorkerStream(
+            client,
+            self._keys,
+            worker=options.worker,
+            lease_s=config.worker.lease_s,
+            give_up_after_s=config.redis.give_up_after_s,
+        )
+        async with self._following(stream) as weights, _started(rewards):
+            rollout = Rollout(
+                tickets=stream,
+                weights=weights,
+                answerer=Answerer(rewards=rewards, config=config, worker=options.worker, fingerprint=model.fingerprint),
+                config=config,
+                progress=self._progress,
+            )
+            await self._work(rollout, model, stop)
+            await stream.leave()
+
+    def _check_fingerprint(self, model: ModelFacts) -> None:
+        if model.fingerprint != self._info.fingerprint:
+            raise ConfigError(
+                f"the model at {model.path!r} has another tokenizer, end token or vocabulary size than the run's "
+                f"({model.fingerprint}, the run has {self._info.fingerprint}): give this worker the run's model "
+                "with --model"
+            )
+
+    @contextlib.asynccontextmanager
+    async def _following(self, stream: WorkerStream) -> AsyncIterator[WeightFollower]:
+        config = self._config
+        with (
+            mirror_folder(self._info.uid, self._options.worker) as folder,
+            connect(self._options.redis_url, config.redis) as client,
+        ):
+            weights = WeightFollower(
+                announcements=stream,
+                store=open_store(config.weights.store, client, self._keys),
+                mirror=Mirror(folder, run_uid=self._info.uid),
+                progress=self._progress,
+                patience=Patience(
+                    give_up_after_s=config.weights.give_up_after_s, first_version_s=config.learner.idle_timeout_s
+                ),
+            )
+            try:
+                yield weights
+            finally:
+                weights.close()
+
+    async def _work(self, rollout: Rollout, model: ModelFacts, stop: asyncio.Event) -> None:
+        """Engines, one after the other while they die; returns when the rollout is over."""
+        failures = 0
+        while not stop.is_set():
+            delivered = rollout.counts.groups_delivered
+            engine = self._engine(model)
+            try:
+                self._progress.working("start the engine")
+                await unless(stop, engine.start())
+                if not stop.is_set():
+                    await rollout.run(engine, stop)
+                return
+            except EngineError as error:
+                failures = 1 if rollout.counts.groups_delivered > delivered else failures + 1
+                if failures >= _MAX_ENGINE_FAILURES and not stop.is_set():
+                    raise EngineError(f"the engine failed {failures} times in a row; the last time: {error}") from error
+                log.warning("engine_failed", failures_in_row=failures, error=str(error))
+                self._progress.note(engine_restarts=self._num_engines)
+            finally:
+                await engine.stop()
+            with self._progress.waiting(Wait.ENGINE):
+                await unless(stop, asyncio.sleep(_FIRST_RESTART_PAUSE_S * 2**failures * random.uniform(0.5, 1.0)))
+
+    def _engine(self, model: ModelFacts) -> Engine:
+        self._num_engines += 1
+        return ENGINES[self._config.worker.engine](
+            EngineSettings(
+                model=model,
+                config=self._config,
+                trust_remote_code=self._options.permissions.trust_remote_code,
+                seed=_engine_seed(self._config.seed, self._options.worker, self._num_engines),
+            )
+        )
+
+
+@contextlib.asynccontextmanager
+async def _started(rewards: Rewards) -> AsyncIterator[None]:
+    try:
+        await rewards.start()
+        yield
+    finally:
+        await rewards.close()
+
+
+def _engine_seed(run_seed: int, worker: str, engine: int) -> int:
+    """Its own for each worker and each of its engines: the same prompt must not bring the same samples twice."""
+    digest = hashlib.sha256(f"{run_seed}/{worker}/{engine}".encode()).digest()
+    return int.from_bytes(digest[:4], "little") >> 1

@@ -1,0 +1,57 @@
+"""Tasks that belong together: the first error of any ends all, and comes out as it is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def gather_or_cancel(work: Mapping[str, Coroutine[Any, Any, T]]) -> list[T]:
+    """All results, in order; on the first error the others are cancelled and awaited before it is raised."""
+    tasks = [asyncio.create_task(coroutine, name=name) for name, coroutine in work.items()]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        _raise_first(tasks)
+        return [task.result() for task in tasks]
+    finally:
+        await cancel_all(tasks)
+
+
+async def run_beside(main: Coroutine[Any, Any, T], companions: Mapping[str, Coroutine[Any, Any, None]]) -> T:
+    """The result of `main`; companions, which never end by themselves, run as long as it does."""
+    tasks: list[asyncio.Task[Any]] = [asyncio.create_task(main, name="main")]
+    tasks += [asyncio.create_task(coroutine, name=name) for name, coroutine in companions.items()]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        _raise_first(tasks)
+        result: T = tasks[0].result()
+        return result
+    finally:
+        await cancel_all(tasks)
+
+
+async def unless(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
+    """The result of the work; None, with the work cancelled, when `stop` is set before it is done."""
+    task = asyncio.ensure_future(work)
+    stopping = asyncio.create_task(stop.wait(), name="wait for stop")
+    try:
+        await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        await cancel_all([task, stopping])
+
+
+async def cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel what still runs, and wait until nothing does."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _raise_first(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+            raise error

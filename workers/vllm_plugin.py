@@ -1,0 +1,38 @@
+"""What vLLM loads in each of its own processes, through the entry point `vllm.general_plugins`.
+
+vLLM's engine lives in child processes that know nothing of ours, so both things that must happen there happen here:
+our weight-transfer engine is made known by name, and the process is tied to the worker that wanted it. Every vLLM on a
+machine with streamrl installed calls `register`, so it imports nothing heavy and does nothing that others could feel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+WEIGHT_TRANSFER_BACKEND = "streamrl"
+OWNER_VARIABLE = "STREAMRL_VLLM_OWNER"  # pid of the worker, set by it before vLLM starts its processes
+_PR_SET_PDEATHSIG = 1
+
+
+def register() -> None:
+    """Called by vLLM, possibly more than once in a process."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if WEIGHT_TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(
+            WEIGHT_TRANSFER_BACKEND, "workers.weight_transfer", "MirrorWeightTransfer"
+        )
+    owner = os.environ.get(OWNER_VARIABLE)
+    if owner is not None and owner != str(os.getpid()):
+        _die_with(int(owner))
+
+
+def _die_with(owner: int) -> None:
+    """A worker killed with -9 must not leave an engine that keeps the memory and the cores."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    try:
+        os.kill(owner, 0)
+    except ProcessLookupError:  # it died before we asked
+        os.kill(os.getpid(), signal.SIGKILL)

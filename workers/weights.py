@@ -1,0 +1,158 @@
+"""From the learner's announcements to an engine that serves them.
+
+    announcement ─► manifests back to what the mirror holds ─► fetch and patch, in a thread ─► engine.load ─► serving
+                                             (generation goes on; it pauses for the load alone)
+
+The newest version wins: those announced while another was on its way are passed over. What fails to arrive whole is
+tried again with the newest announcement, paced, for `give_up_after_s` at most; meanwhile the engine serves what it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import structlog
+
+from streamrl.errors import WeightsError
+from streamrl.telemetry.progress import Progress
+from streamrl.transport.types import Announcement
+from streamrl.versions import show
+from streamrl.weights.catchup import catch_up
+from streamrl.weights.manifest import Manifest, decode_manifest
+from streamrl.weights.mirror import Mirror
+from streamrl.weights.stores import BlobStore
+from workers.engines.base import Engine
+from workers.tickets import Announcements
+
+log = structlog.get_logger(__name__)
+
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    poll_s: float = 0.05  # between two looks for an announcement
+    give_up_after_s: float  # of failing in a row to get a version that was announced
+    first_version_s: float  # for the learner to announce anything at all
+
+
+class WeightFollower:
+    """Owns the mirror and the thread that patches it."""
+
+    def __init__(
+        self,
+        *,
+        announcements: Announcements,
+        store: BlobStore,
+        mirror: Mirror,
+        progress: Progress,
+        patience: Patience,
+    ) -> None:
+        self.version = 0  # what the engine serves; 0: nothing yet
+        self._announcements = announcements
+        self._store = store
+        self._mirror = mirror
+        self._mirror_step = 0  # optimizer step of what the mirror holds
+        self._progress = progress
+        self._patience = patience
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mirror")
+        self._patching: asyncio.Future[None] | None = None
+        self._served = asyncio.Condition()
+        self._num_loads = self._num_loads_in_flight = 0
+
+    async def follow(self, engine: Engine) -> None:
+        """Keep this engine at the newest version, until cancelled. The engine is a fresh one: it serves nothing yet."""
+        self.version = 0
+        if self._patching is not None:  # begun for an engine before this one, which died meanwhile
+            await asyncio.wait([self._patching])
+        while True:
+            announcement = await self._next_announcement()
+            await self._fetch(announcement)
+            await self._load(engine)
+
+    async def serving(self, version: int) -> None:
+        """Wait until the engine serves this version, a newer one, or (for 0) any at all; the caller bounds the wait."""
+        async with self._served:
+            await self._served.wait_for(lambda: self.version >= max(version, 1))
+
+    def close(self) -> None:
+        """The mirror's file goes; a patch that still runs in the thread ends by itself."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._mirror.close()
+
+    async def _next_announcement(self) -> Announcement:
+        """One that the engine does not serve yet."""
+        deadline = time.monotonic() + self._patience.first_version_s
+        while True:
+            announcement = await self._announcements.latest()
+            if announcement is not None and announcement.version > self.version:
+                return announcement
+            if not self.version and time.monotonic() > deadline:
+                raise WeightsError(f"the learner announced no weights within {self._patience.first_version_s:g} s")
+            await asyncio.sleep(self._patience.poll_s)
+
+    async def _fetch(self, announcement: Announcement) -> None:
+        """Bring the mirror to this version or, where that fails, to a newer one."""
+        deadline = time.monotonic() + self._patience.give_up_after_s
+        pause_s = _FIRST_PAUSE_S
+        while self._mirror.version < announcement.version:
+            try:
+                await self._patch(announcement)
+            except WeightsError as error:
+                if time.monotonic() > deadline:
+                    raise
+                log.warning("version_not_fetched", version=show(announcement.version), error=str(error))
+            else:
+                return
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            announcement = await self._announcements.latest() or announcement
+
+    async def _patch(self, announcement: Announcement) -> None:
+        target = decode_manifest(announcement.manifest)
+        path = catch_up(self._mirror.version, target, (await self._manifests_before(target)).get)
+
+        def patch() -> None:
+            self._mirror.apply_path(path, self._store)
+            self._mirror_step = target.step
+
+        self._patching = asyncio.get_running_loop().run_in_executor(self._thread, patch)
+        await asyncio.shield(self._patching)  # a cancelled wait leaves the thread at work; `follow` waits for it
+
+    async def _manifests_before(self, target: Manifest) -> dict[int, Manifest]:
+        """Back to the version that the mirror holds, or else to an anchor; shorter where one is missing."""
+        found: dict[int, Manifest] = {}
+        base = target.base
+        while base not in (0, self._mirror.version):
+            encoded = await self._announcements.manifest(base)
+            if encoded is None:
+                break
+            found[base] = decode_manifest(encoded)
+            base = found[base].base
+        return found
+
+    async def _load(self, engine: Engine) -> None:
+        version, step = self._mirror.version, self._mirror_step
+        in_flight = engine.stats().in_flight
+        began = time.monotonic()
+        await engine.load(self._mirror.path, version=version, step=step)
+        self._num_loads += 1
+        self._num_loads_in_flight += in_flight > 0
+        log.info(
+            "version_loaded",
+            version=show(version),
+            step=step,
+            in_flight=in_flight,
+            seconds=round(time.monotonic() - began, 4),
+        )
+        self._progress.advanced(
+            version=version, step=step, loads=self._num_loads, loads_in_flight=self._num_loads_in_flight
+        )
+        async with self._served:
+            self.version = version
+            self._served.notify_all()
