@@ -14,6 +14,11 @@ class Entry(NamedTuple):
 COMMANDS: Mapping[str, Entry] = {
     "quickstart": Entry("streamrl.cli.quickstart:quickstart", "Watch a small model learn on this machine."),
     "up": Entry("streamrl.cli.up:up", "Run everything on this machine: Redis, rewards, workers, learner."),
+    "pause": Entry("streamrl.cli.control:pause", "Hold a run: no more steps, no more tickets."),
+    "resume": Entry("streamrl.cli.control:resume", "Go on after a pause."),
+    "drain": Entry("streamrl.cli.control:drain", "Train what is under way, write a checkpoint, and stop."),
+    "stop": Entry("streamrl.cli.control:stop", "Write a checkpoint and stop; what is under way waits."),
+    "dead": Entry("streamrl.cli.dead:dead", "Look at tickets that failed too often, repeat or purge them."),
     "audit": Entry("streamrl.cli.audit:audit", "Account for every ticket of a run: none lost, none twice."),
     "config": Entry("streamrl.cli.config:config", "Show or check a configuration."),
     "reward": Entry("streamrl.cli.reward:reward", "Serve a reward model over HTTP, or train one."),

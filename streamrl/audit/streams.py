@@ -1,0 +1,174 @@
+"""What lies in the streams of a run, entry by entry, as XRANGE gives it.
+
+Tickets are scanned before groups: a delivery moves a ticket from here to there and never back, so that one which moves
+in between is seen at least once. Only reads, with a client that never repeats a call; blocks for some seconds at most.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from streamrl.audit.commit import EntryId, parse_id
+from streamrl.errors import ConfigError, ResourceError, WireError
+from streamrl.transport.keys import Keys
+from streamrl.wire.group import decode_body, decode_header
+from streamrl.wire.ticket import decode_ticket
+
+_ENTRIES_A_PAGE = 100
+_CONNECT_TIMEOUT_S = 5.0
+_REPLY_TIMEOUT_S = 15.0
+_WIDEST_WINDOW = 1_000_000  # of outstanding tickets, when the run's configuration does not say
+
+RawEntry = tuple[EntryId, Mapping[bytes, bytes]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Streams:
+    server: str
+    learner_is_live: bool
+    issued: int  # training tickets that the learner has issued, by its own word; 0: it has issued none yet
+    window: int  # how many tickets the run keeps outstanding at most
+    tickets: tuple[int, ...]  # numbers of the entries that ask for a training group
+    groups: tuple[tuple[EntryId, int], ...]  # the entries that answer a ticket, or say that it failed
+    malformed: Mapping[str, int]
+    dead_letters: int
+    eval_tickets: int
+    eval_groups: int
+
+
+@contextmanager
+def open_server(url: str) -> Iterator[redis.Redis]:
+    try:
+        client = redis.Redis.from_url(
+            url,
+            protocol=2,
+            retry=Retry(NoBackoff(), 0),
+            socket_connect_timeout=_CONNECT_TIMEOUT_S,
+            socket_timeout=_REPLY_TIMEOUT_S,
+        )
+    except ValueError:
+        raise ConfigError(
+            "the server's address must be redis://host:port, rediss://host:port or unix:///path"
+        ) from None
+    with client:
+        try:
+            yield client
+        except redis.RedisError as error:
+            raise ResourceError(f"Redis at {_name(client)} does not answer: {error}") from None
+
+
+def read_meta(client: redis.Redis, keys: Keys) -> Mapping[bytes, bytes]:
+    """ResourceError when the server does not know of the run."""
+    meta: Any = client.hgetall(keys.meta)
+    if b"uid" not in meta:
+        removed = "; it was removed from there" if client.exists(keys.tombstone) else ""
+        raise ResourceError(f"Redis at {_name(client)} holds no run {keys.name!r}{removed}")
+    return dict(meta)
+
+
+def read_streams(client: redis.Redis, keys: Keys, *, run_uid: str) -> Streams:
+    meta = read_meta(client, keys)
+    if meta[b"uid"] != run_uid.encode():
+        uid = meta[b"uid"].decode(errors="replace")
+        raise ResourceError(
+            f"Redis at {_name(client)} holds another run of the name {keys.name!r}: its uid is {uid}, "
+            f"and that of the folder is {run_uid}"
+        )
+    malformed: Counter[str] = Counter()
+    tickets = tuple(_read_tickets(client, keys, run_uid, malformed))
+    groups = tuple(_read_groups(client, keys, run_uid, malformed))
+    return Streams(
+        server=_name(client),
+        learner_is_live=bool(client.exists(keys.lease)),
+        issued=int(meta.get(b"issued", 0)),
+        window=_window(meta.get(b"config", b"")),
+        tickets=tickets,
+        groups=groups,
+        malformed=malformed,
+        dead_letters=client.xlen(keys.dead),
+        eval_tickets=client.xlen(keys.tickets("eval")),
+        eval_groups=client.xlen(keys.groups("eval")),
+    )
+
+
+def _read_tickets(client: redis.Redis, keys: Keys, run_uid: str, malformed: Counter[str]) -> Iterator[int]:
+    for _, fields in _entries(client, keys.tickets("train")):
+        number = _number(fields, run_uid)
+        if isinstance(number, str):
+            malformed[f"tickets/{number}"] += 1
+            continue
+        yield number
+        try:
+            ticket = decode_ticket(fields.get(b"b", b""))
+        except WireError:
+            malformed["tickets/body"] += 1
+        else:
+            if (ticket.number, ticket.run_uid, ticket.purpose) != (number, run_uid, "train"):
+                malformed["tickets/body"] += 1
+
+
+def _read_groups(
+    client: redis.Redis, keys: Keys, run_uid: str, malformed: Counter[str]
+) -> Iterator[tuple[EntryId, int]]:
+    for entry_id, fields in _entries(client, keys.groups("train")):
+        number = _number(fields, run_uid)
+        if isinstance(number, str):
+            malformed[f"groups/{number}"] += 1
+            continue
+        yield entry_id, number
+        try:
+            header = decode_header(fields.get(b"h", b""))
+        except WireError:
+            malformed["groups/header"] += 1
+            continue
+        if (header.ticket, header.run_uid, header.purpose) != (number, run_uid, "train"):
+            malformed["groups/header"] += 1
+            continue
+        try:
+            decode_body(header, fields.get(b"b", b""))
+        except WireError:
+            malformed["groups/body"] += 1
+
+
+def _number(fields: Mapping[bytes, bytes], run_uid: str) -> int | str:
+    """The ticket's number, or what is wrong with the entry: then it is about no ticket of this run."""
+    if fields.get(b"u") != run_uid.encode():
+        return "wrong_run"
+    text = fields.get(b"n", b"")
+    return int(text) if text.isdigit() and len(text) < 19 else "no_number"
+
+
+def _entries(client: redis.Redis, stream: str) -> Iterator[RawEntry]:
+    """All of a stream, a page at a time."""
+    first = "-"
+    while True:
+        page: Any = client.xrange(stream, min=first, count=_ENTRIES_A_PAGE)
+        yield from ((parse_id(entry_id.decode()), fields) for entry_id, fields in page)
+        if not page:
+            return
+        first = f"({page[-1][0].decode()}"
+
+
+def _window(config: bytes) -> int:
+    try:
+        fields = json.loads(config)
+        return int((fields["lag"]["max_steps"] + 1) * fields["training"]["groups_per_step"])
+    except (ValueError, KeyError, TypeError):
+        return _WIDEST_WINDOW
+
+
+def _name(client: redis.Redis) -> str:
+    """The server as people know it, without secrets."""
+    options = client.get_connection_kwargs()
+    if "path" in options:
+        return f"unix://{options['path']}"
+    return f"{options.get('host', 'localhost')}:{options.get('port', 6379)}/{options.get('db', 0)}"

@@ -1,0 +1,35 @@
+"""`streamrl up`: run a configuration on this machine."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from streamrl.cli.arguments import takes_config
+
+
+@click.command()
+@takes_config
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON, in the last line.")
+def up(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
+    """Run everything on this machine: Redis, reward server, workers, learner.
+
+    Ctrl-C ends it in good order: the learner finishes its step and writes a checkpoint. Another Ctrl-C ends it at once.
+    Starting it again goes on from the last checkpoint.
+    """
+    from rich.console import Console
+
+    from streamrl.config.load import load_config
+    from streamrl.launch.display import make_display
+    from streamrl.launch.summary import summary_lines
+    from streamrl.launch.up import up as run_up
+
+    console = Console(stderr=as_json)
+    outcome = run_up(load_config(file, overrides), display=make_display(console))
+    if outcome.summary is not None:
+        for name, value in summary_lines(outcome.summary):
+            console.print(f"{name:<18}{value}", markup=False, highlight=False, soft_wrap=True)
+        if as_json:
+            click.echo(json.dumps(outcome.summary.to_json()))
+    return outcome.exit_code
