@@ -17,13 +17,13 @@ quickstart: setup  ## watch a small model learn, a few minutes (ARGS="seed=2" fo
 	@.venv/bin/streamrl quickstart $(ARGS)
 
 test:  ## lint, types and the fast tests, as CI runs them: at most 15 minutes (ARGS="-k word" for some)
-	@.ci/run fast $(ARGS)
+	@.ci/tier fast $(ARGS)
 
 test-long:  ## the tests that take minutes each: at most 60 minutes
-	@.ci/run long $(ARGS)
+	@.ci/tier long $(ARGS)
 
 test-root:  ## the tests that need root (network namespaces, disk limits): at most 30 minutes
-	@.ci/run root $(ARGS)
+	@.ci/tier root $(ARGS)
 
 lint: setup  ## style, formatting and types, without changing anything
 	.venv/bin/ruff check .

@@ -39,7 +39,7 @@ def run(folder: Path, *command: str, **environment: str) -> subprocess.Completed
 def checkout(tmp_path: Path) -> Path:
     """A checkout whose set-up and lint do nothing, with this interpreter's packages as its environment."""
     (tmp_path / ".ci").mkdir()
-    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
+    shutil.copy(ROOT / ".ci" / "tier", tmp_path / ".ci" / "tier")
     (tmp_path / ".ci" / "setup").write_text("#!/bin/sh\necho setup ran\n")
     (tmp_path / ".ci" / "setup").chmod(0o755)
     (tmp_path / "Makefile").write_text("lint:\n\t@echo lint ran; exit $(LINT)\n")
@@ -53,7 +53,7 @@ def checkout(tmp_path: Path) -> Path:
 def test_the_fast_tier_runs_setup_lint_and_tests_and_ends_with_the_summary(checkout: Path) -> None:
     (checkout / "test_x.py").write_text(PASSING + "import pytest\n@pytest.mark.long\ndef test_l(): assert False\n")
 
-    result = run(checkout, ".ci/run", LINT="0")
+    result = run(checkout, ".ci/tier", "fast", LINT="0")
 
     lines = result.stdout.splitlines()
     assert result.returncode == 0, result.stdout
@@ -65,7 +65,7 @@ def test_the_fast_tier_runs_setup_lint_and_tests_and_ends_with_the_summary(check
 def test_a_failing_test_fails_the_run_and_the_summary_is_still_last(checkout: Path) -> None:
     (checkout / "test_x.py").write_text(PASSING + FAILING)
 
-    result = run(checkout, ".ci/run", LINT="0")
+    result = run(checkout, ".ci/tier", "fast", LINT="0")
 
     assert result.returncode == 1
     assert re.fullmatch(r"=+ 1 failed, 1 passed in .*=+", result.stdout.splitlines()[-1])
@@ -74,7 +74,7 @@ def test_a_failing_test_fails_the_run_and_the_summary_is_still_last(checkout: Pa
 def test_a_failing_lint_ends_the_run_before_the_tests(checkout: Path) -> None:
     (checkout / "test_x.py").write_text(PASSING)
 
-    result = run(checkout, ".ci/run", LINT="1")
+    result = run(checkout, ".ci/tier", "fast", LINT="1")
 
     assert result.returncode != 0
     assert "passed" not in result.stdout
@@ -82,10 +82,10 @@ def test_a_failing_lint_ends_the_run_before_the_tests(checkout: Path) -> None:
 
 def test_a_tier_over_its_budget_fails(checkout: Path) -> None:
     (checkout / "test_x.py").write_text(PASSING + FAILING)  # the second is never begun
-    script = checkout / ".ci" / "run"
+    script = checkout / ".ci" / "tier"
     script.write_text(re.sub(r"(?m)^left_s=.*$", "left_s=0.001", script.read_text()))
 
-    result = run(checkout, ".ci/run", LINT="0")
+    result = run(checkout, ".ci/tier", "fast", LINT="0")
 
     assert result.returncode != 0
     assert "session-timeout" in result.stdout
@@ -94,10 +94,10 @@ def test_a_tier_over_its_budget_fails(checkout: Path) -> None:
 
 
 def test_an_unknown_tier_is_a_mistake(checkout: Path) -> None:
-    result = run(checkout, ".ci/run", "quick")
+    result = run(checkout, ".ci/tier", "quick")
 
     assert result.returncode == 2
-    assert "usage: .ci/run [fast|long|root]" in result.stdout
+    assert "usage: .ci/tier [fast|long|root]" in result.stdout
 
 
 @pytest.fixture

@@ -1,0 +1,133 @@
+"""The command lines of a run's parts on this machine: who is started how, and with whose permission.
+
+The operator who wrote the configuration file starts the workers too, so what the file names (reward functions, reward
+servers, the model) is passed to them as their own word. Workers started elsewhere get nothing of the kind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from streamrl.config import schema
+from streamrl.config.check import LOCAL_REWARD_SERVER
+from streamrl.launch.processes import Command
+
+REWARD = "reward/0"
+LEARNER = "learner"
+# What a rank may take to finish its step and to write a checkpoint before torchrun kills it.
+DRAIN_S = 300
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Where things lie in a run's folder."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "up.lock"
+
+    @property
+    def redis(self) -> Path:
+        return self.path / "redis"
+
+    @property
+    def reward_url(self) -> Path:
+        return self.path / "reward.url"
+
+    @property
+    def learner_error(self) -> Path:
+        return self.path / "learner.error"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def export(self) -> Path:
+        return self.path / "export"
+
+    def log(self, name: str) -> Path:
+        return self.path / "logs" / name
+
+
+def reward_command(server: schema.RewardServer, folder: RunFolder, *, port: int) -> Command:
+    options = {
+        "--model": server.model,
+        "--host": server.host,
+        "--port": port,
+        "--max-delay-ms": server.max_delay_ms,
+        "--max-batch-tokens": server.max_batch_tokens,
+        "--reward-mean": server.reward_mean,
+        "--reward-std": server.reward_std,
+        "--url-file": folder.reward_url,
+    }
+    words = [f"{name}={value}" for name, value in options.items()]  # with =, since a mean may begin with a minus
+    return Command(
+        name=REWARD,
+        arguments=(sys.executable, "-m", "streamrl.cli.main", "reward", "serve", *words),
+        log=folder.log("reward.log"),
+    )
+
+
+def worker_command(
+    config: schema.Config, folder: RunFolder, *, number: int, redis_url: str, reward_url: str | None
+) -> Command:
+    words = ["--redis", redis_url, "--run", config.name, "--worker-id", str(number), "--model", config.model.path]
+    words += ["--log-file", str(folder.log(f"worker-{number}.log"))]
+    for source in config.rewards.values():
+        if isinstance(source, schema.FunctionReward):
+            if ":" in source.target:  # what is built in needs no permission
+                words += ["--allow-reward-code", source.target]
+        elif source.url != LOCAL_REWARD_SERVER:
+            words += ["--allow-host", urlsplit(source.url).netloc.rpartition("@")[2]]
+    if reward_url is not None:
+        words += ["--local-reward-url", reward_url]
+    return Command(
+        name=f"worker/{number}",
+        arguments=(sys.executable, "-m", "workers", *words),
+        log=folder.log(f"worker-{number}.out"),
+    )
+
+
+def learner_command(config: schema.Config, folder: RunFolder, *, redis_url: str) -> Command:
+    learner = config.learner
+    agent = [
+        "--nnodes=1",
+        f"--nproc-per-node={learner.processes}",
+        f"--max-restarts={learner.max_restarts}",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=127.0.0.1:0",
+        f"--rdzv-id={_holder(folder.path)}",
+        "--rdzv-conf=last_call_timeout=1",
+        f"--shutdown-timeout={DRAIN_S}",
+    ]
+    program = ["-m", "learner", "--config", str(folder.config), "--redis", redis_url]
+    program += ["--log-file", str(folder.log("learner-{rank}.log")), "--error-file", str(folder.learner_error)]
+    # A store shared between rounds makes ranks read addresses of peers that are gone, and wait for them for ever.
+    environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    if learner.threads:
+        environment["OMP_NUM_THREADS"] = str(learner.threads)
+    return Command(
+        name=LEARNER,
+        arguments=(sys.executable, "-m", "torch.distributed.run", *agent, *program),
+        log=folder.log("learner.out"),
+        environment=environment,
+    )
+
+
+def _holder(folder: Path) -> str:
+    """Who the learner is to others: one launcher at a time runs a folder, so the next one takes over at once."""
+    place = f"{socket.gethostname()}:{os.path.realpath(folder)}"
+    return f"up-{hashlib.sha256(place.encode()).hexdigest()[:16]}"

@@ -1,0 +1,172 @@
+"""Child processes: each in a process group of its own, with a log file, and gone when the launcher is.
+
+Owns the processes of one machine. Ctrl-C at the terminal reaches the launcher only, which decides in what order the
+parts leave. Should the launcher be killed, the kernel kills its children; what they started themselves ends with them,
+each by the same means. Nothing here waits longer than its caller says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# Becomes the command after asking the kernel for SIGKILL when the parent dies. A program of its own rather than a
+# preexec_fn, which may deadlock in a process with threads. Only the thread that starts a child counts as its parent.
+_EXEC_AND_DIE_WITH_PARENT = """
+import ctypes, os, signal, sys
+parent, command = int(sys.argv[1]), sys.argv[2:]
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != parent:
+    sys.exit("the process that wanted this one has ended")
+os.execv(command[0], command)
+"""
+_TAIL_BYTES = 16 << 10
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+_HEALTHY_AFTER_S = 120.0
+_MAX_FAILURES = 5
+_KILL_S = 10.0  # only a process that hangs in the kernel takes longer to go
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    name: str  # of the part: "learner", "worker/0", "reward/0"
+    arguments: tuple[str, ...]  # the program's path first
+    log: Path  # what it writes to stdout and stderr, appended
+    environment: Mapping[str, str] = field(default_factory=dict)  # beside the launcher's own
+
+
+class Process:
+    """A running command. Start it from a thread that lives as long as it shall."""
+
+    def __init__(self, command: Command, process: subprocess.Popen[bytes], log_begin: int) -> None:
+        self.command = command
+        self.started_at = time.monotonic()
+        self._process = process
+        self._log_begin = log_begin
+
+    @classmethod
+    def start(cls, command: Command) -> Process:
+        command.log.parent.mkdir(parents=True, exist_ok=True)
+        with command.log.open("ab") as log:
+            begin = log.tell()
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _EXEC_AND_DIE_WITH_PARENT, str(os.getpid()), *command.arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **command.environment},
+                start_new_session=True,
+            )
+        return cls(command, process, begin)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        return self._process.poll()
+
+    def terminate(self) -> None:
+        """Ask it to end; its own children are its business."""
+        if self.poll() is None:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """End it and its whole group, at once."""
+        with contextlib.suppress(ProcessLookupError):  # the last of the group has just ended
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self.wait(_KILL_S)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended within this time."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+        return self.poll() is not None
+
+    def last_words(self, *, num_lines: int = 15) -> list[str]:
+        """The end of what it wrote since it was started."""
+        with self.command.log.open("rb") as log:
+            end = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_begin, end - _TAIL_BYTES))
+            text = log.read().decode(errors="replace")
+        return [line for line in text.splitlines() if line.strip()][-num_lines:]
+
+
+class Kept:
+    """A process that is started again when it dies, after a pause that grows while it keeps dying.
+
+    Exit code 0 means that it had nothing more to do, 2 that its user must mend something: neither is answered with
+    another start. `look` never blocks; call it several times a second.
+    """
+
+    def __init__(
+        self,
+        command: Command,
+        *,
+        say: Callable[[str], None],
+        max_failures: int = _MAX_FAILURES,  # in a row, before it is given up
+        healthy_after_s: float = _HEALTHY_AFTER_S,  # a life so long ends the row
+        clock: Callable[[], float] = time.monotonic,
+        start: Callable[[Command], Process] = Process.start,
+    ) -> None:
+        self.command = command
+        self.num_restarts = 0
+        self._say, self._max_failures, self._healthy_after_s = say, max_failures, healthy_after_s
+        self._clock, self._start = clock, start
+        self._failures = 0
+        self._again_at: float | None = None
+        self._began = clock()
+        self.process = start(command)
+
+    def look(self) -> None:
+        """Start it again when it is dead and its pause is over."""
+        code = self.process.poll()
+        if code is None or self.has_left or self.given_up:
+            return
+        now = self._clock()
+        if self._again_at is None:
+            self._failures = 1 if now - self._began >= self._healthy_after_s else self._failures + 1
+            pause_s = min(_FIRST_PAUSE_S * 2 ** (self._failures - 1), _LONGEST_PAUSE_S)
+            self._again_at = now + pause_s * random.uniform(0.5, 1.0)
+            outlook = "giving it up" if self.given_up else "starting it again"
+            self._say(f"{self.command.name} {ending(code)}; {outlook} (see {self.command.log})")
+        elif now >= self._again_at:
+            self.num_restarts += 1
+            self._again_at, self._began = None, now
+            self.process = self._start(self.command)
+
+    @property
+    def has_left(self) -> bool:
+        """It ended by itself and will not be started again."""
+        return self.process.poll() == 0
+
+    @property
+    def given_up(self) -> bool:
+        """It is dead, and starting it again would help nobody."""
+        code = self.process.poll()
+        return code == 2 or (code not in (None, 0) and self._failures >= self._max_failures)
+
+
+def ending(code: int) -> str:
+    """An exit code in words."""
+    return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+
+def end_all(processes: list[Process], *, within_s: float) -> None:
+    """SIGTERM to all; whatever is there after this time is killed."""
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + within_s
+    for process in processes:
+        if not process.wait(max(0.0, deadline - time.monotonic())):
+            process.kill()

@@ -1,0 +1,102 @@
+"""A whole run on this machine, from the first check to the last summary.
+
+    checks ─► one launcher a folder ─► Redis ─► Supervisor: reward server, learner, workers
+                                                        │ the learner has ended
+    summary ◄─ Redis ends ◄─ reward server ends ◄─ audit ◄─ workers have left
+
+Nothing is started before all that can be checked is; what was started has ended when `up` returns or raises.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from streamrl.audit import audit_folder
+from streamrl.config import schema
+from streamrl.config.check import EMBEDDED_REDIS
+from streamrl.config.dump import dump_config
+from streamrl.config.load import Loaded
+from streamrl.durable import write_durably
+from streamrl.launch.display import Display
+from streamrl.launch.interrupts import Interrupts
+from streamrl.launch.parts import RunFolder
+from streamrl.launch.preflight import check_before_start, only_one
+from streamrl.launch.redis_part import RedisPart
+from streamrl.launch.summary import Summary, summarise
+from streamrl.launch.supervisor import Supervisor
+from streamrl.telemetry.logs import configure_logging
+from streamrl.transport.connection import check_server, connect
+from streamrl.transport.keys import Keys
+from streamrl.transport.operate import set_control
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    summary: Summary | None  # None: asked to end before the learner had made the run
+    exit_code: int  # 0, or that of the signal which ended it
+
+
+def up(loaded: Loaded, *, display: Display) -> Outcome:
+    """Raises UserError when something is not as it must be, PartError when a part of the run cannot go on, and
+    KeyboardInterrupt when asked twice to end."""
+    check_before_start(loaded)
+    config, folder = loaded.config, RunFolder(loaded.config.folder)
+    began = time.monotonic()
+    with only_one(folder.lock, config.name), Interrupts() as interrupts, display, ExitStack() as stack:
+        configure_logging("launcher", folder.log("launcher.log"), quiet=True)
+        write_durably(folder.config, dump_config(config).encode())
+        embedded = None
+        if config.redis.url == EMBEDDED_REDIS:
+            embedded = RedisPart(folder.redis, say=display.say)
+            stack.callback(embedded.close)
+        url = embedded.url if embedded else config.redis.url
+        client = stack.enter_context(connect(url, config.redis))
+        check_server(client)
+        set_control(client, Keys(config.name), "run")  # whatever the last one was told
+        supervisor = Supervisor(
+            config=config,
+            folder=folder,
+            redis_url=url,
+            embedded=embedded,
+            client=client,
+            display=display,
+            interrupts=interrupts,
+        )
+        stack.callback(supervisor.close)
+        supervisor.run()
+        summary = _summarise(config, folder, supervisor, redis_url=url, seconds=time.monotonic() - began)
+        return Outcome(summary=summary, exit_code=interrupts.exit_code)
+
+
+def _summarise(
+    config: schema.Config, folder: RunFolder, supervisor: Supervisor, *, redis_url: str, seconds: float
+) -> Summary | None:
+    run = supervisor.watch.now.run if supervisor.watch.now else None
+    if run is None:
+        return None
+    summary = summarise(
+        name=config.name,
+        folder=folder.path,
+        state=run.state,
+        seconds=seconds,
+        audit=audit_folder(folder.path, redis_url=redis_url, run=config.name),
+        loads=supervisor.watch.loads,
+        restarts=supervisor.restarts,
+    )
+    write_durably(folder.summary, json.dumps(summary.to_json(), indent=2).encode())
+    return summary
+
+
+def shipped_config(name: str) -> Path:
+    """A configuration that comes with streamrl: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).parents[1]
+    installed = package / "conf" / name
+    return installed if installed.exists() else package.parent / "conf" / name

@@ -1,0 +1,176 @@
+"""`streamrl up`, with everything real: Redis, reward server, workers, torchrun. Each run is a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from streamrl.quickstart.base_model import write_base_model
+from streamrl.quickstart.prepare import write_data
+from tests.helpers import wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = """
+name: whole
+dir: {dir}
+model: {{path: {dir}/base, dtype: float32}}
+data: {{train: {dir}/data/train.jsonl, validation: {dir}/data/validation.jsonl, max_prompt_tokens: 16}}
+sampling: {{num_samples: 4, max_tokens: 8}}
+rewards:
+  exact: {{type: function, target: exact_match}}
+  model: {{type: http, url: local}}
+reward_server: {{model: {dir}/reward-model}}
+optimizer: {{lr: 1e-4, min_lr: 1e-5}}
+training: {{groups_per_step: 4, max_steps: 5}}
+lag: {{max_steps: 2}}
+weights: {{dtype: float32}}
+checkpoint: {{every_steps: 2}}
+validation: {{every_steps: 0, max_prompts: 4, sampling: {{max_tokens: 8}}}}
+worker: {{threads: 1, grace_s: 2.0}}
+learner: {{threads: 1}}
+"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models and data, the same for all tests."""
+    folder = tmp_path_factory.mktemp("made")
+    write_base_model(folder / "base", seed=1)
+    write_data(folder / "data", seed=1)
+    judge = transformers.AutoModelForSequenceClassification.from_pretrained(folder / "base", num_labels=1)
+    judge.save_pretrained(folder / "reward-model")
+    transformers.AutoTokenizer.from_pretrained(folder / "base").save_pretrained(folder / "reward-model")
+    return folder
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Iterator[Path]:
+    """Holds whole.yaml, and the run in whole/. Afterwards nothing of the run may be left."""
+    for path in made.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "whole.yaml").write_text(CONFIG.format(dir=tmp_path))
+    yield tmp_path
+    assert left_processes(tmp_path) == []
+    assert [path for path in tmp_path.rglob("*") if path.is_socket()] == []
+    record = tmp_path / "whole" / "run.json"
+    if record.exists():
+        uid = json.loads(record.read_text())["run_uid"]
+        assert list(Path("/dev/shm").glob(f"streamrl-{uid}-*")) == []
+
+
+def left_processes(folder: Path) -> list[str]:
+    """Command lines that name the folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:  # it has just ended
+            continue
+        if str(folder) in words:
+            found.append(words)
+    return found
+
+
+def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    words = ["-m", "streamrl.cli.main", "up", str(folder / "whole.yaml"), "--json", *overrides]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, *words], cwd=ROOT, env=environment, text=True, stdout=pipe, stderr=pipe)
+
+
+def finish(process: subprocess.Popen[str], *, code: int = 0) -> dict[str, Any]:
+    """Its summary; it must end with this code."""
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == code, err
+    return dict(json.loads(out.splitlines()[-1]))
+
+
+def num_steps(folder: Path) -> int:
+    metrics = folder / "whole" / "metrics.jsonl"
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    return sum("train_optim/optim_step" in line for line in lines)
+
+
+def worker_pid(folder: Path) -> int | None:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        words = path.read_bytes().split(b"\0")
+        if b"workers" in words and str(folder).encode() in b" ".join(words):
+            return int(path.parent.name)
+    return None
+
+
+def test_a_run_on_vllm_with_two_ranks_trains_loses_nothing_and_leaves_nothing(folder: Path) -> None:
+    summary = finish(start(folder, "learner.processes=2"))
+
+    assert summary["state"] == "finished"
+    assert summary["steps"] == 5
+    assert summary["trained"] == 20
+    assert (summary["lost"], summary["twice"], summary["dead"], summary["clean"]) == (0, 0, 0, True)
+    assert summary["issued"] == summary["trained"] + sum(summary["dropped"].values()) + summary["outstanding"]
+    assert summary["versions_published"] == 6
+    assert summary["loads"]["loaded"] >= 3
+    assert set(summary["held_out"]) == {"exact", "model"}
+    assert summary["restarts"] == {}
+    transformers.AutoModelForCausalLM.from_pretrained(summary["export"])
+
+
+@pytest.mark.long
+def test_a_killed_worker_comes_again_ctrl_c_drains_and_another_start_goes_on(folder: Path) -> None:
+    fast = ("worker.engine=transformers", "training.max_steps=400")
+    process = start(folder, *fast)
+    wait_until(lambda: num_steps(folder) >= 2, description="two steps", timeout_s=120)
+    pid = worker_pid(folder)
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    killed_at = num_steps(folder)
+    wait_until(lambda: num_steps(folder) >= killed_at + 8, description="steps with another worker", timeout_s=120)
+    process.send_signal(signal.SIGINT)
+    summary = finish(process, code=128 + signal.SIGINT)
+
+    assert summary["state"] == "stopped"
+    assert summary["restarts"] == {"worker/0": 1}
+    assert (summary["lost"], summary["twice"], summary["clean"]) == (0, 0, True)
+
+    again = finish(start(folder, fast[0], f"training.max_steps={summary['steps'] + 3}"))
+
+    assert again["state"] == "finished"
+    assert again["steps"] == summary["steps"] + 3
+    assert (again["lost"], again["twice"], again["clean"]) == (0, 0, True)
+
+    refused = start(folder, fast[0], "seed=99", "training.max_steps=1000")
+    _, err = refused.communicate(timeout=100)
+    assert refused.returncode == 2
+    assert "other prompts, seed or order" in err.splitlines()[-1]
+
+
+@pytest.mark.long
+def test_asked_twice_to_end_it_ends_at_once(folder: Path) -> None:
+    process = start(folder, "worker.engine=transformers", "training.max_steps=400")
+    wait_until(lambda: num_steps(folder) >= 1, description="a step", timeout_s=120)
+
+    process.send_signal(signal.SIGINT)
+    log = folder / "whole" / "logs" / "launcher.log"
+    wait_until(lambda: "asked_to_end" in log.read_text(), description="the first request is heeded")
+    process.send_signal(signal.SIGINT)
+
+    process.communicate(timeout=10)
+    assert process.returncode == 130
+
+
+def test_a_part_that_cannot_work_ends_the_run_with_its_own_words(folder: Path) -> None:
+    process = start(folder, f"reward_server.model={folder / 'base'}")
+
+    _, err = process.communicate(timeout=100)
+
+    assert process.returncode == 2
+    assert err.splitlines()[-1].startswith("error: reward/0: the model ")
+    assert "has no reward head" in err.splitlines()[-1]

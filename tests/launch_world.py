@@ -1,0 +1,72 @@
+"""What the launcher's tests share: a run as seen from outside, made of whatever a test says."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import redis
+
+from streamrl.launch.watch import STEP, Watch
+from streamrl.telemetry.progress import Report
+from streamrl.transport.keys import Keys
+from streamrl.transport.snapshot import Record, Snapshot, StreamCounts
+from streamrl.transport.types import RunInfo
+from streamrl.versions import make_version
+
+NOW = 1_000_000.0
+
+
+def make_record(step: int, **values: float) -> Record:
+    return Record(id=f"{step}-0", step=step, epoch=1, at=NOW + step, values=values)
+
+
+def step_record(step: int, **values: float) -> Record:
+    return make_record(step, **{STEP: float(step), **values})
+
+
+def make_report(part: str, **changes: Any) -> Report:
+    fields: dict[str, Any] = {
+        "part": part,
+        "role": part.partition("/")[0],
+        "host": "here",
+        "pid": 1,
+        "state": "working",
+        "doing": "train",
+        "since": NOW,
+        "last_progress": NOW,
+        "at": NOW,
+    }
+    return Report(**{**fields, **changes})
+
+
+def make_snapshot(**changes: Any) -> Snapshot:
+    counts = StreamCounts(num_tickets=0, num_leased=0, leased_by={}, num_groups=0)
+    fields: dict[str, Any] = {
+        "at": NOW,
+        "run": RunInfo(uid="uid", name="run", epoch=1, config_json="{}", fingerprint="f", state="running"),
+        "created_at": NOW,
+        "step": 0,
+        "cursor": "0-0",
+        "holder": "me",
+        "control": "run",
+        "streams": {"train": counts, "eval": counts},
+        "num_dead": 0,
+        "latest_version": make_version(1, 0),
+        "latest_version_step": 0,
+        "counters": {},
+        "reports": (),
+        "records": (),
+        "events": (),
+        "used_memory_bytes": 0,
+        "max_memory_bytes": 0,
+    }
+    return Snapshot(**{**fields, **changes})
+
+
+def make_watch(*records: Record, max_steps: int | None = 100, snapshot: Snapshot | None = None) -> Watch:
+    """As if it had read these; it has no server."""
+    watch = Watch(cast(redis.Redis, None), Keys("run"), max_steps=max_steps)
+    for record in records:
+        watch.take(record)
+    watch.now = snapshot or make_snapshot()
+    return watch

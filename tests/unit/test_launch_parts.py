@@ -1,0 +1,91 @@
+"""The command lines of the parts: everything they need, and no permission that the configuration does not imply."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from streamrl.config import schema
+from streamrl.launch.parts import RunFolder, learner_command, reward_command, worker_command
+from streamrl.launch.processes import Command
+
+FOLDER = RunFolder(Path("runs/run"))
+
+
+def make_config(**changes: Any) -> schema.Config:
+    fields: dict[str, Any] = {
+        "model": {"path": "models/sft"},
+        "data": {"train": "train.jsonl"},
+        "rewards": {"exact": {"type": "function", "target": "exact_match"}},
+    }
+    return schema.Config.model_validate({**fields, **changes})
+
+
+def values(command: Command, option: str) -> list[str]:
+    return [after for word, after in pairwise(command.arguments) if word == option]
+
+
+def worker(config: schema.Config, reward_url: str | None = None) -> Command:
+    return worker_command(config, FOLDER, number=3, redis_url="unix:///redis.sock", reward_url=reward_url)
+
+
+def test_a_worker_is_told_where_the_run_is_and_who_it_is() -> None:
+    command = worker(make_config(name="mine"))
+
+    assert command.name == "worker/3"
+    assert values(command, "--redis") == ["unix:///redis.sock"]
+    assert values(command, "--run") == ["mine"]
+    assert values(command, "--worker-id") == ["3"]
+    assert values(command, "--model") == ["models/sft"]
+
+
+def test_a_worker_may_run_the_code_and_ask_the_hosts_that_the_operator_has_written_down() -> None:
+    rewards = {
+        "exact": {"type": "function", "target": "exact_match"},
+        "mine": {"type": "function", "target": "rewards/mine.py:score"},
+        "theirs": {"type": "function", "target": "package.module:score"},
+        "far": {"type": "http", "url": "http://user:secret@judge:5555/v1"},
+        "near": {"type": "http", "url": "local"},
+    }
+    command = worker(make_config(rewards=rewards), reward_url="http://127.0.0.1:4000")
+
+    assert values(command, "--allow-reward-code") == ["rewards/mine.py:score", "package.module:score"]
+    assert values(command, "--allow-host") == ["judge:5555"]
+    assert values(command, "--local-reward-url") == ["http://127.0.0.1:4000"]
+    assert not any("secret" in word for word in command.arguments)
+
+
+def test_a_worker_that_needs_no_permission_gets_none() -> None:
+    assert not [word for word in worker(make_config()).arguments if word.startswith("--allow")]
+
+
+def test_the_learner_runs_under_torchrun_with_its_ranks_and_restarts() -> None:
+    config = make_config(learner={"processes": 2, "max_restarts": 7, "threads": 3})
+
+    command = learner_command(config, FOLDER, redis_url="unix:///redis.sock")
+
+    assert command.arguments[1:3] == ("-m", "torch.distributed.run")
+    assert {"--nproc-per-node=2", "--max-restarts=7", "--rdzv-conf=last_call_timeout=1"} <= set(command.arguments)
+    assert values(command, "--config") == ["runs/run/config.yaml"]
+    assert command.environment == {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "3"}
+
+
+def test_a_learner_of_the_same_folder_is_the_same_to_others_so_that_it_takes_over_at_once(tmp_path: Path) -> None:
+    def holder(folder: Path) -> str:
+        command = learner_command(make_config(), RunFolder(folder), redis_url="x")
+        return next(word for word in command.arguments if word.startswith("--rdzv-id="))
+
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+
+    assert holder(tmp_path / "run") == holder(tmp_path / "link")
+    assert holder(tmp_path / "run") != holder(tmp_path / "other")
+
+
+def test_a_reward_server_with_a_negative_mean_gets_it_as_a_value() -> None:
+    server = schema.RewardServer(model="rm", reward_mean=-0.5, port=5555)
+
+    command = reward_command(server, FOLDER, port=5555)
+
+    assert "--reward-mean=-0.5" in command.arguments
+    assert "--url-file=runs/run/reward.url" in command.arguments

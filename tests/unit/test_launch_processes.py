@@ -1,0 +1,201 @@
+"""Child processes: their logs, their ends, and how a dead one is started again. Real processes, but small ones."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from streamrl.launch.processes import Command, Kept, Process, end_all
+from tests.helpers import wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def shell(folder: Path, script: str) -> Command:
+    return Command(name="part/0", arguments=("/bin/sh", "-c", script), log=folder / "part.out")
+
+
+def is_alive(pid: int) -> bool:
+    """Not counting what has ended and only waits to be asked for its exit code."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_what_a_process_writes_is_in_its_log_and_its_last_words_begin_at_its_own_start(tmp_path: Path) -> None:
+    for word in ("first", "second"):
+        process = Process.start(shell(tmp_path, f"echo {word}; echo {word} error >&2"))
+        assert process.wait(10)
+
+    assert process.last_words() == ["second", "second error"]
+    assert "first" in (tmp_path / "part.out").read_text()
+
+
+def test_its_environment_is_the_launchers_and_what_the_command_adds(tmp_path: Path) -> None:
+    command = Command(
+        name="part/0",
+        arguments=("/bin/sh", "-c", 'echo $ADDED; test -n "$PATH" && echo path'),
+        log=tmp_path / "part.out",
+        environment={"ADDED": "yes"},
+    )
+
+    process = Process.start(command)
+
+    assert process.wait(10)
+    assert process.last_words() == ["yes", "path"]
+
+
+def test_a_process_dies_with_its_launcher(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from streamrl.launch.processes import Command, Process\n"
+        f"p = Process.start(Command(name='p', arguments=('/bin/sleep', '600'), log=Path({str(tmp_path / 'log')!r})))\n"
+        "print(p.pid, flush=True); time.sleep(600)"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert launcher.stdout is not None
+    child = int(launcher.stdout.readline())
+    wait_until(lambda: Path(f"/proc/{child}/comm").read_text().strip() == "sleep", description="the child is itself")
+
+    launcher.kill()
+
+    launcher.communicate()
+    wait_until(lambda: not is_alive(child), description="the child is gone")
+
+
+def test_ctrl_c_at_the_terminal_does_not_reach_the_parts(tmp_path: Path) -> None:
+    process = Process.start(shell(tmp_path, "sleep 600"))
+    try:
+        assert os.getpgid(process.pid) == process.pid != os.getpgid(0)
+    finally:
+        process.kill()
+
+
+def test_one_that_heeds_no_request_to_end_is_killed_with_its_children(tmp_path: Path) -> None:
+    process = Process.start(shell(tmp_path, "trap '' TERM; sleep 600 & echo $!; while :; do sleep 1; done"))
+    [child] = wait_until(process.last_words, description="the script has begun")
+
+    end_all([process], within_s=0.2)
+
+    assert process.poll() == -signal.SIGKILL
+    wait_until(lambda: not is_alive(int(child)), description="its child is gone too")
+
+
+def test_one_that_ends_when_asked_is_not_killed(tmp_path: Path) -> None:
+    process = Process.start(shell(tmp_path, "trap 'echo bye; exit 0' TERM; echo here; while :; do sleep 0.05; done"))
+    wait_until(process.last_words, description="the script has begun")
+
+    end_all([process], within_s=30)
+
+    assert process.poll() == 0
+    assert process.last_words()[-1] == "bye"
+
+
+class Lives:
+    """A double of processes: each start is the next of these exit codes; None is a life that goes on."""
+
+    def __init__(self, *codes: int | None) -> None:
+        self._codes = list(codes)
+        self.num_started = 0
+
+    def start(self, command: Command) -> Process:
+        self.num_started += 1
+        return cast(Process, _Life(self._codes.pop(0)))
+
+
+class _Life:
+    def __init__(self, code: int | None) -> None:
+        self._code = code
+
+    def poll(self) -> int | None:
+        return self._code
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def keep(lives: Lives, clock: Clock, say: Callable[[str], None] = lambda _: None, max_failures: int = 3) -> Kept:
+    command = Command(name="worker/0", arguments=("x",), log=Path("worker.out"))
+    return Kept(command, say=say, max_failures=max_failures, healthy_after_s=60, clock=clock, start=lives.start)
+
+
+def test_a_dead_process_is_started_again_after_a_pause_and_people_are_told() -> None:
+    lives, clock, said = Lives(-9, None), Clock(), list[str]()
+    kept = keep(lives, clock, said.append)
+
+    kept.look()
+    assert lives.num_started == 1
+    clock.now += 1.1
+    kept.look()
+
+    assert (lives.num_started, kept.num_restarts, kept.process.poll()) == (2, 1, None)
+    assert said == ["worker/0 was ended by signal 9; starting it again (see worker.out)"]
+
+
+def test_the_pause_grows_while_it_keeps_dying() -> None:
+    lives, clock = Lives(1, 1, None), Clock()
+    kept = keep(lives, clock)
+    kept.look()
+    clock.now += 1.1
+    kept.look()  # the second life, dead at once
+    kept.look()
+
+    clock.now += 0.9  # the second pause is at least a second
+    kept.look()
+    assert lives.num_started == 2
+    clock.now += 1.2
+    kept.look()
+    assert lives.num_started == 3
+
+
+def test_one_that_dies_again_and_again_is_given_up() -> None:
+    lives, clock, said = Lives(1, 1, 1, None), Clock(), list[str]()
+    kept = keep(lives, clock, said.append)
+
+    for _ in range(20):
+        kept.look()
+        clock.now += 31
+
+    assert kept.given_up
+    assert lives.num_started == 3
+    assert said[-1].startswith("worker/0 ended with exit code 1; giving it up")
+
+
+def test_a_long_life_makes_earlier_failures_forgotten() -> None:
+    lives, clock = Lives(*[1] * 10, None), Clock()
+    kept = keep(lives, clock, max_failures=2)
+
+    for _ in range(5):
+        clock.now += 61  # alive for so long, then found dead
+        kept.look()
+        clock.now += 1.1
+        kept.look()
+
+    assert not kept.given_up
+    assert lives.num_started == 6
+
+
+@pytest.mark.parametrize(("code", "left", "given_up"), [(0, True, False), (2, False, True)])
+def test_one_that_is_done_or_whose_user_made_a_mistake_is_not_started_again(
+    code: int, left: bool, given_up: bool
+) -> None:
+    lives, clock = Lives(code, None), Clock()
+    kept = keep(lives, clock)
+
+    for _ in range(3):
+        kept.look()
+        clock.now += 31
+
+    assert (lives.num_started, kept.has_left, kept.given_up) == (1, left, given_up)

@@ -1,0 +1,121 @@
+"""The last words of a run: numbers from its folder, of the steps that count."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.audit import Audit
+from streamrl.launch.summary import History, Lag, Summary, summarise, summary_lines
+from streamrl.launch.watch import Loads
+from streamrl.versions import make_version
+
+
+def step(number: int, **changes: float) -> dict[str, float]:
+    return {
+        "step": number,
+        "epoch": 1,
+        "at": 0.0,
+        "train_rollouts/response_lengths": 5.0,
+        "train_rollouts/rollout_size": 10.0,
+        "lag/mean": 1.0,
+        "lag/max": 2.0,
+        "weights/version": make_version(1, number),
+        **changes,
+    }
+
+
+def validation(number: int, exact: float) -> dict[str, float]:
+    return {"step": number, "epoch": 1, "val_rollouts/rewards": exact, "val_rollouts/rewards/exact": exact}
+
+
+def write(folder: Path, *records: dict[str, float], torn: str = "") -> Path:
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / "metrics.jsonl").write_text(lines + torn)
+    return folder
+
+
+def make_audit(**changes: Any) -> Audit:
+    counts = ("trained", "dead", "outstanding", "waiting", "delivered", "lost", "twice", "contradictory", "unproven")
+    counts += ("wasted_steps", "wasted_tickets", "leftover_tickets", "leftover_groups", "dead_letters")
+    fields: dict[str, Any] = {
+        **dict.fromkeys((*counts, "eval_tickets", "eval_groups", "issued"), 0),
+        **{"run": "mine", "run_uid": "uid", "folder": "f", "redis": None, "learner_is_live": False},
+        **{"epoch": 1, "checkpoint": None, "step": 2, "dropped": {}, "malformed": {}, "examples": {}},
+        **{"problems": (), "unchecked": ()},
+    }
+    return Audit(**{**fields, **changes})
+
+
+def make_summary(folder: Path, **audit: Any) -> Summary:
+    return summarise(
+        name="mine",
+        folder=folder,
+        state="finished",
+        seconds=61.26,
+        audit=make_audit(**audit),
+        loads=Loads(loaded=9, in_flight=7),
+        restarts={"worker/0": 2},
+    )
+
+
+def test_the_lag_is_of_tokens_not_of_steps(tmp_path: Path) -> None:
+    write(tmp_path, step(1, **{"lag/mean": 0.0}), step(2, **{"lag/mean": 3.0, "train_rollouts/rollout_size": 30.0}))
+
+    assert History.read(tmp_path).lag() == Lag(mean=pytest.approx(2.25), max=2)
+
+
+def test_of_a_step_that_was_made_again_the_later_record_counts(tmp_path: Path) -> None:
+    write(tmp_path, step(1), step(2, **{"lag/max": 50.0}), step(2, epoch=2), validation(0, 0.3), validation(0, 0.4))
+
+    history = History.read(tmp_path)
+
+    assert history.lag() == Lag(mean=1.0, max=2)
+    assert history.held_out() == {"exact": (0.4, 0.4)}
+
+
+def test_a_line_that_a_crash_cut_off_is_left_out(tmp_path: Path) -> None:
+    history = History.read(write(tmp_path, step(1), torn='{"step": 2, "la'))
+
+    assert len(history.steps) == 1
+
+
+def test_versions_of_all_learners_are_counted(tmp_path: Path) -> None:
+    again = {"epoch": 2, "weights/version": make_version(2, 1)}
+    write(tmp_path, step(1), step(2), step(3, **again))
+
+    assert History.read(tmp_path).num_versions() == 3 + 2
+
+
+def test_a_run_without_a_step_has_no_lag(tmp_path: Path) -> None:
+    assert History.read(tmp_path).lag() is None
+
+
+def test_the_summary_tells_before_and_after_and_the_fate_of_each_ticket(tmp_path: Path) -> None:
+    write(tmp_path, validation(0, 0.4), step(1), step(2), validation(2, 0.9))
+
+    summary = make_summary(tmp_path, issued=10, trained=6, dropped={"stale": 1}, outstanding=3)
+    lines = dict(summary_lines(summary))
+
+    assert lines["groups trained"] == "6 of 10 tickets"
+    assert lines["dropped"] == "1 (1 stale)"
+    assert lines["lost, twice"] == "0, 0"
+    assert lines["held out: exact"] == "0.400 → 0.900"
+    assert lines["started again"] == "worker/0 2 times"
+    assert json.loads(json.dumps(summary.to_json()))["loads"] == {"loaded": 9, "in_flight": 7}
+
+
+def test_what_the_audit_could_not_settle_is_said(tmp_path: Path) -> None:
+    lines = summary_lines(make_summary(tmp_path, problems=("journal torn",), unchecked=("Redis away",)))
+
+    assert [value for name, value in lines if name == "remark"] == ["journal torn", "Redis away"]
+
+
+def test_a_model_is_named_only_where_there_is_one(tmp_path: Path) -> None:
+    assert make_summary(tmp_path).export is None
+
+    (tmp_path / "export").mkdir()
+    assert make_summary(tmp_path).export == str(tmp_path / "export")
