@@ -1,0 +1,170 @@
+"""Workers without engines, in a process of their own: they answer each ticket at once, through all that a group
+really passes on its way (lease, encode, deliver script). Also what they are compared with, and a worker that never
+answers, to be killed.
+
+Everything here runs until its process is ended by `in_background`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from streamrl.config import schema
+from streamrl.transport.connection import connect, connect_async
+from streamrl.transport.keys import Keys
+from streamrl.transport.types import Leased
+from streamrl.transport.worker import WorkerStream
+from streamrl.versions import make_version
+from streamrl.wire.group import Group, GroupHeader, Sample, Span, encode_group
+from streamrl.wire.ticket import Ticket
+
+MODEL = "bench"  # the fingerprint that groups carry
+VOCABULARY = 32_000
+PLAIN_STREAM = "plain"
+_PLAIN_AHEAD = 1024  # groups that the plain writer may be ahead of its reader
+_LEASE_BLOCK_MS = 500  # as in workers.rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Of a group."""
+
+    num_samples: int
+    num_tokens: int  # of each sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Team:
+    """Workers of one run; each has connections of its own."""
+
+    url: str
+    run: str
+    shape: Shape
+    num_workers: int = 1
+    lease_s: float = 60.0
+    give_up_after_s: float = 120.0
+    max_groups_in_flight: int = 32  # each
+
+
+@contextmanager
+def in_background(work: Callable[..., None], *args: object) -> Iterator[int]:
+    """Run this in another process while the context lasts; its pid."""
+    process = multiprocessing.get_context("spawn").Process(target=work, args=args, daemon=True)
+    process.start()
+    try:
+        assert process.pid is not None, "it was started"
+        yield process.pid
+    finally:
+        process.kill()
+        process.join()
+
+
+def answer_tickets(team: Team) -> None:
+    async def all_workers() -> None:
+        await asyncio.gather(*(_Worker(team, number).run() for number in range(team.num_workers)))
+
+    asyncio.run(all_workers())
+
+
+def hold_tickets(team: Team) -> None:
+    """Lease what is there, renew it in time, and never answer."""
+    asyncio.run(_hold(team))
+
+
+def write_plainly(url: str, header: bytes, body: bytes, batch: int) -> None:
+    """The least that Redis and its client can do with the same bytes: pipelined XADDs and nothing else."""
+    with connect(url, schema.Redis()) as client, client.pipeline(transaction=False) as pipe:
+        while True:
+            for _ in range(batch):
+                pipe.xadd(PLAIN_STREAM, {"h": header, "b": body})
+            pipe.xlen(PLAIN_STREAM)
+            if pipe.execute()[-1] > _PLAIN_AHEAD:
+                time.sleep(0.001)
+
+
+def encode_answer(ticket: Ticket, samples: tuple[Sample, ...], *, worker: str = "bench") -> tuple[bytes, bytes]:
+    header = GroupHeader(
+        ticket=ticket.number,
+        run_uid=ticket.run_uid,
+        purpose=ticket.purpose,
+        attempt=ticket.attempt,
+        worker=worker,
+        fingerprint=MODEL,
+        num_prompt_tokens=len(ticket.token_ids),
+        # What follows is computed from the body.
+        sample_lengths=(),
+        sample_rewards=(),
+        sample_finished=(),
+        min_version=0,
+        max_version=0,
+    )
+    return encode_group(Group(header=header, prompt_ids=ticket.token_ids, samples=samples))
+
+
+def make_samples(shape: Shape, *, version: int) -> tuple[Sample, ...]:
+    rng = np.random.default_rng(0)
+    length = shape.num_tokens
+    return tuple(
+        Sample(
+            token_ids=rng.integers(0, VOCABULARY, length).astype(np.int32),
+            logprobs=-rng.random(length).astype(np.float32),
+            mask_runs=(length,),
+            spans=(Span(version=version, step=0, start=0, end=length),),
+            finish_reason="stop",
+            rewards={"exact": float(number)},
+            reward=float(number),
+        )
+        for number in range(shape.num_samples)
+    )
+
+
+class _Worker:
+    """Takes tickets as workers.rollout does: its hands full, and a task for each ticket."""
+
+    def __init__(self, team: Team, number: int) -> None:
+        self._team = team
+        self._name = f"w{number}"
+        self._samples: dict[int, tuple[Sample, ...]] = {}  # of the newest version: making them is no part of the path
+
+    async def run(self) -> None:
+        team = self._team
+        async with connect_async(team.url, schema.Redis()) as client:
+            stream = WorkerStream(
+                client, Keys(team.run), worker=self._name, lease_s=team.lease_s, give_up_after_s=team.give_up_after_s
+            )
+            tasks: set[asyncio.Task[None]] = set()
+            while True:
+                free = team.max_groups_in_flight - len(tasks)
+                if free:
+                    leased = await stream.lease(max_tickets=free, block_ms=_LEASE_BLOCK_MS)
+                    tasks |= {asyncio.create_task(self._answer(stream, one)) for one in leased}
+                else:
+                    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                done = {task for task in tasks if task.done()}
+                tasks -= done
+                for task in done:
+                    task.result()
+
+    async def _answer(self, stream: WorkerStream, leased: Leased) -> None:
+        version = leased.ticket.min_version or make_version(1, 0)
+        if version not in self._samples:
+            self._samples = {version: make_samples(self._team.shape, version=version)}
+        header, body = encode_answer(leased.ticket, self._samples[version], worker=self._name)
+        assert await stream.deliver(leased, header, body), "nobody else takes tickets here"
+
+
+async def _hold(team: Team) -> None:
+    async with connect_async(team.url, schema.Redis()) as client:
+        stream = WorkerStream(client, Keys(team.run), worker="doomed", lease_s=team.lease_s)
+        held: list[Leased] = []
+        while True:
+            held += await stream.lease(max_tickets=team.max_groups_in_flight, block_ms=1)
+            assert not await stream.renew(held), "nobody takes leases that are renewed"
+            await asyncio.sleep(team.lease_s / 4)  # as workers.rollout does

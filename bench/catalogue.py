@@ -1,0 +1,31 @@
+"""The benches by name; each is imported only when it is run, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import NamedTuple, Protocol
+
+from bench.measure import Say
+from bench.report import Line
+
+
+class Bench(Protocol):
+    def __call__(self, *, quick: bool, say: Say) -> list[Line]: ...
+
+
+class Entry(NamedTuple):
+    target: str  # module:function
+    help: str  # its line in `python -m bench --help`
+
+    def load(self) -> Bench:
+        module, _, function = self.target.partition(":")
+        bench: Bench = getattr(import_module(module), function)
+        return bench
+
+
+BENCHES: Mapping[str, Entry] = {
+    "transport": Entry("bench.transport:bench", "Tickets and groups through Redis: speed, growth, reclaiming."),
+    "weights": Entry("bench.weights:bench", "Weight deltas: size, speed, catching up, and corrupted ones."),
+    "reward": Entry("bench.reward:bench", "The reward server against bare forward passes of its model."),
+}

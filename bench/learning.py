@@ -1,0 +1,143 @@
+"""A learner without a model: the real stream, feed and checkpoints; what it trains are counts.
+
+Learning.step:  plan (tickets out, headers in, judged) ─► fetch bodies, verify, decode ─► settle ─► next version
+                and every so many steps: commit (the stream is trimmed)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import redis
+
+from bench.answering import MODEL, VOCABULARY, Shape
+from learner.checkpoint import CheckpointRoot, CheckpointState
+from learner.data import NumSkipped, Prompt, PromptSet
+from learner.epochs import CheckpointName, ancestry, claim_run
+from learner.feed import Feed
+from learner.fetch import fetch_groups
+from learner.plan import Kind
+from streamrl.config import schema
+from streamrl.errors import TrainingError
+from streamrl.transport.keys import Keys
+from streamrl.transport.learner import LearnerStream
+from streamrl.versions import make_version
+
+_NUM_PROMPTS = 1024
+_PROMPT_TOKENS = 40
+_PATIENCE_S = 30.0
+
+
+class Learning:
+    """One run, from its first ticket on. With a folder each commit is a checkpoint in it; else only Redis is told."""
+
+    def __init__(
+        self,
+        client: redis.Redis,
+        run: str,
+        *,
+        shape: Shape,
+        groups_per_step: int,
+        commit_every: int,  # steps
+        folder: Path | None = None,
+    ) -> None:
+        self.keys = Keys(run)
+        self.num_trained = 0
+        self._commit_every = commit_every
+        self._step = 0
+        self._root = None if folder is None else CheckpointRoot(folder)
+        self._uid = "bench" if folder is None else claim_run(folder)
+        epoch = 1 if self._root is None else self._root.claim_epoch(self._uid).number
+        self._stream = LearnerStream(client, self.keys, run_uid=self._uid, epoch=epoch, holder="bench", lease_s=600.0)
+        self._stream.claim(config_json="{}", fingerprint=MODEL, wait_s=0.0)
+        self._feed = Feed(
+            stream=self._stream,
+            prompts=_make_prompts(),
+            config=_make_config(shape, groups_per_step),
+            run_uid=self._uid,
+            fingerprint=MODEL,
+            keep=lambda header: None,
+        )
+        self._feed.note_version(make_version(1, 0), 0)
+
+    def step(self) -> int:
+        """The number of groups in it."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            plan = self._feed.plan(step=self._step, world_size=1, timeout_s=1.0)
+            if plan is not None and plan.kind is Kind.STEP:
+                break
+            if plan is not None and plan.kind is Kind.COMMIT:
+                self.commit()
+            elif time.monotonic() > deadline:
+                raise TrainingError(f"no batch came within {_PATIENCE_S:g} s: have the workers ended?")
+        fetched = fetch_groups(self._stream, plan, rank=0, vocabulary=VOCABULARY)
+        assert len(fetched.groups) == len(plan.entries), "what the workers here send is sound"
+        self._feed.settle(plan, [int(verdict) for verdict in fetched.verdicts])
+        self._step += 1
+        self.num_trained += len(plan.entries)
+        self._feed.note_version(make_version(1, self._step), self._step)
+        if self._step % self._commit_every == 0:
+            self.commit()
+        return len(plan.entries)
+
+    def commit(self) -> None:
+        state = self._feed.state()
+        if self._root is None:
+            self._feed.committed(state.committed("nowhere"), step=self._step)
+            return
+        name = CheckpointName(1, self._step)
+        (self._root.new_folder(name) / "weights").write_bytes(b"none")
+        checkpoint = self._root.commit(
+            name,
+            CheckpointState(
+                run_uid=self._uid,
+                step=self._step,
+                version_n=self._step,
+                stream=state,
+                config_fingerprint="bench",
+                data_fingerprint="bench",
+            ),
+        )
+        self._feed.committed(checkpoint.state.stream, step=self._step)
+        self._root.prune(ancestry(self._root.root), epoch=1, keep_last=2, keep_best=0)
+
+
+def groups_per_second(step: Callable[[], int], *, warm_up: int, for_s: float) -> float:
+    """How many groups pass, once so many steps have filled all queues."""
+    for _ in range(warm_up):
+        step()
+    began = time.perf_counter()
+    num_groups = 0
+    while (elapsed := time.perf_counter() - began) < for_s:
+        num_groups += step()
+    return num_groups / elapsed
+
+
+def _make_prompts() -> PromptSet:
+    rows = [
+        Prompt(
+            line=number + 1,
+            text=f"prompt {number}",
+            token_ids=np.arange(_PROMPT_TOKENS, dtype=np.int32),
+            fields={"answer": str(number)},
+        )
+        for number in range(_NUM_PROMPTS)
+    ]
+    return PromptSet(rows, seed=1, shuffle=True, num_skipped=NumSkipped(malformed=0, overlong=0))
+
+
+def _make_config(shape: Shape, groups_per_step: int) -> schema.Config:
+    """The defaults, as far as they matter here."""
+    return schema.Config.model_validate(
+        {
+            "model": {"path": "none"},
+            "data": {"train": "none"},
+            "rewards": {"exact": {"type": "function", "target": "exact_match"}},
+            "sampling": {"num_samples": shape.num_samples, "max_tokens": shape.num_tokens},
+            "training": {"groups_per_step": groups_per_step, "max_epochs": 1_000_000},
+        }
+    )

@@ -1,0 +1,58 @@
+"""A model of 136M parameters in real training, for the weights that it goes through: bf16 copies of its last steps.
+
+The shapes are those of a small Llama with tied embeddings, the weights drawn from N(0, 0.02), the gradients those of
+cross-entropy on random tokens, the optimizer AdamW on fp32 masters. Needs torch and transformers, and half a second to
+a second a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import transformers
+
+from bench.publishing import State
+from streamrl.weights.format import TensorMeta
+
+_LENGTH = 32  # tokens of a step: enough that no weight is without a gradient
+
+
+def make_model(*, quick: bool) -> transformers.LlamaForCausalLM:
+    """136M parameters; a third of the layers for a quick answer."""
+    config = transformers.LlamaConfig(
+        vocab_size=51_840,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=10 if quick else 30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+        initializer_range=0.02,
+    )
+    torch.set_num_threads(1)  # as all that is measured; and threads that wait for each other starve on a busy machine
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config)
+
+
+def tensors_of(model: torch.nn.Module) -> list[TensorMeta]:
+    return [TensorMeta(name=name, dtype="bfloat16", shape=tuple(p.shape)) for name, p in model.named_parameters()]
+
+
+def train(model: transformers.LlamaForCausalLM, *, lr: float, num_steps: int) -> Iterator[State]:
+    """The state after each step, as it would be published; a new array each time."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.1)
+    for _ in range(num_steps):
+        ids = torch.randint(model.config.vocab_size, (1, _LENGTH))
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield bits_of(model)
+
+
+def bits_of(model: torch.nn.Module) -> State:
+    return {
+        name: p.detach().to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16).ravel()
+        for name, p in model.named_parameters()
+    }

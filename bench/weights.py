@@ -1,0 +1,240 @@
+"""Versioned weights, as far as no engine is needed: how small deltas are, how fast, and that no wrong one is served.
+
+    real Adam steps ─► bf16 states ─► encode ─► store ─► mirror in shared memory: patch, verify
+
+The figures of encode and patch are those of one core, of encoder and mirror alone: the store is in memory. Who comes
+late takes everything out of Redis.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from bench.entropy import delta_entropy_bits, knowing_exponents
+from bench.measure import Rounds, Say, seconds
+from bench.mutations import HARMLESS, REFUSED, TENSORS, WRONG, Trial
+from bench.publishing import RUN_UID, Publishing, State
+from bench.report import Bar, Fact, Line
+from streamrl.config import schema
+from streamrl.transport.connection import connect
+from streamrl.transport.embedded import EmbeddedRedis
+from streamrl.transport.keys import Keys
+from streamrl.weights.catchup import catch_up
+from streamrl.weights.encoder import EncodedShard
+from streamrl.weights.format import TensorMeta
+from streamrl.weights.manifest import Manifest
+from streamrl.weights.mirror import Mirror
+from streamrl.weights.redis_store import RedisStore
+from streamrl.weights.stores import MemoryStore
+
+_LEARNING_RATES = (1e-6, 1e-5)
+_NUM_BEHIND = 100  # versions
+_ANCHOR_EVERY = schema.Weights.model_fields["anchor_every"].default
+
+
+def bench(*, quick: bool, say: Say) -> list[Line]:
+    lines: list[Line] = []
+    slow, tensors = _trained(_LEARNING_RATES[0], quick=quick, say=say)
+    lines += _size(_LEARNING_RATES[0], slow)
+    say("speed of encoding and patching")
+    lines += _speed(slow, tensors, say=say)
+    say(f"a worker that is {_NUM_BEHIND} versions behind")
+    lines += _late_joiner(slow, tensors, quick=quick)
+    del slow
+    fast, _ = _trained(_LEARNING_RATES[1], quick=quick, say=say)
+    lines += _size(_LEARNING_RATES[1], fast)
+    del fast
+    num_trials = 1_000 if quick else 10_000
+    say(f"{num_trials:,} corrupted versions")
+    return lines + _corruption(num_trials)
+
+
+def _trained(lr: float, *, quick: bool, say: Say) -> tuple[list[State], list[TensorMeta]]:
+    """The states after the last steps."""
+    from bench.training import bits_of, make_model, tensors_of, train  # torch: only when it is trained
+
+    num_steps, num_kept = (6, 4) if quick else (30, 8)
+    model = make_model(quick=quick)
+    say(f"{num_steps} Adam steps at lr {lr:g}, {sum(p.numel() for p in model.parameters()) / 1e6:.0f}M parameters")
+    states: deque[State] = deque([bits_of(model)], maxlen=num_kept)
+    states.extend(train(model, lr=lr, num_steps=num_steps))
+    return list(states), tensors_of(model)
+
+
+def _size(lr: float, states: list[State]) -> list[Line]:
+    """Of the last step's delta."""
+    old, new = states[-2:]
+    tensors = [TensorMeta(name=name, dtype="bfloat16", shape=bits.shape) for name, bits in new.items()]
+    publishing = Publishing(tensors, MemoryStore())
+    publishing.publish(old, anchor=True)
+    delta = publishing.encode(new, anchor=False)
+    full_bytes = _num_bytes(new)
+    bound_bytes = delta_entropy_bits(new, old) / 8
+    at = f"lr {lr:g}"
+    return [
+        Bar(
+            name=f"{at}: entropy bound / delta",
+            value=bound_bytes / len(delta.blob),
+            unit="x",
+            goal=0.6,
+            better="higher",
+        ),
+        Fact(name=f"{at}: model / delta", value=full_bytes / len(delta.blob), unit="x"),
+        Fact(name=f"{at}: model / entropy bound", value=full_bytes / bound_bytes, unit="x"),
+        Fact(
+            name=f"{at}: model / bound knowing exponents",
+            value=full_bytes / (knowing_exponents(new, old) / 8),
+            unit="x",
+        ),
+        Fact(name=f"{at}: elements changed", value=100 * delta.num_changed / delta.num_elements, unit="%"),
+    ]
+
+
+# Speed
+
+
+def _speed(states: list[State], tensors: list[TensorMeta], *, say: Say) -> list[Line]:
+    publishing = Publishing(tensors, MemoryStore())
+    with _mirror_folder() as folder:
+        mirror = Mirror(folder)
+        mirror.apply(publishing.publish(states[0], anchor=True), publishing.store)
+        one_turn = _Turn(publishing, mirror, states[1:])
+        ways: dict[str, Callable[[], float]] = {
+            "memcpy": one_turn.copy,
+            "encode": one_turn.encode,
+            "patch + verify": one_turn.patch,
+        }
+        rounds = Rounds(ways, num_rounds=len(states) - 1, say=say)
+        mirror.close()
+    goals = {"encode": (1.5, 0.15), "patch + verify": (2.0, 0.2)}
+    lines: list[Line] = []
+    for name, (goal, goal_ratio) in goals.items():
+        lines.append(Bar(name=name, value=rounds.median(name), unit="GB/s", goal=goal, better="higher"))
+        value = rounds.ratio(name, to="memcpy")
+        lines.append(Bar(name=f"{name} / memcpy", value=value, unit="x", goal=goal_ratio, better="higher"))
+    return [*lines, Fact(name="memcpy", value=rounds.median("memcpy"), unit="GB/s")]
+
+
+class _Turn:
+    """Each step's delta encoded and patched, and as many bytes copied; all in GB of model a second."""
+
+    def __init__(self, publishing: Publishing, mirror: Mirror, states: list[State]) -> None:
+        self._publishing, self._mirror = publishing, mirror
+        self._left = iter(states)
+        self._gigabytes = _num_bytes(states[0]) / 1e9
+        self._source = np.concatenate(list(states[0].values()))
+        self._target = np.zeros_like(self._source)  # written to once: no page is missing later
+        self._shard: EncodedShard | None = None
+
+    def copy(self) -> float:
+        return self._gigabytes / seconds(lambda: np.copyto(self._target, self._source))
+
+    def encode(self) -> float:
+        state = next(self._left)
+
+        def work() -> None:
+            self._shard = self._publishing.encode(state, anchor=False)
+
+        return self._gigabytes / seconds(work)
+
+    def patch(self) -> float:
+        assert self._shard is not None, "encoded in this turn"
+        manifest = self._publishing.announce(self._shard, anchor=False)
+        return self._gigabytes / seconds(lambda: self._mirror.apply(manifest, self._publishing.store))
+
+
+# A worker that comes late
+
+
+def _late_joiner(states: list[State], tensors: list[TensorMeta], *, quick: bool) -> list[Line]:
+    """Its way by the nearest anchor, as far back as there can be one, against an anchor of the newest state itself;
+    both through the store that runs have by default."""
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-") as folder,
+        EmbeddedRedis.start(Path(folder)) as server,
+        connect(server.url, schema.Redis()) as client,
+    ):
+        publishing = Publishing(tensors, RedisStore(client, Keys("bench")))
+        oldest, newest, whole = _publish_many(publishing, states)
+        path = catch_up(oldest.version, newest, publishing.manifests.get)
+        rounds = Rounds(
+            {
+                "anchor": partial(_time_to_follow, publishing, oldest, [whole]),
+                "path": partial(_time_to_follow, publishing, oldest, path),
+            },
+            num_rounds=3 if quick else 5,
+        )
+    return [
+        Bar(
+            name=f"{_NUM_BEHIND} versions behind / anchor load",
+            value=rounds.ratio("path", to="anchor"),
+            unit="x",
+            goal=2.0,
+            better="lower",
+        ),
+        Fact(name="deltas on its way, after an anchor", value=len(path) - 1, unit=""),
+        Fact(name="anchor load from Redis", value=rounds.median("anchor"), unit="s"),
+        Fact(name="anchor and deltas from Redis", value=rounds.median("path"), unit="s"),
+    ]
+
+
+def _publish_many(publishing: Publishing, states: list[State]) -> tuple[Manifest, Manifest, Manifest]:
+    """The oldest version, the newest, whose anchor is as old as can be, and an anchor with the same state."""
+    rng = np.random.default_rng(0)
+    share = np.mean([(states[-1][name] != states[-2][name]).mean() for name in states[-1]])
+    state = dict(states[-1])
+    oldest = publishing.publish(state, anchor=True)
+    for number in range(1, _NUM_BEHIND + 1):
+        state = {name: _nudged(bits, share, rng) for name, bits in state.items()}
+        newest = publishing.publish(state, anchor=number == _NUM_BEHIND - _ANCHOR_EVERY + 1)
+    return oldest, newest, publishing.publish(state, anchor=True)
+
+
+def _nudged(bits: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:
+    """About this share of the elements one step up or down, as an optimizer's small step does it."""
+    count = rng.poisson(share * len(bits))
+    moved = bits.copy()
+    moved[rng.integers(0, len(bits), count)] += rng.choice(np.array([1, 0xFFFF], dtype=np.uint16), count)
+    return moved
+
+
+def _time_to_follow(publishing: Publishing, start: Manifest, path: list[Manifest]) -> float:
+    with _mirror_folder() as folder:
+        mirror = Mirror(folder)
+        mirror.apply(start, publishing.store)
+        elapsed = seconds(lambda: mirror.apply_path(path, publishing.store))
+        mirror.close()
+    return elapsed
+
+
+# Corruption
+
+
+def _corruption(num_trials: int) -> list[Line]:
+    with _mirror_folder() as folder:
+        trial = Trial(Mirror(folder, expected=TENSORS, run_uid=RUN_UID), seed=1)
+        trial.run(num_trials)
+    return [
+        Bar(name="corrupted versions served", value=trial.outcomes[WRONG], unit="", goal=0, better="lower"),
+        Fact(name="corrupted versions refused", value=trial.outcomes[REFUSED], unit=""),
+        Fact(name="corruptions that were harmless", value=trial.outcomes[HARMLESS], unit=""),
+    ]
+
+
+@contextmanager
+def _mirror_folder() -> Iterator[Path]:
+    """In shared memory, as workers keep it."""
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=shared if shared.is_dir() else None) as folder:
+        yield Path(folder)
+
+
+def _num_bytes(state: State) -> int:
+    return sum(bits.nbytes for bits in state.values())
