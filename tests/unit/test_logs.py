@@ -44,12 +44,20 @@ def test_every_line_of_the_file_is_json_with_part_time_and_level(tmp_path: Path)
     file = tmp_path / "logs" / "worker-1.jsonl"
     configure_logging("worker/1", file)
     structlog.get_logger("workers.rollout").info("group_delivered", ticket=3, reward=0.5)
-    logging.getLogger("vllm").warning("slow %s", "prefill")
+    logging.getLogger("some.library").warning("slow %s", "prefill")
     ours, theirs = lines(file)
     assert (ours["event"], ours["ticket"], ours["reward"]) == ("group_delivered", 3, 0.5)
     assert (ours["part"], ours["level"]) == ("worker/1", "info")
-    assert (theirs["event"], theirs["logger"], theirs["level"]) == ("slow prefill", "vllm", "warning")
+    assert (theirs["event"], theirs["logger"], theirs["level"]) == ("slow prefill", "some.library", "warning")
     assert all(str(line["timestamp"]).endswith("Z") for line in (ours, theirs))
+
+
+def test_the_line_that_httpx_logs_for_every_request_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "log.jsonl"
+    configure_logging("worker/1", file)
+    logging.getLogger("httpx").info("HTTP Request: POST http://localhost/score")
+    logging.getLogger("httpx").warning("something odd")
+    assert [line["event"] for line in lines(file)] == ["something odd"]
 
 
 def test_an_exception_is_kept_with_its_traceback(tmp_path: Path) -> None:
