@@ -143,44 +143,26 @@ def _work(
     stream: LearnerStream | None,
 ) -> RunState:
     """Every rank: restore, then the loop."""
-    config, world = around.config, around.world
-    algorithm = make_algorithm(config.algorithm)
-    optimizer = make_optimizer(policy, config.optimizer)
-    checkpoints = CheckpointRoot(config.folder)
+    optimizer = make_optimizer(policy, around.config.optimizer)
+    checkpoints = CheckpointRoot(around.config.folder)
     if start.checkpoint is not None:
         name = CheckpointName.parse(start.checkpoint)
         assert name is not None, f"{start.checkpoint} is a checkpoint's name"
-        load_state(checkpoints.open(name).folder, policy, optimizer, world)
+        load_state(checkpoints.open(name).folder, policy, optimizer, around.world)
     loop = Loop(
         Parts(
-            config=config,
-            world=world,
+            config=around.config,
+            world=around.world,
             start=start,
             stream=stream or _make_stream(around, start),
             policy=policy,
             optimizer=optimizer,
-            gradients=Gradients(
-                policy=policy,
-                reference=_make_reference(around, algorithm, policy),
-                algorithm=algorithm,
-                config=config,
-                world=world,
-                beat=around.watchdog.beat,
-            ),
-            publisher=Publisher(
-                policy=policy,
-                config=config,
-                world=world,
-                run_uid=start.run_uid,
-                epoch=start.epoch,
-                store=open_store(config.weights.store, around.client, around.keys),
-                announcer=stream,
-                canary_ids=np.array(start.canary_ids, dtype=np.int32),
-            ),
+            gradients=_make_gradients(around, policy),
+            publisher=_make_publisher(around, policy, start, announcer=stream),
             saver=Saver(
                 policy=policy,
                 optimizer=optimizer,
-                world=world,
+                world=around.world,
                 checkpoints=checkpoints,
                 conductor=conductor,
                 epoch=start.epoch,
@@ -196,6 +178,33 @@ def _work(
         state = loop.run()
     around.progress.stopping()
     return state
+
+
+def _make_gradients(around: Surroundings, policy: Policy) -> Gradients:
+    algorithm = make_algorithm(around.config.algorithm)
+    return Gradients(
+        policy=policy,
+        reference=_make_reference(around, algorithm, policy),
+        algorithm=algorithm,
+        config=around.config,
+        world=around.world,
+        beat=around.watchdog.beat,
+    )
+
+
+def _make_publisher(
+    around: Surroundings, policy: Policy, start: Start, *, announcer: LearnerStream | None
+) -> Publisher:
+    return Publisher(
+        policy=policy,
+        config=around.config,
+        world=around.world,
+        run_uid=start.run_uid,
+        epoch=start.epoch,
+        store=open_store(around.config.weights.store, around.client, around.keys),
+        announcer=announcer,
+        canary_ids=np.array(start.canary_ids, dtype=np.int32),
+    )
 
 
 def _make_conductor(

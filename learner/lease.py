@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from learner.companion import companion
 from streamrl.errors import StreamrlError
 
 _RENEWALS_PER_LEASE = 4
@@ -33,13 +34,8 @@ class LeaseKeeper:
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        thread = threading.Thread(target=self._keep, name="lease", daemon=True)
-        thread.start()
-        try:
+        with companion(self._keep, name="lease", stopped=self._stopped):
             yield
-        finally:
-            self._stopped.set()
-            thread.join()
 
     def _keep(self) -> None:
         while not self._stopped.wait(self._every_s):

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
+from learner.companion import companion
+
 EXIT_STALLED = 75
 
 
@@ -39,13 +41,8 @@ class Watchdog:
     @contextmanager
     def watching(self) -> Iterator[None]:
         self.beat()
-        thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        thread.start()
-        try:
+        with companion(self._watch, name="watchdog", stopped=self._stopped):
             yield
-        finally:
-            self._stopped.set()
-            thread.join()
 
     def _watch(self) -> None:
         while not self._stopped.wait(self._check_every_s):
