@@ -33,6 +33,7 @@ import xxhash
 from learner.epochs import CheckpointName, Epoch, Lineage, claim_epoch, parents_named_after
 from learner.journal import Journal
 from learner.ledger import StreamState
+from streamrl.crashpoints import crashpoint
 from streamrl.durable import fsync_file, fsync_folder, write_durably
 from streamrl.errors import DataError
 
@@ -109,6 +110,7 @@ class CheckpointRoot:
 
         A checkpoint of this very name gets the state alone: no step was made since, so the ranks need not have written.
         """
+        crashpoint("checkpoint.written")
         folder, final = self.temp_folder(name), self._folder / str(name)
         again = final.exists()
         if again:
@@ -116,16 +118,21 @@ class CheckpointRoot:
         else:
             files = {path: _describe(folder / path) for path in _files(folder)}
             _sync_tree(folder)
+        crashpoint("checkpoint.synced")
         stream = state.stream
         journal = self._journal.write(str(name), stream.uncommitted, after=stream.journal, run_uid=state.run_uid)
+        crashpoint("journal.written")
         state = replace(state, stream=stream.committed(journal))
         sealed = _seal({"schema": _SCHEMA, "files": files, "state": state.to_json()})
         write_durably((final if again else folder) / MANIFEST, sealed)
+        crashpoint("checkpoint.sealed")
         if again:
             self.discard(name)
         else:
             folder.rename(final)
+            crashpoint("checkpoint.renamed")
             fsync_folder(self._folder)
+        crashpoint("checkpoint.committed")
         return Checkpoint(name=name, folder=final, state=state)
 
     def names(self, lineage: Lineage) -> list[CheckpointName]:
@@ -183,10 +190,12 @@ class CheckpointRoot:
         """
         folder, aside = self._folder / str(name), self._folder / f".trash-{name}"
         folder.rename(aside)
+        crashpoint("prune.aside")
         if name in parents_named_after(self.root, epoch):
             aside.rename(folder)
             return False
         shutil.rmtree(aside, ignore_errors=True)
+        crashpoint("prune.removed")
         return True
 
     def _clean_up(self, epoch: int) -> None:

@@ -22,6 +22,7 @@ from learner.lag import LagRule
 from learner.ledger import DEAD, Ledger
 from learner.numbering import Retries
 from streamrl.config import schema
+from streamrl.crashpoints import crashpoint
 from streamrl.transport.seam import GroupStream
 from streamrl.wire.ticket import Ticket
 
@@ -72,7 +73,9 @@ class Dispatch:
         for dead in self._to_repeat()[:room]:
             self._ledger.retries.add(self._ledger.issued, dead)
             self._ledger.issued += 1
+            crashpoint("retry.counted")
         self._ledger.issued = max(self._ledger.issued, min(first + room, self.num_tickets))
+        crashpoint("issue.counted")
         self.issue(range(first, self._ledger.issued), step=step)
 
     def issue(self, numbers: Iterable[int], *, step: int) -> None:

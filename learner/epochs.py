@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from streamrl.crashpoints import crashpoint
 from streamrl.durable import create_exclusively, fsync_folder
 from streamrl.errors import DataError, ResourceError
 
@@ -79,6 +80,7 @@ def claim_run(root: Path) -> str:
     path = root / "run.json"
     record = {"run_uid": uuid.uuid4().hex, **_whoami()}
     create_exclusively(path, json.dumps(record).encode())
+    crashpoint("run.recorded")
     return str(_read_record(path, "run_uid")["run_uid"])
 
 
@@ -97,6 +99,7 @@ def claim_epoch(root: Path, *, run_uid: str, newest: Callable[[Lineage], Checkpo
             before = highest_epoch(root)  # another learner was faster: go on from what it went on from
             number = before + 1
         elif parent is None or (root / "checkpoints" / str(parent)).is_dir():
+            crashpoint("epoch.recorded")
             return Epoch(number=number, parent=parent, run_uid=run_uid)
         else:
             number += 1  # a predecessor that still runs has just pruned it: choose again in the same lineage

@@ -33,6 +33,7 @@ from learner.lengths import Lengths
 from learner.patience import Patience
 from learner.plan import Kind, Plan, Verdict, balance
 from streamrl.config import schema
+from streamrl.crashpoints import crashpoint
 from streamrl.telemetry.progress import Wait
 from streamrl.transport.seam import GroupStream
 from streamrl.transport.types import Control, Entry
@@ -140,6 +141,7 @@ class Feed:
                 self._end(held.header, outcomes[Verdict(verdict)], step=plan.step)
         self._planned = None
         self._patience.step_follows()
+        crashpoint("group.settled")
 
     def state(self) -> StreamState:
         return StreamState(
@@ -194,6 +196,7 @@ class Feed:
         unreadable = found.unreadable().intersection(missing)
         if superfluous:
             self._stream.delete_tickets("train", superfluous)
+            crashpoint("reconcile.deleted")
         self._dispatch.issue((number for number in missing if number not in unreadable), step=step)
         for number in sorted(unreadable):
             self._dispatch.failed(number, error="the ticket could not be read any more", step=step)
@@ -262,6 +265,7 @@ class Feed:
         for entry in entries:
             self._cursor = entry.id
             self._accept(entry, step)
+            crashpoint("group.read")
         return bool(entries)
 
     def _accept(self, entry: Entry, step: int) -> None:

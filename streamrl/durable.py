@@ -9,6 +9,8 @@ import os
 import uuid
 from pathlib import Path
 
+from streamrl.crashpoints import crashpoint
+
 
 def fsync_file(path: Path) -> None:
     """Wait until the file's contents are on the disk."""
@@ -28,6 +30,7 @@ def write_durably(path: Path, data: bytes) -> None:
     except OSError:
         aside.unlink(missing_ok=True)
         raise
+    crashpoint("file.renamed")
     fsync_folder(path.parent)
 
 
@@ -40,6 +43,7 @@ def create_exclusively(path: Path, data: bytes) -> bool:
     aside = _write_aside(path, data)
     try:
         os.link(aside, path)
+        crashpoint("file.linked")
     except FileExistsError:
         return False
     finally:
@@ -58,6 +62,7 @@ def _write_aside(path: Path, data: bytes) -> Path:
     except OSError:
         aside.unlink(missing_ok=True)
         raise
+    crashpoint("file.aside")
     return aside
 
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import redis
 import structlog
 
+from streamrl.crashpoints import crashpoint
 from streamrl.errors import Fenced, RunGone, TransportError, WireError
 from streamrl.transport.connection import bounded_block_ms
 from streamrl.transport.keys import LONGEST_EVENTS, Keys
@@ -72,6 +73,7 @@ class LearnerStream:
         stranger waits up to `wait_s` for the lease to end; TransportError then names its holder. ResourceError: the
         name belongs to another run. RunGone: the run was removed; `takeover` begins it anew."""
         self._tenure.claim(config_json=config_json, fingerprint=fingerprint, takeover=takeover, wait_s=wait_s)
+        crashpoint("claim.written")
 
     def renew(self) -> None:
         """Keep the lease; several times per `lease_s`, from any thread. Notices a replaced server, too."""
@@ -80,6 +82,7 @@ class LearnerStream:
     def release(self, state: RunState) -> None:
         """Last act: the run is finished, stopped or failed, and another learner may begin at once."""
         self._tenure.release(state)
+        crashpoint("release.written")
 
     def control(self) -> Control:
         word = self._tenure.ask("read the control word", lambda: self._client.hget(self._keys.control, "mode"))
@@ -98,6 +101,7 @@ class LearnerStream:
         self._tenure.disturbed = False
         call = scripts.restore(self._keys, self._fence, cursor=cursor, eval_cursor=eval_cursor, retried=retried or {})
         self._tenure.write("restore the streams", call)
+        crashpoint("restore.written")
 
     def issue(self, tickets: Sequence[Ticket]) -> None:
         """A ticket with `retry_of` answers the request for it."""
@@ -106,6 +110,7 @@ class LearnerStream:
             for chunk in _chunks(encoded, _TICKETS_A_CALL):
                 call = scripts.issue(self._keys, self._fence, purpose, token=uuid.uuid4().hex, tickets=chunk)
                 self._tenure.write("issue tickets", call)
+                crashpoint("issue.written")
 
     def read(self, purpose: Purpose, *, after: str, count: int, block_ms: int) -> list[Entry]:
         """Groups beyond the entry id `after`; empty when none came within `block_ms` (at most some seconds)."""
@@ -134,6 +139,7 @@ class LearnerStream:
         needed by anybody."""
         call = scripts.commit(self._keys, self._fence, step=step, cursor=cursor, trim_below=trim_below, ended=ended)
         self._tenure.write("commit a step", call)
+        crashpoint("commit.written")
 
     def trim_eval(self, *, below: str) -> None:
         """Evaluation is outside the audit: its groups go when validation has read them."""
@@ -176,6 +182,7 @@ class LearnerStream:
         once = (f"{self._keys.dead}:{ticket.purpose}:{ticket.number}", "dead")
         call = scripts.append(self._keys, self._fence, self._keys.dead, once=once, longest=0, fields=fields)
         self._tenure.write("dead-letter a ticket", call)
+        crashpoint("dead.written")
 
     def retry_requests(self) -> list[int]:
         """Dead tickets that the operator wants repeated; `issue` with `retry_of` answers such a request."""
@@ -196,6 +203,7 @@ class LearnerStream:
         assert epoch_of(version) == self._fence.epoch, f"version {show(version)} is of another epoch"
         call = scripts.announce(self._keys, self._fence, announcement, keep=keep, now=time.time())
         self._tenure.write(f"announce version {show(version)}", call)
+        crashpoint("announce.written")
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step's metrics; values that are no numbers are left out."""

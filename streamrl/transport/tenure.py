@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import redis
 
+from streamrl.crashpoints import crashpoint
 from streamrl.errors import Fenced, ResourceError, RunGone, TransportError
 from streamrl.transport.connection import Attempts, repeat, server_name
 from streamrl.transport.keys import Keys
@@ -54,6 +55,7 @@ def await_lease(
         return _other_holder(repeat(lambda: run(client, call), attempts=attempts))
 
     _wait_out(try_once, keys, wait_s)
+    crashpoint("lease.taken")
 
 
 def _wait_out(try_once: Callable[[], str | None], keys: Keys, wait_s: float) -> None:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import redis.asyncio
 import structlog
 
+from streamrl.crashpoints import crashpoint
 from streamrl.errors import RunGone, WireError
 from streamrl.transport.connection import Attempts, bounded_block_ms, repeat_async
 from streamrl.transport.keys import WORKERS, Keys
@@ -90,6 +91,7 @@ class WorkerStream:
         reply = await self._call(
             "renew leases", lambda uid: scripts.renew(self._keys, uid, worker=self._worker, leased=leased)
         )
+        crashpoint("ticket.renewed")
         if reply is None:  # the server was emptied: the learner issues again what it still wants
             lost = list(leased)
         else:
@@ -102,6 +104,7 @@ class WorkerStream:
     async def deliver(self, leased: Leased, header: bytes, body: bytes) -> bool:
         """Put the group in the ticket's place. False: the ticket is not there any more, for somebody else delivered it
         or the learner took it back; drop the group."""
+        crashpoint("group.ready")
         receipt_ms = int(2000 * self._give_up_after_s)
         reply = await self._call(
             "deliver a group",
@@ -109,6 +112,7 @@ class WorkerStream:
                 self._keys, uid, worker=self._worker, leased=leased, receipt_ms=receipt_ms, header=header, body=body
             ),
         )
+        crashpoint("group.delivered")
         self._let_go([leased])
         return reply is not None and bool(reply[0])
 
@@ -119,12 +123,14 @@ class WorkerStream:
                 "hand tickets back",
                 lambda uid: scripts.hand_back(self._keys, uid, worker=self._worker, leased=leased),
             )
+            crashpoint("ticket.handed_back")
             self._let_go(leased)
 
     async def leave(self) -> None:
         """Last act: hand back whatever is pending under our name, also what a lost reply gave us. Who is in a hurry
         bounds it: while Redis is away it waits like every call."""
         await self._call("leave the run", lambda uid: scripts.leave(self._keys, uid, worker=self._worker))
+        crashpoint("worker.left")
         self._held.clear()
 
     async def latest(self) -> Announcement | None:
@@ -155,6 +161,7 @@ class WorkerStream:
         lease_ms = int(self._lease_s * 1000)
         call = scripts.take(self._keys, uid, worker=self._worker, lease_ms=lease_ms, most=most, recover=recover)
         reply = await run_async(self._client, call)
+        crashpoint("ticket.leased")
         self._recover = False
         return reply
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from streamrl.crashpoints import crashpoint
 from streamrl.errors import WeightsError, WireError
 from streamrl.transport.connection import Attempts, repeat
 from streamrl.weights.format import check_blob_name, digest_of
@@ -63,10 +64,13 @@ class RedisStore:
         chunk_bytes = self._chunk_bytes if there is None else there.chunk_bytes
         index = _Index(num_bytes=len(data), chunk_bytes=chunk_bytes, digest=digest, whole=False)
         self._note(name, index)
+        crashpoint("blob.begun")
         for chunk in range(index.num_chunks):
             piece = memoryview(data)[chunk * chunk_bytes : (chunk + 1) * chunk_bytes]
             self._ask("store a blob", partial(self._client.set, self._keys.blob(name, chunk), piece))
+            crashpoint("blob.chunk")
         self._note(name, replace(index, whole=True))
+        crashpoint("blob.stored")
 
     def get(self, name: str) -> bytes:
         check_blob_name(name)
@@ -88,7 +92,9 @@ class RedisStore:
             return
         for chunk in range(index.num_chunks):
             self._ask("delete a blob", partial(self._client.unlink, self._keys.blob(name, chunk)))
+        crashpoint("blob.unlinked")
         self._ask("delete a blob", partial(self._client.hdel, self._keys.blobs, name))
+        crashpoint("blob.deleted")
 
     def list(self, prefix: str = "") -> list[str]:
         found: Any = self._ask("list blobs", partial(self._client.hkeys, self._keys.blobs))

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from streamrl.crashpoints import crashpoint
 from streamrl.durable import fsync_folder
 from streamrl.errors import ConfigError, TransportError, WeightsError
 from streamrl.weights.format import check_blob_name
@@ -107,6 +108,7 @@ class FileStore:
         path = self._path(name)
         with self._bounded(f"delete {name}"):
             path.unlink(missing_ok=True)
+        crashpoint("blob.deleted")
 
     def list(self, prefix: str = "") -> list[str]:
         with self._bounded("be listed"):
@@ -132,11 +134,14 @@ class FileStore:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
+            crashpoint("blob.aside")
             aside.rename(path)
         except OSError:
             aside.unlink(missing_ok=True)
             raise
+        crashpoint("blob.renamed")
         fsync_folder(path.parent)
+        crashpoint("blob.stored")
 
     @contextmanager
     def _bounded(self, what: str) -> Iterator[None]:
