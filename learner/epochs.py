@@ -9,7 +9,9 @@ epoch to the root is the surviving lineage:
                                   └─ epoch 3 ──s40
 
 The lease on the run in Redis must be held before claiming: a record, even of a learner that never got to work, cuts
-off what its predecessor writes afterwards. Touches the disk only; nothing here waits.
+off what its predecessor writes afterwards. One that slept meanwhile, and was replaced, must not record a higher epoch
+than who replaced it; so it asks again after it has looked for the number, and if the other records an epoch after that,
+the number is taken. Touches the disk only; nothing here waits.
 """
 
 from __future__ import annotations
@@ -84,8 +86,15 @@ def claim_run(root: Path) -> str:
     return str(_read_record(path, "run_uid")["run_uid"])
 
 
-def claim_epoch(root: Path, *, run_uid: str, newest: Callable[[Lineage], CheckpointName | None]) -> Epoch:
-    """Claim the next epoch; `newest` finds the newest complete checkpoint of a lineage."""
+def claim_epoch(
+    root: Path,
+    *,
+    run_uid: str,
+    newest: Callable[[Lineage], CheckpointName | None],
+    confirm: Callable[[], None] = lambda: None,
+) -> Epoch:
+    """Claim the next epoch; `newest` finds the newest complete checkpoint of a lineage, which may take long, and
+    `confirm` raises when the lease is not ours any more."""
     folder = root / "epochs"
     folder.mkdir(parents=True, exist_ok=True)
     fsync_folder(root)
@@ -94,6 +103,7 @@ def claim_epoch(root: Path, *, run_uid: str, newest: Callable[[Lineage], Checkpo
     for _ in range(_CLAIM_ATTEMPTS):
         lineage = _lineage_of(root, before)
         parent = newest(lineage)
+        confirm()
         record = {"parent": str(parent) if parent else None, "run_uid": run_uid, **_whoami()}
         if not create_exclusively(folder / f"{number:06d}", json.dumps(record).encode()):
             before = highest_epoch(root)  # another learner was faster: go on from what it went on from

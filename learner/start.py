@@ -13,6 +13,7 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import redis
@@ -102,7 +103,9 @@ def admit(
         raise ConfigError(
             f"checkpoint.resume = false, and {config.folder} holds checkpoints: set another name, or let it go on"
         )
-    epoch = root.claim_epoch(run_uid)
+    # However long it took to get here: another may have waited for our lease to end.
+    still_ours = partial(await_lease, client, keys, holder=holder, lease_s=config.learner.lease_s, wait_s=0.0)
+    epoch = root.claim_epoch(run_uid, confirm=still_ours)
     checkpoint = root.open(epoch.parent) if epoch.parent else None
     if checkpoint is not None and checkpoint.state.data_fingerprint != prompts.fingerprint():
         raise DataError(

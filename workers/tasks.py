@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+_CANCEL_AGAIN_S = 2.0
+
 
 async def gather_or_cancel(work: Mapping[str, Coroutine[Any, Any, T]]) -> list[T]:
     """All results, in order; on the first error the others are cancelled and awaited before it is raised."""
@@ -45,9 +47,16 @@ async def unless(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
 
 
 async def cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel what still runs, and wait until nothing does."""
-    for task in tasks:
-        task.cancel()
+    """Cancel what still runs, and wait until nothing does.
+
+    Again after a while: before Python 3.12 `wait_for`, through which redis-py sends, forgets that it was cancelled when
+    what it waits for is done at that moment, and a loop that was told to end goes on for ever.
+    """
+    pending = {task for task in tasks if not task.done()}
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=_CANCEL_AGAIN_S)
     await asyncio.gather(*tasks, return_exceptions=True)
 
 

@@ -16,7 +16,7 @@ from learner.epochs import (
     highest_epoch,
     parents_named_after,
 )
-from streamrl.errors import DataError
+from streamrl.errors import DataError, TransportError
 
 
 def claim(root: Path, parent: CheckpointName | None = None) -> Epoch:
@@ -101,6 +101,28 @@ def test_a_parent_that_is_pruned_while_it_is_claimed_is_chosen_again_in_the_same
     epoch = claim_epoch(tmp_path, run_uid="uid", newest=lambda lineage: next(answers))
     assert epoch == Epoch(number=3, parent=CheckpointName(1, 40), run_uid="uid")
     assert ancestry(tmp_path).holds(CheckpointName(1, 40))
+
+
+def test_a_learner_that_lost_its_lease_while_it_looked_for_its_parent_leaves_no_record(tmp_path: Path) -> None:
+    claim(tmp_path)
+
+    def replaced() -> None:
+        raise TransportError("another has the lease")
+
+    with pytest.raises(TransportError):
+        claim_epoch(tmp_path, run_uid="uid", newest=lambda lineage: None, confirm=replaced)
+    assert highest_epoch(tmp_path) == 1
+
+
+def test_a_number_that_another_took_meanwhile_is_confirmed_again(tmp_path: Path) -> None:
+    def slept_while_another_claimed() -> None:
+        if highest_epoch(tmp_path) == 1:
+            raise TransportError("another has the lease")
+        claim(tmp_path)
+
+    with pytest.raises(TransportError):
+        claim_epoch(tmp_path, run_uid="uid", newest=lambda lineage: None, confirm=slept_while_another_claimed)
+    assert highest_epoch(tmp_path) == 1
 
 
 def test_parents_of_younger_epochs_are_known(tmp_path: Path) -> None:

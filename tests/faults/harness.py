@@ -1,0 +1,145 @@
+"""Processes of a run that are started, killed, stopped and continued from outside, each by its id.
+
+They are forked from a server process that has everything imported, so that one more takes milliseconds and not a
+second. Whatever a test leaves running is killed when its world ends; a process whose test died is ended by its own
+deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from streamrl.audit import Audit, audit_folder
+from streamrl.crashpoints import VARIABLE
+from streamrl.errors import Fenced, TransportError
+from tests.faults.place import Place
+from tests.faults.stand_in_learner import learn
+from tests.faults.stand_in_worker import work
+from tests.helpers import wait_until
+
+FENCED, REFUSED = 70, 71  # exit codes: another was there at a write; when asking to be the learner
+_PATIENCE_S = 30.0
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["tests.faults.harness"])
+
+
+class Part:
+    """One process; `crash_at` is what `streamrl.crashpoints` reads from the environment."""
+
+    def __init__(self, place: Place, name: str, run: Callable[[], Any], *, crash_at: str) -> None:
+        self.name = name
+        self._out = place.folder / f"{name}.out"
+        self._process = _CONTEXT.Process(
+            target=_live, args=(run, self._out, crash_at, place.deadline_s), name=name, daemon=True
+        )
+        self._process.start()
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it lives; negative: the signal that ended it."""
+        return self._process.exitcode
+
+    @property
+    def output(self) -> str:
+        return self._out.read_text() if self._out.exists() else ""
+
+    def send(self, number: signal.Signals) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        """By kill -9, if it still lives."""
+        self._process.kill()
+        self._process.join(_PATIENCE_S)
+
+    def ends_with(self, exit_code: int, *, timeout_s: float = _PATIENCE_S) -> None:
+        """Wait for its end, which must be this."""
+        self._process.join(timeout_s)
+        assert self.exit_code == exit_code, f"{self.name}: {self.exit_code} after {timeout_s:g} s\n{self.output}"
+
+    def wait_until_stopped(self) -> None:
+        """By SIGSTOP, its own or another's."""
+        wait_until(self._is_stopped, description=f"{self.name} is stopped", timeout_s=_PATIENCE_S)
+
+    def _is_stopped(self) -> bool:
+        assert self.exit_code is None, f"{self.name} ended with {self.exit_code} instead of stopping:\n{self.output}"
+        return Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+class FaultWorld:
+    """A run of stand-ins; every process that it starts ends with it."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self._parts: list[Part] = []
+
+    def start_learner(self, *, holder: str = "job", takeover: bool = False, crash_at: str = "") -> Part:
+        return self._start("learner", _Learner(self.place, holder, takeover), crash_at)
+
+    def start_worker(self, *, name: str = "w", crash_at: str = "") -> Part:
+        return self._start("worker", _Worker(self.place, name), crash_at)
+
+    def audit(self) -> Audit:
+        return audit_folder(self.place.run_folder, redis_url=self.place.url)
+
+    def _start(self, kind: str, run: Callable[[], Any], crash_at: str) -> Part:
+        part = Part(self.place, f"{kind}-{len(self._parts)}", run, crash_at=crash_at)
+        self._parts.append(part)
+        return part
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for part in self._parts:
+            part.kill()
+
+
+class _Learner:
+    """What its process does; an object, since the server that forks it is told by pickle."""
+
+    def __init__(self, place: Place, holder: str, takeover: bool) -> None:
+        self._place, self._holder, self._takeover = place, holder, takeover
+
+    def __call__(self) -> None:
+        learn(self._place, holder=self._holder, takeover=self._takeover)
+
+
+class _Worker:
+    def __init__(self, place: Place, name: str) -> None:
+        self._place, self._name = place, name
+
+    def __call__(self) -> None:
+        asyncio.run(work(self._place, name=self._name))
+
+
+def _live(run: Callable[[], Any], out: Path, crash_at: str, deadline_s: int) -> None:
+    """In the new process."""
+    signal.alarm(deadline_s)
+    if crash_at:
+        os.environ[VARIABLE] = crash_at
+    with out.open("a", buffering=1) as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        try:
+            run()
+        except Fenced as error:
+            print(error)
+            sys.exit(FENCED)
+        except TransportError as error:
+            print(error)
+            sys.exit(REFUSED)
+        except Exception:  # noqa: BLE001 - the test shows it
+            traceback.print_exc()
+            sys.exit(1)

@@ -1,0 +1,42 @@
+"""Where a run of stand-ins takes place: what its processes are told when they start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from streamrl.config import schema
+from tests.feed_world import make_config
+
+GROUPS_PER_STEP = 3
+FAILING_TICKET = 4  # its samples fail, however often it is tried
+_DEADLINE_S = 60  # no stand-in lives longer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    folder: Path  # of runs
+    name: str
+    url: str
+    store: str = "redis:"  # where the weights go
+    num_prompts: int = 21
+    pace_s: float = 0.05  # what a sample takes
+    worker_lease_s: float = 0.4
+    learner_lease_s: float = 1.0
+    commit_every: int = 2  # steps
+    deadline_s: int = _DEADLINE_S
+
+    def config(self) -> schema.Config:
+        config = make_config(
+            training={"groups_per_step": GROUPS_PER_STEP},
+            worker={"max_attempts": 2, "lease_s": self.worker_lease_s, "max_groups_in_flight": 4, "grace_s": 0.01},
+            learner={"lease_s": self.learner_lease_s, "idle_timeout_s": 600.0},
+            checkpoint={"every_steps": self.commit_every, "keep_last": 1},
+            redis={"connect_timeout_s": 2.0, "reply_timeout_s": 5.0, "give_up_after_s": 20.0},
+            weights={"store": self.store},
+        )
+        return config.model_copy(update={"name": self.name, "dir": self.folder})
+
+    @property
+    def run_folder(self) -> Path:
+        return self.folder / self.name

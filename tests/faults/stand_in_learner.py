@@ -1,0 +1,184 @@
+"""A learner without a model, as a process that can be killed.
+
+    lease ─► epoch ─► claim ─► [conductor's plan ─► settle ─► publish ─► commit] ... ─► release
+
+Admission, conductor, feed, checkpoints, journal, blobs and streams are the real ones. Left out are the tensors: those
+of a checkpoint are ten bytes, those of a version a text that names it.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from functools import partial
+
+import redis
+
+from learner.conductor import Conductor
+from learner.data import PromptSet
+from learner.epochs import CheckpointName
+from learner.feed import Feed
+from learner.lease import LeaseKeeper
+from learner.plan import Kind, Plan, Verdict
+from learner.record import Recorder, Timers
+from learner.start import Admitted, admit, take_lease
+from streamrl.config import schema
+from streamrl.errors import Fenced, TransportError
+from streamrl.telemetry.progress import Progress
+from streamrl.transport.connection import connect
+from streamrl.transport.keys import Keys
+from streamrl.transport.learner import LearnerStream
+from streamrl.transport.types import Announcement
+from streamrl.versions import make_version, show
+from streamrl.weights.format import blob_name, digest_of
+from streamrl.weights.redis_store import RedisStore
+from streamrl.weights.retention import collectable
+from streamrl.weights.stores import BlobStore, open_store
+from tests.faults.place import Place
+from tests.feed_world import MODEL, keep, make_prompts
+
+_CHUNK_BYTES = 64  # so that a version has several
+_NUM_KEPT = 2  # versions
+
+
+@dataclass(frozen=True, slots=True)
+class _Speech:
+    """What admission asks of the tokenizer."""
+
+    fingerprint: str = MODEL
+    end_ids: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True, slots=True)
+class _Published:
+    version: int
+    step: int
+
+
+def weights_of(version: int) -> bytes:
+    return f"the weights of version {show(version)}. ".encode() * 10
+
+
+def open_store_of(config: schema.Config, client: redis.Redis, keys: Keys) -> BlobStore:
+    if config.weights.store == "redis:":
+        return RedisStore(client, keys, chunk_bytes=_CHUNK_BYTES)
+    return open_store(config.weights.store, client, keys)
+
+
+def learn(place: Place, *, holder: str, takeover: bool) -> None:
+    """The whole life; Fenced when another learner is there."""
+    config, prompts = place.config(), make_prompts(place.num_prompts)
+    with connect(place.url, config.redis) as client:
+        keys = Keys(config.name)
+        take = partial(take_lease, config, client, keys, holder=holder)
+        take(takeover=takeover)
+        keeper = LeaseKeeper(take, lease_s=config.learner.lease_s)
+        with keeper.keeping():
+            admitted = admit(
+                config=config,
+                client=client,
+                keys=keys,
+                keeper=keeper,
+                prompts=prompts,
+                speech=_Speech(),  # type: ignore[arg-type]
+                holder=holder,
+            )
+            done = _Loop(config, admitted, keeper, prompts, open_store_of(config, client, keys)).run()
+            admitted.stream.release("finished" if done else "failed")
+
+
+class _Loop:
+    def __init__(
+        self, config: schema.Config, admitted: Admitted, keeper: LeaseKeeper, prompts: PromptSet, store: BlobStore
+    ) -> None:
+        start, state = admitted.start, admitted.checkpoint.state.stream if admitted.checkpoint else None
+        self._config, self._start, self._checkpoints = config, start, admitted.checkpoints
+        self._step = start.step
+        self._publisher = _Publisher(admitted.stream, store, run_uid=start.run_uid, epoch=start.epoch)
+        feed = Feed(
+            stream=admitted.stream,
+            prompts=prompts,
+            config=config,
+            run_uid=start.run_uid,
+            fingerprint=MODEL,
+            keep=keep,
+            state=state,
+        )
+        if state is not None:
+            feed.committed(state, step=start.step)
+        self._conductor = Conductor(
+            config=config,
+            world_size=1,
+            run_uid=start.run_uid,
+            prompts=prompts,
+            stream=admitted.stream,
+            feed=feed,
+            validation=None,
+            checkpoints=admitted.checkpoints,
+            lease=keeper,
+            recorder=Recorder(folder=config.folder, journal=admitted.stream, decoder=None, epoch=start.epoch),
+            progress=Progress(part="learner/0", role="learner"),
+            timers=Timers(),
+            stop=threading.Event(),
+            elapsed_s=0.0,
+        )
+
+    def run(self) -> bool:
+        """Whether the last checkpoint could be written."""
+        self._publish()
+        while (plan := self._conductor.next_plan(self._step)).kind not in (Kind.END, Kind.STOP):
+            if plan.kind is Kind.STEP:
+                self._train_on(plan)
+            elif plan.kind is Kind.COMMIT:
+                self._commit()
+        return self._commit()
+
+    def _train_on(self, plan: Plan) -> None:
+        self._conductor.settle(plan, [Verdict.SOUND] * len(plan.entries), trained=True)
+        self._step += 1
+        self._publish()
+        if self._step % self._config.checkpoint.every_steps == 0:
+            self._commit()
+
+    def _publish(self) -> None:
+        """As the publisher does: what the store refuses is tried again with the next step's weights."""
+        try:
+            self._conductor.note_published(self._publisher.publish(self._step))
+        except Fenced:
+            raise
+        except TransportError as error:
+            print(error)
+
+    def _commit(self) -> bool:
+        """As the saver does: what the disk refuses is tried again at the next checkpoint."""
+        name = CheckpointName(self._start.epoch, self._step)
+        try:
+            (self._checkpoints.new_folder(name) / "weights").write_bytes(b"w" * 10)
+            self._conductor.commit(name, version_n=self._publisher.last_n, consumed_samples=0)
+        except OSError as error:
+            print(error)
+            return False
+        return True
+
+
+class _Publisher:
+    """Every version whole and in one blob, which is its manifest's only word."""
+
+    def __init__(self, stream: LearnerStream, store: BlobStore, *, run_uid: str, epoch: int) -> None:
+        self._stream, self._store, self._run_uid, self._epoch = stream, store, run_uid, epoch
+        self._blobs: dict[int, str] = {}
+        self.last_n = -1
+
+    def publish(self, step: int) -> _Published:
+        self.last_n += 1
+        version = make_version(self._epoch, self.last_n)
+        data = weights_of(version)
+        name = blob_name(run_uid=self._run_uid, version=version, rank=0, digest=digest_of(data))
+        self._store.put(name, data)
+        self._blobs = dict([*self._blobs.items(), (version, name)][-_NUM_KEPT:])
+        announcement = Announcement(version=version, base=0, step=step, manifest=name.encode())
+        self._stream.announce(announcement, keep=list(self._blobs))
+        names = self._store.list(prefix=f"{self._run_uid}/")
+        for old in collectable(names, keep=self._blobs.values(), run_uid=self._run_uid, epoch=self._epoch):
+            self._store.delete(old)
+        return _Published(version, step)

@@ -1,0 +1,122 @@
+"""A worker without an engine, as a process that can be killed.
+
+The rollout with its leases, renewals and deliveries is the real one, on the engine double, which takes its time. Of the
+weights it reads the newest blob, and ends with an error when that is not what was published. It also is the operator
+who has dead tickets repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import signal
+from functools import partial
+from pathlib import Path
+
+import redis
+
+from streamrl.config import schema
+from streamrl.errors import SampleError, WeightsError
+from streamrl.telemetry.progress import Progress
+from streamrl.transport.connection import connect, connect_async
+from streamrl.transport.dead import read_letters, request_retries
+from streamrl.transport.keys import Keys
+from streamrl.transport.worker import WorkerStream
+from tests.faults.place import FAILING_TICKET, Place
+from tests.faults.stand_in_learner import open_store_of, weights_of
+from tests.feed_world import MODEL
+from tests.helpers import wait_until_async
+from workers.answer import Answerer
+from workers.engines.base import Engine, Generated, SampleRequest
+from workers.engines.double import EngineDouble
+from workers.rewards.base import FakeReward, Rewards, Weighted
+from workers.rollout import Rollout
+
+_LOOK_EVERY_S = 0.02
+_REWARDS = (0.0, 1.0, 1.0)  # in turn: now and then a group of two has equal ones, and is dropped
+
+
+async def work(place: Place, *, name: str) -> None:
+    """Until SIGTERM, or the run has ended."""
+    config, keys = place.config(), Keys(place.name)
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    with connect(place.url, config.redis) as client:
+        async with connect_async(place.url, config.redis) as async_client:
+            stream = WorkerStream(async_client, keys, worker=name, lease_s=place.worker_lease_s, give_up_after_s=20.0)
+            await wait_until_async(partial(_is_running, stream), description="there is a run", timeout_s=30.0)
+            operator = asyncio.create_task(_repeat_the_dead(client, keys), name="operator")
+            rewards = itertools.cycle(_REWARDS)
+            source = Weighted(reward=FakeReward(lambda item: next(rewards)), weight=1.0)
+            rollout = Rollout(
+                tickets=stream,
+                weights=_Weights(stream, config, client, keys),
+                answerer=Answerer(rewards=Rewards({"exact": source}), config=config, worker=name, fingerprint=MODEL),
+                config=config,
+                progress=Progress(part=f"worker/{name}", role="worker"),
+            )
+            await rollout.run(_PacedEngine(place.pace_s), stop)
+            operator.cancel()
+            await stream.leave()
+
+
+async def _is_running(stream: WorkerStream) -> bool:
+    info = await stream.run_info()
+    return info is not None and info.state == "running"
+
+
+class _PacedEngine(EngineDouble):
+    """Takes its time, and refuses the samples of one ticket."""
+
+    def __init__(self, pace_s: float) -> None:
+        super().__init__(trouble=_refuse)
+        self._pace_s = pace_s
+
+    async def generate(self, request: SampleRequest) -> Generated:
+        await asyncio.sleep(self._pace_s * random.uniform(0.5, 1.5))
+        return await super().generate(request)
+
+
+def _refuse(request: SampleRequest) -> SampleError | None:
+    failing = request.request_id.startswith(f"train-{FAILING_TICKET}-")
+    return SampleError("made to fail") if failing else None
+
+
+class _Weights:
+    """Follows what is announced; every version's blob must be there, and be that version's."""
+
+    def __init__(self, stream: WorkerStream, config: schema.Config, client: redis.Redis, keys: Keys) -> None:
+        self._stream, self._store = stream, open_store_of(config, client, keys)
+        self._served = asyncio.Condition()
+        self._version = 0
+
+    async def follow(self, engine: Engine) -> None:
+        while True:
+            latest = await self._stream.latest()
+            if latest is not None and latest.version > self._version and self._has(latest.manifest, latest.version):
+                await engine.load(Path("mirror"), version=latest.version, step=latest.step)
+                async with self._served:
+                    self._version = latest.version
+                    self._served.notify_all()
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    async def serving(self, version: int) -> None:
+        async with self._served:
+            await self._served.wait_for(lambda: self._version >= max(version, 1))
+
+    def _has(self, manifest: bytes, version: int) -> bool:
+        try:
+            data = self._store.get(manifest.decode())
+        except WeightsError:
+            return False  # deleted since, for a newer one is there
+        assert data == weights_of(version), f"version {version} is announced, and its blob is another's"
+        return True
+
+
+async def _repeat_the_dead(client: redis.Redis, keys: Keys) -> None:
+    """Ask for a new ticket in the place of every dead one."""
+    while True:
+        new = [letter for letter in read_letters(client, keys) if not letter.retry_requested]
+        request_retries(client, keys, new, by="the operator")
+        await asyncio.sleep(_LOOK_EVERY_S)

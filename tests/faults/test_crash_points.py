@@ -1,0 +1,124 @@
+"""T24: a process dies at every named crash point, or stops there and wakes as a zombie; nothing is lost or twice."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from learner.epochs import CheckpointName
+from streamrl.audit import Audit
+from streamrl.crashpoints import POINTS, Point
+from streamrl.transport.keys import Keys
+from tests.faults.harness import FENCED, REFUSED, FaultWorld
+from tests.faults.place import Place
+from tests.faults.report import report
+from tests.helpers import wait_until
+
+OF_WORKERS = sorted(p for p in POINTS if p.startswith(("ticket.", "worker.", "group.ready", "group.delivered")))
+OF_LEARNERS = sorted(POINTS - set(OF_WORKERS))
+IN_A_DIRECTORY = ("blob.aside", "blob.renamed")
+AT_SIGTERM = ("ticket.handed_back", "worker.left")
+ONCE = ("lease.taken", "run.recorded", "epoch.recorded", "claim.written", "restore.written", "release.written")
+ONCE += ("dead.written", "retry.counted", "reconcile.deleted", "prune.aside", "prune.removed", *AT_SIGTERM)
+BEFORE_THE_EPOCH = ("lease.taken", "run.recorded", "file.aside")  # its second passing is the epoch's record
+
+
+def passing(point: str) -> str:
+    """The first passing where there is but one, else the second: the run is at work by then."""
+    return f"{point}:{1 if point in ONCE else 2}"
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest, tmp_path: Path, run_name: str, redis_url: str) -> Iterator[FaultWorld]:
+    point = request.getfixturevalue("point")
+    store = f"file:{tmp_path / 'blobs'}" if point in IN_A_DIRECTORY else "redis:"
+    with FaultWorld(Place(folder=tmp_path, name=run_name, url=redis_url, store=store)) as world:
+        yield world
+
+
+def finished(world: FaultWorld, point: str) -> Audit:
+    """Every ticket has ended, whatever it took."""
+    audit = world.audit()
+    report(f"T24 {point}", audit, injections=1)
+    assert audit.issued >= world.place.num_prompts
+    assert audit.outstanding == 0
+    return audit
+
+
+@pytest.mark.parametrize("point", OF_LEARNERS)
+def test_a_learner_that_dies_at_a_point_is_gone_on_from(world: FaultWorld, client: redis.Redis, point: Point) -> None:
+    if point == "reconcile.deleted":
+        make_tickets_superfluous(world, client)
+    world.start_worker()
+    world.start_learner(crash_at=passing(point)).ends_with(-signal.SIGKILL)
+    world.start_learner().ends_with(0)
+    finished(world, point)
+
+
+@pytest.mark.parametrize("point", OF_LEARNERS)
+def test_a_learner_that_stops_at_a_point_wakes_as_a_zombie_without_effect(
+    world: FaultWorld, client: redis.Redis, point: Point
+) -> None:
+    if point == "reconcile.deleted":
+        make_tickets_superfluous(world, client)
+    world.start_worker()
+    zombie = world.start_learner(crash_at=f"{passing(point)}:stop")
+    zombie.wait_until_stopped()
+    before = epoch(client, world)
+    second = world.start_learner(holder="another", takeover=True)
+    wait_until(lambda: epoch(client, world) > before and newest(world).epoch > before, description="the second commits")
+    zombie.send(signal.SIGCONT)
+    zombie.ends_with(0 if point == "release.written" else REFUSED if point in BEFORE_THE_EPOCH else FENCED)
+    second.ends_with(0)
+    finished(world, point)
+
+
+@pytest.mark.parametrize("point", OF_WORKERS)
+def test_a_worker_that_dies_at_a_point_leaves_its_tickets_to_others(world: FaultWorld, point: Point) -> None:
+    learner = world.start_learner()
+    armed = world.start_worker(name="armed", crash_at=passing(point))
+    if point in AT_SIGTERM:
+        wait_until(lambda: newest(world).step, description="the run is at work")
+        armed.send(signal.SIGTERM)
+    armed.ends_with(-signal.SIGKILL)
+    world.start_worker(name="other")
+    learner.ends_with(0)
+    finished(world, point)
+
+
+@pytest.mark.parametrize("point", OF_WORKERS)
+def test_a_worker_that_stops_at_a_point_delivers_nothing_twice_when_it_wakes(world: FaultWorld, point: Point) -> None:
+    learner = world.start_learner()
+    armed = world.start_worker(name="armed", crash_at=f"{passing(point)}:stop")
+    if point in AT_SIGTERM:
+        wait_until(lambda: newest(world).step, description="the run is at work")
+        armed.send(signal.SIGTERM)
+    armed.wait_until_stopped()
+    world.start_worker(name="other")
+    learner.ends_with(0)
+    armed.send(signal.SIGCONT)
+    armed.ends_with(0)
+    finished(world, point)
+
+
+def make_tickets_superfluous(world: FaultWorld, client: redis.Redis) -> None:
+    """A learner dies, and each ticket that waits stands twice in the stream."""
+    world.start_learner(crash_at="issue.written").ends_with(-signal.SIGKILL)
+    tickets = Keys(world.place.name).tickets("train")
+    for _, fields in client.xrange(tickets):
+        client.xadd(tickets, fields)
+
+
+def epoch(client: redis.Redis, world: FaultWorld) -> int:
+    """As Redis knows it."""
+    return int(client.hget(Keys(world.place.name).meta, "epoch") or 0)
+
+
+def newest(world: FaultWorld) -> CheckpointName:
+    """Of the highest epoch, whoever's lineage it is."""
+    names = (CheckpointName.parse(path.name) for path in (world.place.run_folder / "checkpoints").glob("e*"))
+    return max((name for name in names if name), default=CheckpointName(0, 0))
