@@ -19,9 +19,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from learner.epochs import CheckpointName
 from streamrl.audit import Audit, audit_folder
 from streamrl.crashpoints import VARIABLE
 from streamrl.errors import Fenced, TransportError
+from streamrl.transport.keys import Keys
 from tests.faults.place import Place
 from tests.faults.stand_in_learner import learn
 from tests.faults.stand_in_worker import work
@@ -89,6 +91,20 @@ class FaultWorld:
 
     def start_worker(self, *, name: str = "w", crash_at: str = "") -> Part:
         return self._start("worker", _Worker(self.place, name), crash_at)
+
+    @property
+    def keys(self) -> Keys:
+        return Keys(self.place.name)
+
+    def newest_checkpoint(self) -> CheckpointName:
+        """Of the highest epoch that made one, whoever's lineage it is; of step 0 before the first."""
+        names = (CheckpointName.parse(path.name) for path in (self.place.run_folder / "checkpoints").glob("e*"))
+        return max((name for name in names if name), default=CheckpointName(0, 0))
+
+    def files(self) -> dict[str, bytes]:
+        """All that lies in the folder, by name; what the parts printed is left out."""
+        paths = (path for path in self.place.folder.rglob("*") if path.is_file() and path.suffix != ".out")
+        return {str(path.relative_to(self.place.folder)): path.read_bytes() for path in paths}
 
     def audit(self) -> Audit:
         return audit_folder(self.place.run_folder, redis_url=self.place.url)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import redis
 
-from learner.epochs import CheckpointName
 from streamrl.audit import Audit
 from streamrl.crashpoints import POINTS, Point
-from streamrl.transport.keys import Keys
 from tests.faults.harness import FENCED, REFUSED, FaultWorld
 from tests.faults.place import Place
 from tests.faults.report import report
@@ -33,11 +30,10 @@ def passing(point: str) -> str:
 
 
 @pytest.fixture
-def world(request: pytest.FixtureRequest, tmp_path: Path, run_name: str, redis_url: str) -> Iterator[FaultWorld]:
-    point = request.getfixturevalue("point")
-    store = f"file:{tmp_path / 'blobs'}" if point in IN_A_DIRECTORY else "redis:"
-    with FaultWorld(Place(folder=tmp_path, name=run_name, url=redis_url, store=store)) as world:
-        yield world
+def place(request: pytest.FixtureRequest, tmp_path: Path, run_name: str, redis_url: str) -> Place:
+    in_a_directory = request.getfixturevalue("point") in IN_A_DIRECTORY
+    store = f"file:{tmp_path / 'blobs'}" if in_a_directory else "redis:"
+    return Place(folder=tmp_path, name=run_name, url=redis_url, store=store)
 
 
 def finished(world: FaultWorld, point: str) -> Audit:
@@ -70,7 +66,10 @@ def test_a_learner_that_stops_at_a_point_wakes_as_a_zombie_without_effect(
     zombie.wait_until_stopped()
     before = epoch(client, world)
     second = world.start_learner(holder="another", takeover=True)
-    wait_until(lambda: epoch(client, world) > before and newest(world).epoch > before, description="the second commits")
+    wait_until(
+        lambda: epoch(client, world) > before and world.newest_checkpoint().epoch > before,
+        description="the second commits",
+    )
     zombie.send(signal.SIGCONT)
     zombie.ends_with(0 if point == "release.written" else REFUSED if point in BEFORE_THE_EPOCH else FENCED)
     second.ends_with(0)
@@ -82,7 +81,7 @@ def test_a_worker_that_dies_at_a_point_leaves_its_tickets_to_others(world: Fault
     learner = world.start_learner()
     armed = world.start_worker(name="armed", crash_at=passing(point))
     if point in AT_SIGTERM:
-        wait_until(lambda: newest(world).step, description="the run is at work")
+        wait_until(lambda: world.newest_checkpoint().step, description="the run is at work")
         armed.send(signal.SIGTERM)
     armed.ends_with(-signal.SIGKILL)
     world.start_worker(name="other")
@@ -95,7 +94,7 @@ def test_a_worker_that_stops_at_a_point_delivers_nothing_twice_when_it_wakes(wor
     learner = world.start_learner()
     armed = world.start_worker(name="armed", crash_at=f"{passing(point)}:stop")
     if point in AT_SIGTERM:
-        wait_until(lambda: newest(world).step, description="the run is at work")
+        wait_until(lambda: world.newest_checkpoint().step, description="the run is at work")
         armed.send(signal.SIGTERM)
     armed.wait_until_stopped()
     world.start_worker(name="other")
@@ -108,17 +107,11 @@ def test_a_worker_that_stops_at_a_point_delivers_nothing_twice_when_it_wakes(wor
 def make_tickets_superfluous(world: FaultWorld, client: redis.Redis) -> None:
     """A learner dies, and each ticket that waits stands twice in the stream."""
     world.start_learner(crash_at="issue.written").ends_with(-signal.SIGKILL)
-    tickets = Keys(world.place.name).tickets("train")
+    tickets = world.keys.tickets("train")
     for _, fields in client.xrange(tickets):
         client.xadd(tickets, fields)
 
 
 def epoch(client: redis.Redis, world: FaultWorld) -> int:
     """As Redis knows it."""
-    return int(client.hget(Keys(world.place.name).meta, "epoch") or 0)
-
-
-def newest(world: FaultWorld) -> CheckpointName:
-    """Of the highest epoch, whoever's lineage it is."""
-    names = (CheckpointName.parse(path.name) for path in (world.place.run_folder / "checkpoints").glob("e*"))
-    return max((name for name in names if name), default=CheckpointName(0, 0))
+    return int(client.hget(world.keys.meta, "epoch") or 0)

@@ -1,0 +1,86 @@
+"""T8: workers are killed, or stopped and woken too late, in the midst of their groups."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+
+import pytest
+import redis
+
+from streamrl.transport.keys import WORKERS
+from streamrl.transport.operate import set_control
+from tests.faults.harness import FaultWorld, Part
+from tests.faults.place import Place
+from tests.faults.report import report
+from tests.helpers import wait_until
+
+LEASE_S = 0.5
+_NUM_WORKERS = 3
+_MARGIN_S = 5.0
+
+
+@pytest.fixture
+def place(place: Place) -> Place:
+    return Place(
+        folder=place.folder,
+        name=place.name,
+        url=place.url,
+        num_prompts=5000,
+        pace_s=0.1,
+        worker_lease_s=LEASE_S,
+        deadline_s=120,
+    )
+
+
+def held(client: redis.Redis, world: FaultWorld, worker: str) -> set[bytes]:
+    """The tickets that the server counts as this worker's."""
+    found = client.xpending_range(world.keys.tickets("train"), WORKERS, min="-", max="+", count=100)
+    return {entry["message_id"] for entry in found if entry["consumer"] == worker.encode()}
+
+
+def reclaimed_after_s(client: redis.Redis, world: FaultWorld, worker: str) -> float:
+    """How long its tickets stayed with a worker that shows no life any more."""
+    began, tickets = time.monotonic(), held(client, world, worker)
+    wait_until(
+        lambda: not tickets & held(client, world, worker),
+        description=f"the tickets of {worker} are with others",
+        timeout_s=LEASE_S + _MARGIN_S,
+    )
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(20, marks=pytest.mark.long)])
+def test_tickets_of_workers_that_die_or_sleep_in_mid_group_go_to_others(
+    world: FaultWorld, client: redis.Redis, count: int
+) -> None:
+    learner = world.start_learner()
+    wait_until(lambda: client.exists(world.keys.tickets("train")), description="tickets are there")
+    workers: dict[str, Part] = {f"w{n}": world.start_worker(name=f"w{n}") for n in range(_NUM_WORKERS)}
+    asleep: list[Part] = []
+    longest_s = 0.0
+    choose = random.Random(1)
+    for n in range(count):
+        name = choose.choice(sorted(workers))
+        wait_until(lambda name=name: held(client, world, name), description=f"{name} is at work")
+        victim = workers.pop(name)
+        number = signal.SIGKILL if n % 2 else signal.SIGSTOP
+        victim.send(number)
+        if number is signal.SIGSTOP:
+            asleep.append(victim)
+        longest_s = max(longest_s, reclaimed_after_s(client, world, name))
+        replacement = f"w{_NUM_WORKERS + n}"
+        workers[replacement] = world.start_worker(name=replacement)
+    for sleeper in asleep:
+        sleeper.send(signal.SIGCONT)
+    wait_until(
+        lambda: int(client.hget(world.keys.counters, "duplicates:train") or 0) > 0,
+        description="who slept came too late with a group, and it was refused",
+    )
+
+    set_control(client, world.keys, "drain", by="the test")
+    learner.ends_with(0)
+    audit = world.audit()
+    assert audit.outstanding == 0
+    report("T8", audit, injections=count, recovery_s=longest_s, lease_s=LEASE_S)
