@@ -62,7 +62,8 @@ def _run(options: argparse.Namespace) -> None:
         state = learn(
             config=config,
             url=options.redis,
-            takeover=options.takeover,
+            # Once: who was itself replaced since must not take the run back when torchrun restarts it.
+            takeover=options.takeover and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0",
             world=world,
             stop=stop,
             environment=os.environ,

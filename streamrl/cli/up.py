@@ -11,8 +11,9 @@ from streamrl.cli.arguments import takes_config
 
 @click.command()
 @takes_config
+@click.option("--takeover", is_flag=True, help="Replace a learner elsewhere that holds the run; it ends by itself.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON, in the last line.")
-def up(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
+def up(file: str, overrides: tuple[str, ...], takeover: bool, as_json: bool) -> int:
     """Run everything on this machine: Redis, reward server, workers, learner.
 
     Ctrl-C ends it in good order: the learner finishes its step and writes a checkpoint. Another Ctrl-C ends it at once.
@@ -26,7 +27,7 @@ def up(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
     from streamrl.launch.up import up as run_up
 
     console = Console(stderr=as_json)
-    outcome = run_up(load_config(file, overrides), display=make_display(console))
+    outcome = run_up(load_config(file, overrides), display=make_display(console), takeover=takeover)
     if outcome.summary is not None:
         for name, value in summary_lines(outcome.summary):
             console.print(f"{name:<18}{value}", markup=False, highlight=False, soft_wrap=True)

@@ -101,7 +101,7 @@ def worker_command(
     )
 
 
-def learner_command(config: schema.Config, folder: RunFolder, *, redis_url: str) -> Command:
+def learner_command(config: schema.Config, folder: RunFolder, *, redis_url: str, takeover: bool = False) -> Command:
     learner = config.learner
     agent = [
         "--nnodes=1",
@@ -115,6 +115,8 @@ def learner_command(config: schema.Config, folder: RunFolder, *, redis_url: str)
     ]
     program = ["-m", "learner", "--config", str(folder.config), "--redis", redis_url]
     program += ["--log-file", str(folder.log("learner-{rank}.log")), "--error-file", str(folder.learner_error)]
+    if takeover:
+        program += ["--takeover"]
     # A store shared between rounds makes ranks read addresses of peers that are gone, and wait for them for ever.
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     if learner.threads:

@@ -53,11 +53,12 @@ class Supervisor:
         client: redis.Redis,
         display: Display,
         interrupts: Interrupts,
+        takeover: bool,  # replace a learner that holds the run
     ) -> None:
         self._config, self._folder = config, folder
         self._redis_url, self._embedded = redis_url, embedded
         self._client, self._keys = client, Keys(config.name)
-        self._display, self._interrupts = display, interrupts
+        self._display, self._interrupts, self._takeover = display, interrupts, takeover
         max_steps = config.training.max_steps
         self.watch = Watch(client, self._keys, max_steps=max_steps if max_steps > 0 else None)
         self._progress = Progress(part="launcher", role="launcher")
@@ -80,7 +81,9 @@ class Supervisor:
                 if self._config.reward_server is not None:
                     self._reward = RewardPart(self._config.reward_server, self._folder, say=self._say)
                     stack.enter_context(ReportWriter(self._client, self._keys, self._reward.progress))
-                self._learner = Process.start(learner_command(self._config, self._folder, redis_url=self._redis_url))
+                self._learner = Process.start(
+                    learner_command(self._config, self._folder, redis_url=self._redis_url, takeover=self._takeover)
+                )
                 while self._learner.poll() is None:
                     self._tick()
                 self._judge_learner(self._learner)

@@ -44,9 +44,9 @@ class Outcome:
     exit_code: int  # 0, or that of the signal which ended it
 
 
-def up(loaded: Loaded, *, display: Display) -> Outcome:
-    """Raises UserError when something is not as it must be, PartError when a part of the run cannot go on, and
-    KeyboardInterrupt when asked twice to end."""
+def up(loaded: Loaded, *, display: Display, takeover: bool = False) -> Outcome:
+    """`takeover` replaces a learner elsewhere that holds the run. Raises UserError when something is not as it must be,
+    PartError when a part of the run cannot go on, and KeyboardInterrupt when asked twice to end."""
     check_before_start(loaded)
     config, folder = loaded.config, RunFolder(loaded.config.folder)
     began = time.monotonic()
@@ -69,6 +69,7 @@ def up(loaded: Loaded, *, display: Display) -> Outcome:
             client=client,
             display=display,
             interrupts=interrupts,
+            takeover=takeover,
         )
         stack.callback(supervisor.close)
         supervisor.run()

@@ -19,26 +19,26 @@ from streamrl.transport.worker import WorkerStream
 from streamrl.versions import make_version
 from streamrl.wire.group import encode_group
 from tests.helpers import make_group, make_ticket
-from tests.proxy import ReplyDroppingProxy
+from tests.proxy import Proxy
 
 SCRIPT = b"EVALSHA"
 SETTINGS = schema.Redis(reply_timeout_s=5.0, give_up_after_s=10.0)
 
 
 @pytest.fixture
-def proxy(redis_url: str) -> Iterator[ReplyDroppingProxy]:
-    with ReplyDroppingProxy(redis_url) as proxy:
+def proxy(redis_url: str) -> Iterator[Proxy]:
+    with Proxy(redis_url) as proxy:
         yield proxy
 
 
 @pytest.fixture
-def lossy(proxy: ReplyDroppingProxy) -> Iterator[redis.Redis]:
+def lossy(proxy: Proxy) -> Iterator[redis.Redis]:
     with connect(proxy.url, SETTINGS) as client:
         yield client
 
 
 @pytest.fixture
-async def lossy_async(proxy: ReplyDroppingProxy) -> AsyncIterator[redis.asyncio.Redis]:
+async def lossy_async(proxy: Proxy) -> AsyncIterator[redis.asyncio.Redis]:
     async with connect_async(proxy.url, SETTINGS) as client:
         yield client
 
@@ -57,7 +57,7 @@ async def worker(lossy_async: redis.asyncio.Redis, keys: Keys, learner: LearnerS
     return WorkerStream(lossy_async, keys, worker="w", lease_s=60.0, give_up_after_s=10.0)
 
 
-def test_a_client_repeats_nothing_by_itself(proxy: ReplyDroppingProxy, lossy: redis.Redis, keys: Keys) -> None:
+def test_a_client_repeats_nothing_by_itself(proxy: Proxy, lossy: redis.Redis, keys: Keys) -> None:
     proxy.drop_reply_to(b"XADD")
     with pytest.raises(redis.ConnectionError):
         lossy.xadd(keys.dead, {"n": 1})
@@ -65,7 +65,7 @@ def test_a_client_repeats_nothing_by_itself(proxy: ReplyDroppingProxy, lossy: re
 
 
 async def test_an_async_client_repeats_nothing_by_itself(
-    proxy: ReplyDroppingProxy, lossy_async: redis.asyncio.Redis, keys: Keys
+    proxy: Proxy, lossy_async: redis.asyncio.Redis, keys: Keys
 ) -> None:
     await lossy_async.ping()
     proxy.drop_reply_to(b"XADD")
@@ -87,7 +87,7 @@ def test_an_append_whose_reply_is_lost_appends_once(
     append: Callable[[LearnerStream, int], None],
     stream: Callable[[Keys], str],
     learner: LearnerStream,
-    proxy: ReplyDroppingProxy,
+    proxy: Proxy,
     lossy: redis.Redis,
     keys: Keys,
 ) -> None:
@@ -100,7 +100,7 @@ def test_an_append_whose_reply_is_lost_appends_once(
 
 
 def test_an_announcement_and_a_commit_whose_replies_are_lost_succeed(
-    learner: LearnerStream, proxy: ReplyDroppingProxy, lossy: redis.Redis, keys: Keys
+    learner: LearnerStream, proxy: Proxy, lossy: redis.Redis, keys: Keys
 ) -> None:
     def announce(n: int) -> None:
         announcement = Announcement(version=make_version(1, n), base=0, step=n, manifest=b"m")
@@ -117,7 +117,7 @@ def test_an_announcement_and_a_commit_whose_replies_are_lost_succeed(
 
 
 async def test_a_delivery_whose_reply_is_lost_is_known_as_our_own(
-    learner: LearnerStream, worker: WorkerStream, proxy: ReplyDroppingProxy, lossy: redis.Redis, keys: Keys
+    learner: LearnerStream, worker: WorkerStream, proxy: Proxy, lossy: redis.Redis, keys: Keys
 ) -> None:
     learner.issue([make_ticket(n) for n in range(3)])
     first, second, third = await worker.lease(max_tickets=3, block_ms=0)
@@ -136,7 +136,7 @@ async def test_a_delivery_whose_reply_is_lost_is_known_as_our_own(
 
 
 async def test_tickets_whose_lease_was_lost_on_the_way_arrive_all_the_same(
-    learner: LearnerStream, worker: WorkerStream, proxy: ReplyDroppingProxy
+    learner: LearnerStream, worker: WorkerStream, proxy: Proxy
 ) -> None:
     learner.issue([make_ticket(0)])
     assert len(await worker.lease(max_tickets=4, block_ms=0)) == 1
@@ -150,7 +150,7 @@ async def test_tickets_whose_lease_was_lost_on_the_way_arrive_all_the_same(
 
 
 async def test_a_ticket_lost_on_the_way_to_a_waiting_worker_arrives_all_the_same(
-    learner: LearnerStream, worker: WorkerStream, proxy: ReplyDroppingProxy
+    learner: LearnerStream, worker: WorkerStream, proxy: Proxy
 ) -> None:
     assert await worker.lease(max_tickets=1, block_ms=1) == []
     proxy.drop_reply_to(b"XREADGROUP\r\n", times=1)
@@ -160,18 +160,14 @@ async def test_a_ticket_lost_on_the_way_to_a_waiting_worker_arrives_all_the_same
     assert [one.ticket.number for one in leased] == [0]
 
 
-def test_a_server_that_stays_away_is_named_and_given_up(
-    proxy: ReplyDroppingProxy, lossy: redis.Redis, keys: Keys
-) -> None:
+def test_a_server_that_stays_away_is_named_and_given_up(proxy: Proxy, lossy: redis.Redis, keys: Keys) -> None:
     stream = LearnerStream(lossy, keys, run_uid="uid", epoch=1, holder="job", lease_s=30.0, give_up_after_s=0.3)
     proxy.drop_reply_to(b"HGET", times=1000)
     with pytest.raises(TransportError, match=r"Redis at unix://.* could not read the control word within 0.3 s"):
         stream.control()
 
 
-def test_connections_that_ended_while_nobody_spoke_are_made_again(
-    learner: LearnerStream, proxy: ReplyDroppingProxy
-) -> None:
+def test_connections_that_ended_while_nobody_spoke_are_made_again(learner: LearnerStream, proxy: Proxy) -> None:
     proxy.break_connections()
     learner.issue([make_ticket(0)])
     assert [ticket.number for ticket in learner.present_tickets("train")] == [0]

@@ -71,6 +71,11 @@ def test_the_learner_runs_under_torchrun_with_its_ranks_and_restarts() -> None:
     assert command.environment == {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "3"}
 
 
+def test_a_learner_replaces_another_only_when_told_to() -> None:
+    assert "--takeover" not in learner_command(make_config(), FOLDER, redis_url="x").arguments
+    assert "--takeover" in learner_command(make_config(), FOLDER, redis_url="x", takeover=True).arguments
+
+
 def test_a_learner_of_the_same_folder_is_the_same_to_others_so_that_it_takes_over_at_once(tmp_path: Path) -> None:
     def holder(folder: Path) -> str:
         command = learner_command(make_config(), RunFolder(folder), redis_url="x")
