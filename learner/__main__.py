@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import structlog
@@ -20,9 +21,12 @@ import torch
 
 from learner.assemble import learn, stall_limit_s
 from learner.distributed import die_with_parent, join_world
+from learner.guardian import guarded
 from streamrl.config.load import load_config
 from streamrl.errors import StreamrlError, TrainingError, UserError
 from streamrl.telemetry.logs import configure_logging
+
+_STOPPED_LIMIT_S = 10.0  # of a rank that was stopped from outside; longer than any look at a process takes
 
 log = structlog.get_logger("learner")
 
@@ -37,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if under_agent:
         die_with_parent(parent)
     try:
-        _run(options)
+        with guarded(limit_s=_STOPPED_LIMIT_S) if under_agent else nullcontext():
+            _run(options)
     except StreamrlError as error:
         hopeless = isinstance(error, UserError | TrainingError)
         log.error(str(error), exc_info=not hopeless)

@@ -1,7 +1,8 @@
 """Ends this rank when its loop no longer goes round, so that torchrun restarts the ranks from the last checkpoint.
 
-A peer that is stopped, a collective that never returns, a file system that hangs: none of them raises. The watchdog is
-a thread, so it runs while the loop is stuck; it only ends the process, since a stuck thread cannot be reasoned with.
+A collective that never returns, a file system that hangs: none of them raises. The watchdog is a thread, so it runs
+while the loop is stuck; it only ends the process, since a stuck thread cannot be reasoned with. A rank that is stopped
+altogether has its guardian (`learner.guardian`).
 """
 
 from __future__ import annotations

@@ -63,20 +63,19 @@ def make_run(folder: Path, *, name: str, num_prompts: int = 400, **sections: Any
     return config
 
 
-def learner_command(config: schema.Config, url: str, *, processes: int = 0) -> list[str]:
+def learner_command(config: schema.Config, url: str, *, processes: int = 0, max_restarts: int = 3) -> list[str]:
     """Under torchrun with so many ranks; 0: alone, without it."""
-    agent = (
-        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "--max-restarts=3"]
-        if processes
-        else []
-    )
+    agent = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    agent = [*agent, f"--max-restarts={max_restarts}"] if processes else []
     arguments = ["--config", str(config.folder / "config.yaml"), "--redis", url]
     arguments += ["--error-file", str(config.folder / "error.json")]
     return [sys.executable, *agent, "-m", "learner", *arguments]
 
 
 @contextmanager
-def running_learner(config: schema.Config, url: str, *, processes: int = 0) -> Iterator[subprocess.Popen[str]]:
+def running_learner(
+    config: schema.Config, url: str, *, processes: int = 0, max_restarts: int = 3
+) -> Iterator[subprocess.Popen[str]]:
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -85,7 +84,7 @@ def running_learner(config: schema.Config, url: str, *, processes: int = 0) -> I
     }
     with (config.folder / "learner.out").open("a") as out:
         process = subprocess.Popen(
-            learner_command(config, url, processes=processes),
+            learner_command(config, url, processes=processes, max_restarts=max_restarts),
             cwd=ROOT,
             env=environment,
             stdout=out,
