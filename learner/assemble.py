@@ -35,6 +35,7 @@ from learner.record import Recorder, Timers
 from learner.save import Saver
 from learner.start import Admitted, Start, admit, holder_name, take_lease
 from learner.state import load_state
+from learner.suspects import Suspects
 from learner.validation import Validation
 from learner.watchdog import Watchdog
 from streamrl.config import schema
@@ -215,13 +216,15 @@ def _make_conductor(
     validation_prompts: PromptSet | None,
 ) -> Conductor:
     config, start = around.config, admitted.start
+    suspects = Suspects(config.folder, epoch=start.epoch)
     feed = Feed(
         stream=admitted.stream,
         prompts=prompts,
         config=config,
         run_uid=start.run_uid,
         fingerprint=around.speech.fingerprint,
-        keep=make_algorithm(config.algorithm).keep,
+        keep=suspects.keep(make_algorithm(config.algorithm).keep),
+        narrow=suspects.narrow,
         state=admitted.checkpoint.state.stream if admitted.checkpoint else None,
     )
     if admitted.checkpoint is not None:
@@ -252,6 +255,7 @@ def _make_conductor(
         checkpoints=admitted.checkpoints,
         lease=keeper,
         recorder=recorder,
+        suspects=suspects,
         progress=around.progress,
         timers=around.timers,
         stop=around.stop,

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from learner.lease import LeaseKeeper
     from learner.publish import Published
     from learner.record import Recorder, Timers
+    from learner.suspects import Suspects
     from learner.validation import Validation
     from streamrl.transport.learner import LearnerStream
     from streamrl.transport.types import Control, RunState
@@ -56,6 +57,7 @@ class Conductor:
         checkpoints: CheckpointRoot,
         lease: LeaseKeeper,
         recorder: Recorder,
+        suspects: Suspects,
         progress: Progress,
         timers: Timers,
         stop: threading.Event,
@@ -67,6 +69,7 @@ class Conductor:
         self._data_fingerprint, self._num_prompts = prompts.fingerprint(), len(prompts.rows)
         self._stream, self._feed, self._validation = stream, feed, validation
         self._checkpoints, self._lease, self._recorder = checkpoints, lease, recorder
+        self._suspects = suspects
         self._progress, self._timers, self._stop = progress, timers, stop
         self._clock = clock
         self._began = clock() - elapsed_s
@@ -91,6 +94,8 @@ class Conductor:
                 log.warning("no plan while Redis is away", error=str(error))
                 plan = None
         self._show_control()
+        if plan is not None and plan.kind is Kind.STEP:
+            self._suspects.begin(plan)
         return plan or Plan(kind=Kind.IDLE, step=step)
 
     def _told_to_stop(self) -> bool:
@@ -135,6 +140,7 @@ class Conductor:
             self._validation.start(step=latest.step, version=latest.version)
 
     def settle(self, plan: Plan, verdicts: Sequence[Verdict], *, trained: bool) -> None:
+        self._suspects.survived()
         self._feed.settle(plan, verdicts, trained=trained)
         sound = [entry.ticket for entry, ok in zip(plan.entries, verdicts, strict=True) if ok == Verdict.SOUND]
         if sound and not trained:

@@ -55,6 +55,7 @@ class Feed:
         fingerprint: str,  # of model and tokenizer, as groups must carry it
         keep: Callable[[GroupHeader], str | None],  # the algorithm's reason to drop a group, if it has one
         state: StreamState | None = None,  # of the checkpoint to go on from
+        narrow: Callable[[list[Held]], list[Held]] = lambda batch: batch,  # what of a batch to train now
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -62,6 +63,7 @@ class Feed:
         self._stream = stream
         self._groups_per_step = config.training.groups_per_step
         self._patience = Patience(config, clock)
+        self._narrow = narrow
         self._clock = clock
         self._sleep = sleep
         self._ledger = Ledger(state.ledger)
@@ -242,7 +244,7 @@ class Feed:
         if len(self._hand) >= self._groups_per_step or (nothing_to_come and len(self._hand)):
             if self._patience.batch_may_wait(self._hand.awaited(step)):
                 return None
-            batch = self._hand.batch()
+            batch = self._narrow(self._hand.batch())
             ranks = balance([held.header.num_tokens for held in batch], world_size)
             entries = (held.planned(rank) for held, rank in zip(batch, ranks, strict=True))
             return Plan(kind=Kind.STEP, step=step, entries=tuple(entries))

@@ -65,10 +65,15 @@ class Part:
         self._process.kill()
         self._process.join(_PATIENCE_S)
 
-    def ends_with(self, exit_code: int, *, timeout_s: float = _PATIENCE_S) -> None:
+    def ended(self) -> int:
+        """Its exit code, once it has one."""
+        self._process.join(_PATIENCE_S)
+        assert self.exit_code is not None, f"{self.name} has not ended in {_PATIENCE_S:g} s\n{self.output}"
+        return self.exit_code
+
+    def ends_with(self, exit_code: int) -> None:
         """Wait for its end, which must be this."""
-        self._process.join(timeout_s)
-        assert self.exit_code == exit_code, f"{self.name}: {self.exit_code} after {timeout_s:g} s\n{self.output}"
+        assert self.ended() == exit_code, f"{self.name} ended with {self.exit_code}\n{self.output}"
 
     def wait_until_stopped(self) -> None:
         """By SIGSTOP, its own or another's."""

@@ -24,6 +24,7 @@ class Place:
     worker_lease_s: float = 0.4
     learner_lease_s: float = 1.0
     commit_every: int = 2  # steps
+    deadly_ticket: int | None = None  # its group kills the learner that trains it
     deadline_s: int = _DEADLINE_S
 
     def config(self) -> schema.Config:

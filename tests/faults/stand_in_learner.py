@@ -8,6 +8,8 @@ of a checkpoint are ten bytes, those of a version a text that names it.
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +24,7 @@ from learner.lease import LeaseKeeper
 from learner.plan import Kind, Plan, Verdict
 from learner.record import Recorder, Timers
 from learner.start import Admitted, admit, take_lease
+from learner.suspects import Suspects
 from streamrl.config import schema
 from streamrl.errors import Fenced, TransportError
 from streamrl.telemetry.progress import Progress
@@ -83,17 +86,20 @@ def learn(place: Place, *, holder: str, takeover: bool) -> None:
                 speech=_Speech(),  # type: ignore[arg-type]
                 holder=holder,
             )
-            done = _Loop(config, admitted, keeper, prompts, open_store_of(config, client, keys)).run()
+            done = _Loop(place, admitted, keeper, prompts, open_store_of(config, client, keys)).run()
             admitted.stream.release("finished" if done else "failed")
 
 
 class _Loop:
     def __init__(
-        self, config: schema.Config, admitted: Admitted, keeper: LeaseKeeper, prompts: PromptSet, store: BlobStore
+        self, place: Place, admitted: Admitted, keeper: LeaseKeeper, prompts: PromptSet, store: BlobStore
     ) -> None:
+        config = place.config()
+        self._deadly_ticket = place.deadly_ticket
         start, state = admitted.start, admitted.checkpoint.state.stream if admitted.checkpoint else None
         self._config, self._start, self._checkpoints = config, start, admitted.checkpoints
         self._step = start.step
+        suspects = Suspects(config.folder, epoch=start.epoch)
         self._publisher = _Publisher(admitted.stream, store, run_uid=start.run_uid, epoch=start.epoch)
         feed = Feed(
             stream=admitted.stream,
@@ -101,7 +107,8 @@ class _Loop:
             config=config,
             run_uid=start.run_uid,
             fingerprint=MODEL,
-            keep=keep,
+            keep=suspects.keep(keep),
+            narrow=suspects.narrow,
             state=state,
         )
         if state is not None:
@@ -117,6 +124,7 @@ class _Loop:
             checkpoints=admitted.checkpoints,
             lease=keeper,
             recorder=Recorder(folder=config.folder, journal=admitted.stream, decoder=None, epoch=start.epoch),
+            suspects=suspects,
             progress=Progress(part="learner/0", role="learner"),
             timers=Timers(),
             stop=threading.Event(),
@@ -134,6 +142,8 @@ class _Loop:
         return self._commit()
 
     def _train_on(self, plan: Plan) -> None:
+        if self._deadly_ticket in [entry.ticket for entry in plan.entries]:
+            os.kill(os.getpid(), signal.SIGKILL)
         self._conductor.settle(plan, [Verdict.SOUND] * len(plan.entries), trained=True)
         self._step += 1
         self._publish()

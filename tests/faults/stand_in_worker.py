@@ -8,9 +8,9 @@ who has dead tickets repeated.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 import signal
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -30,11 +30,11 @@ from tests.helpers import wait_until_async
 from workers.answer import Answerer
 from workers.engines.base import Engine, Generated, SampleRequest
 from workers.engines.double import EngineDouble
-from workers.rewards.base import FakeReward, Rewards, Weighted
+from workers.rewards.base import FakeReward, Rewards, ScoreItem, Weighted
 from workers.rollout import Rollout
 
 _LOOK_EVERY_S = 0.02
-_REWARDS = (0.0, 1.0, 1.0)  # in turn: now and then a group of two has equal ones, and is dropped
+_DULL_EVERY = 5  # prompts: their samples get equal rewards, so that the learner drops the group
 
 
 async def work(place: Place, *, name: str) -> None:
@@ -47,8 +47,7 @@ async def work(place: Place, *, name: str) -> None:
             stream = WorkerStream(async_client, keys, worker=name, lease_s=place.worker_lease_s, give_up_after_s=20.0)
             await wait_until_async(partial(_is_running, stream), description="there is a run", timeout_s=30.0)
             operator = asyncio.create_task(_repeat_the_dead(client, keys), name="operator")
-            rewards = itertools.cycle(_REWARDS)
-            source = Weighted(reward=FakeReward(lambda item: next(rewards)), weight=1.0)
+            source = Weighted(reward=FakeReward(_Judge()), weight=1.0)
             rollout = Rollout(
                 tickets=stream,
                 weights=_Weights(stream, config, client, keys),
@@ -64,6 +63,18 @@ async def work(place: Place, *, name: str) -> None:
 async def _is_running(stream: WorkerStream) -> bool:
     info = await stream.run_info()
     return info is not None and info.state == "running"
+
+
+class _Judge:
+    """The samples of a prompt are worth 0 and 1 in turn, but for the dull ones."""
+
+    def __init__(self) -> None:
+        self._num_judged: Counter[int] = Counter()
+
+    def __call__(self, item: ScoreItem) -> float:
+        prompt = item.fields["answer"]
+        self._num_judged[prompt] += 1
+        return 1.0 if prompt % _DULL_EVERY == 0 else float(self._num_judged[prompt] % 2)
 
 
 class _PacedEngine(EngineDouble):

@@ -16,6 +16,7 @@ from learner.conductor import Conductor
 from learner.lease import LeaseKeeper
 from learner.plan import Kind, Plan
 from learner.record import Recorder, Timers
+from learner.suspects import Suspects
 from learner.validation import Answer, ValidationResult
 from streamrl.config import schema
 from streamrl.errors import Fenced, TransportError
@@ -101,6 +102,7 @@ class Scene:
             checkpoints=CheckpointRoot(folder),
             lease=LeaseKeeper(lambda: None, lease_s=1.0),
             recorder=Recorder(folder=config.folder, journal=self.journal, decoder=FakeTokenizer(), epoch=1),
+            suspects=Suspects(config.folder, epoch=1),
             progress=Progress(part="learner/0", role="learner"),
             timers=Timers(),
             stop=self.stop,
