@@ -19,7 +19,7 @@ from tests.helpers import make_ticket, wait_until_async
 from workers.answer import Answerer
 from workers.engines.base import Engine, SampleRequest
 from workers.engines.double import EngineDouble
-from workers.rewards.base import FakeReward, Rewards, ScoreItem, Weighted
+from workers.rewards.base import FakeReward, Reward, Rewards, ScoreItem, Weighted
 from workers.rollout import Rollout
 from workers.tickets import TicketsDouble
 
@@ -73,7 +73,12 @@ class WorkerWorld:
     """One worker; `run` starts its loop, `stop` ends it."""
 
     def __init__(
-        self, *, engine: EngineDouble | None = None, judge: Callable[[ScoreItem], float] | None = None, **worker: Any
+        self,
+        *,
+        engine: EngineDouble | None = None,
+        judge: Callable[[ScoreItem], float] | None = None,
+        source: Reward | None = None,
+        **worker: Any,
     ) -> None:
         self.info = RunInfo(uid="uid", name="run", epoch=1, config_json="{}", fingerprint="model", state="running")
         self.tickets = TicketsDouble(self.info)
@@ -86,7 +91,7 @@ class WorkerWorld:
             tickets=self.tickets,
             weights=self.weights,
             answerer=Answerer(
-                rewards=Rewards({"made_up": Weighted(reward=self.reward, weight=2.0)}),
+                rewards=Rewards({"made_up": Weighted(reward=source or self.reward, weight=2.0)}),
                 config=config,
                 worker="0",
                 fingerprint="model",

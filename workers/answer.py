@@ -30,6 +30,10 @@ class Scorer(Protocol):
 
     async def score(self, item: ScoreItem) -> Scores: ...
 
+    def outage(self) -> str | None: ...
+
+    def facts(self) -> dict[str, int | float | str]: ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scored:
@@ -52,6 +56,14 @@ class Answerer:
         self._worker = worker
         self._fingerprint = fingerprint
         self._num_requests = 0
+
+    def outage(self) -> str | None:
+        """Why samples could not be scored now; None when they can."""
+        return self._rewards.outage()
+
+    def facts(self) -> dict[str, int | float | str]:
+        """What the monitor shows of the reward sources."""
+        return self._rewards.facts()
 
     async def answer(self, ticket: Ticket, engine: Engine) -> Group:
         began = time.monotonic()

@@ -5,8 +5,8 @@
       └───────────────────────────────────────────────────────────────────────────────────────────────────────┘
     beside it: leases renewed; weights followed; the engine and the run looked after
 
-Blocks on tickets, on the operator's pause, on the first weights. What is not delivered in the end is handed back, so
-that nobody waits for a lease to run out.
+Blocks on tickets, on the operator's pause, on the first weights, and on rewards while nobody can score. What is not
+delivered in the end is handed back, so that nobody waits for a lease to run out.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ log = structlog.get_logger(__name__)
 _LEASE_BLOCK_MS = 500  # so that a word to stop or to pause is heard soon
 _CONTROL_EVERY_S = 1.0
 _RUN_EVERY_S = 1.0
+_REWARDS_EVERY_S = 0.1
 _ALIVE_EVERY_S = 10.0
 _SHOW_EVERY_S = 1.0
 
@@ -109,6 +110,8 @@ class Rollout:
                 with self._progress.waiting(Wait.RESUME):
                     await unless(over, asyncio.sleep(_CONTROL_EVERY_S))
                 self._reap()
+            elif (outage := self._answerer.outage()) is not None:
+                await self._sit_out(outage, over)
             else:
                 await self._take_for(_CONTROL_EVERY_S, engine, over)
         self._progress.stopping()
@@ -129,6 +132,14 @@ class Rollout:
             else:
                 await asyncio.wait(self._groups, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             self._reap()
+
+    async def _sit_out(self, outage: str, over: asyncio.Event) -> None:
+        """Take no tickets while their samples could not be scored; others may have a way to the rewards."""
+        log.warning("rewards_out", reason=outage)
+        with self._progress.waiting(Wait.REWARDS):
+            while self._answerer.outage() is not None and not over.is_set():
+                await unless(over, asyncio.sleep(_REWARDS_EVERY_S))
+                self._reap()
 
     async def _lease(self, most: int) -> list[Leased]:
         if self._groups:
@@ -212,5 +223,6 @@ class Rollout:
             until = time.monotonic() + _ALIVE_EVERY_S
             while time.monotonic() < until:
                 self._progress.note(in_flight=engine.stats().in_flight, tokens_per_s=round(self._tokens.per_second()))
+                self._progress.note(**self._answerer.facts())
                 await asyncio.sleep(_SHOW_EVERY_S)
             await engine.check_alive()

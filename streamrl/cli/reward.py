@@ -15,13 +15,26 @@ _POSITIVE = click.IntRange(min=1)
 _DEFAULTS = {name: field.default for name, field in schema.RewardServer.model_fields.items()}
 
 
+class _Numbers(click.ParamType[tuple[float, ...]]):
+    name = "numbers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        try:
+            return tuple(float(word) for word in value.split(",") if word) if isinstance(value, str) else tuple(value)
+        except ValueError:
+            self.fail(f"{value!r} is no list of numbers, as 0.5,0,1 is", param, ctx)
+
+
+_NUMBERS = _Numbers()
+
+
 @click.group()
 def reward() -> None:
     """Serve a reward model over HTTP, or train one."""
 
 
 @reward.command()
-@click.option("--model", required=True, help="Folder or hub name of a sequence-classification model with one output.")
+@click.option("--model", required=True, help="Folder or hub name of a sequence-classification model.")
 @click.option("--host", default=_DEFAULTS["host"], show_default=True, help="Address to listen on.")
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=_DEFAULTS["port"], show_default=True, help="0: any free one."
@@ -40,6 +53,20 @@ def reward() -> None:
     show_default=True,
     help="Tokens of one forward pass, padding included.",
 )
+@click.option(
+    "--pool",
+    type=click.Choice(["last", "average"]),
+    default=_DEFAULTS["pool"],
+    show_default=True,
+    help="Whose reward counts: the last token's, or the mean of all tokens'.",
+)
+@click.option(
+    "--attribute-weights",
+    type=_NUMBERS,
+    default=(),
+    metavar="X,Y,...",
+    help="Of a model with several outputs: the reward is their sum with these weights.",
+)
 @click.option("--reward-mean", type=float, default=_DEFAULTS["reward_mean"], show_default=True)
 @click.option(
     "--reward-std",
@@ -54,16 +81,18 @@ def reward() -> None:
 @click.option("--url-file", type=click.Path(path_type=Path), help="File to write the server's URL to, once it listens.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that the model brings along.")
 def serve(**options: Any) -> None:
-    """Serve a reward model: POST /score, GET /health.
+    """Serve a reward model: POST /score, GET /health, /metrics and /openapi.json.
 
-    Prints one line with its URL when it is ready. SIGTERM ends it after what was asked is answered.
+    OpenRLHF's remote reward protocol is answered at POST /get_reward. Prints one line with its URL when it is ready.
+    SIGTERM ends it after what was asked is answered. For several replicas start several, and name them in the
+    configuration's rewards.NAME.replicas.
     """
     _need_rewards_extra()
-    from workers.rewards import server
+    from workers.rewards import serving
     from workers.rewards.bearer import read_token
 
     token = None if options["token_file"] is None else read_token(options["token_file"], key="--token-file")
-    bound = server.bind(options["host"], options["port"])  # before the model: a taken port shows at once
+    bound = serving.bind(options["host"], options["port"])  # before the model: a taken port shows at once
     with bound:
         host, port = options["host"], bound.getsockname()[1]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -73,27 +102,31 @@ def serve(**options: Any) -> None:
                 write_durably(options["url_file"], url.encode())
             click.echo(f"reward server: {options['model']} at {url}")
 
-        app = server.build_app(
+        app = serving.build_app(
             schema.RewardServer.model_validate({name: options[name] for name in _DEFAULTS}),
             dtype=options["dtype"],
             threads=options["threads"],
             token=token,
             trust_remote_code=options["trust_remote_code"],
         )
-        server.run(app, bound, ready)
+        serving.run(app, bound, ready)
 
 
 @reward.command()
 @click.option("--model", required=True, help="What to start from: folder or hub name of a model.")
 @click.option(
     "--pairs",
-    required=True,
     type=click.Path(path_type=Path),
-    help='JSONL of {"prompt": ..., "chosen": ..., "rejected": ...}.',
+    help='Preferences (Bradley-Terry): JSONL of {"prompt": ..., "chosen": ..., "rejected": ...}.',
+)
+@click.option(
+    "--ratings",
+    type=click.Path(path_type=Path),
+    help='Instead of pairs (regression): JSONL of {"prompt": ..., "completion": ..., "score": number or list}.',
 )
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="Folder for the trained model.")
 @click.option("--epochs", type=_POSITIVE, default=1, show_default=True)
-@click.option("--batch-pairs", type=_POSITIVE, default=32, show_default=True, help="Pairs of one optimizer step.")
+@click.option("--batch-size", type=_POSITIVE, default=32, show_default=True, help="Pairs or ratings of one step.")
 @click.option("--lr", type=click.FloatRange(min=0, min_open=True), default=1e-5, show_default=True)
 @click.option("--weight-decay", type=click.FloatRange(min=0), default=0.0, show_default=True)
 @click.option("--clip-norm", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True)
@@ -102,17 +135,23 @@ def serve(**options: Any) -> None:
     type=click.FloatRange(0, 1, min_open=True, max_open=True),
     default=0.1,
     show_default=True,
-    help="Share of the pairs that only measure.",
+    help="Share of the data that only measures.",
 )
 @click.option(
-    "--max-tokens", type=_POSITIVE, default=2048, show_default=True, help="Pairs with a longer text are left out."
+    "--max-tokens", type=_POSITIVE, default=2048, show_default=True, help="What has a longer text is left out."
 )
 @click.option("--seed", type=int, default=1234, show_default=True)
 @click.option("--threads", type=_POSITIVE, help="CPU threads; torch's choice by default.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that the model brings along.")
-def train(threads: int | None, **options: Any) -> None:
-    """Train a reward model on preference pairs (Bradley-Terry)."""
+def train(threads: int | None, pairs: Path | None, ratings: Path | None, **options: Any) -> None:
+    """Train a reward model: on preference pairs (--pairs), or on ratings (--ratings), of one or several numbers each.
+
+    Anthropic-HH's files become pairs with `streamrl reward read-hh`.
+    """
+    if (pairs is None) == (ratings is None):
+        raise ConfigError("exactly one of --pairs and --ratings is needed")
     _need_rewards_extra()
+    from workers.rewards.examples import read_pairs, read_ratings
     from workers.rewards.model import prepare_process
     from workers.rewards.train import TrainSettings
     from workers.rewards.train import train as train_model
@@ -120,11 +159,34 @@ def train(threads: int | None, **options: Any) -> None:
     if options["output"].exists() and any(options["output"].iterdir()):
         raise ConfigError(f"--output: {str(options['output'])!r} is not empty; nothing is overwritten")
     prepare_process(threads)
-    summary = train_model(TrainSettings(**options), click.echo)
+    if pairs is not None:
+        examples = read_pairs(pairs)
+    else:
+        assert ratings is not None
+        examples = read_ratings(ratings)
+    summary = train_model(examples, TrainSettings(**options), click.echo)
     click.echo(
-        f"{options['output']}: orders {summary.accuracy:.1%} of {summary.num_held_out} held-out pairs rightly "
-        f"(trained on {summary.num_pairs}, {summary.num_overlong} too long); "
+        f"{options['output']}: orders {summary.accuracy:.1%} of {summary.num_held_out} held-out examples rightly "
+        f"(trained on {summary.num_trained}, {summary.num_overlong} too long); "
         f"serve it with --reward-mean {summary.reward_mean:.4g} --reward-std {summary.reward_std:.4g}"
+    )
+
+
+@reward.command("read-hh")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option("--pairs", required=True, type=click.Path(path_type=Path), help="JSONL for `streamrl reward train`.")
+@click.option("--prompts", required=True, type=click.Path(path_type=Path), help="JSONL for data.train of a run.")
+def read_hh(source: Path, pairs: Path, prompts: Path) -> None:
+    """Turn SOURCE into pairs and prompts.
+
+    SOURCE holds dialogues as in Anthropic's HH: JSONL of {"chosen": ..., "rejected": ...}, .gz or not.
+    """
+    from streamrl.data.dialogues import convert
+
+    done = convert(source, pairs=pairs, prompts=prompts)
+    click.echo(
+        f"{source}: {done.num_pairs} pairs to {pairs}, {done.num_prompts} prompts to {prompts}; "
+        f"{done.num_skipped} rows have no prompt in common and are left out"
     )
 
 

@@ -193,19 +193,17 @@ def _rewards(config: Config) -> Iterator[Problem]:
 
 
 def _http(config: Config, name: str, source: HttpReward) -> Iterator[Problem]:
-    if source.url == LOCAL_REWARD_SERVER:
-        if config.reward_server is None:
-            yield Problem(
-                key=f"rewards.{name}.url",
-                value=source.url,
-                remedy="there is no reward_server section that it could mean",
-            )
-    elif not _is_url(source.url, ("http", "https")):
-        yield Problem(
-            key=f"rewards.{name}.url",
-            value=source.url,
-            remedy=f"must be http://host:port, or {LOCAL_REWARD_SERVER} for the run's own reward_server",
-        )
+    for index, url in enumerate(source.urls):
+        key = f"rewards.{name}.replicas" if index else f"rewards.{name}.url"
+        if url == LOCAL_REWARD_SERVER:
+            if config.reward_server is None:
+                yield Problem(key=key, value=url, remedy="there is no reward_server section that it could mean")
+            elif source.form not in ("streamrl", "openrlhf"):
+                remedy = "the run's own reward_server answers the forms streamrl and openrlhf"
+                yield Problem(key=f"rewards.{name}.form", value=source.form, remedy=remedy)
+        elif not _is_url(url, ("http", "https")):
+            remedy = f"must be http://host:port, or {LOCAL_REWARD_SERVER} for the run's own reward_server"
+            yield Problem(key=key, value=url, remedy=remedy)
 
 
 def _places(config: Config) -> Iterator[Problem]:

@@ -79,19 +79,29 @@ class FunctionReward(Section):
     type: Literal["function"]
     target: str  # a built-in name, `package.module:function` or `path/to/file.py:function`
     weight: float = 1.0
+    max_abs: PositiveFloat = 1e6  # a score beyond is nonsense: the sample counts as failed
     timeout_s: PositiveFloat = 10.0
+    memory_mb: Positive = 4096  # of one child process; beyond it the function gets a MemoryError
     options: dict[str, str | int | float | bool] = {}  # keyword arguments of the function
     processes: Positive = 1  # child processes that run it side by side
 
 
 class HttpReward(Section):
     type: Literal["http"]
-    url: str  # of a reward server: http://host:port
+    url: str  # of a reward service: http://host:port
+    replicas: tuple[str, ...] = ()  # further addresses of the same service, asked in turn
+    form: Literal["streamrl", "openrlhf", "vllm-classify", "vllm-pooling"] = "streamrl"  # how it wants to be asked
     weight: float = 1.0
+    max_abs: PositiveFloat = 1e6  # a score beyond is nonsense: the sample counts as failed
     timeout_s: PositiveFloat = 30.0  # for one request
     attempts: Positive = 5  # tries before the sample counts as failed
+    outage_s: PositiveFloat = 600.0  # how long samples wait while no replica answers, before they count as failed
     max_concurrency: Positive = 64
     token_file: str | None = None  # a file that holds the bearer token
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return (self.url, *self.replicas)
 
 
 Reward = Annotated[FunctionReward | HttpReward, Field(discriminator="type")]
@@ -105,6 +115,8 @@ class RewardServer(Section):
     port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: any free port [5555 in NeMo-Aligner]
     max_delay_ms: NonNegativeFloat = 2.0  # how long a request may wait for others to share its batch
     max_batch_tokens: Positive = 16384
+    pool: Literal["last", "average"] = "last"  # which tokens' rewards count: the last one's, or the mean of all
+    attribute_weights: tuple[float, ...] = ()  # of a model with several outputs: the reward is their weighted sum
     reward_mean: float = 0.0  # standardisation: (r - mean) / std
     reward_std: PositiveFloat = 1.0
 

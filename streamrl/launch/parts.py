@@ -69,6 +69,8 @@ def reward_command(server: schema.RewardServer, folder: RunFolder, *, port: int)
         "--port": port,
         "--max-delay-ms": server.max_delay_ms,
         "--max-batch-tokens": server.max_batch_tokens,
+        "--pool": server.pool,
+        "--attribute-weights": ",".join(map(str, server.attribute_weights)),
         "--reward-mean": server.reward_mean,
         "--reward-std": server.reward_std,
         "--url-file": folder.reward_url,
@@ -90,8 +92,10 @@ def worker_command(
         if isinstance(source, schema.FunctionReward):
             if ":" in source.target:  # what is built in needs no permission
                 words += ["--allow-reward-code", source.target]
-        elif source.url != LOCAL_REWARD_SERVER:
-            words += ["--allow-host", urlsplit(source.url).netloc.rpartition("@")[2]]
+        else:
+            for url in source.urls:
+                if url != LOCAL_REWARD_SERVER:
+                    words += ["--allow-host", urlsplit(url).netloc.rpartition("@")[2]]
     if reward_url is not None:
         words += ["--local-reward-url", reward_url]
     return Command(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from workers.rewards.builtin import exact_match, length_penalty, numeric_match, regex_format
+from workers.rewards.builtin import exact_match, length_penalty, math_equal, numeric_match, regex_format
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,23 @@ def test_exact_match_compares_without_the_spaces_around(completion: str, answer:
 )
 def test_numeric_match_compares_the_last_numbers(completion: str, answer: object, score: float) -> None:
     assert numeric_match("", completion, [], {"answer": answer}) == score
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "score"),
+    [
+        ("so it is \\boxed{0.5}", "1/2", 1.0),
+        ("the answer is 1/2", r"$\frac{1}{2}$", 1.0),
+        ("$1+x^2$", "x^2+1", 1.0),
+        (r"$2\sqrt2$", r"\sqrt{8}", 1.0),
+        ("$x^2$", "x^2+1", 0.0),
+        (r"first 3, then \boxed{4}", "3", 0.0),
+        ("I do not know", "3", 0.0),
+        (r"$\{2, 1\}$", r"$\{1, 2\}$", 1.0),
+    ],
+)
+def test_math_equal_compares_what_they_mean(completion: str, answer: str, score: float) -> None:
+    assert math_equal("", completion, [], {"answer": answer}) == score
 
 
 def test_numeric_match_refuses_an_answer_without_a_number() -> None:

@@ -30,6 +30,9 @@ def echo(prompt, completion, token_ids, fields, *, factor=1.0):
     return factor * (float(fields["answer"]) + len(token_ids))
 
 def obey(prompt, completion, token_ids, fields):
+    if completion == "eat":
+        eaten = []
+        while True: eaten.append(bytes(range(256)) * 40_000)
     if completion == "loop":
         while True: pass
     if completion == "exit": os._exit(3)
@@ -46,6 +49,14 @@ async def obey_async(prompt, completion, token_ids, fields):
     if completion == "sleep": await asyncio.sleep(3600)
     await asyncio.sleep(0.05)
     return obey(prompt, completion, token_ids, fields)
+
+leaked = []
+def leak(prompt, completion, token_ids, fields):
+    leaked.append(bytes(range(256)) * 80_000)
+    return neighbour.VALUE
+
+async def leak_async(prompt, completion, token_ids, fields):
+    return leak(prompt, completion, token_ids, fields)
 
 def scribble():
     for descriptor in range(3, 10):
@@ -104,6 +115,7 @@ async def test_many_calls_at_once_come_back_each_with_its_own_answer(start: Star
         ("exit", "the process ended with status 3"),
         ("leave", "SystemExit: bye"),
         ("raise", r"KeyError: 'what' \(rewards.py:"),
+        ("eat", "MemoryError"),
         ("nan", "returned nan, not a finite number"),
         ("none", "returned None, not a number"),
         ("text", "returned '1.0', not a number"),
@@ -113,7 +125,7 @@ async def test_many_calls_at_once_come_back_each_with_its_own_answer(start: Star
 async def test_a_function_that_misbehaves_fails_its_sample_and_no_other(
     start: Start, completion: str, reason: str
 ) -> None:
-    async with start("obey", timeout_s=0.5) as reward:
+    async with start("obey", timeout_s=0.5, memory_mb=256) as reward:
         before = reward.score(make_item("good"))
         bad = reward.score(make_item(completion))
         after = reward.score(make_item("good"))
@@ -122,6 +134,17 @@ async def test_a_function_that_misbehaves_fails_its_sample_and_no_other(
         assert isinstance(scores[1], RewardError)
         with pytest.raises(RewardError, match=reason):
             raise scores[1]
+
+
+@pytest.mark.parametrize("function", ["leak", "leak_async"])
+async def test_a_function_that_leaks_fails_a_sample_now_and_then_and_goes_on_in_a_fresh_process(
+    start: Start, function: str
+) -> None:
+    async with start(function, memory_mb=256) as reward:
+        scores = [(await asyncio.gather(reward.score(make_item()), return_exceptions=True))[0] for _ in range(40)]
+    failed = [score for score in scores if score != 7.0]
+    assert 1 <= len(failed) <= 4
+    assert all("MemoryError" in str(score) for score in failed)
 
 
 async def test_calls_of_an_async_function_run_side_by_side(start: Start) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gzip
 import json
 from collections.abc import AsyncIterator, Callable
@@ -14,16 +15,17 @@ import pytest
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError, RewardError
+from tests.helpers import wait_until
 from tests.tiny_rewards import make_item
 from workers.permissions import Permissions
 from workers.rewards.http_client import HttpReward, build_http_reward
 
 
-def connect(answer: Callable[[httpx.Request], Any], **settings: Any) -> HttpReward:
+def connect(answer: Callable[[httpx.Request], Any], *, first_pause_s: float = 0.001, **settings: Any) -> HttpReward:
     source = schema.HttpReward(type="http", url="http://reward:1", **{"attempts": 1, "timeout_s": 5.0, **settings})
     transport = httpx.MockTransport(answer)
     return build_http_reward(
-        "mine", source, Permissions(hosts=("reward",)), None, transport=transport, first_pause_s=0.001
+        "mine", source, Permissions(hosts=("reward",)), None, transport=transport, first_pause_s=first_pause_s
     )
 
 
@@ -187,3 +189,77 @@ def test_a_file_that_holds_no_token_is_refused(tmp_path: Path, content: bytes | 
         (tmp_path / "token").write_bytes(content)
     with pytest.raises(ConfigError, match=r"rewards\.mine\.token_file"):
         connect(lengths, token_file=str(tmp_path / "token"))
+
+
+# Replicas and outages
+
+
+def replicated(answer: Callable[[httpx.Request], Any], **settings: Any) -> HttpReward:
+    return connect(answer, replicas=("http://reward:2", "http://reward:3/rm/score"), attempts=3, **settings)
+
+
+async def test_a_replica_that_fails_is_left_out_and_no_sample_notices() -> None:
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(str(request.url))
+        return httpx.Response(500) if request.url.port == 1 else lengths(request)
+
+    reward = replicated(answer, first_pause_s=60.0)
+    for length in range(60):
+        assert await reward.score(make_item("x" * length, prompt="")) == length
+    assert reward.health().state == "2 of 3 replicas well"
+    assert reward.health().outage is None
+    await reward.close()
+    assert set(asked) == {"http://reward:1/score", "http://reward:2/score", "http://reward:3/rm/score"}
+    assert asked.count("http://reward:1/score") == 3
+
+
+async def test_an_outage_of_all_replicas_costs_no_attempt_and_shows() -> None:
+    down = True
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if down:
+            raise httpx.ConnectError("refused")
+        return lengths(request)
+
+    reward = replicated(answer)
+    scores = [asyncio.create_task(reward.score(make_item("x" * length, prompt=""))) for length in range(300)]
+    wait_until_outage = functools.partial(wait_until, lambda: reward.health().outage, description="the outage shows")
+    await asyncio.to_thread(wait_until_outage)
+    assert "http://reward:2/score: ConnectError: refused" in str(reward.health().outage)
+    await asyncio.sleep(0.05)  # many more trials than a sample has attempts
+    down = False
+    assert await asyncio.wait_for(asyncio.gather(*scores), 10) == list(range(300))
+    assert reward.health().outage is None
+    await reward.close()
+
+
+async def test_an_outage_that_does_not_end_fails_the_samples() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused")
+
+    reward = connect(answer, attempts=100, outage_s=0.05)
+    with pytest.raises(
+        RewardError, match=r"no replica could be asked for 0\.05 s: http://reward:1/score: ConnectError"
+    ):
+        await reward.score(make_item())
+    await reward.close()
+
+
+async def test_a_service_may_be_asked_in_another_form_at_its_own_path() -> None:
+    seen: list[tuple[str, Any]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append((request.url.path, json.loads(request.content)))
+        return httpx.Response(200, json={"rewards": [0.25]})
+
+    reward = connect(answer, form="openrlhf")
+    assert await reward.score(make_item("4", prompt="2+2=", answer="4")) == 0.25
+    await reward.close()
+    assert seen == [("/get_reward", {"query": ["2+2=4"], "prompts": ["2+2="], "labels": ["4"]})]
+
+
+def test_every_replica_needs_this_workers_permission() -> None:
+    with pytest.raises(ConfigError, match=r"rewards\.mine\.url: this worker may not send samples to 'elsewhere'"):
+        connect(lengths, replicas=("http://elsewhere:1",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 
 import pytest
@@ -10,7 +11,7 @@ from streamrl.config import schema
 from streamrl.errors import ConfigError, RewardError
 from tests.tiny_rewards import make_item
 from workers.permissions import Permissions
-from workers.rewards.base import FakeReward, Rewards, Scores, Weighted, build_rewards
+from workers.rewards.base import FakeReward, Rewards, ScoreItem, Scores, Weighted, build_rewards
 
 
 def rewards_of(**values: float) -> Rewards:
@@ -29,8 +30,36 @@ async def test_the_total_is_the_weighted_sum_and_each_source_stays_visible() -> 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 async def test_a_source_that_gives_no_finite_number_fails_the_sample_and_is_named(value: float) -> None:
-    with pytest.raises(RewardError, match=r"reward 'bad' gave"):
+    with pytest.raises(RewardError, match=r"reward 'bad': gave"):
         await rewards_of(good=1.0, bad=value).score(make_item())
+
+
+async def test_a_score_beyond_its_limit_is_nonsense_and_fails_the_sample() -> None:
+    rewards = Rewards({"model": Weighted(reward=FakeReward(lambda _: -1e30), weight=1.0, max_abs=1e6)})
+    with pytest.raises(RewardError, match=r"reward 'model': gave -1e\+30, beyond its max_abs of 1e\+06"):
+        await rewards.score(make_item())
+
+
+async def test_an_outage_of_one_source_is_an_outage_and_named() -> None:
+    sources = {"one": FakeReward(), "two": FakeReward()}
+    rewards = Rewards({name: Weighted(reward=source, weight=1.0) for name, source in sources.items()})
+    assert rewards.outage() is None
+    sources["two"].outage = "refused"
+    assert rewards.outage() == "reward 'two': refused"
+
+
+async def test_each_source_tells_how_it_does() -> None:
+    def judge(item: ScoreItem) -> float:
+        if item.completion == "bad":
+            raise RewardError("no")
+        return 1.0
+
+    rewards = Rewards({"model": Weighted(reward=FakeReward(judge), weight=1.0)})
+    await asyncio.gather(*(rewards.score(make_item(text)) for text in ("good", "bad", "good")), return_exceptions=True)
+    facts = rewards.facts()
+    assert (facts["rewards/model/scored"], facts["rewards/model/failed"]) == (2, 1)
+    assert facts["rewards/model/state"] == "well"
+    assert 0 <= float(facts["rewards/model/latency_s"]) < 1
 
 
 async def test_finite_values_whose_sum_is_not_finite_fail_the_sample() -> None:

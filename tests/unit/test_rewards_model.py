@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ import transformers
 from streamrl.errors import DataError
 from tests.tiny_models import CHARACTERS, Architecture, make_model
 from tests.tiny_rewards import make_reward_model
-from workers.rewards.model import RewardModel
-from workers.rewards.train import SUMMARY_FILE, TrainSettings, read_pairs, train
+from workers.rewards.examples import read_pairs, read_ratings
+from workers.rewards.model import RewardModel, Scoring
+from workers.rewards.train import SUMMARY_FILE, TrainSettings, train
 
 
 def random_texts(count: int) -> list[str]:
@@ -50,7 +52,7 @@ def test_rewards_are_standardised(tmp_path: Path) -> None:
     folder = str(make_reward_model(tmp_path / "rm"))
     rows = [[5, 6, 7], [8]]
     plain = RewardModel.load(folder).score(rows)
-    scaled = RewardModel.load(folder, reward_mean=0.5, reward_std=2.0).score(rows)
+    scaled = RewardModel.load(folder, scoring=Scoring(mean=0.5, std=2.0)).score(rows)
     assert scaled == pytest.approx([(reward - 0.5) / 2.0 for reward in plain])
 
 
@@ -60,8 +62,33 @@ def test_a_model_without_a_reward_head_is_refused_rather_than_given_a_random_one
 
 
 def test_a_model_with_several_outputs_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="has 3 outputs; a reward model has one"):
+    with pytest.raises(DataError, match="has 3 outputs; a reward is one: say with attribute_weights"):
         RewardModel.load(str(make_reward_model(tmp_path / "rm", num_labels=3)))
+
+
+def test_several_outputs_become_one_reward_by_their_weights(tmp_path: Path) -> None:
+    folder = str(make_reward_model(tmp_path / "rm", num_labels=3))
+    rows = [[5, 6, 7], [8], [9, 10]]
+    outputs = RewardModel.load(folder, scoring=Scoring(attribute_weights=(1.0, 1.0, 1.0))).forward(rows)
+    scoring = Scoring(attribute_weights=(0.5, 0.0, -2.0), mean=1.0, std=4.0)
+    expected = [(0.5 * a - 2.0 * c - 1.0) / 4.0 for a, _, c in outputs.tolist()]
+    assert RewardModel.load(folder, scoring=scoring).score(rows) == pytest.approx(expected)
+
+
+def test_weights_that_do_not_fit_the_outputs_are_refused(tmp_path: Path) -> None:
+    folder = str(make_reward_model(tmp_path / "rm", num_labels=3))
+    with pytest.raises(DataError, match="3 outputs, and attribute_weights has 2 numbers"):
+        RewardModel.load(folder, scoring=Scoring(attribute_weights=(1.0, 2.0)))
+
+
+@pytest.mark.parametrize("with_padding", [True, False])
+def test_average_pool_is_the_mean_of_what_each_prefix_scores(tmp_path: Path, with_padding: bool) -> None:
+    folder = make_reward_model(tmp_path / "rm", with_padding=with_padding)
+    rows = [[5, 6, 7, 9], [8], [9, 10]]
+    # The model is causal: its output at a token is what the row up to there scores.
+    expected = [statistics.fmean(single_scores(folder, [row[: end + 1] for end in range(len(row))])) for row in rows]
+    averaged = RewardModel.load(str(folder), scoring=Scoring(pool="average")).score(rows)
+    assert averaged == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("damage", ["no folder", "no tokenizer", "cut weights", "no weights"])
@@ -96,14 +123,13 @@ def write_pairs(path: Path, count: int) -> Path:
 
 def test_training_learns_the_order_and_leaves_a_model_that_transformers_loads(tmp_path: Path) -> None:
     settings = TrainSettings(
-        pairs=write_pairs(tmp_path / "pairs.jsonl", 600),
         model=str(make_model(tmp_path / "lm", hidden=32)),
         output=tmp_path / "rm",
         epochs=3,
         lr=1e-3,
     )
     said: list[str] = []
-    summary = train(settings, said.append)
+    summary = train(read_pairs(write_pairs(tmp_path / "pairs.jsonl", 600)), settings, said.append)
     assert summary.accuracy > 0.9
     assert said[-1].startswith(f"step {summary.steps}/{summary.steps}: loss ")
     assert json.loads((tmp_path / "rm" / SUMMARY_FILE).read_text())["accuracy"] == summary.accuracy
@@ -118,7 +144,7 @@ def test_the_same_seed_gives_the_same_model(tmp_path: Path) -> None:
     pairs, base = write_pairs(tmp_path / "pairs.jsonl", 60), str(make_model(tmp_path / "lm", hidden=32))
     scores = []
     for name in ("one", "two"):
-        train(TrainSettings(pairs=pairs, model=base, output=tmp_path / name, lr=1e-3), lambda line: None)
+        train(read_pairs(pairs), TrainSettings(model=base, output=tmp_path / name, lr=1e-3), lambda line: None)
         scores.append(RewardModel.load(str(tmp_path / name)).score([[5, 6, 7]]))
     assert scores[0] == scores[1]
 
@@ -129,15 +155,15 @@ def test_pairs_that_are_too_long_are_left_out_and_counted(tmp_path: Path) -> Non
     with pairs.open("a") as file:
         file.write(json.dumps({"prompt": "a" * 100, "chosen": "a", "rejected": "b"}) + "\n")
     base = str(make_model(tmp_path / "lm", hidden=32))
-    settings = TrainSettings(pairs=pairs, model=base, output=tmp_path / "rm", max_tokens=50)
-    summary = train(settings, lambda line: None)
-    assert (summary.num_overlong, summary.num_pairs + summary.num_held_out) == (1, num_short)
+    settings = TrainSettings(model=base, output=tmp_path / "rm", max_tokens=50)
+    summary = train(read_pairs(pairs), settings, lambda line: None)
+    assert (summary.num_overlong, summary.num_trained + summary.num_held_out) == (1, num_short)
 
 
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("{", "not JSON"),
+        ("{", "Expecting property name"),
         ('{"prompt": "a", "chosen": "b"}', 'expected {"prompt": text'),
         ('{"prompt": "a", "chosen": "b", "rejected": 1}', 'expected {"prompt": text'),
         ("[]", 'expected {"prompt": text'),
@@ -155,3 +181,37 @@ def test_an_empty_file_of_pairs_is_refused(tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text("\n")
     with pytest.raises(DataError, match="holds 0 preference pairs"):
         read_pairs(tmp_path / "pairs.jsonl")
+
+
+@pytest.mark.parametrize("num_scores", [1, 2])
+def test_regression_learns_ratings_of_one_or_several_numbers(tmp_path: Path, num_scores: int) -> None:
+    order = random.Random(0)
+    path = tmp_path / "ratings.jsonl"
+    with path.open("w") as file:
+        for _ in range(400):
+            text = "".join(order.choices("ab", k=6))
+            scores = [text.count("a") / 6, text.count("b") / 6][:num_scores]
+            row = {"prompt": "rate: ", "completion": text, "score": scores if num_scores > 1 else scores[0]}
+            file.write(json.dumps(row) + "\n")
+    base = str(make_model(tmp_path / "lm", hidden=32))
+    settings = TrainSettings(model=base, output=tmp_path / "rm", epochs=4, lr=2e-3)
+    train(read_ratings(path), settings, lambda line: None)
+    weights = (1.0, -1.0) if num_scores == 2 else ()
+    model = RewardModel.load(str(tmp_path / "rm"), scoring=Scoring(attribute_weights=weights))
+    few, many = model.score(model.encode(["rate: bbbbab", "rate: aaaaba"]))
+    assert many > few + 0.3
+
+
+@pytest.mark.parametrize("score", ["null", "[]", "true", '"1"', "NaN", "[1, null]"])
+def test_a_rating_that_is_no_number_is_named_by_file_and_line(tmp_path: Path, score: str) -> None:
+    path = tmp_path / "ratings.jsonl"
+    path.write_text(f'{{"prompt": "a", "completion": "b", "score": {score}}}\n')
+    with pytest.raises(DataError, match=r"ratings.jsonl:1: expected `score` to be a finite number"):
+        read_ratings(path)
+
+
+def test_ratings_of_different_lengths_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ratings.jsonl"
+    path.write_text("".join(f'{{"prompt": "a", "completion": "b", "score": {score}}}\n' for score in ("1", "[1, 2]")))
+    with pytest.raises(DataError, match="differ in how many numbers"):
+        read_ratings(path)

@@ -34,6 +34,29 @@ async def test_texts_and_tokens_are_scored(client: httpx.AsyncClient) -> None:
     assert (await client.post("/score", json={"tokens": [[1, 2], [3]]})).json() == {"rewards": [3.0, 3.0]}
 
 
+async def test_openrlhf_is_answered_in_its_own_form(client: httpx.AsyncClient) -> None:
+    query = {"query": ["a", "bc"], "prompts": ["", "b"], "labels": [None, 3], "more": True}
+    answer = await client.post("/get_reward", json=query)
+    assert answer.json() == {"rewards": [97.0, 197.0], "scores": [97.0, 197.0], "extra_logs": {}}
+    answer = await client.post("/get_reward", json={"prompts": ["a"]})
+    assert (answer.status_code, answer.json()) == (422, {"error": "query: Field required"})
+
+
+async def test_metrics_count_what_was_asked_and_scored(client: httpx.AsyncClient) -> None:
+    await client.post("/score", json={"texts": ["a", "bc"]})
+    await client.post("/score", json={})
+    lines = (await client.get("/metrics", headers={"authorization": ""})).text.splitlines()
+    for line in (
+        'streamrl_reward_requests_total{status="200"} 1.0',
+        'streamrl_reward_requests_total{status="422"} 1.0',
+        "streamrl_reward_rows_total 2.0",
+        "streamrl_reward_tokens_total 3.0",
+        "streamrl_reward_pending_rows 0.0",
+        "streamrl_reward_request_seconds_count 2.0",
+    ):
+        assert line in lines
+
+
 @pytest.mark.parametrize(
     ("content", "status", "reason"),
     [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -20,6 +21,8 @@ from streamrl.errors import RewardError
 from streamrl.wire.group import FinishReason
 from workers.permissions import Permissions
 
+_FORGETTING = 0.05  # the share of the newest in the average latency
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreItem:
@@ -31,6 +34,14 @@ class ScoreItem:
     finish_reason: FinishReason = "stop"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """How a source does, as people and the taking of tickets want to know it."""
+
+    outage: str | None = None  # why it cannot score at all now
+    state: str = "well"
+
+
 class Reward(Protocol):
     """One source. `score` may be called many times at once."""
 
@@ -39,6 +50,8 @@ class Reward(Protocol):
 
     async def score(self, item: ScoreItem) -> float:
         """A finite number within the source's own time limit, or RewardError."""
+
+    def health(self) -> Health: ...
 
     async def close(self) -> None: ...
 
@@ -49,6 +62,7 @@ class FakeReward:
     def __init__(self, judge: Callable[[ScoreItem], float] = lambda item: 1.0) -> None:
         self._judge = judge
         self.items: list[ScoreItem] = []
+        self.outage: str | None = None
         self.closed = False
 
     async def start(self) -> None:
@@ -57,6 +71,9 @@ class FakeReward:
     async def score(self, item: ScoreItem) -> float:
         self.items.append(item)
         return self._judge(item)
+
+    def health(self) -> Health:
+        return Health(outage=self.outage)
 
     async def close(self) -> None:
         self.closed = True
@@ -72,6 +89,16 @@ class Scores:
 class Weighted:
     reward: Reward
     weight: float
+    max_abs: float = math.inf
+
+
+@dataclass(slots=True)
+class _Record:
+    """How one source has done since the worker's start."""
+
+    scored: int = 0
+    failed: int = 0
+    latency_s: float = 0.0  # of late: an average that forgets
 
 
 class Rewards:
@@ -79,6 +106,7 @@ class Rewards:
 
     def __init__(self, sources: Mapping[str, Weighted]) -> None:
         self._sources = dict(sources)
+        self._records = {name: _Record() for name in sources}
 
     async def start(self) -> None:
         """Begin all sources: a mistake shows now, and not with the first sample. After an error all are closed."""
@@ -102,16 +130,40 @@ class Rewards:
             raise RewardError(f"the weighted sum of {rewards} is not finite")
         return Scores(rewards=rewards, total=total)
 
+    def outage(self) -> str | None:
+        """Which source cannot score at all now, and why: it is no use to make more samples for it."""
+        for name, source in self._sources.items():
+            if (outage := source.reward.health().outage) is not None:
+                return f"reward {name!r}: {outage}"
+        return None
+
+    def facts(self) -> dict[str, int | float | str]:
+        """What the monitor shows of each source."""
+        facts: dict[str, int | float | str] = {}
+        for name, record in self._records.items():
+            facts[f"rewards/{name}/state"] = self._sources[name].reward.health().state
+            facts[f"rewards/{name}/latency_s"] = round(record.latency_s, 4)
+            facts[f"rewards/{name}/scored"] = record.scored
+            facts[f"rewards/{name}/failed"] = record.failed
+        return facts
+
     async def close(self) -> None:
         await asyncio.gather(*(source.reward.close() for source in self._sources.values()))
 
     async def _score_by(self, name: str, item: ScoreItem) -> float:
+        source, record, began = self._sources[name], self._records[name], time.monotonic()
         try:
-            value = await self._sources[name].reward.score(item)
+            value = await source.reward.score(item)
+            if not math.isfinite(value):
+                raise RewardError(f"gave {value}, not a finite number")
+            if abs(value) > source.max_abs:
+                raise RewardError(f"gave {value:g}, beyond its max_abs of {source.max_abs:g}")
         except RewardError as error:
+            record.failed += 1
             raise RewardError(f"reward {name!r}: {error}") from error
-        if not math.isfinite(value):
-            raise RewardError(f"reward {name!r} gave {value}, not a finite number")
+        record.scored += 1
+        share = max(_FORGETTING, 1 / record.scored)
+        record.latency_s += share * (time.monotonic() - began - record.latency_s)
         return float(value)
 
 
@@ -120,7 +172,9 @@ def build_rewards(
 ) -> Rewards:
     """The run's sources, none of them begun yet; one that this worker may not use is a UserError."""
     built = {
-        name: Weighted(reward=_build(name, source, permissions, local_reward_url), weight=source.weight)
+        name: Weighted(
+            reward=_build(name, source, permissions, local_reward_url), weight=source.weight, max_abs=source.max_abs
+        )
         for name, source in sources.items()
     }
     return Rewards(built)

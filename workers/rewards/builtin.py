@@ -38,6 +38,22 @@ def numeric_match(
     return float(given is not None and math.isclose(given, right, rel_tol=tolerance, abs_tol=tolerance))
 
 
+def math_equal(
+    prompt: str, completion: str, token_ids: Sequence[int], fields: Mapping[str, Any], *, field: str = "answer"
+) -> float:
+    """1 when the completion's final answer, LaTeX or plain, is mathematically equal to the answer; else 0."""
+    try:
+        import math_verify  # it brings sympy, which takes a second to import
+    except ImportError:
+        raise ValueError("math_equal needs math-verify: pip install 'streamrl[rewards]'") from None
+    right = str(_field(fields, field))
+    # What stands bare is read as a formula too: answers often come without their dollar signs.
+    gold = math_verify.parse(right) or math_verify.parse(f"${right}$")
+    if not gold:
+        raise ValueError(f"field {field!r} holds nothing mathematical: {right!r:.80}")
+    return float(math_verify.verify(gold, math_verify.parse(completion)))
+
+
 def regex_format(
     prompt: str, completion: str, token_ids: Sequence[int], fields: Mapping[str, Any], *, pattern: str
 ) -> float:
@@ -64,6 +80,7 @@ def length_penalty(
 BUILTINS: Mapping[str, Callable[..., float]] = {
     "exact_match": exact_match,
     "numeric_match": numeric_match,
+    "math_equal": math_equal,
     "regex_format": regex_format,
     "length_penalty": length_penalty,
 }

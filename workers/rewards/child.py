@@ -62,7 +62,10 @@ class Child:
             start_new_session=True,  # Ctrl-C is for the worker alone, and what a function forks dies with it
         )
         try:
-            _send(process, {**source.model_dump(include={"target", "options", "timeout_s"}), "parent": os.getpid()})
+            _send(
+                process,
+                {**source.model_dump(include={"target", "options", "timeout_s", "memory_mb"}), "parent": os.getpid()},
+            )
             concurrent = await _loaded(process)
         except BaseException:
             _kill(process)
@@ -95,7 +98,7 @@ class Child:
         self._lose("the pool was closed")
         await self._reader
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, *, culprit_known: bool = False) -> None:
         """Kill the process and fail every call in it; once, since later its number may be another process's."""
         if self.lost:
             return
@@ -103,7 +106,7 @@ class Child:
         _kill(self._process)
         waiting = [answer for answer in self._pending.values() if not answer.done()]
         for answer in waiting:
-            answer.set_exception(ChildLost(reason, alone=len(waiting) == 1))
+            answer.set_exception(ChildLost(reason, alone=len(waiting) == 1 and not culprit_known))
 
     async def _read(self) -> None:
         assert self._process.stdout is not None
@@ -126,6 +129,8 @@ class Child:
             return
         if "error" in message:
             answer.set_exception(CallFailed(str(message["error"])))
+            if message.get("last"):
+                self._lose("the process had used up its memory", culprit_known=True)
         else:
             answer.set_result(float(message["score"]))
 

@@ -15,6 +15,7 @@ import inspect
 import json
 import math
 import os
+import resource
 import signal
 import sys
 import traceback
@@ -32,6 +33,7 @@ def main() -> None:
     setup = json.loads(calls.readline())
     _end_with_parent(setup["parent"])
     _volunteer_when_memory_is_short()
+    _limit_memory(setup["memory_mb"] << 20)
     try:
         function = load(setup["target"], setup["options"])
     except BaseException as error:  # noqa: BLE001 - user code may raise anything while it is imported
@@ -86,8 +88,10 @@ def _serve(function: Callable[..., Any], calls: BinaryIO, answers: BinaryIO) -> 
         try:
             answer = {"score": _as_number(function(*call["arguments"]))}
         except BaseException as error:  # noqa: BLE001 - whatever user code raises fails this sample, and only it
-            answer = {"error": _describe(error)}
+            answer = _failure(error)
         _write(answers, {"id": call["id"], **answer})
+        if answer.get("last"):
+            return
 
 
 async def _serve_concurrently(
@@ -102,7 +106,7 @@ async def _serve_concurrently(
             async with limit:
                 result = {"score": _as_number(await function(*call["arguments"]))}
         except BaseException as error:  # noqa: BLE001 - as above
-            result = {"error": f"no answer within {timeout_s:g} s" if limit.expired() else _describe(error)}
+            result = {"error": f"no answer within {timeout_s:g} s"} if limit.expired() else _failure(error)
         _write(answers, {"id": call["id"], **result})
 
     loop = asyncio.get_running_loop()
@@ -121,6 +125,11 @@ def _as_number(value: Any) -> float:
     if not math.isfinite(number):
         raise ValueError(f"the function returned {number}, not a finite number")
     return number
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    """`last`: who has eaten all its memory may have leaked it, so its place begins another process."""
+    return {"error": _describe(error)} | ({"last": True} if isinstance(error, MemoryError) else {})
 
 
 def _describe(error: BaseException) -> str:
@@ -155,6 +164,11 @@ def _volunteer_when_memory_is_short() -> None:
     """The kernel ends this process before the worker: a function that eats memory costs its sample and no more."""
     with contextlib.suppress(OSError):  # a container may hide the file
         Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _limit_memory(num_bytes: int) -> None:
+    """Data, not address space: libraries reserve far more addresses than they ever use."""
+    resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from typing import Any
 from streamrl.config import schema
 from streamrl.errors import ConfigError, RewardError
 from workers.permissions import Permissions
-from workers.rewards.base import ScoreItem
+from workers.rewards.base import Health, ScoreItem
 from workers.rewards.builtin import BUILTINS
 from workers.rewards.child import CallFailed, CannotLoad, Child, ChildLost
 
@@ -97,6 +97,9 @@ class FunctionReward:
                 return await self._solo.call(arguments)
         except (CallFailed, CannotLoad, ChildLost) as error:
             raise RewardError(f"the function failed: {error}") from None
+
+    def health(self) -> Health:
+        return Health()  # a function is always to be had: what fails is a sample's
 
     async def close(self) -> None:
         for place in (*self._places, self._solo):

@@ -1,20 +1,18 @@
-"""Rewards from a reward server: what comes in the same turn of the loop shares a request, and answers are distrusted.
+"""Rewards from a service over HTTP: what comes in the same turn of the loop shares a request; answers are distrusted.
 
     score ──► waiting ──► at most `max_concurrency` requests ──► one number a sample, or RewardError
-                              └─ no connection, too late, 5xx, nonsense: again, after a growing pause with jitter
+                              │
+                              ├─ no connection, too late, 5xx, nonsense: again, elsewhere if there are replicas
+                              └─ no replica is well: an outage; wait for one, which costs no attempt, up to `outage_s`
 
-A request has one deadline for everything, an answer has a size cap, redirects are not followed and compression is not
-accepted. A request that the server refuses (4xx) is sent again row by row, so that one bad sample fails alone.
+A request that the service refuses (4xx) is sent again row by row, so that one bad sample fails alone.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import math
 import random
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 import httpx
@@ -22,15 +20,15 @@ import httpx
 from streamrl.config import schema
 from streamrl.errors import ConfigError, RewardError
 from workers.permissions import Permissions
-from workers.rewards.base import ScoreItem
+from workers.rewards.base import Health, ScoreItem
 from workers.rewards.bearer import read_token
+from workers.rewards.forms import FORMS, Form
+from workers.rewards.http_request import Refused, TryAgain, ask, make_client
+from workers.rewards.replicas import Replica, Replicas
 
 LOCAL = "local"  # the url that means: the server which the launcher runs on this machine
 MAX_ROWS = 64  # a request
-_CONNECT_TIMEOUT_S = 5.0
 FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0  # between attempts
-_MAX_ANSWER_BYTES, _MAX_ANSWER_BYTES_PER_ROW = 4096, 64
-_MAX_REASON_CHARS = 200
 
 
 def build_http_reward(
@@ -42,27 +40,25 @@ def build_http_reward(
     transport: httpx.AsyncBaseTransport | None = None,
     first_pause_s: float = FIRST_PAUSE_S,
 ) -> HttpReward:
-    """Checks the address and this worker's permission for its host; connects to nothing yet."""
-    key = f"rewards.{name}"
-    if source.url == LOCAL:
+    """Checks the addresses and this worker's permission for their hosts; connects to nothing yet."""
+    key, form = f"rewards.{name}", FORMS[source.form]
+    urls = [_address(f"{key}.url", url, form, permissions, local_reward_url) for url in source.urls]
+    token = None if source.token_file is None else read_token(source.token_file, key=f"{key}.token_file")
+    client = make_client(
+        timeout_s=source.timeout_s, max_connections=source.max_concurrency, token=token, transport=transport
+    )
+    replicas = Replicas(urls, first_pause_s=first_pause_s)
+    return HttpReward(source, form=form, replicas=replicas, client=client, first_pause_s=first_pause_s)
+
+
+def _address(key: str, url: str, form: Form, permissions: Permissions, local_reward_url: str | None) -> str:
+    if url == LOCAL:
         if local_reward_url is None:
-            raise ConfigError(f"{key}.url: `local` needs a reward server on this machine: set reward_server.model")
+            raise ConfigError(f"{key}: `local` needs a reward server on this machine: set reward_server.model")
         url = local_reward_url  # named on this worker's command line, so it needs no other permission
     else:
-        url = source.url
-        _check_host(f"{key}.url", url, permissions)
-    headers = {"accept-encoding": "identity", "content-type": "application/json"}
-    if source.token_file is not None:
-        headers["authorization"] = f"Bearer {read_token(source.token_file, key=f'{key}.token_file')}"
-    client = httpx.AsyncClient(
-        headers=headers,
-        timeout=httpx.Timeout(source.timeout_s, connect=min(_CONNECT_TIMEOUT_S, source.timeout_s)),
-        limits=httpx.Limits(max_connections=source.max_concurrency),
-        follow_redirects=False,
-        trust_env=False,  # no proxy and no .netrc password that the operator did not name here
-        transport=transport,
-    )
-    return HttpReward(source, url=url.rstrip("/") + "/score", client=client, first_pause_s=first_pause_s)
+        _check_host(key, url, permissions)
+    return url if urlsplit(url).path.strip("/") else url.rstrip("/") + form.path
 
 
 def _check_host(key: str, url: str, permissions: Permissions) -> None:
@@ -81,26 +77,27 @@ def _check_host(key: str, url: str, permissions: Permissions) -> None:
         )
 
 
-class _TryAgain(Exception):
-    """This attempt gave no scores; another may."""
-
-
-class _Refused(Exception):
-    """The server will never score this request."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Waiting:
-    text: str
+    item: ScoreItem
     score: asyncio.Future[float]
 
 
 class HttpReward:
-    """One reward server."""
+    """One service, of one or several replicas."""
 
-    def __init__(self, source: schema.HttpReward, *, url: str, client: httpx.AsyncClient, first_pause_s: float) -> None:
+    def __init__(
+        self,
+        source: schema.HttpReward,
+        *,
+        form: Form,
+        replicas: Replicas,
+        client: httpx.AsyncClient,
+        first_pause_s: float,
+    ) -> None:
         self._source = source
-        self._url = url
+        self._form = form
+        self._replicas = replicas
         self._client = client
         self._first_pause_s = first_pause_s
         self._waiting: list[_Waiting] = []
@@ -109,9 +106,16 @@ class HttpReward:
     async def start(self) -> None:
         """Nothing to show: a server that is not there yet is an outage, not a mistake."""
 
+    def health(self) -> Health:
+        well, count = self._replicas.num_well, len(self._replicas)
+        # While nobody asks, nobody finds out that a service is back; so who may be tried is not out.
+        return Health(
+            outage=self._replicas.outage, state=f"{well} of {count} replicas well" if well < count else "well"
+        )
+
     async def score(self, item: ScoreItem) -> float:
         loop = asyncio.get_running_loop()
-        entry = _Waiting(text=item.prompt + item.completion, score=loop.create_future())
+        entry = _Waiting(item=item, score=loop.create_future())
         self._waiting.append(entry)
         if len(self._waiting) == 1:
             loop.call_soon(self._send_waiting)
@@ -137,12 +141,15 @@ class HttpReward:
 
     async def _settle(self, batch: list[_Waiting]) -> None:
         """Give every entry its score or its error."""
+        batch = [entry for entry in batch if not entry.score.done()]  # done: nobody waits for it any more
+        if not batch:
+            return
         try:
-            scores = await self._ask_patiently([entry.text for entry in batch])
+            scores = await self._ask_patiently([entry.item for entry in batch])
             for entry, score in zip(batch, scores, strict=True):
                 if not entry.score.done():
                     entry.score.set_result(score)
-        except _Refused as refusal:
+        except Refused as refusal:
             if len(batch) == 1:
                 _fail(batch, str(refusal))
             else:
@@ -153,70 +160,61 @@ class HttpReward:
         finally:
             _fail(batch, "the request was given up")  # whatever happens, nobody waits for ever
 
-    async def _ask_patiently(self, texts: list[str]) -> list[float]:
-        reason = ""
-        for attempt in range(self._source.attempts):
-            if attempt:
-                pause_s = min(_LONGEST_PAUSE_S, self._first_pause_s * 2 ** (attempt - 1))
-                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+    async def _ask_patiently(self, items: list[ScoreItem]) -> list[float]:
+        until = asyncio.get_running_loop().time() + self._source.outage_s
+        last: Replica | None = None
+        attempts = 0
+        while attempts < self._source.attempts:
+            rounds, left = divmod(attempts, len(self._replicas))
+            if rounds and not left:  # each has been asked: now it is time that may help
+                await self._pause(rounds)
+            replica = await self._a_replica(but=last, until=until)
+            on_trial = replica.on_trial
             try:
-                return await self._ask(texts)
-            except _TryAgain as error:
-                reason = str(error)
-        raise RewardError(f"{self._url}: {reason} ({self._source.attempts} attempts)")
+                return await self._ask(replica, items)
+            except TryAgain as error:
+                last, reason = replica, f"{replica.url}: {error}"
+                # That nobody is there, or that an outage goes on, says nothing about these samples.
+                attempts += error.reached and not on_trial
+        raise RewardError(f"{reason} ({attempts} attempts)")
 
-    async def _ask(self, texts: list[str]) -> list[float]:
-        content = json.dumps({"texts": texts}).encode()
-        max_bytes = _MAX_ANSWER_BYTES + _MAX_ANSWER_BYTES_PER_ROW * len(texts)
+    async def _pause(self, rounds: int) -> None:
+        pause_s = min(_LONGEST_PAUSE_S, self._first_pause_s * 2 ** (rounds - 1))
+        await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+
+    async def _a_replica(self, *, but: Replica | None, until: float) -> Replica:
+        """Whom to ask; waits while the whole service is out, RewardError when it stays so for too long."""
+        loop = asyncio.get_running_loop()
+        while loop.time() < until:
+            if (replica := self._replicas.choose(but=but)) is not None:
+                return replica
+            await asyncio.sleep(min(self._replicas.pause_s() * random.uniform(1.0, 1.2), until - loop.time()))
+        raise RewardError(f"no replica could be asked for {self._source.outage_s:g} s: {self._replicas.last_errors}")
+
+    async def _ask(self, replica: Replica, items: list[ScoreItem]) -> list[float]:
         try:
-            # httpx bounds each read; only this bounds a server that sends a byte now and then.
-            async with (
-                asyncio.timeout(self._source.timeout_s),
-                self._client.stream("POST", self._url, content=content) as response,
-            ):
-                body = await _read(response, max_bytes)
-        except TimeoutError:
-            raise _TryAgain(f"no answer within {self._source.timeout_s:g} s") from None
-        except httpx.HTTPError as error:
-            raise _TryAgain(f"{type(error).__name__}: {error}") from None
-        if response.status_code == 200:
-            return _read_scores(body, len(texts))
-        reason = f"answered {response.status_code}: {_printable(body)}"
-        if response.status_code >= 500 or response.status_code in (408, 429):
-            raise _TryAgain(reason)
-        raise _Refused(f"{self._url}: {reason}")
+            scores = await ask(
+                self._client,
+                replica.url,
+                self._form,
+                items,
+                timeout_s=self._source.timeout_s,
+                max_abs=self._source.max_abs,
+            )
+        except TryAgain as error:
+            self._replicas.failed(replica, str(error))
+            raise
+        except Refused:
+            self._replicas.answered(replica)
+            raise
+        except BaseException:
+            self._replicas.given_up(replica)
+            raise
+        self._replicas.answered(replica)
+        return scores
 
 
 def _fail(batch: list[_Waiting], reason: str) -> None:
     for entry in batch:
         if not entry.score.done():
             entry.score.set_exception(RewardError(reason))
-
-
-async def _read(response: httpx.Response, max_bytes: int) -> bytes:
-    if "content-encoding" in response.headers:  # a small body may unpack to any size
-        raise _TryAgain("answered compressed, which was not accepted")
-    body = bytearray()
-    async for part in response.aiter_bytes():
-        body += part
-        if len(body) > max_bytes:
-            raise _TryAgain(f"answered more than {max_bytes} bytes")
-    return bytes(body)
-
-
-def _read_scores(body: bytes, count: int) -> list[float]:
-    try:
-        answer: Any = json.loads(body)
-    except (ValueError, RecursionError):
-        raise _TryAgain(f"answered no JSON: {_printable(body)}") from None
-    scores = answer.get("rewards") if isinstance(answer, dict) else None
-    if not isinstance(scores, list) or len(scores) != count:
-        raise _TryAgain(f"answered no list of {count} rewards: {_printable(body)}")
-    if any(type(score) not in (int, float) or not math.isfinite(score) for score in scores):
-        raise _TryAgain(f"answered rewards that are no finite numbers: {_printable(body)}")
-    return [float(score) for score in scores]
-
-
-def _printable(body: bytes) -> str:
-    text = body[:_MAX_REASON_CHARS].decode("utf-8", errors="replace")
-    return "".join(character if character.isprintable() else " " for character in text)

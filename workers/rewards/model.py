@@ -1,4 +1,8 @@
-"""A sequence-classification model with one output, as reward model: loading it, and scoring batches of any lengths.
+"""A sequence-classification model as reward model: loading it, and scoring batches of any lengths.
+
+    reward = (sum_i attribute_weights[i] x output_i - mean) / std     of a model with one output: (output - mean) / std
+
+The outputs are the head's at the last token, as transformers takes them, or their mean over all tokens of a row.
 
 The one place of the reward room that talks to transformers; server and training both go through it, so that a text
 means the same tokens and the same score to both. Blocks for as long as the model computes.
@@ -8,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -21,20 +26,24 @@ Dtype = Literal["float32", "bfloat16"]
 Row = Sequence[int]  # token ids
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """How a reward is made from the outputs of a model."""
+
+    pool: Literal["last", "average"] = "last"
+    attribute_weights: tuple[float, ...] = ()  # of each output; of a model with one output there are none
+    mean: float = 0.0
+    std: float = 1.0
+
+
 class RewardModel:
     def __init__(
-        self,
-        model: Any,
-        tokenizer: transformers.PreTrainedTokenizerBase,
-        *,
-        name: str,
-        reward_mean: float = 0.0,
-        reward_std: float = 1.0,
+        self, model: Any, tokenizer: transformers.PreTrainedTokenizerBase, *, name: str, scoring: Scoring
     ) -> None:
         self.name = name
         self.model = model
         self.tokenizer = tokenizer
-        self._mean, self._std = reward_mean, reward_std
+        self._scoring = scoring
         text_config = model.config.get_text_config()
         self.vocab_size: int = text_config.vocab_size
         limits = (getattr(text_config, "max_position_embeddings", None), tokenizer.model_max_length)
@@ -48,11 +57,10 @@ class RewardModel:
         *,
         dtype: Dtype = "float32",
         trust_remote_code: bool = False,
-        new_head: bool = False,
-        reward_mean: float = 0.0,
-        reward_std: float = 1.0,
+        new_head: int | None = None,
+        scoring: Scoring = Scoring(),
     ) -> Self:
-        """From a folder or the hub. `new_head`: begin with a random reward head on the model, as training does."""
+        """From a folder or the hub. `new_head`: begin with a random one of so many outputs, as training does."""
         if path.startswith(("/", ".", "~")) and not Path(path).is_dir():  # no hub name begins so
             raise DataError(f"no such model folder: {path!r}")
         common: dict[str, Any] = {"trust_remote_code": trust_remote_code}
@@ -63,30 +71,29 @@ class RewardModel:
         if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
             # What transformers makes of a folder that holds none, for some types of model.
             raise DataError(f"no tokenizer in the model {path!r}")
-        if new_head:
-            common["num_labels"] = 1
+        if new_head is not None:
+            common["num_labels"] = new_head
         try:
             model, info = transformers.AutoModelForSequenceClassification.from_pretrained(
                 path, dtype=getattr(torch, dtype), output_loading_info=True, **common
             )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise DataError(f"cannot load a reward model from {path!r}: {_first_line(error)}") from None
-        if info["missing_keys"] and not new_head:
+        if info["missing_keys"] and new_head is None:
             raise DataError(
                 f"the model {path!r} has no reward head ({', '.join(sorted(info['missing_keys'])[:3])} missing): "
                 "train one with `streamrl reward train`"
             )
-        if model.config.num_labels != 1:
-            raise DataError(f"the model {path!r} has {model.config.num_labels} outputs; a reward model has one")
+        _check_outputs(model, scoring, path, may_be_several=new_head is not None)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model.config.use_cache = False
-        return cls(model.to(device).eval(), tokenizer, name=path, reward_mean=reward_mean, reward_std=reward_std)
+        return cls(model.to(device).eval(), tokenizer, name=path, scoring=scoring)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         ids: list[list[int]] = self.tokenizer(list(texts), verbose=False)["input_ids"]
         return ids
 
-    def forward(self, rows: Sequence[Row]) -> torch.Tensor:  # [B] float32, before standardisation
+    def forward(self, rows: Sequence[Row]) -> torch.Tensor:  # [B, outputs] float32
         pad = self._pad_for(rows)
         if pad is None:
             half = len(rows) // 2
@@ -95,13 +102,25 @@ class RewardModel:
         ids = torch.tensor([[*row, *[pad] * (width - len(row))] for row in rows])
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
         device = self.model.device
+        inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+        if self._scoring.pool == "average":
+            return self._averaged(**inputs)
         with self._padded_by(pad):
-            logits: torch.Tensor = self.model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
-        return logits[:, 0].float()
+            logits: torch.Tensor = self.model(**inputs).logits
+        return logits.float()
 
     @torch.inference_mode()
     def score(self, rows: Sequence[Row]) -> list[float]:
-        return ((self.forward(rows) - self._mean) / self._std).tolist()
+        scoring, outputs = self._scoring, self.forward(rows)
+        if scoring.attribute_weights:
+            outputs = outputs @ outputs.new_tensor(scoring.attribute_weights)[:, None]
+        return ((outputs[:, 0] - scoring.mean) / scoring.std).tolist()
+
+    def _averaged(self, *, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        hidden = self.model.base_model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        outputs = self.model.score(hidden).float()  # [B, T, outputs]
+        counts = attention_mask[..., None]
+        return (outputs * counts).sum(dim=1) / counts.sum(dim=1)
 
     def _pad_for(self, rows: Sequence[Row]) -> int | None:
         """The token to pad with.
@@ -124,6 +143,18 @@ class RewardModel:
             yield
         finally:
             config.pad_token_id = own
+
+
+def _check_outputs(model: Any, scoring: Scoring, path: str, *, may_be_several: bool) -> None:
+    count, weights = model.config.num_labels, scoring.attribute_weights
+    if weights and len(weights) != count:
+        raise DataError(f"the model {path!r} has {count} outputs, and attribute_weights has {len(weights)} numbers")
+    if count != 1 and not weights and not may_be_several:
+        raise DataError(
+            f"the model {path!r} has {count} outputs; a reward is one: say with attribute_weights how they are summed"
+        )
+    if scoring.pool == "average" and not hasattr(model, "score"):
+        raise DataError(f"the model {path!r} ({type(model).__name__}) has no head that scores tokens: use pool: last")
 
 
 def prepare_process(threads: int | None) -> None:

@@ -1,9 +1,10 @@
-"""The reward server: `POST /score` gives a finite number a row or an error with its reason, `GET /health` the truth.
+"""The reward server: a finite number a row or an error with its reason, and the truth about its health.
 
-    {"texts": ["prompt and completion", ...]} or {"tokens": [[1, 2], ...]}  ──►  {"rewards": [0.5, ...]}
+    POST /score       {"texts": ["prompt and completion", ...]} or {"tokens": [[1, 2], ...]} ──► {"rewards": [0.5, ...]}
+    POST /get_reward  {"query": ["prompt and completion", ...]}: as OpenRLHF asks remote reward models
+    GET  /health, /metrics (for Prometheus), /openapi.json
 
 A request is read (bounded in bytes and time), checked, tokenised in a thread of its own and handed to the batcher.
-SIGTERM and Ctrl-C end it in order: no new connections, what was asked is answered, then the process leaves.
 """
 
 from __future__ import annotations
@@ -11,14 +12,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import signal
-import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, TypeVar
 
-import uvicorn
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -26,26 +24,36 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from streamrl.config import schema
-from streamrl.errors import ResourceError
 from workers.rewards.batcher import Batcher, ScoringFailed, ScoringModel
-
-if TYPE_CHECKING:
-    from workers.rewards.model import Dtype
+from workers.rewards.openapi import document
+from workers.rewards.service_metrics import ServiceMetrics
 
 MAX_BODY_BYTES = 8 << 20
 MAX_ROWS = 4096  # of one request
 MAX_PENDING_ROWS = 16384  # of all requests; above it the server says that it is busy
 BODY_TIMEOUT_S = 30.0
 HEALTH_TIMEOUT_S = 5.0  # a model that scored nothing for so long is asked to prove itself
-STOP_TIMEOUT_S = 10
 
 
 class ScoreRequest(BaseModel):
+    """Score texts, or tokens."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
 
     texts: Annotated[list[str], Field(min_length=1, max_length=MAX_ROWS)] | None = None
     tokens: Annotated[list[list[int]], Field(min_length=1, max_length=MAX_ROWS)] | None = None
+
+
+class OpenRlhfRequest(BaseModel):
+    """Score texts, as OpenRLHF asks."""
+
+    # Its versions send more beside the query (prompts, labels), and nothing of that matters here.
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    query: Annotated[list[str], Field(min_length=1, max_length=MAX_ROWS)]
+
+
+_Body = TypeVar("_Body", bound=BaseModel)
 
 
 class RewardApp:
@@ -56,24 +64,40 @@ class RewardApp:
         self._batcher = batcher
         self._token = token
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        self._metrics = ServiceMetrics(pending_rows=lambda: batcher.num_pending)
 
     def asgi(self) -> Starlette:
         return Starlette(
-            routes=[Route("/score", self.score, methods=["POST"]), Route("/health", self.health)],
+            routes=[
+                Route("/score", self.score, methods=["POST"]),
+                Route("/get_reward", self.get_reward, methods=["POST"]),
+                Route("/health", self.health),
+                Route("/metrics", self.metrics),
+                Route("/openapi.json", self.openapi),
+            ],
             exception_handlers={HTTPException: _explain, Exception: _apologise},
             lifespan=self._lifespan,
         )
 
     async def score(self, request: Request) -> Response:
-        self._check_token(request)
-        if self._batcher.num_pending > MAX_PENDING_ROWS:
-            raise HTTPException(503, f"busy: {self._batcher.num_pending} rows wait already", {"retry-after": "1"})
-        rows = await self._rows(_parse(await _read_body(request)))
-        self._check_rows(rows)
-        try:
-            return JSONResponse({"rewards": await self._batcher.score(rows)})
-        except ScoringFailed as error:
-            raise HTTPException(500, str(error)) from None
+        with self._counted():
+            body = await self._body(request, ScoreRequest)
+            if (body.texts is None) == (body.tokens is None):
+                raise HTTPException(422, "exactly one of `texts` and `tokens` is needed")
+            rows = body.tokens if body.tokens is not None else await self._encode(body.texts or [])
+            return JSONResponse({"rewards": await self._score(rows)})
+
+    async def get_reward(self, request: Request) -> Response:
+        with self._counted():
+            body = await self._body(request, OpenRlhfRequest)
+            rewards = await self._score(await self._encode(body.query))
+            return JSONResponse({"rewards": rewards, "scores": rewards, "extra_logs": {}})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def openapi(self, request: Request) -> Response:
+        return JSONResponse(document({"/score": ScoreRequest, "/get_reward": OpenRlhfRequest}))
 
     async def health(self, request: Request) -> Response:
         """Well means: the model scored something within the last seconds, or does so now."""
@@ -107,11 +131,40 @@ class RewardApp:
         if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
             raise HTTPException(401, "a bearer token is needed, and this is not it", {"www-authenticate": "Bearer"})
 
-    async def _rows(self, request: ScoreRequest) -> Sequence[Sequence[int]]:
-        if request.tokens is not None:
-            return request.tokens
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        began, status = time.monotonic(), 200
+        try:
+            yield
+        except HTTPException as error:
+            status = error.status_code
+            raise
+        except Exception:
+            status = 500
+            raise
+        finally:
+            self._metrics.requests.labels(str(status)).inc()
+            self._metrics.seconds.observe(time.monotonic() - began)
+
+    async def _body(self, request: Request, form: type[_Body]) -> _Body:
+        self._check_token(request)
+        if self._batcher.num_pending > MAX_PENDING_ROWS:
+            raise HTTPException(503, f"busy: {self._batcher.num_pending} rows wait already", {"retry-after": "1"})
+        return _parse(await _read_body(request), form)
+
+    async def _encode(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._tokenizing, self._model.encode, request.texts or [])
+        return await loop.run_in_executor(self._tokenizing, self._model.encode, texts)
+
+    async def _score(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        self._check_rows(rows)
+        try:
+            rewards = await self._batcher.score(rows)
+        except ScoringFailed as error:
+            raise HTTPException(500, str(error)) from None
+        self._metrics.rows.inc(len(rows))
+        self._metrics.tokens.inc(sum(map(len, rows)))
+        return rewards
 
     def _check_rows(self, rows: Sequence[Sequence[int]]) -> None:
         for index, row in enumerate(rows):
@@ -138,16 +191,13 @@ async def _read_body(request: Request) -> bytes:
     return bytes(body)
 
 
-def _parse(body: bytes) -> ScoreRequest:
+def _parse(body: bytes, form: type[_Body]) -> _Body:
     try:
-        parsed = ScoreRequest.model_validate_json(body)
+        return form.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise HTTPException(422, f"{place}: {first['msg']}" if place else first["msg"]) from None
-    if (parsed.texts is None) == (parsed.tokens is None):
-        raise HTTPException(422, "exactly one of `texts` and `tokens` is needed")
-    return parsed
 
 
 async def _explain(request: Request, error: Exception) -> Response:
@@ -157,65 +207,3 @@ async def _explain(request: Request, error: Exception) -> Response:
 
 async def _apologise(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": "internal error; the server's log has it"}, 500)
-
-
-def build_app(
-    settings: schema.RewardServer, *, dtype: Dtype, threads: int | None, token: str | None, trust_remote_code: bool
-) -> Starlette:
-    """Load the model, which takes its time, and build the application around it."""
-    from workers.rewards.model import RewardModel, prepare_process  # torch: only where a real model is served
-
-    prepare_process(threads)
-    model = RewardModel.load(
-        settings.model,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        reward_mean=settings.reward_mean,
-        reward_std=settings.reward_std,
-    )
-    batcher = Batcher(model, max_delay_s=settings.max_delay_ms / 1000, max_batch_tokens=settings.max_batch_tokens)
-    return RewardApp(model, batcher, token=token).asgi()
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Take the port before anything slow is done. Port 0: any free one."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
-        # The protocol by name: asyncio sends without delay only where it sees TCP, else an answer takes 40 ms more.
-        bound = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ResourceError(f"reward server: no such host {host!r}: {error.strerror}") from None
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-    except OSError as error:
-        bound.close()
-        raise ResourceError(
-            f"reward server: cannot take port {port} of {host}: {error.strerror}; choose another --port, or 0 for any"
-        ) from None
-    return bound
-
-
-class _Server(uvicorn.Server):
-    """uvicorn, saying when it really listens."""
-
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._on_ready = on_ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
-        if self.started:
-            self._on_ready()
-
-
-def run(app: Starlette, bound: socket.socket, on_ready: Callable[[], None]) -> None:
-    """Serve until SIGTERM or Ctrl-C, and return."""
-    config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="on", ws="none", timeout_graceful_shutdown=STOP_TIMEOUT_S
-    )
-    # uvicorn ends on these signals, then raises them again for whoever had them before: an orderly end is exit code 0.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
-    asyncio.run(_Server(config, on_ready).serve(sockets=[bound]))

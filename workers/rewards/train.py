@@ -1,15 +1,13 @@
-"""Training a reward model on preference pairs: Bradley-Terry, in one sitting, on one device.
+"""Training a reward model on pairs or ratings (`workers.rewards.examples`), in one sitting, on one device.
 
-    loss = -log sigmoid(r(prompt + chosen) - r(prompt + rejected))
-
-Reads JSONL of {"prompt", "chosen", "rejected"}, starts from any model of transformers with a new reward head, and
-leaves a folder that `streamrl reward serve` and plain transformers load. Texts are joined as the reward client joins
-them. A share of the pairs is held out; the summary says how many of them the model orders rightly, and the mean and
-deviation of its rewards on them, which standardise it when served.
+Starts from any model of transformers with a new reward head, and leaves a folder that `streamrl reward serve` and plain
+transformers load. A share of the examples is held out; the summary says how many of them the model orders rightly, and
+the mean and deviation of its rewards on them, which standardise it when served.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -22,6 +20,7 @@ import torch
 
 from streamrl.durable import write_durably
 from streamrl.errors import DataError, TrainingError
+from workers.rewards.examples import Example
 from workers.rewards.model import RewardModel, Row
 
 SUMMARY_FILE = "reward_summary.json"
@@ -31,53 +30,50 @@ _SCORE_ROWS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings:
-    pairs: Path
     model: str  # what to start from: a folder or hub name
     output: Path
     epochs: int = 1
-    batch_pairs: int = 32  # pairs of one optimizer step
+    batch_size: int = 32  # examples of one optimizer step
     lr: float = 1e-5
     weight_decay: float = 0.0
     clip_norm: float = 1.0
-    held_out: float = 0.1  # share of the pairs
-    max_tokens: int = 2048  # a pair with a longer text is left out, and counted
+    held_out: float = 0.1  # share of the examples
+    max_tokens: int = 2048  # an example with a longer text is left out, and counted
     seed: int = 1234
     trust_remote_code: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    num_pairs: int  # trained on
+    num_trained: int
     num_held_out: int
     num_overlong: int
     steps: int
-    accuracy: float  # share of held-out pairs that are ordered rightly
-    reward_mean: float  # over both texts of the held-out pairs
+    accuracy: float  # share of held-out pairs (of ratings: of neighbours that differ) that are ordered rightly
+    reward_mean: float  # over the held-out texts
     reward_std: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
-    chosen: Row
-    rejected: Row
+class _Encoded:
+    rows: tuple[Row, ...]
+    scores: tuple[float, ...]
 
 
-def train(settings: TrainSettings, say: Callable[[str], None]) -> Summary:
+def train(examples: Sequence[Example], settings: TrainSettings, say: Callable[[str], None]) -> Summary:
     torch.manual_seed(settings.seed)  # the new head, and dropout
-    texts = read_pairs(settings.pairs)
-    scorer = RewardModel.load(settings.model, new_head=True, trust_remote_code=settings.trust_remote_code)
+    outputs = max(1, len(examples[0].scores))
+    scorer = RewardModel.load(settings.model, new_head=outputs, trust_remote_code=settings.trust_remote_code)
     if scorer.tokenizer.pad_token_id is not None:
         scorer.model.config.get_text_config().pad_token_id = scorer.tokenizer.pad_token_id
-    pairs = _encode(scorer, texts, settings.max_tokens)
-    random.Random(settings.seed).shuffle(pairs)
-    num_held_out = max(1, round(len(pairs) * settings.held_out))
-    held_out, pairs = pairs[:num_held_out], pairs[num_held_out:]
-    if not pairs:
-        raise DataError(
-            f"{settings.pairs}: {len(texts)} pairs, {num_held_out} fit and are held out: none left to train on"
-        )
+    encoded = _encode(scorer, examples, settings.max_tokens)
+    random.Random(settings.seed).shuffle(encoded)
+    num_held_out = max(1, round(len(encoded) * settings.held_out))
+    held_out, kept = encoded[:num_held_out], encoded[num_held_out:]
+    if not kept:
+        raise DataError(f"of {len(examples)} examples {num_held_out} fit and are held out: none left to train on")
 
-    batches = list(_batches(pairs, settings))
+    batches = list(_batches(kept, settings))
     optimizer = torch.optim.AdamW(scorer.model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
     scorer.model.train()
     for step, batch in enumerate(batches, start=1):
@@ -86,7 +82,16 @@ def train(settings: TrainSettings, say: Callable[[str], None]) -> Summary:
             say(f"step {step}/{len(batches)}: loss {loss:.4f}")
     scorer.model.eval()
 
-    summary = _summarise(scorer, held_out, len(pairs), len(texts) - len(pairs) - len(held_out), len(batches))
+    rewards = _rewards(scorer, held_out)
+    summary = Summary(
+        num_trained=len(kept),
+        num_held_out=len(held_out),
+        num_overlong=len(examples) - len(encoded),
+        steps=len(batches),
+        accuracy=_accuracy(held_out, rewards),
+        reward_mean=statistics.fmean(rewards),
+        reward_std=statistics.pstdev(rewards) or 1.0,
+    )
     scorer.model.config.use_cache = True
     scorer.model.save_pretrained(settings.output)
     scorer.tokenizer.save_pretrained(settings.output)
@@ -94,52 +99,28 @@ def train(settings: TrainSettings, say: Callable[[str], None]) -> Summary:
     return summary
 
 
-def read_pairs(path: Path) -> list[tuple[str, str]]:
-    """(prompt + chosen, prompt + rejected) of each line; what is no pair is a DataError with file and line."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read the preference pairs {str(path)!r}: {error}") from None
-    pairs = [_read_pair(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
-    if len(pairs) < 2:
-        raise DataError(f"{path} holds {len(pairs)} preference pairs; at least 2 are needed")
-    return pairs
-
-
-def _read_pair(line: str, place: str) -> tuple[str, str]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{place}: not JSON: {error}") from None
-    values = [row.get(key) if isinstance(row, dict) else None for key in ("prompt", "chosen", "rejected")]
-    if not all(isinstance(value, str) for value in values):
-        raise DataError(f'{place}: expected {{"prompt": text, "chosen": text, "rejected": text}}, got {line:.80}')
-    prompt, chosen, rejected = map(str, values)
-    if not (prompt + chosen and prompt + rejected):
-        raise DataError(f"{place}: an empty text cannot be scored")
-    return prompt + chosen, prompt + rejected
-
-
-def _encode(scorer: RewardModel, texts: Sequence[tuple[str, str]], max_tokens: int) -> list[Pair]:
+def _encode(scorer: RewardModel, examples: Sequence[Example], max_tokens: int) -> list[_Encoded]:
     limit = min(max_tokens, scorer.max_tokens or max_tokens)
-    chosen = scorer.encode([text for text, _ in texts])
-    rejected = scorer.encode([text for _, text in texts])
-    pairs = [Pair(chosen=c, rejected=r) for c, r in zip(chosen, rejected, strict=True)]
-    return [pair for pair in pairs if max(len(pair.chosen), len(pair.rejected)) <= limit]
+    rows = iter(scorer.encode([text for example in examples for text in example.texts]))
+    encoded = [_Encoded(rows=tuple(next(rows) for _ in example.texts), scores=example.scores) for example in examples]
+    return [one for one in encoded if max(map(len, one.rows)) <= limit]
 
 
-def _batches(pairs: Sequence[Pair], settings: TrainSettings) -> Iterator[Sequence[Pair]]:
+def _batches(examples: Sequence[_Encoded], settings: TrainSettings) -> Iterator[Sequence[_Encoded]]:
     order = random.Random(settings.seed + 1)
     for _ in range(settings.epochs):
-        shuffled = order.sample(pairs, len(pairs))
-        for start in range(0, len(shuffled), settings.batch_pairs):
-            yield shuffled[start : start + settings.batch_pairs]
+        shuffled = order.sample(examples, len(examples))
+        for start in range(0, len(shuffled), settings.batch_size):
+            yield shuffled[start : start + settings.batch_size]
 
 
-def _step(scorer: RewardModel, optimizer: torch.optim.Optimizer, batch: Sequence[Pair], clip_norm: float) -> float:
-    rewards = scorer.forward([pair.chosen for pair in batch] + [pair.rejected for pair in batch])
-    chosen, rejected = rewards.chunk(2)
-    loss = -torch.nn.functional.logsigmoid(chosen - rejected).mean()
+def _step(scorer: RewardModel, optimizer: torch.optim.Optimizer, batch: Sequence[_Encoded], clip_norm: float) -> float:
+    outputs = scorer.forward([row for example in batch for row in example.rows])
+    if batch[0].scores:
+        loss = torch.nn.functional.mse_loss(outputs, outputs.new_tensor([example.scores for example in batch]))
+    else:
+        chosen, rejected = outputs.view(-1, 2).T
+        loss = -torch.nn.functional.logsigmoid(chosen - rejected).mean()
     if not torch.isfinite(loss):
         raise TrainingError(f"the loss became {loss.item()}: try a smaller learning rate")
     loss.backward()
@@ -149,18 +130,21 @@ def _step(scorer: RewardModel, optimizer: torch.optim.Optimizer, batch: Sequence
     return loss.item()
 
 
-def _summarise(scorer: RewardModel, held_out: Sequence[Pair], num_pairs: int, num_overlong: int, steps: int) -> Summary:
-    rows = [pair.chosen for pair in held_out] + [pair.rejected for pair in held_out]
-    rewards = [
-        score for start in range(0, len(rows), _SCORE_ROWS) for score in scorer.score(rows[start : start + _SCORE_ROWS])
-    ]
-    chosen, rejected = rewards[: len(held_out)], rewards[len(held_out) :]
-    return Summary(
-        num_pairs=num_pairs,
-        num_held_out=len(held_out),
-        num_overlong=num_overlong,
-        steps=steps,
-        accuracy=statistics.fmean(c > r for c, r in zip(chosen, rejected, strict=True)),
-        reward_mean=statistics.fmean(rewards),
-        reward_std=statistics.pstdev(rewards),
-    )
+@torch.inference_mode()
+def _rewards(scorer: RewardModel, held_out: Sequence[_Encoded]) -> list[float]:
+    """Of every held-out text, in order; of a model with several outputs their mean."""
+    rows = [row for example in held_out for row in example.rows]
+    parts = [scorer.forward(rows[start : start + _SCORE_ROWS]) for start in range(0, len(rows), _SCORE_ROWS)]
+    rewards: list[float] = torch.cat(parts).mean(dim=1).tolist()
+    return rewards
+
+
+def _accuracy(held_out: Sequence[_Encoded], rewards: Sequence[float]) -> float:
+    if not held_out[0].scores:
+        pairs = zip(rewards[::2], rewards[1::2], strict=True)
+        return statistics.fmean(chosen > rejected for chosen, rejected in pairs)
+    rated = [(statistics.fmean(example.scores), reward) for example, reward in zip(held_out, rewards, strict=True)]
+    differing = [(a, b) for a, b in itertools.pairwise(rated) if a[0] != b[0]]
+    if not differing:
+        return 1.0
+    return statistics.fmean((a[0] < b[0]) == (a[1] < b[1]) for a, b in differing)

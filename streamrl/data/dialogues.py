@@ -1,0 +1,82 @@
+"""Preference dialogues as in Anthropic's HH: two dialogues that part in the assistant's last words.
+
+    {"chosen": "\\n\\nHuman: Hi\\n\\nAssistant: Hello.", "rejected": "\\n\\nHuman: Hi\\n\\nAssistant: Go away."}
+
+become a pair (`prompt` up to the turn where they part, `chosen`, `rejected`) and a prompt; a prompt that comes again is
+written once. Reads line by line; both files appear whole or not at all.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from streamrl.durable import write_durably
+from streamrl.errors import DataError
+
+ASSISTANT = "\n\nAssistant:"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Converted:
+    num_pairs: int
+    num_prompts: int
+    num_skipped: int
+
+
+def convert(source: Path, *, pairs: Path, prompts: Path) -> Converted:
+    found = [split(chosen, rejected) for chosen, rejected in _dialogues(source)]
+    kept = [pair for pair in found if pair is not None]
+    if not kept:
+        raise DataError(f"{source} holds no two dialogues that part in the words after {ASSISTANT.strip()!r}")
+    unique = dict.fromkeys(pair["prompt"] for pair in kept)
+    write_durably(pairs, _lines(kept))
+    write_durably(prompts, _lines([{"prompt": prompt} for prompt in unique]))
+    return Converted(num_pairs=len(kept), num_prompts=len(unique), num_skipped=len(found) - len(kept))
+
+
+def split(chosen: str, rejected: str) -> dict[str, str] | None:
+    """The pair of two dialogues; None when no turn of the assistant begins alike in both, or they do not differ."""
+    same = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
+    if same is None:
+        same = min(len(chosen), len(rejected))
+    end = chosen.rfind(ASSISTANT, 0, same)
+    if end < 0 or chosen == rejected:
+        return None
+    end += len(ASSISTANT)
+    return {"prompt": chosen[:end], "chosen": chosen[end:], "rejected": rejected[end:]}
+
+
+def _dialogues(source: Path) -> Iterator[tuple[str, str]]:
+    try:
+        with _open(source) as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield _dialogue(line, f"{source}:{number}")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read the dialogues {str(source)!r}: {error}") from None
+
+
+def _open(source: Path) -> IO[str]:
+    if source.suffix == ".gz":
+        return gzip.open(source, "rt", encoding="utf-8")
+    return source.open(encoding="utf-8")
+
+
+def _dialogue(line: str, place: str) -> tuple[str, str]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{place}: not JSON: {error}") from None
+    chosen, rejected = (row.get(key) if isinstance(row, dict) else None for key in ("chosen", "rejected"))
+    if not isinstance(chosen, str) or not isinstance(rejected, str):
+        raise DataError(f'{place}: expected {{"chosen": dialogue, "rejected": dialogue}}, got {line:.80}')
+    return chosen, rejected
+
+
+def _lines(rows: list[dict[str, str]]) -> bytes:
+    return b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)

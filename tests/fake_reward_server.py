@@ -1,0 +1,23 @@
+"""A reward server without torch, in a process of its own: the real application around the double of its model.
+
+python -m tests.fake_reward_server PORT     a text scores the sum of its characters' code points
+"""
+
+from __future__ import annotations
+
+import sys
+
+from workers.rewards.batcher import Batcher, FakeScoringModel
+from workers.rewards.server import RewardApp
+from workers.rewards.serving import bind, run
+
+
+def main() -> None:
+    model = FakeScoringModel()
+    app = RewardApp(model, Batcher(model, max_delay_s=0.001, max_batch_tokens=4096), token=None).asgi()
+    with bind("127.0.0.1", int(sys.argv[1])) as bound:
+        run(app, bound, lambda: print(bound.getsockname()[1], flush=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Dialogues as in Anthropic's HH become preference pairs and prompts."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from streamrl.data.dialogues import convert, split
+from streamrl.errors import DataError
+
+HI = "\n\nHuman: Hi\n\nAssistant:"
+
+
+def write(path: Path, *rows: tuple[str, str]) -> Path:
+    text = "".join(json.dumps({"chosen": chosen, "rejected": rejected}) + "\n" for chosen, rejected in rows)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", ["hh.jsonl", "hh.jsonl.gz"])
+def test_pairs_and_each_prompt_once(tmp_path: Path, name: str) -> None:
+    source = write(tmp_path / name, (HI + " Hello.", HI + " Go."), (HI + " Hello!", HI), (HI, HI))
+    done = convert(source, pairs=tmp_path / "pairs", prompts=tmp_path / "prompts")
+    assert read(tmp_path / "pairs") == [
+        {"prompt": HI, "chosen": " Hello.", "rejected": " Go."},
+        {"prompt": HI, "chosen": " Hello!", "rejected": ""},
+    ]
+    assert read(tmp_path / "prompts") == [{"prompt": HI}]
+    assert (done.num_pairs, done.num_prompts, done.num_skipped) == (2, 1, 1)
+
+
+def test_the_prompt_ends_at_the_turn_where_the_dialogues_part() -> None:
+    long = HI + " Yes?\n\nHuman: What is 2+2?\n\nAssistant:"
+    assert split(long + " 4", long + " 5") == {"prompt": long, "chosen": " 4", "rejected": " 5"}
+    early = split(HI + " Yes?\n\nHuman: A\n\nAssistant: a", HI + " No.\n\nHuman: B\n\nAssistant: b")
+    assert early is not None
+    assert early["prompt"] == HI
+    assert split("\n\nHuman: one\n\nAssistant: a", "\n\nHuman: two\n\nAssistant: b") is None
+
+
+def test_what_is_no_dialogue_is_named_by_file_and_line(tmp_path: Path) -> None:
+    source = write(tmp_path / "hh.jsonl", (HI + "a", HI + "b"))
+    source.write_text(source.read_text() + '{"chosen": 1}\n')
+    with pytest.raises(DataError, match=r"hh\.jsonl:2: expected"):
+        convert(source, pairs=tmp_path / "pairs", prompts=tmp_path / "prompts")
+    assert not (tmp_path / "pairs").exists()
+
+
+def test_a_file_that_is_cut_or_absent_is_one_clear_error(tmp_path: Path) -> None:
+    cut = write(tmp_path / "hh.jsonl.gz", (HI + "a", HI + "b"))
+    cut.write_bytes(cut.read_bytes()[:-9])
+    for source in (cut, tmp_path / "nothing.jsonl"):
+        with pytest.raises(DataError, match="cannot read the dialogues"):
+            convert(source, pairs=tmp_path / "pairs", prompts=tmp_path / "prompts")

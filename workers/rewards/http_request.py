@@ -1,0 +1,112 @@
+"""One request to a reward service, and nothing believed of its answer: the scores of its rows, or why there are none.
+
+A request has one deadline for everything, an answer has a size cap, redirects are not followed and compression is not
+accepted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+
+from workers.rewards.base import ScoreItem
+from workers.rewards.forms import Form
+
+_CONNECT_TIMEOUT_S = 5.0
+_MAX_ANSWER_BYTES = 4096  # beside what the form allows for each row
+_MAX_REASON_CHARS = 200
+
+
+class TryAgain(Exception):
+    """This attempt gave no scores; another may. `reached`: the service got the request, so it may be at fault."""
+
+    def __init__(self, reason: str, *, reached: bool = True) -> None:
+        super().__init__(reason)
+        self.reached = reached
+
+
+class Refused(Exception):
+    """The service will never score this request."""
+
+
+def make_client(
+    *, timeout_s: float, max_connections: int, token: str | None, transport: httpx.AsyncBaseTransport | None
+) -> httpx.AsyncClient:
+    headers = {"accept-encoding": "identity", "content-type": "application/json"}
+    if token is not None:
+        headers["authorization"] = f"Bearer {token}"
+    return httpx.AsyncClient(
+        headers=headers,
+        timeout=httpx.Timeout(timeout_s, connect=min(_CONNECT_TIMEOUT_S, timeout_s)),
+        limits=httpx.Limits(max_connections=max_connections),
+        follow_redirects=False,
+        trust_env=False,  # no proxy and no .netrc password that the operator did not name here
+        transport=transport,
+    )
+
+
+async def ask(
+    client: httpx.AsyncClient, url: str, form: Form, items: Sequence[ScoreItem], *, timeout_s: float, max_abs: float
+) -> list[float]:
+    """A number an item, none beyond `max_abs`; or TryAgain, or Refused."""
+    content = json.dumps(form.request(items)).encode()
+    max_bytes = _MAX_ANSWER_BYTES + form.max_answer_bytes_per_row * len(items)
+    try:
+        # httpx bounds each read; only this bounds a server that sends a byte now and then.
+        async with asyncio.timeout(timeout_s), client.stream("POST", url, content=content) as response:
+            body = await _read(response, max_bytes)
+    except TimeoutError:
+        raise TryAgain(f"no answer within {timeout_s:g} s") from None
+    except httpx.HTTPError as error:
+        reached = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+        raise TryAgain(f"{type(error).__name__}: {error}", reached=reached) from None
+    if response.status_code == 200:
+        return _read_scores(form, body, len(items), max_abs)
+    reason = f"answered {response.status_code}: {_printable(body)}"
+    if response.status_code >= 500 or response.status_code in (408, 429):
+        raise TryAgain(reason)
+    raise Refused(f"{url}: {reason}")
+
+
+async def _read(response: httpx.Response, max_bytes: int) -> bytes:
+    if "content-encoding" in response.headers:  # a small body may unpack to any size
+        raise TryAgain("answered compressed, which was not accepted")
+    body = bytearray()
+    async for part in response.aiter_bytes():
+        body += part
+        if len(body) > max_bytes:
+            raise TryAgain(f"answered more than {max_bytes} bytes")
+    return bytes(body)
+
+
+def _read_scores(form: Form, body: bytes, count: int, max_abs: float) -> list[float]:
+    try:
+        answer: Any = json.loads(body)
+    except (ValueError, RecursionError):
+        raise TryAgain(f"answered no JSON: {_printable(body)}") from None
+    try:
+        scores = form.numbers(answer, count)
+    except ValueError as error:
+        raise TryAgain(f"answered {error}: {_printable(body)}") from None
+    if any(type(score) not in (int, float) or not _is_finite(score) for score in scores):
+        raise TryAgain(f"answered rewards that are no finite numbers: {_printable(body)}")
+    if any(abs(score) > max_abs for score in scores):
+        raise TryAgain(f"answered rewards beyond the source's max_abs of {max_abs:g}: {_printable(body)}")
+    return [float(score) for score in scores]
+
+
+def _is_finite(score: float) -> bool:
+    try:
+        return math.isfinite(score)
+    except OverflowError:  # an integer of a thousand digits
+        return False
+
+
+def _printable(body: bytes) -> str:
+    text = body[:_MAX_REASON_CHARS].decode("utf-8", errors="replace")
+    return "".join(character if character.isprintable() else " " for character in text)

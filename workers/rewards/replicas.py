@@ -1,0 +1,102 @@
+"""The replicas of one reward service, and which of them to ask: a circuit breaker each, the least busy one first.
+
+    well ── FAILURES_TO_OPEN failures in a row ──► out until `retry_at` ──► one request tries it ──┬─ answered ─► well
+                                                     ▲      (the others go elsewhere, or wait)      │
+                                                     └──── failed: a longer pause, with jitter ◄────┘
+
+Waits for nothing itself; `pause_s` tells who must wait how long. Only when no replica is well is the service out.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+
+FAILURES_TO_OPEN = 3
+_LONGEST_PAUSE_S = 30.0
+
+
+class Replica:
+    """One address, and how it has done lately."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.in_flight = 0
+        self.failures_in_row = 0
+        self.on_trial = False  # it is out, and one request finds out whether it still is
+        self.trials_failed = 0  # since it was well
+        self.retry_at = 0.0  # on the set's clock; of one that is out
+        self.last_error = ""
+
+    @property
+    def well(self) -> bool:
+        return self.failures_in_row < FAILURES_TO_OPEN
+
+
+class Replicas:
+    def __init__(
+        self, urls: Sequence[str], *, first_pause_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._replicas = [Replica(url) for url in urls]
+        self._first_pause_s = first_pause_s
+        self._clock = clock
+
+    @property
+    def outage(self) -> str | None:
+        """Why nobody can be asked now. None: one is well, or one that is out may be tried."""
+        if any(replica.well or self._may_try(replica) for replica in self._replicas):
+            return None
+        return self.last_errors
+
+    @property
+    def last_errors(self) -> str:
+        return "; ".join(f"{replica.url}: {replica.last_error}" for replica in self._replicas if replica.last_error)
+
+    @property
+    def num_well(self) -> int:
+        return sum(replica.well for replica in self._replicas)
+
+    def __len__(self) -> int:
+        return len(self._replicas)
+
+    def choose(self, *, but: Replica | None = None) -> Replica | None:
+        """Whom to ask, counted as in flight until `answered` or `failed`; `but`: rather not this one. None: wait."""
+        trials = [replica for replica in self._replicas if not replica.well and self._may_try(replica)]
+        well = [replica for replica in self._replicas if replica.well]
+        candidates = trials or [replica for replica in well if replica is not but] or well
+        if not candidates:
+            return None
+        # Ties by lot: many workers that start at once must not all begin with the first address.
+        chosen = min(candidates, key=lambda replica: (replica.in_flight, random.random()))
+        chosen.in_flight += 1
+        chosen.on_trial = not chosen.well
+        return chosen
+
+    def pause_s(self) -> float:
+        """Until one may be tried; at least a little, for whoever waits for another's trial to end."""
+        now = self._clock()
+        return max(min(replica.retry_at for replica in self._replicas) - now, self._first_pause_s)
+
+    def answered(self, replica: Replica) -> None:
+        replica.in_flight -= 1
+        replica.failures_in_row = replica.trials_failed = 0
+
+    def failed(self, replica: Replica, error: str) -> None:
+        replica.in_flight -= 1
+        replica.failures_in_row += 1
+        replica.last_error = error
+        if replica.well:
+            return
+        # Those that were in flight when it went out fail in a crowd: only a trial makes the pause longer.
+        replica.trials_failed += replica.on_trial
+        replica.on_trial = False
+        pause_s = min(_LONGEST_PAUSE_S, self._first_pause_s * 2 ** min(replica.trials_failed, 10))
+        replica.retry_at = self._clock() + pause_s * random.uniform(0.5, 1.0)
+
+    def given_up(self, replica: Replica) -> None:
+        """Nobody waits for its answer any more, which says nothing of the replica."""
+        replica.in_flight -= 1
+
+    def _may_try(self, replica: Replica) -> bool:
+        return replica.in_flight == 0 and self._clock() >= replica.retry_at
