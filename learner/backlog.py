@@ -55,6 +55,10 @@ class Backlog:
         root = (math.sqrt(margin**2 + 4 * mean * left) - margin) / (2 * mean)  # of m * mean + margin * sqrt(m) = left
         return int(root**2 + 1e-9) - num_expected
 
+    def num_groups_in(self, num_bytes: int) -> int:
+        """How many groups are about so large together; at least one."""
+        return max(1, int(num_bytes / self._mean))
+
     def expected(self, num_expected: int) -> float:
         """Bytes that are there, and of so many groups that are on their way."""
         return self.num_bytes + num_expected * self._mean

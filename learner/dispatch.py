@@ -80,7 +80,8 @@ class Dispatch:
 
     def issue(self, numbers: Iterable[int], *, step: int) -> None:
         """Write these tickets, for the first time or again."""
-        tickets = [self._ticket(number, step) for number in numbers]
+        first_version = self._lag.first_version()
+        tickets = [self._ticket(number, step, first_version) for number in numbers]
         if tickets:
             self._stream.issue(tickets)
 
@@ -89,7 +90,7 @@ class Dispatch:
         if self._ledger.failed(number) < self._max_attempts:
             self.issue([number], step=step)
         else:
-            self._stream.dead(self._ticket(number, step), error=error)
+            self._stream.dead(self._ticket(number, step, self._lag.first_version()), error=error)
             self._ledger.resolve(number, DEAD, step=step + 1)
 
     def count_issued(self, present: Iterable[int], retried: Mapping[int, int], *, step: int) -> None:
@@ -130,10 +131,10 @@ class Dispatch:
         requested = self._stream.retry_requests()
         return [dead for dead in requested if dead < self._ledger.issued and not self._ledger.is_open(dead)]
 
-    def _ticket(self, number: int, step: int) -> Ticket:
+    def _ticket(self, number: int, step: int, first_version: tuple[int, int]) -> Ticket:
         data_epoch, prompt_index = self._prompts.locate(self._ledger.retries.place(number))
         prompt = self._prompts.rows[prompt_index]
-        version, begins_with = self._lag.first_version()
+        version, begins_with = first_version
         self._ledger.begin(number, step=begins_with)
         return Ticket(
             number=number,

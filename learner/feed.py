@@ -39,6 +39,7 @@ from streamrl.transport.seam import GroupStream
 from streamrl.transport.types import Control, Entry
 from streamrl.wire.group import GroupHeader
 
+_READ_BYTES = 1 << 19  # about so much is read at a time: larger answers cost more memory, and more time a byte
 _ROUND_S = 1.0  # a group is waited for so long before the operator's word and the deadline are looked at again
 
 log = structlog.get_logger(__name__)
@@ -254,16 +255,16 @@ class Feed:
         return None
 
     def _receive(self, step: int, wait_s: float) -> bool:
-        """Read at most what is lacking, the carry first; whether anything was there."""
-        lacking = self._hand.lacking
+        """Read some of what is lacking, the carry first; whether anything was there."""
+        count = min(self._hand.lacking, self._backlog.num_groups_in(_READ_BYTES))
         if self._hand.unread:
-            ids = self._hand.unread[:lacking]
+            ids = self._hand.unread[:count]
             for entry in self._stream.fetch("train", ids):
                 del self._hand.unread[0]
                 if entry is not None:  # lost with Redis: reconciling has issued its ticket again
                     self._accept(entry, step)
             return True
-        entries = self._stream.read("train", after=self._cursor, count=lacking, block_ms=int(wait_s * 1000))
+        entries = self._stream.read("train", after=self._cursor, count=count, block_ms=int(wait_s * 1000))
         for entry in entries:
             self._cursor = entry.id
             self._accept(entry, step)
@@ -276,7 +277,7 @@ class Feed:
         match self._judge(entry, step=step, in_hand=self._hand):
             case Take(header):
                 self._backlog.expect(len(entry.header) + len(entry.body))
-                self._hand.take(Held(entry.id, header))
+                self._hand.take(Held(entry.id, header, entry.body))
             case Drop(reason, None):
                 self._ledger.resolve(entry.number, f"{DROPPED}{reason}", step=step + 1)
             case Drop(reason, header):

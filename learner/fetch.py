@@ -1,4 +1,5 @@
-"""Each rank takes its own groups out of the stream and looks at them: nothing in them is trusted.
+"""Each rank takes its own groups out of the stream and looks at them: nothing in them is trusted. Rank 0, which
+has read them all, has most of its own already.
 
 Entries do not change until they are trimmed, which only a commit does, so any rank may read them at any time. One that
 is gone all the same was lost with Redis; its ticket is asked for again. Blocks on Redis within its bounds.
@@ -17,7 +18,7 @@ from learner.plan import Plan, PlanEntry, Verdict
 from streamrl.errors import WireError
 from streamrl.transport.seam import GroupStream
 from streamrl.transport.types import Entry
-from streamrl.wire.group import Group, decode_body, decode_header
+from streamrl.wire.group import Group, GroupHeader, decode_body, decode_header
 
 log = structlog.get_logger(__name__)
 
@@ -34,12 +35,13 @@ class Fetched:
 def fetch_groups(stream: GroupStream, plan: Plan, *, rank: int, vocabulary: int, oldest_step: int = 0) -> Fetched:
     """Tokens of versions before `oldest_step` get no loss."""
     mine = plan.of_rank(rank)
-    entries = stream.fetch("train", [planned.entry_id for _, planned in mine]) if mine else []
+    lacking = [planned.entry_id for _, planned in mine if planned.opened is None]
+    entries = dict(zip(lacking, stream.fetch("train", lacking), strict=True)) if lacking else {}
     groups: list[Group] = []
     verdicts = np.zeros(len(plan.entries))
     num_masked = 0
-    for (at, planned), entry in zip(mine, entries, strict=True):
-        verdict, group, masked = _look_at(planned, entry, vocabulary, oldest_step)
+    for at, planned in mine:
+        verdict, group, masked = _look_at(planned, entries.get(planned.entry_id), vocabulary, oldest_step)
         verdicts[at] = verdict
         if group is not None:
             groups.append(group)
@@ -51,11 +53,12 @@ def _look_at(
     planned: PlanEntry, entry: Entry | None, vocabulary: int, oldest_step: int
 ) -> tuple[Verdict, Group | None, int]:
     """(verdict, the group to be trained, if it is sound, tokens that were masked)"""
-    if entry is None:
-        log.warning("group lost", ticket=planned.ticket, entry=planned.entry_id)
-        return Verdict.MISSING, None, 0
     try:
-        group, num_masked = mask_before(_open(planned, entry, vocabulary), oldest_step)
+        opened = planned.opened or _open(planned, entry)
+        if opened is None:
+            log.warning("group lost", ticket=planned.ticket, entry=planned.entry_id)
+            return Verdict.MISSING, None, 0
+        group, num_masked = mask_before(decode_body(*opened, vocabulary=vocabulary), oldest_step)
     except WireError as error:
         log.warning("group refused", ticket=planned.ticket, entry=planned.entry_id, error=str(error))
         return Verdict.MALFORMED, None, 0
@@ -64,12 +67,10 @@ def _look_at(
     return Verdict.SOUND, group, num_masked
 
 
-def _open(planned: PlanEntry, entry: Entry, vocabulary: int) -> Group:
+def _open(planned: PlanEntry, entry: Entry | None) -> tuple[GroupHeader, bytes] | None:
+    if entry is None:
+        return None
     header = decode_header(entry.header)
     if (header.ticket, header.digest) != (planned.ticket, planned.digest):
         raise WireError("the entry is not the one that was planned")
-    group = decode_body(header, entry.body)
-    for tokens in (group.prompt_ids, *(sample.token_ids for sample in group.samples)):
-        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
-            raise WireError(f"token ids are not all below {vocabulary}, the size of the vocabulary")
-    return group
+    return header, entry.body

@@ -13,17 +13,21 @@ too old if the step were made without it:
 
 Since no more tickets are out than there are places in the steps up to the last deadline (`LagRule.batches_ahead`), a
 batch by deadline always exists once their groups are there. Pure: who waits, and how long at most, is the feed's.
+
+Bodies are kept as far as memory allows, for the rank that reads the stream trains on some of them itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from learner.lag import LagRule
 from learner.ledger import Ledger
 from learner.plan import PlanEntry
 from streamrl.wire.group import GroupHeader
+
+_MOST_KEPT_BYTES = 256 << 20  # of bodies; what is beyond is read again by whoever trains it
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,7 @@ class Held:
 
     entry_id: str
     header: GroupHeader
+    body: bytes | None  # None: not kept
 
     def planned(self, rank: int) -> PlanEntry:
         return PlanEntry(
@@ -40,6 +45,7 @@ class Held:
             digest=self.header.digest,
             num_tokens=self.header.num_tokens,
             rank=rank,
+            opened=(self.header, self.body) if rank == 0 and self.body is not None else None,
         )
 
 
@@ -47,6 +53,7 @@ class Hand:
     def __init__(self, *, ledger: Ledger, lag: LagRule, groups_per_step: int, carry: Sequence[str]) -> None:
         self._ledger, self._lag, self._groups_per_step = ledger, lag, groups_per_step
         self._held: dict[int, Held] = {}  # by ticket, in the stream's order
+        self._num_kept_bytes = 0
         self.unread = list(carry)  # entry ids
 
     def __len__(self) -> int:
@@ -59,15 +66,22 @@ class Hand:
         return iter(list(self._held.values()))
 
     def take(self, held: Held) -> None:
+        num_bytes = len(held.body or b"")
+        if self._num_kept_bytes + num_bytes > _MOST_KEPT_BYTES:
+            held, num_bytes = replace(held, body=None), 0
+        self._num_kept_bytes += num_bytes
         self._held[held.header.ticket] = held
 
     def remove(self, ticket: int) -> Held:
-        return self._held.pop(ticket)
+        held = self._held.pop(ticket)
+        self._num_kept_bytes -= len(held.body or b"")
+        return held
 
     def put_back(self) -> None:
         """Everything is to be read again."""
         self.unread = self.all_ids()
         self._held.clear()
+        self._num_kept_bytes = 0
 
     def all_ids(self) -> list[str]:
         """Entries that were read and are still needed."""

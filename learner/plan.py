@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
+
+from streamrl.wire.group import GroupHeader
 
 _HEAD = 3
 _ROW = 6
@@ -46,6 +48,8 @@ class PlanEntry:
     digest: int  # xxh3_64 of the group's body
     num_tokens: int
     rank: int  # who fetches, verifies and trains it
+    # What rank 0 has read of its own groups already, header and body; it does not travel.
+    opened: tuple[GroupHeader, bytes] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

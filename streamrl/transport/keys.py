@@ -51,9 +51,10 @@ class Keys:
         """Stream: what was delivered and not yet committed. Fields n, u, h, b."""
         return f"{self.prefix}groups:{purpose}"
 
-    def receipt(self, purpose: Purpose, number: int) -> str:
-        """String that expires: who delivered this ticket last, so that a repeated call learns that it was itself."""
-        return f"{self.prefix}receipt:{purpose}:{number}"
+    def receipt(self, worker: str) -> str:
+        """String that expires: the worker's last call that delivered, and its outcomes, so that the same call repeated
+        learns them."""
+        return f"{self.prefix}receipt:{worker}"
 
     @property
     def dead(self) -> str:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import redis.asyncio
@@ -18,6 +20,7 @@ import structlog
 from streamrl.crashpoints import crashpoint
 from streamrl.errors import RunGone, WireError
 from streamrl.transport.connection import Attempts, bounded_block_ms, repeat_async
+from streamrl.transport.deliveries import Deliveries, Delivery
 from streamrl.transport.keys import WORKERS, Keys
 from streamrl.transport.scripts import for_worker as scripts
 from streamrl.transport.scripts.call import Call, run_async
@@ -43,6 +46,7 @@ class WorkerStream:
         """`worker` must be this worker's alone; one that died and comes again under its name gets its leases back."""
         self._client = client
         self._keys = keys
+        self._deliveries = Deliveries(self._deliver)
         self._worker = worker
         self._lease_s = lease_s
         self._give_up_after_s = give_up_after_s
@@ -105,16 +109,10 @@ class WorkerStream:
         """Put the group in the ticket's place. False: the ticket is not there any more, for somebody else delivered it
         or the learner took it back; drop the group."""
         crashpoint("group.ready")
-        receipt_ms = int(2000 * self._give_up_after_s)
-        reply = await self._call(
-            "deliver a group",
-            lambda uid: scripts.deliver(
-                self._keys, uid, worker=self._worker, leased=leased, receipt_ms=receipt_ms, header=header, body=body
-            ),
-        )
+        delivered = await self._deliveries.add(Delivery(leased, header, body))
         crashpoint("group.delivered")
         self._let_go([leased])
-        return reply is not None and bool(reply[0])
+        return delivered
 
     async def hand_back(self, leased: Sequence[Leased]) -> None:
         """Others may lease these at once."""
@@ -210,6 +208,24 @@ class WorkerStream:
     def _let_go(self, leased: Sequence[Leased]) -> None:
         for one in leased:
             self._held.pop((one.purpose, one.entry_id), None)
+
+    # Delivering
+
+    async def _deliver(self, deliveries: Sequence[Delivery]) -> Sequence[bool]:
+        groups = [(one.leased, one.header, one.body) for one in deliveries]
+        call = partial(
+            scripts.deliver,
+            self._keys,
+            worker=self._worker,
+            token=uuid.uuid4().hex,
+            receipt_ms=int(2000 * self._give_up_after_s),
+            groups=groups,
+        )
+        reply = await self._call("deliver groups", call)
+        if reply is None:
+            return [False] * len(groups)
+        outcomes: bytes = reply[0]
+        return [outcome == ord("1") for outcome in outcomes]
 
     # Calling
 

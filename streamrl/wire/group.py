@@ -4,14 +4,22 @@ Header and body are two messages. The header is small and has what planning need
 body has the arrays and is decoded only by the rank that trains on it. The header carries the body's digest.
 
 Per sample: token ids, a loss mask in runs (alternating lengths, trained tokens first; tool and environment tokens fit
-in without a new schema), the behaviour's log-probs, version spans, rewards by source, finish reason.
+in without a new schema), the behaviour's log-probs, version spans, rewards by source, finish reason. The body has them
+by columns, all samples of a group in one array, so that a group is checked by a few looks at large arrays:
+
+    token_ids, logprobs      one item a token                     lengths are the header's
+    num_runs,  mask_runs     how many runs each sample has, and the runs of all
+    num_spans, spans         likewise; a span is version, step, start, end
+    sources,   rewards       names, and a number for each sample and name: NaN where a sample has none of that source
+    totals, finish_reasons   one a sample, as the header says, but under the digest
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -27,6 +35,7 @@ FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
 MAX_HEADER_BYTES = 1 << 20
 MAX_REWARD_SOURCES = 32
 _MAX_SPANS = 4096
+_ANY_VOCABULARY = 1 << 31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,12 +101,7 @@ class Group:
 
 def encode_group(group: Group) -> tuple[bytes, bytes]:
     """(header, body); the header's digest, lengths and versions are computed here, from the body."""
-    body = pack(
-        {
-            "prompt_ids": np.ascontiguousarray(group.prompt_ids, dtype="<i4").tobytes(),
-            "samples": [_pack_sample(s) for s in group.samples],
-        }
-    )
+    body = pack({"prompt_ids": _joined("<i4", [group.prompt_ids]), **_pack_samples(group.samples)})
     h = group.header
     versions = [span.version for s in group.samples for span in s.spans]
     header = pack(
@@ -164,90 +168,126 @@ def decode_header(data: bytes) -> GroupHeader:
     return header
 
 
-def decode_body(header: GroupHeader, body: bytes) -> Group:
-    """The arrays of a group whose header is known; verifies the digest and every count against the header."""
+def decode_body(header: GroupHeader, body: bytes, *, vocabulary: int = _ANY_VOCABULARY) -> Group:
+    """The arrays of a group whose header is known; verifies the digest, every count against the header, and that all
+    token ids are below `vocabulary`."""
     if xxhash.xxh3_64_intdigest(body) != header.digest:
         raise WireError(f"body of ticket {header.ticket} does not match its digest")
     f = unpack(body)
-    prompt_ids = f.array("prompt_ids", "<i4", count=header.num_prompt_tokens)
-    packed = f.list("samples", max_items=MAX_SAMPLES)
+    prompt_ids = _take_tokens(f, "prompt_ids", header.num_prompt_tokens, vocabulary)
+    samples = _unpack_samples(f, header, vocabulary)
     f.done()
-    if len(packed) != len(header.sample_lengths):
-        raise WireError(f"header promises {len(header.sample_lengths)} samples, the body has {len(packed)}")
-    samples = tuple(_unpack_sample(s, n) for s, n in zip(packed, header.sample_lengths, strict=True))
-    if tuple(s.reward for s in samples) != header.sample_rewards:
-        raise WireError("rewards of header and body differ")
-    if tuple(s.finish_reason == "stop" for s in samples) != header.sample_finished:
-        raise WireError("finish reasons of header and body differ")
     return Group(header=header, prompt_ids=prompt_ids, samples=samples)
 
 
-def _pack_sample(sample: Sample) -> dict[str, object]:
+def _pack_samples(samples: Sequence[Sample]) -> dict[str, object]:
+    for s in samples:
+        if len(s.logprobs) != len(s.token_ids):  # laid end to end, the samples behind it would get wrong ones
+            raise WireError(f"a sample has {len(s.logprobs)} log-probs for {len(s.token_ids)} tokens")
+    spans = [(span.version, span.step, span.start, span.end) for s in samples for span in s.spans]
+    sources = list(dict.fromkeys(source for s in samples for source in s.rewards))
+    rewards = np.array([[s.rewards.get(source, math.nan) for source in sources] for s in samples], dtype="<f8")
+    if np.isfinite(rewards).sum() != sum(len(s.rewards) for s in samples):
+        raise WireError("a reward is not a finite number")
     return {
-        "token_ids": np.ascontiguousarray(sample.token_ids, dtype="<i4").tobytes(),
-        "logprobs": np.ascontiguousarray(sample.logprobs, dtype="<f4").tobytes(),
-        "mask_runs": np.asarray(sample.mask_runs, dtype="<u4").tobytes(),
-        "spans": np.asarray([(s.version, s.step, s.start, s.end) for s in sample.spans], dtype="<u8").tobytes(),
-        "finish_reason": sample.finish_reason,
-        "rewards": dict(sample.rewards),
-        "reward": sample.reward,
+        "token_ids": _joined("<i4", [s.token_ids for s in samples]),
+        "logprobs": _joined("<f4", [s.logprobs for s in samples]),
+        "num_runs": np.array([len(s.mask_runs) for s in samples], dtype="<u4").tobytes(),
+        "mask_runs": np.array([run for s in samples for run in s.mask_runs], dtype="<u4").tobytes(),
+        "num_spans": np.array([len(s.spans) for s in samples], dtype="<u4").tobytes(),
+        "spans": np.array(spans, dtype="<u8").tobytes(),
+        "sources": sources,
+        "rewards": rewards.tobytes(),
+        "totals": np.array([s.reward for s in samples], dtype="<f8").tobytes(),
+        "finish_reasons": [s.finish_reason for s in samples],
     }
 
 
-def _unpack_sample(packed: Any, length: int) -> Sample:
-    if not isinstance(packed, dict):
-        raise WireError("a sample must be a map")
-    f = Fields(packed)
-    logprobs = f.array("logprobs", "<f4", count=length)
-    # A NaN fails the comparison too.
-    if (length and not (logprobs <= 1e-3).all()) or np.isinf(logprobs).any():
-        raise WireError("log-probs must be finite and at most 0")
-    finish_reason = f.text("finish_reason", max_chars=16)
-    if finish_reason not in FINISH_REASONS:
-        raise WireError(f"unknown finish reason {finish_reason!r}")
-    sample = Sample(
-        token_ids=f.array("token_ids", "<i4", count=length),
-        logprobs=logprobs,
-        mask_runs=_unpack_runs(f, length),
-        spans=_unpack_spans(f, length),
-        finish_reason="stop" if finish_reason == "stop" else "length",
-        rewards=_unpack_rewards(f),
-        reward=f.number("reward"),
+def _joined(dtype: str, arrays: Sequence[npt.NDArray[Any]]) -> bytes:
+    return np.concatenate(arrays, dtype=dtype, casting="same_kind").tobytes() if arrays else b""
+
+
+def _unpack_samples(f: Fields, header: GroupHeader, vocabulary: int) -> tuple[Sample, ...]:
+    lengths = header.sample_lengths
+    num_tokens = sum(lengths)
+    token_ids = _take_tokens(f, "token_ids", num_tokens, vocabulary)
+    logprobs = _take_logprobs(f, num_tokens)
+    totals = f.array("totals", "<f8", count=len(lengths)).tolist()
+    if tuple(totals) != header.sample_rewards:
+        raise WireError("rewards of header and body differ")
+    reasons = f.list("finish_reasons", max_items=MAX_SAMPLES)
+    if any(reason not in FINISH_REASONS for reason in reasons):
+        raise WireError(f"finish reasons must be of {FINISH_REASONS}")
+    if tuple(reason == "stop" for reason in reasons) != header.sample_finished:
+        raise WireError("finish reasons of header and body differ")
+    ends = accumulate(lengths)
+    columns = (lengths, ends, _take_runs(f, lengths), _take_spans(f, lengths), reasons, _take_rewards(f, len(lengths)))
+    return tuple(
+        Sample(
+            token_ids=token_ids[end - length : end],
+            logprobs=logprobs[end - length : end],
+            mask_runs=runs,
+            spans=spans,
+            finish_reason=reason,
+            rewards=rewards,
+            reward=total,
+        )
+        for length, end, runs, spans, reason, rewards, total in zip(*columns, totals, strict=True)
     )
-    f.done()
-    if length and int(sample.token_ids.min()) < 0:
-        raise WireError("token ids must not be negative")
-    return sample
 
 
-def _unpack_rewards(f: Fields) -> dict[str, float]:
-    sources = f.map("rewards")
-    if len(sources.names()) > MAX_REWARD_SOURCES:
-        raise WireError(f"more than {MAX_REWARD_SOURCES} reward sources")
-    return {name: sources.number(name) for name in sources.names()}
+def _take_tokens(f: Fields, name: str, count: int, vocabulary: int) -> npt.NDArray[np.int32]:
+    tokens = f.array(name, "<i4", count=count)
+    # As an unsigned number a negative one is beyond every vocabulary.
+    if count and int(tokens.view("<u4").max()) >= vocabulary:
+        raise WireError(f"token ids are not all from 0 to {vocabulary - 1}, as the vocabulary has them")
+    return tokens
 
 
-def _unpack_runs(f: Fields, length: int) -> tuple[int, ...]:
-    data = f.blob("mask_runs")
-    if len(data) % 4:
-        raise WireError("field 'mask_runs' is not whole")
-    runs = tuple(int(n) for n in np.frombuffer(data, dtype="<u4"))
-    if sum(runs) != length:
-        raise WireError(f"loss mask covers {sum(runs)} of {length} tokens")
-    return runs
+def _take_logprobs(f: Fields, count: int) -> npt.NDArray[np.float32]:
+    logprobs = f.array("logprobs", "<f4", count=count)
+    # A NaN is the result of both, and fails both comparisons.
+    if count and not (logprobs.min() > -math.inf and logprobs.max() <= 1e-3):
+        raise WireError("log-probs must be finite and at most 0")
+    return logprobs
 
 
-def _unpack_spans(f: Fields, length: int) -> tuple[Span, ...]:
-    data = f.blob("spans")
-    if len(data) % 32 or len(data) > 32 * _MAX_SPANS:
-        raise WireError("field 'spans' is not whole or too long")
-    rows = np.frombuffer(data, dtype="<u8").reshape(-1, 4).tolist()
-    spans = tuple(Span(version=v, step=t, start=a, end=b) for v, t, a, b in rows)
+def _take_rewards(f: Fields, num_samples: int) -> list[dict[str, float]]:
+    sources = f.list("sources", max_items=MAX_REWARD_SOURCES)
+    if any(type(source) is not str for source in sources) or len(set(sources)) != len(sources):
+        raise WireError("reward sources must be different names")
+    rewards = f.array("rewards", "<f8", count=num_samples * len(sources))
+    if np.isinf(rewards).any():
+        raise WireError("rewards must be finite")
+    rows = rewards.reshape(num_samples, len(sources)).tolist()
+    return [{source: reward for source, reward in zip(sources, row, strict=True) if reward == reward} for row in rows]
+
+
+def _take_runs(f: Fields, lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    counts = f.array("num_runs", "<u4", count=len(lengths)).tolist()
+    runs = f.array("mask_runs", "<u4", count=sum(counts)).tolist()
+    for length, count, end in zip(lengths, counts, accumulate(counts), strict=True):
+        of_sample = tuple(runs[end - count : end])
+        if sum(of_sample) != length:
+            raise WireError(f"loss mask covers {sum(of_sample)} of {length} tokens")
+        yield of_sample
+
+
+def _take_spans(f: Fields, lengths: Sequence[int]) -> Iterator[tuple[Span, ...]]:
+    counts = f.array("num_spans", "<u4", count=len(lengths)).tolist()
+    if max(counts, default=0) > _MAX_SPANS:
+        raise WireError(f"more than {_MAX_SPANS} version spans in a sample")
+    rows = f.array("spans", "<u8", count=4 * sum(counts)).reshape(-1, 4).tolist()
+    for length, count, end in zip(lengths, counts, accumulate(counts), strict=True):
+        yield _join_spans(rows[end - count : end], length)
+
+
+def _join_spans(rows: Sequence[list[int]], length: int) -> tuple[Span, ...]:
     reached = 0
-    for span in spans:
-        if span.start != reached or span.end <= span.start:
+    for _, _, start, end in rows:
+        if start != reached or end <= start:
             raise WireError("version spans must follow one another without a gap")
-        reached = span.end
+        reached = end
     if reached != length:
         raise WireError(f"version spans cover {reached} of {length} tokens")
-    return spans
+    return tuple([Span(version=v, step=t, start=a, end=b) for v, t, a, b in rows])

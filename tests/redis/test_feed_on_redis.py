@@ -11,7 +11,7 @@ import redis
 from learner.feed import Feed
 from learner.fetch import fetch_groups
 from learner.ledger import StreamState
-from learner.plan import Kind, Verdict
+from learner.plan import Kind, Plan, Verdict
 from learner.validation import Validation
 from streamrl.config import schema
 from streamrl.errors import Fenced
@@ -192,11 +192,29 @@ async def test_a_group_deleted_after_it_was_planned_is_missing_and_its_ticket_co
     plan = feed.plan(step=0, world_size=1, timeout_s=0.0)
     assert plan is not None
     client.xdel(keys.groups("train"), plan.entries[1].entry_id)
-    fetched = fetch_groups(learner, plan, rank=0, vocabulary=1000)
+    travelled = Plan.from_array(plan.to_array())  # who has read nothing yet
+    fetched = fetch_groups(learner, travelled, rank=0, vocabulary=1000)
     verdicts = [Verdict(int(verdict)) for verdict in fetched.verdicts]
     assert verdicts == [Verdict.SOUND, Verdict.MISSING, Verdict.SOUND]
     feed.settle(plan, verdicts)
     assert sorted(await run_to_end(feed, learner, worker)) == [n for n in range(NUM_PROMPTS) if n not in (0, 2)]
+
+
+async def test_the_rank_that_read_a_group_trains_it_though_redis_has_lost_it(
+    learner: LearnerStream, worker: WorkerStream, client: redis.Redis, keys: Keys
+) -> None:
+    feed = make_feed(learner)
+    feed.plan(step=0, world_size=1, timeout_s=0.0)
+    await answer_all(worker)
+    plan = feed.plan(step=0, world_size=1, timeout_s=0.0)
+    assert plan is not None
+    client.delete(keys.groups("train"))
+    fetched = fetch_groups(learner, plan, rank=0, vocabulary=1000)
+    assert [group.header.ticket for group in fetched.groups] == [entry.ticket for entry in plan.entries]
+    assert fetched.verdicts.tolist() == [Verdict.SOUND] * 3
+    feed.settle(plan, [Verdict.SOUND] * 3)
+    feed.reconcile(step=1)
+    assert sorted(await run_to_end(feed, learner, worker)) == list(range(3, NUM_PROMPTS))
 
 
 async def test_a_validation_gets_its_answers_and_leaves_nothing_behind(

@@ -135,6 +135,21 @@ async def test_a_delivery_whose_reply_is_lost_is_known_as_our_own(
     assert not await worker.deliver(third, *encode_group(make_group(third.ticket)))
 
 
+async def test_groups_delivered_together_whose_reply_is_lost_learn_each_its_own_outcome(
+    learner: LearnerStream, worker: WorkerStream, proxy: ReplyDroppingProxy, lossy: redis.Redis, keys: Keys
+) -> None:
+    learner.issue([make_ticket(n) for n in range(4)])
+    first, *others = await worker.lease(max_tickets=4, block_ms=0)
+    assert await worker.deliver(first, *encode_group(make_group(first.ticket)))
+    learner.delete_tickets("train", [others[1].entry_id])
+    proxy.drop_reply_to(SCRIPT, times=2)
+    outcomes = await asyncio.gather(*(worker.deliver(one, *encode_group(make_group(one.ticket))) for one in others))
+    assert outcomes == [True, False, True]
+    assert proxy.num_dropped == 2
+    assert [group.number for group in learner.present_groups("train", after=START)] == [0, 1, 3]
+    assert lossy.hgetall(keys.counters)[b"delivered:train"] == b"3"
+
+
 async def test_tickets_whose_lease_was_lost_on_the_way_arrive_all_the_same(
     learner: LearnerStream, worker: WorkerStream, proxy: Proxy
 ) -> None:

@@ -144,45 +144,66 @@ def leave(keys: Keys, run_uid: str, *, worker: str) -> Call:
     return _call(_LEAVE, keys, run_uid, _streams(keys), WORKERS, worker, _HANDED_BACK_IDLE_MS, "(handed back)")
 
 
-# XACK is the first write: at maxmemory the script goes through all the same.
+# Whatever is delivered, XACK is the first write: at maxmemory the script goes through all the same.
 _DELIVER = _guarded("""
-local tickets, groups, receipt, counters = unpack(KEYS)
-local group, worker, id, number, purpose, receipt_ms, header, body = unpack(ARGV)
-local stamp = worker .. ' ' .. id
-local function waits_for_me()
+local receipt, counters = unpack(KEYS, 1, 2)
+local group, token, receipt_ms = unpack(ARGV, 1, 3)
+local known = redis.call('GET', receipt)
+if known and string.sub(known, 1, #token) == token then return {'OK', string.sub(known, #token + 1)} end
+local function waits_for_me(tickets, id, number)
   local entry = redis.call('XRANGE', tickets, id, id)[1]
   if not entry then return false end
   local fields = {}
   for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
   return fields.n == number and fields.u == uid and redis.call('XACK', tickets, group, id) == 1
 end
-if not waits_for_me() then
-  if redis.call('GET', receipt) == stamp then return {'OK', 1} end
-  redis.pcall('HINCRBY', counters, 'duplicates:' .. purpose, 1)
-  return {'OK', 0}
+local outcomes, counts = {}, {}
+local function count(what)
+  counts[what] = (counts[what] or 0) + 1
 end
-redis.call('XDEL', tickets, id)
-redis.call('XADD', groups, '*', 'n', number, 'u', uid, 'h', header, 'b', body)
-redis.call('SET', receipt, stamp, 'PX', receipt_ms)
-redis.call('HINCRBY', counters, 'delivered:' .. purpose, 1)
-return {'OK', 1}
+for i = 4, #ARGV, 5 do
+  local purpose, id, number = unpack(ARGV, i, i + 2)
+  local tickets, groups = unpack(KEYS, purpose == 'eval' and 3 or 5, purpose == 'eval' and 4 or 6)
+  if waits_for_me(tickets, id, number) then
+    redis.call('XDEL', tickets, id)
+    redis.call('XADD', groups, '*', 'n', number, 'u', uid, 'h', ARGV[i + 3], 'b', ARGV[i + 4])
+    outcomes[#outcomes + 1] = '1'
+    count('delivered:' .. purpose)
+  else
+    outcomes[#outcomes + 1] = '0'
+    count('duplicates:' .. purpose)
+  end
+end
+local all = table.concat(outcomes)
+-- Where nothing was delivered, repeating the call finds nothing to deliver either.
+if string.find(all, '1', 1, true) then redis.call('SET', receipt, token .. all, 'PX', receipt_ms) end
+for what, number in pairs(counts) do redis.pcall('HINCRBY', counters, what, number) end
+return {'OK', all}
 """)
 
 
 def deliver(
-    keys: Keys, run_uid: str, *, worker: str, leased: Leased, receipt_ms: int, header: bytes, body: bytes
+    keys: Keys,
+    run_uid: str,
+    *,
+    worker: str,
+    token: str,
+    receipt_ms: int,
+    groups: Sequence[tuple[Leased, bytes, bytes]],
 ) -> Call:
-    """The ticket becomes the group, if it still waits: the same entry, number and run, and not acknowledged. A
-    server that lost its tail may give an entry id again, so the id alone proves nothing.
+    """Each ticket becomes its group, given with header and body, if it still waits: the same entry, number and run, and
+    not acknowledged. A server that lost its tail may give an entry id again, so the id alone proves nothing. Answers a
+    text with a 1 or a 0 for each.
 
-    The receipt makes the call repeatable: when the reply was lost, the second call finds the ticket gone and its own
-    receipt instead.
+    The receipt makes the call repeatable: when the reply was lost, the second call with this token finds the tickets
+    gone and its own receipt instead.
     """
-    purpose, number = leased.purpose, leased.ticket.number
-    touched = [keys.tickets(purpose), keys.groups(purpose), keys.receipt(purpose, number), keys.counters]
-    return _call(
-        _DELIVER, keys, run_uid, touched, WORKERS, worker, leased.entry_id, number, purpose, receipt_ms, header, body
-    )
+    touched = [keys.receipt(worker), keys.counters]
+    touched += [key for purpose in LEASING_ORDER for key in (keys.tickets(purpose), keys.groups(purpose))]
+    parts: list[Argument] = []
+    for leased, header, body in groups:
+        parts += (leased.purpose, leased.entry_id, leased.ticket.number, header, body)
+    return _call(_DELIVER, keys, run_uid, touched, WORKERS, token, receipt_ms, *parts)
 
 
 _LATEST = _guarded("""
