@@ -6,6 +6,7 @@ Learning.step:  plan (tickets out, headers in, judged) ─► fetch bodies, veri
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,8 @@ class Learning:
             keep=lambda header: None,
         )
         self._feed.note_version(make_version(1, 0), 0)
+        gc.collect()
+        gc.freeze()  # as learner.assemble does
 
     def step(self) -> int:
         """The number of groups in it."""

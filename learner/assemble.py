@@ -5,6 +5,7 @@ prompts, tokenizer ─► model ─► lease, epoch, claim (rank 0) ─► Start
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -175,6 +176,9 @@ def _work(
             watchdog=around.watchdog,
         )
     )
+    # What is here stays. The collector would look through all of it again after every few thousand groups.
+    gc.collect()
+    gc.freeze()
     with around.watchdog.watching():
         state = loop.run()
     around.progress.stopping()

@@ -26,6 +26,7 @@ class Backlog:
         self.max_bytes = max_bytes
         self._sizes: dict[str, int] = {}  # by entry id, of what is read and still in the stream
         self._latest: deque[int] = deque([largest_group], maxlen=_LATEST)
+        self._sum, self._sum_of_squares = largest_group, largest_group**2  # of the latest: whole numbers, so exact
         self._is_guess = True
         self.num_bytes = 0  # of what is read and still in the stream
 
@@ -39,8 +40,12 @@ class Backlog:
         """A ticket's answer was so large: the next ones will be alike."""
         if self._is_guess:
             self._latest.clear()
+            self._sum = self._sum_of_squares = 0
             self._is_guess = False
+        forgotten = self._latest[0] if len(self._latest) == _LATEST else 0
         self._latest.append(num_bytes)
+        self._sum += num_bytes - forgotten
+        self._sum_of_squares += num_bytes**2 - forgotten**2
 
     def recount(self, groups: Iterable[PresentGroup], *, cursor: str) -> None:
         """Of what was read, this is still in the stream."""
@@ -77,9 +82,9 @@ class Backlog:
 
     @property
     def _mean(self) -> float:
-        return max(1.0, sum(self._latest) / len(self._latest))
+        return max(1.0, self._sum / len(self._latest))
 
     @property
     def _deviation(self) -> float:
-        mean = self._mean
-        return math.sqrt(sum((size - mean) ** 2 for size in self._latest) / len(self._latest))
+        count = len(self._latest)
+        return math.sqrt(count * self._sum_of_squares - self._sum**2) / count

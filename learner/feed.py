@@ -93,6 +93,7 @@ class Feed:
         self._cursor = state.cursor
         self._journal = state.journal
         self.control: Control = "run"  # the operator's word, as it is being followed
+        self._listen_at = 0.0
         self._planned: Plan | None = None
         self._counter_is_sure = False  # until Redis was asked for tickets issued after the checkpoint
         self._doubtful = True  # something may be missing in Redis, or may have been written without our knowing
@@ -109,6 +110,7 @@ class Feed:
     def listen(self) -> None:
         """Hear the operator's word; `plan` does so by itself."""
         self.control = self._stream.control()
+        self._listen_at = self._clock() + _ROUND_S  # or as soon as there is nothing to read
 
     def plan(self, *, step: int, world_size: int, timeout_s: float) -> Plan | None:
         """The next batch, or what to do instead; None when there is nothing to train within this time.
@@ -214,8 +216,10 @@ class Feed:
 
     def _plan_until(self, deadline: float, step: int, world_size: int) -> Plan | None:
         waited = False
+        self._listen_at = self._clock()
         while True:
-            self.listen()
+            if self._clock() >= self._listen_at:
+                self.listen()
             if self.control == "stop":
                 return Plan(kind=Kind.STOP, step=step)
             if self.control == "run":
@@ -228,15 +232,20 @@ class Feed:
             left_s = deadline - self._clock()
             if left_s <= 0 and waited:
                 return None
-            wait_s = max(0.0, min(left_s, _ROUND_S))
-            if self.control == "pause":
-                self._patience.paused()
-                self._sleep(wait_s)
-            elif not self._receive(step, wait_s):
-                self._patience.check(num_outstanding=self._ledger.outstanding)
-                if self._patience.tickets_may_be_lost:
-                    self.reconcile(step=step)
+            self._read_or_wait(step, max(0.0, min(left_s, _ROUND_S)))
             waited = True
+
+    def _read_or_wait(self, step: int, wait_s: float) -> None:
+        if self.control == "pause":
+            self._patience.paused()
+            self._sleep(wait_s)
+        elif self._receive(step, wait_s):
+            return
+        else:
+            self._patience.check(num_outstanding=self._ledger.outstanding)
+            if self._patience.tickets_may_be_lost:
+                self.reconcile(step=step)
+        self._listen_at = self._clock()
 
     def _ready(self, step: int, world_size: int) -> Plan | None:
         """A full batch; the last, partial one when nothing more can come; or the end."""

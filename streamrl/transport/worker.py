@@ -31,6 +31,8 @@ T = TypeVar("T")
 
 # A lease that was neither renewed nor ended for so many of its lengths is forgotten, and may be handed out anew.
 _FORGET_AFTER_LEASES = 3
+# Leases that ran out are looked for so often, in parts of a lease: what a dead worker held is taken up soon after.
+_LOOK_FOR_EXPIRED_EVERY = 1 / 16
 
 
 class WorkerStream:
@@ -53,6 +55,7 @@ class WorkerStream:
         self._run_uid: str | None = None
         self._held: dict[tuple[Purpose, str], float] = {}  # when each was last leased or renewed
         self._recover = True  # something may be pending under our name that we do not know of
+        self._look_for_expired_at = 0.0
         self._latest: Announcement | None = None
 
     async def run_info(self) -> RunInfo | None:
@@ -75,17 +78,21 @@ class WorkerStream:
 
     async def lease(self, *, max_tickets: int, block_ms: int) -> list[Leased]:
         """Up to `max_tickets` tickets, evaluation first; none when there were none within `block_ms` (at most some
-        seconds). Never one that the caller still holds and renews. One call at a time."""
+        seconds, and a small part of a lease). Never one that the caller still holds and renews. One call at a time."""
         assert max_tickets >= 1, f"asked to lease {max_tickets} tickets"
-        taken = await self._do("lease tickets", lambda uid: self._take(uid, max_tickets))
-        if taken is None:
-            await asyncio.sleep(bounded_block_ms(self._client, block_ms) / 1000)
-            return []
-        if leased := self._adopt(taken[0], max_tickets):
-            return leased
-        if block_ms > 0 and await self._ask("wait for tickets", lambda: self._wait_for_one(block_ms)):
+        if block_ms <= 0 or self._recover or time.monotonic() >= self._look_for_expired_at:
+            taken = await self._do("lease tickets", lambda uid: self._take(uid, max_tickets))
+            if taken is None:
+                await asyncio.sleep(bounded_block_ms(self._client, block_ms) / 1000)
+                return []
+            if (leased := self._adopt(taken[0], max_tickets)) or block_ms <= 0:
+                return leased
+        came = await self._ask("wait for tickets", lambda: self._wait(max_tickets, block_ms))
+        if self._recover:
             return await self.lease(max_tickets=max_tickets, block_ms=0)
-        return []
+        leased = self._adopt(came, len(came))
+        await self.hand_back(leased[max_tickets:])  # the bound on a blocking read holds for each stream by itself
+        return leased[:max_tickets]
 
     async def renew(self, leased: Sequence[Leased]) -> list[Leased]:
         """Call it several times per `lease_s` for all that is at work. Returns those that are not ours any more:
@@ -161,24 +168,33 @@ class WorkerStream:
         reply = await run_async(self._client, call)
         crashpoint("ticket.leased")
         self._recover = False
+        self._look_for_expired_at = time.monotonic() + _LOOK_FOR_EXPIRED_EVERY * self._lease_s
         return reply
 
-    async def _wait_for_one(self, block_ms: int) -> bool:
-        """Whether a new ticket came, or may have come; it is then pending under our name, and `_take` finds it."""
+    async def _wait(self, most: int, block_ms: int) -> list[Any]:
+        """New tickets as soon as there are some, in the form in which `_take` has them. With `_recover` left set they
+        are pending under our name, or may be, and `_take` finds out."""
         self._recover = True
         streams: dict[Any, Any] = {self._keys.tickets(purpose): ">" for purpose in scripts.LEASING_ORDER}
-        block = bounded_block_ms(self._client, block_ms)
+        block = bounded_block_ms(self._client, min(block_ms, int(_LOOK_FOR_EXPIRED_EVERY * self._lease_s * 1000)))
         try:
-            reply = await self._client.xreadgroup(WORKERS, self._worker, streams, count=1, block=block)
+            reply: Any = await self._client.xreadgroup(WORKERS, self._worker, streams, count=most, block=block)
         except (redis.ConnectionError, redis.TimeoutError):
-            return True  # waiting again would wait for another one
+            return []  # waiting again would wait for other ones
         except redis.ResponseError as error:
             if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
                 raise
             await asyncio.sleep(block / 1000)  # the learner has not made the streams yet, or makes them again
-            return False
-        self._recover = bool(reply)
-        return bool(reply)
+            return []
+        places = {self._keys.tickets(purpose).encode(): at for at, purpose in enumerate(scripts.LEASING_ORDER, start=1)}
+        came = [
+            (places[stream], entry_id, fields.get(b"n", b""), fields.get(b"u", b""), fields.get(b"b", b""))
+            for stream, entries in reply or []
+            for entry_id, fields in entries
+        ]
+        # Of another run: only the script can tell whether ours is gone.
+        self._recover = self._run_uid is None or any(uid != self._run_uid.encode() for *_, uid, _ in came)
+        return came
 
     def _adopt(self, entries: Sequence[Any], most: int) -> list[Leased]:
         oldest = time.monotonic() - _FORGET_AFTER_LEASES * self._lease_s

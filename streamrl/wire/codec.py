@@ -122,7 +122,7 @@ class Fields:
             raise WireError(f"field {name!r} must be bytes, got {type(value).__name__}")
         return value
 
-    def array(self, name: str, dtype: str, *, count: int) -> npt.NDArray[Any]:
+    def array(self, name: str, dtype: str | np.dtype[Any], *, count: int) -> npt.NDArray[Any]:
         """Raw little-endian items; their number is known beforehand and must agree."""
         data = self.blob(name)
         kind = np.dtype(dtype)

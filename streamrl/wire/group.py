@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,10 +36,10 @@ MAX_HEADER_BYTES = 1 << 20
 MAX_REWARD_SOURCES = 32
 _MAX_SPANS = 4096
 _ANY_VOCABULARY = 1 << 31
+_I4, _U4, _U8, _F4, _F8 = (np.dtype(name) for name in ("<i4", "<u4", "<u8", "<f4", "<f8"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class Span(NamedTuple):
     """Tokens [start, end) of a sample were made by this version, which carries this optimizer step."""
 
     version: int
@@ -184,7 +184,7 @@ def _pack_samples(samples: Sequence[Sample]) -> dict[str, object]:
     for s in samples:
         if len(s.logprobs) != len(s.token_ids):  # laid end to end, the samples behind it would get wrong ones
             raise WireError(f"a sample has {len(s.logprobs)} log-probs for {len(s.token_ids)} tokens")
-    spans = [(span.version, span.step, span.start, span.end) for s in samples for span in s.spans]
+    spans = [span for s in samples for span in s.spans]
     sources = list(dict.fromkeys(source for s in samples for source in s.rewards))
     rewards = np.array([[s.rewards.get(source, math.nan) for source in sources] for s in samples], dtype="<f8")
     if np.isfinite(rewards).sum() != sum(len(s.rewards) for s in samples):
@@ -212,7 +212,7 @@ def _unpack_samples(f: Fields, header: GroupHeader, vocabulary: int) -> tuple[Sa
     num_tokens = sum(lengths)
     token_ids = _take_tokens(f, "token_ids", num_tokens, vocabulary)
     logprobs = _take_logprobs(f, num_tokens)
-    totals = f.array("totals", "<f8", count=len(lengths)).tolist()
+    totals = f.array("totals", _F8, count=len(lengths)).tolist()
     if tuple(totals) != header.sample_rewards:
         raise WireError("rewards of header and body differ")
     reasons = f.list("finish_reasons", max_items=MAX_SAMPLES)
@@ -237,15 +237,15 @@ def _unpack_samples(f: Fields, header: GroupHeader, vocabulary: int) -> tuple[Sa
 
 
 def _take_tokens(f: Fields, name: str, count: int, vocabulary: int) -> npt.NDArray[np.int32]:
-    tokens = f.array(name, "<i4", count=count)
+    tokens = f.array(name, _I4, count=count)
     # As an unsigned number a negative one is beyond every vocabulary.
-    if count and int(tokens.view("<u4").max()) >= vocabulary:
+    if count and int(tokens.view(_U4).max()) >= vocabulary:
         raise WireError(f"token ids are not all from 0 to {vocabulary - 1}, as the vocabulary has them")
     return tokens
 
 
 def _take_logprobs(f: Fields, count: int) -> npt.NDArray[np.float32]:
-    logprobs = f.array("logprobs", "<f4", count=count)
+    logprobs = f.array("logprobs", _F4, count=count)
     # A NaN is the result of both, and fails both comparisons.
     if count and not (logprobs.min() > -math.inf and logprobs.max() <= 1e-3):
         raise WireError("log-probs must be finite and at most 0")
@@ -256,16 +256,16 @@ def _take_rewards(f: Fields, num_samples: int) -> list[dict[str, float]]:
     sources = f.list("sources", max_items=MAX_REWARD_SOURCES)
     if any(type(source) is not str for source in sources) or len(set(sources)) != len(sources):
         raise WireError("reward sources must be different names")
-    rewards = f.array("rewards", "<f8", count=num_samples * len(sources))
-    if np.isinf(rewards).any():
+    rewards = f.array("rewards", _F8, count=num_samples * len(sources)).tolist()
+    if any(map(math.isinf, rewards)):
         raise WireError("rewards must be finite")
-    rows = rewards.reshape(num_samples, len(sources)).tolist()
+    rows = [rewards[at * len(sources) : (at + 1) * len(sources)] for at in range(num_samples)]
     return [{source: reward for source, reward in zip(sources, row, strict=True) if reward == reward} for row in rows]
 
 
 def _take_runs(f: Fields, lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    counts = f.array("num_runs", "<u4", count=len(lengths)).tolist()
-    runs = f.array("mask_runs", "<u4", count=sum(counts)).tolist()
+    counts = f.array("num_runs", _U4, count=len(lengths)).tolist()
+    runs = f.array("mask_runs", _U4, count=sum(counts)).tolist()
     for length, count, end in zip(lengths, counts, accumulate(counts), strict=True):
         of_sample = tuple(runs[end - count : end])
         if sum(of_sample) != length:
@@ -274,10 +274,10 @@ def _take_runs(f: Fields, lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def _take_spans(f: Fields, lengths: Sequence[int]) -> Iterator[tuple[Span, ...]]:
-    counts = f.array("num_spans", "<u4", count=len(lengths)).tolist()
+    counts = f.array("num_spans", _U4, count=len(lengths)).tolist()
     if max(counts, default=0) > _MAX_SPANS:
         raise WireError(f"more than {_MAX_SPANS} version spans in a sample")
-    rows = f.array("spans", "<u8", count=4 * sum(counts)).reshape(-1, 4).tolist()
+    rows = f.array("spans", _U8, count=4 * sum(counts)).reshape(-1, 4).tolist()
     for length, count, end in zip(lengths, counts, accumulate(counts), strict=True):
         yield _join_spans(rows[end - count : end], length)
 
@@ -290,4 +290,4 @@ def _join_spans(rows: Sequence[list[int]], length: int) -> tuple[Span, ...]:
         reached = end
     if reached != length:
         raise WireError(f"version spans cover {reached} of {length} tokens")
-    return tuple([Span(version=v, step=t, start=a, end=b) for v, t, a, b in rows])
+    return tuple(map(Span._make, rows))

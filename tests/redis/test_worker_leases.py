@@ -254,3 +254,34 @@ async def test_an_emptied_server_is_waited_for(
     assert not await worker.deliver(leased[0], b"h", b"b")
     learner.issue([make_ticket(0)])
     assert numbers(await worker.lease(max_tickets=1, block_ms=0)) == [0]
+
+
+async def test_a_waiting_worker_takes_no_more_than_it_asked_for_and_evaluation_first(
+    learner: LearnerStream, make_worker: MakeWorker
+) -> None:
+    waiting, other = make_worker("waiting", lease_s=60.0), make_worker("other", lease_s=60.0)
+    assert await waiting.lease(max_tickets=2, block_ms=1) == []
+    learner.issue([make_ticket(n) for n in range(3)])
+    learner.issue([make_ticket(n, purpose="eval") for n in range(2)])
+    leased = await waiting.lease(max_tickets=2, block_ms=5000)
+    assert [(one.purpose, one.ticket.number) for one in leased] == [("eval", 0), ("eval", 1)]
+    rest = await other.lease(max_tickets=9, block_ms=0)
+    assert [(one.purpose, one.ticket.number) for one in rest] == [("train", n) for n in range(3)]
+    assert await waiting.renew(leased) == []
+
+
+async def test_a_worker_that_waits_all_the_time_takes_up_an_expired_lease_in_a_small_part_of_its_length(
+    learner: LearnerStream, make_worker: MakeWorker
+) -> None:
+    """However long each of its waits may be."""
+    lease_s = 1.0
+    doomed, heir = make_worker("doomed", lease_s=lease_s), make_worker("heir", lease_s=lease_s)
+    learner.issue([make_ticket(0)])
+    [held] = await doomed.lease(max_tickets=1, block_ms=0)
+    await doomed.renew([held])
+    began = time.monotonic()
+    leased: list[Leased] = []
+    while not leased and time.monotonic() < began + 10 * lease_s:
+        leased = await heir.lease(max_tickets=1, block_ms=5000)
+    assert [one.entry_id for one in leased] == [held.entry_id]
+    assert lease_s * 0.95 < time.monotonic() - began < 1.2 * lease_s
