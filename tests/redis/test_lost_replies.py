@@ -136,7 +136,7 @@ async def test_a_delivery_whose_reply_is_lost_is_known_as_our_own(
 
 
 async def test_groups_delivered_together_whose_reply_is_lost_learn_each_its_own_outcome(
-    learner: LearnerStream, worker: WorkerStream, proxy: ReplyDroppingProxy, lossy: redis.Redis, keys: Keys
+    learner: LearnerStream, worker: WorkerStream, proxy: Proxy, lossy: redis.Redis, keys: Keys
 ) -> None:
     learner.issue([make_ticket(n) for n in range(4)])
     first, *others = await worker.lease(max_tickets=4, block_ms=0)
