@@ -1,0 +1,167 @@
+"""A recording as files that other programs read: JSON Lines, a group a line; Parquet, a sample a row.
+
+Both are written aside and get their name when they are whole. Neither holds more than a batch in memory. Groups that
+cannot be read are left out and counted. Blocks on the disk only.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from streamrl.errors import ResourceError, WireError
+from streamrl.record.read import Recording, open_group
+from streamrl.record.words import Words
+from streamrl.transport.types import Entry, entry_order
+from streamrl.versions import show
+from streamrl.wire.group import Group, Sample
+
+_ROWS_A_BATCH = 512
+
+
+@dataclass(slots=True, kw_only=True)
+class Exported:
+    num_groups: int = 0
+    num_samples: int = 0
+    num_failed: int = 0  # groups that say that their ticket failed; JSON Lines only, for they have no samples
+    num_unreadable: int = 0
+
+
+def to_json(entry: Entry, group: Group, words: Words | None) -> dict[str, Any]:
+    """One group; the documented form of `streamrl record export --format jsonl` and `streamrl groups --json`."""
+    header = group.header
+    told: dict[str, Any] = {
+        "id": entry.id,
+        "at": entry_order(entry.id)[0] / 1000,
+        "ticket": header.ticket,
+        "run_uid": header.run_uid,
+        "worker": header.worker,
+        "attempt": header.attempt,
+        "error": header.error,
+        "num_failed_samples": header.num_failed_samples,
+        "generate_s": header.generate_s,
+        "reward_s": header.reward_s,
+        "prompt_ids": group.prompt_ids.tolist(),
+        "samples": [_sample(sample, words) for sample in group.samples],
+    }
+    if words is not None:
+        told["prompt"] = words.decode(group.prompt_ids)
+    return told
+
+
+def write_jsonl(recording: Recording, out: IO[str], *, words: Words | None) -> Exported:
+    """To a stream that is open."""
+    exported = Exported()
+    for entry, group in _groups(recording, exported):
+        out.write(json.dumps(to_json(entry, group, words), ensure_ascii=False) + "\n")
+    return exported
+
+
+def write_parquet(recording: Recording, path: Path, *, words: Words | None) -> Exported:
+    """ResourceError when pyarrow is not installed."""
+    check_parquet()
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    exported = Exported()
+    schema = _parquet_schema(pa, with_text=words is not None)
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        rows: list[dict[str, Any]] = []
+        for entry, group in _groups(recording, exported):
+            rows += _rows(entry, group, words)
+            if len(rows) >= _ROWS_A_BATCH:
+                writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+                rows.clear()
+        writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+    return exported
+
+
+def check_parquet() -> None:
+    if importlib.util.find_spec("pyarrow") is None:
+        raise ResourceError(
+            "--format parquet needs the package pyarrow, which is not installed: `pip install 'streamrl[parquet]'`, "
+            "or use --format jsonl"
+        )
+
+
+def write_whole(path: Path, write: Callable[[Path], Exported]) -> Exported:
+    """The file gets its name when `write` has filled it."""
+    aside = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    try:
+        exported = write(aside)
+        aside.rename(path)
+    except FileNotFoundError:
+        raise ResourceError(f"{path} cannot be written: there is no folder {path.parent}") from None
+    except OSError as error:
+        raise ResourceError(f"{path} cannot be written: {error.strerror or error}") from None
+    finally:
+        aside.unlink(missing_ok=True)
+    return exported
+
+
+def _groups(recording: Recording, exported: Exported) -> Iterator[tuple[Entry, Group]]:
+    for entry in recording.entries():
+        try:
+            group = open_group(entry)
+        except WireError:
+            exported.num_unreadable += 1
+            continue
+        exported.num_groups += 1
+        exported.num_samples += len(group.samples)
+        exported.num_failed += group.header.failed
+        yield entry, group
+
+
+def _sample(sample: Sample, words: Words | None) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "reward": sample.reward,
+        "rewards": dict(sample.rewards),
+        "finish_reason": sample.finish_reason,
+        "token_ids": sample.token_ids.tolist(),
+        "logprobs": [round(float(logprob), 6) for logprob in sample.logprobs],
+        "loss_mask_runs": list(sample.mask_runs),
+        "spans": [{"version": show(s.version), "step": s.step, "start": s.start, "end": s.end} for s in sample.spans],
+    }
+    if words is not None:
+        told["text"] = words.decode(sample.token_ids)
+    return told
+
+
+def _rows(entry: Entry, group: Group, words: Words | None) -> Sequence[dict[str, Any]]:
+    prompt_ids = group.prompt_ids.tolist()
+    shared = {"id": entry.id, "ticket": group.header.ticket, "run_uid": group.header.run_uid}
+    shared |= {"worker": group.header.worker, "prompt_ids": prompt_ids}
+    if words is not None:
+        shared["prompt"] = words.decode(group.prompt_ids)
+    rows = []
+    for at, sample in enumerate(group.samples):
+        row = {**shared, **_sample(sample, words), "sample": at, "logprobs": sample.logprobs.tolist()}
+        row["rewards"] = list(sample.rewards.items())  # a map's entries
+        rows.append(row)
+    return rows
+
+
+def _parquet_schema(pa: Any, *, with_text: bool) -> Any:
+    span = pa.struct([("version", pa.string()), ("step", pa.int64()), ("start", pa.int32()), ("end", pa.int32())])
+    fields = [
+        ("id", pa.string()),
+        ("ticket", pa.int64()),
+        ("sample", pa.int32()),
+        ("run_uid", pa.string()),
+        ("worker", pa.string()),
+        ("reward", pa.float64()),
+        ("rewards", pa.map_(pa.string(), pa.float64())),
+        ("finish_reason", pa.string()),
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("token_ids", pa.list_(pa.int32())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("loss_mask_runs", pa.list_(pa.int32())),
+        ("spans", pa.list_(span)),
+    ]
+    text = [("prompt", pa.string()), ("text", pa.string())] if with_text else []
+    return pa.schema([*fields, *text])

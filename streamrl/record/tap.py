@@ -1,0 +1,105 @@
+"""Listening to a run's groups as they are delivered: reads only, so that the run does not notice.
+
+The learner trims what it has committed, so a listener that falls behind misses groups. How many is exact where the
+server counts what was ever added (Redis 7, Valkey), and unknown on Redis 6.2. Blocks at most as long as it is told, and
+while Redis is away at most `give_up_after_s`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import redis
+
+from streamrl.errors import RunGone
+from streamrl.transport.connection import Attempts, bounded_block_ms, repeat
+from streamrl.transport.keys import Keys
+from streamrl.transport.types import RUN_STATES, START, Entry, RunState, one_of
+from streamrl.wire.ticket import Purpose
+
+T = TypeVar("T")
+
+_ENTRIES_A_READ = 16  # groups may be large, and a long answer holds up everybody else on the server
+
+
+class Tap:
+    def __init__(
+        self,
+        client: redis.Redis,
+        keys: Keys,
+        *,
+        run_uid: str,
+        purpose: Purpose = "train",
+        after: str = START,
+        give_up_after_s: float = 30.0,
+    ) -> None:
+        """Groups beyond the entry id `after`."""
+        self._client, self._keys, self._run_uid = client, keys, run_uid
+        self._stream, self._give_up_after_s = keys.groups(purpose), give_up_after_s
+        self.after = after
+        self.num_missed: int | None = None  # since the first `look_back`; None: the server does not tell
+        self._num_read = 0  # since the last look back
+        self._num_added: int | None = None  # what the server had ever added by then
+
+    def read(self, *, wait_s: float = 0.0) -> list[Entry]:
+        """The next groups; none when none came within `wait_s`."""
+        block = bounded_block_ms(self._client, int(wait_s * 1000)) if wait_s > 0 else None
+        reply: Any = self._ask(
+            "read groups",
+            lambda: self._client.xread({self._stream: self.after}, count=_ENTRIES_A_READ, block=block),
+        )
+        return self._take(reply)
+
+    def look_back(self) -> list[Entry]:
+        """Read once more, and find out whether groups went by unseen. Now and then, and at the end."""
+
+        def ask() -> list[Any]:
+            with self._client.pipeline() as pipe:  # one moment: nothing comes between the two
+                pipe.xread({self._stream: self.after}, count=_ENTRIES_A_READ)
+                pipe.xinfo_stream(self._stream)
+                return pipe.execute(raise_on_error=False)
+
+        reply, info = self._ask("look back", ask)
+        entries = [] if isinstance(reply, Exception) else self._take(reply)
+        added = info.get("entries-added") if isinstance(info, dict) else None
+        if len(entries) < _ENTRIES_A_READ:  # else more is there, and it is not known how much
+            self._account(added)
+        return entries
+
+    def run_state(self) -> RunState | None:
+        """None: the server knows nothing of the run at the moment. RunGone: its name is another run's now."""
+        uid, state = self._ask("read the run", lambda: self._client.hmget(self._keys.meta, ["uid", "state"]))
+        if not (isinstance(uid, bytes) and isinstance(state, bytes)):
+            return None
+        if uid != self._run_uid.encode():
+            raise RunGone(f"run {self._keys.name!r} was removed from Redis, and another took its name")
+        return one_of(RUN_STATES, state.decode(errors="replace"), "failed")
+
+    def _account(self, added: int | None) -> None:
+        if added is not None and self._num_added is not None and added >= self._num_added:
+            missed = max(0, added - self._num_added - self._num_read)
+            self.num_missed = (self.num_missed or 0) + missed
+        self._num_added, self._num_read = added, 0
+
+    def _take(self, reply: Any) -> list[Entry]:
+        entries = [to_entry(entry_id, fields) for _, found in reply or [] for entry_id, fields in found]
+        if entries:
+            self.after = entries[-1].id
+        self._num_read += len(entries)
+        return entries
+
+    def _ask(self, what: str, call: Callable[[], T]) -> T:
+        return repeat(call, attempts=Attempts(self._client, what, give_up_after_s=self._give_up_after_s))
+
+
+def to_entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Entry:
+    """Whatever lies in the stream; nothing in it is trusted."""
+    number = fields.get(b"n", b"")
+    return Entry(
+        id=entry_id.decode(),
+        number=int(number) if number.isdigit() and len(number) < 19 else -1,
+        run_uid=fields.get(b"u", b"").decode(errors="replace")[:64],
+        header=fields.get(b"h", b""),
+        body=fields.get(b"b", b""),
+    )

@@ -1,0 +1,158 @@
+"""`streamrl record` on a live run: everything that passes is saved, and the run does not notice."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import redis
+import redis.asyncio
+
+from streamrl.cli.main import main
+from streamrl.errors import DataError
+from streamrl.record.frames import Origin
+from streamrl.record.read import Recording
+from streamrl.record.session import record
+from streamrl.record.tap import Tap
+from streamrl.record.write import RecordingWriter
+from streamrl.transport.keys import Keys
+from tests.helpers import wait_until
+from tests.redis.run_world import RunWorld
+
+WRITES = ("xadd", "xdel", "xtrim", "xack", "hset", "set", "del", "eval", "evalsha", "xgroup", "xreadgroup", "xsetid")
+
+
+@pytest.fixture
+def world(
+    tmp_path: Path, client: redis.Redis, async_client: redis.asyncio.Redis, keys: Keys, redis_url: str
+) -> RunWorld:
+    world = RunWorld(tmp_path, client=client, async_client=async_client, keys=keys, url=redis_url)
+    world.learner.plan()
+    return world
+
+
+def record_once(world: RunWorld, folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, int]:
+    capsys.readouterr()
+    where = ["--redis", world.url, "--run", world.keys.name, "--output", str(folder)]
+    assert main(["record", *where, "--once", "--json", *options]) == 0
+    told: dict[str, int] = json.loads(capsys.readouterr().out)
+    return told
+
+
+async def test_what_is_in_redis_is_saved_once_and_only_once(
+    world: RunWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await world.answer_all()
+    assert record_once(world, tmp_path / "recording", capsys)["groups"] == 6
+    await world.train_steps(1)
+    world.learner.commit()
+    await world.answer_all()
+    told = record_once(world, tmp_path / "recording", capsys)
+
+    delivered = [entry.number for entry in Recording.open(tmp_path / "recording").entries()]
+    assert delivered == sorted(set(delivered))
+    assert told["groups"] == len(delivered) - 6
+
+
+async def test_recording_sends_no_write_to_redis(
+    world: RunWorld, tmp_path: Path, client: redis.Redis, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await world.answer_all()
+
+    def calls() -> dict[str, int]:
+        stats = client.info("commandstats")
+        return {name: stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in WRITES}
+
+    before = calls()
+    record_once(world, tmp_path / "recording", capsys)
+    assert calls() == before
+
+
+async def test_a_live_session_follows_the_run_to_its_end(world: RunWorld, tmp_path: Path, client: redis.Redis) -> None:
+    tap = Tap(client, world.keys, run_uid=world.learner.uid)
+    origin = Origin(run="run", run_uid=world.learner.uid, fingerprint="model", model="m")
+    with RecordingWriter(tmp_path / "recording", origin, file_bytes=4000, max_bytes=1 << 30) as writer:
+        session = threading.Thread(
+            target=lambda: record(tap, writer, stopped=lambda: False, follow=True, show=lambda: None)
+        )
+        session.start()
+        trained = []
+        for _ in range(3):
+            trained += await world.train_steps(1)
+            wait_until(lambda: writer.last_id >= world.learner.feed.state().cursor, description="the recorder is there")
+            world.learner.commit()
+        world.learner.stream.release("finished")
+        session.join(20)
+        assert not session.is_alive()
+
+    recording = Recording.open(tmp_path / "recording")
+    assert set(trained) <= recording.numbers()
+    assert tap.num_missed == 0
+
+
+async def test_groups_that_went_by_unseen_are_counted(
+    world: RunWorld, tmp_path: Path, client: redis.Redis, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tap = Tap(client, world.keys, run_uid=world.learner.uid)
+    tap.look_back()
+    trained = await world.train_steps(2)
+    world.learner.commit()
+
+    assert len(tap.look_back()) < len(trained)
+    if "entries-added" in client.xinfo_stream(world.keys.groups("train")):
+        assert tap.num_missed is not None
+        assert tap.num_missed >= len(trained)
+    else:  # Redis 6.2 does not tell
+        assert tap.num_missed is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+async def test_a_recorder_that_is_ended_leaves_a_recording_that_the_next_one_continues(
+    world: RunWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    folder = tmp_path / "recording"
+    await world.answer_all()
+    exit_code, out = await asyncio.to_thread(end_a_recorder, world, folder, number)
+    if number == signal.SIGINT:
+        assert exit_code == 0
+        assert json.loads(out)["groups"] == 6
+    await world.train_steps(3)
+    await world.answer_all()
+
+    record_once(world, folder, capsys)
+
+    assert num_groups(folder) > 6
+
+
+def end_a_recorder(world: RunWorld, folder: Path, number: signal.Signals) -> tuple[int, str]:
+    """(its exit code, what it said) after the signal, which it gets when it has recorded what is there."""
+    where = ["--redis", world.url, "--run", world.keys.name, "--output", str(folder), "--json"]
+    command = [sys.executable, "-m", "streamrl.cli.main", "record", *where]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as recorder:
+        try:
+            wait_until(lambda: folder.exists() and num_groups(folder) == 6, description="all are recorded")
+        finally:
+            recorder.send_signal(number)
+        out, _ = recorder.communicate(timeout=20)
+    return recorder.returncode, out
+
+
+def num_groups(folder: Path) -> int:
+    with contextlib.suppress(DataError):  # not begun yet
+        return len(Recording.open(folder).places)
+    return 0
+
+
+def test_a_cap_too_small_for_two_files_is_a_mistake(
+    world: RunWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ["--redis", world.url, "--run", world.keys.name, "--output", str(tmp_path / "recording")]
+    assert main(["record", *where, "--max-bytes", "300MB"]) == 2
+    assert "must be at least twice --file-bytes" in capsys.readouterr().err
