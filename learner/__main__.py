@@ -1,5 +1,7 @@
 """One rank of the learner: `torchrun ... -m learner --config RUN/config.yaml --redis URL`, or alone without torchrun.
 
+With `--replay DIR` in place of `--redis URL` it learns from a recording.
+
 Exit codes: 0 finished or stopped as told, 2 a user's mistake, 1 all else, which torchrun answers with a restart. Where
 a restart would only fail again, the agent is told to end too.
 """
@@ -22,6 +24,7 @@ import torch
 from learner.assemble import learn, stall_limit_s
 from learner.distributed import die_with_parent, join_world
 from learner.guardian import guarded
+from learner.replay import replay
 from streamrl.config.load import load_config
 from streamrl.errors import StreamrlError, TrainingError, UserError
 from streamrl.telemetry.logs import configure_logging
@@ -64,22 +67,27 @@ def _run(options: argparse.Namespace) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     with join_world(os.environ, timeout_s=stall_limit_s(config)) as world:
-        state = learn(
-            config=config,
-            url=options.redis,
-            # Once: who was itself replaced since must not take the run back when torchrun restarts it.
-            takeover=options.takeover and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0",
-            world=world,
-            stop=stop,
-            environment=os.environ,
-        )
+        if options.replay is not None:
+            state = replay(config=config, folder=options.replay, world=world, stop=stop)
+        else:
+            state = learn(
+                config=config,
+                url=options.redis,
+                # Once: who was itself replaced since must not take the run back when torchrun restarts it.
+                takeover=options.takeover and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0",
+                world=world,
+                stop=stop,
+                environment=os.environ,
+            )
         log.info("learner ends", state=state)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m learner", description="One rank of the learner of a run.")
     parser.add_argument("--config", required=True, type=Path, help="the run's resolved configuration")
-    parser.add_argument("--redis", required=True, metavar="URL", help="where the run's stream is")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--redis", metavar="URL", help="where the run's stream is")
+    source.add_argument("--replay", metavar="DIR", type=Path, help="learn from this recording, without Redis")
     parser.add_argument("--takeover", action="store_true", help="replace a learner that still holds the run")
     parser.add_argument("--log-file", type=Path, help="write JSON lines here; {rank} in it becomes the rank")
     parser.add_argument("--error-file", type=Path, help="write an error here that no restart can mend, as JSON")

@@ -33,6 +33,7 @@ from learner.optim import make_optimizer
 from learner.packing import MicroBatch
 from learner.publish import Publisher
 from learner.record import Recorder, Timers
+from learner.replayed import Unpublished
 from learner.save import Saver
 from learner.start import Admitted, Start, admit, holder_name, take_lease
 from learner.state import load_state
@@ -46,6 +47,7 @@ from streamrl.transport.connection import check_server, connect
 from streamrl.transport.keys import Keys
 from streamrl.transport.learner import LearnerStream
 from streamrl.transport.reports import ReportWriter
+from streamrl.transport.seam import GroupStream
 from streamrl.transport.types import RunState
 from streamrl.weights.stores import open_store
 
@@ -56,14 +58,20 @@ class Surroundings:
 
     config: schema.Config
     world: World
-    client: redis.Redis
-    keys: Keys
-    holder: str
     speech: Speech
     progress: Progress
     watchdog: Watchdog
     timers: Timers
     stop: threading.Event  # a signal asked us to end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """Where the run's stream is, and who we are to it."""
+
+    client: redis.Redis
+    keys: Keys
+    holder: str
 
 
 def stall_limit_s(config: schema.Config) -> float:
@@ -81,53 +89,65 @@ def learn(
     environment: Mapping[str, str],
 ) -> RunState:
     """The whole life of one rank."""
-    _refuse_unsupported(config, world)
+    refuse_unsupported(config, world)
     speech = read_speech(config.model.path)
-    prompts = _read_prompts(config, speech) if world.is_main else None
+    prompts = read_prompts_of(config, speech) if world.is_main else None
     torch.manual_seed(config.seed)
     policy = load_policy(config, world, speech.end_ids)
     with ExitStack() as stack:
         client = stack.enter_context(connect(url, config.redis))
+        server = Server(client=client, keys=Keys(config.name), holder=holder_name(environment))
         around = Surroundings(
             config=config,
             world=world,
-            client=client,
-            keys=Keys(config.name),
-            holder=holder_name(environment),
             speech=speech,
             progress=Progress(part=f"learner/{world.rank}", role="learner"),
             watchdog=Watchdog(limit_s=stall_limit_s(config)),
             timers=Timers(),
             stop=stop,
         )
-        stack.enter_context(ReportWriter(client, around.keys, around.progress))
+        stack.enter_context(ReportWriter(client, server.keys, around.progress))
         if prompts is None:
-            return _work(around, policy, Start.from_bytes(world.broadcast_bytes(None)), conductor=None, stream=None)
-        return _lead(around, policy, prompts, takeover=takeover)
+            return _follow(around, server, policy)
+        return _lead(around, server, policy, prompts, takeover=takeover)
+
+
+def _follow(around: Surroundings, server: Server, policy: Policy) -> RunState:
+    """Every rank but the first."""
+    start = Start.from_bytes(around.world.broadcast_bytes(None))
+    publisher = _make_publisher(around, server, policy, start, announcer=None)
+    return work(around, policy, start, conductor=None, stream=_make_stream(around, server, start), publisher=publisher)
 
 
 def _lead(
-    around: Surroundings, policy: Policy, prompts: tuple[PromptSet, PromptSet | None], *, takeover: bool
+    around: Surroundings,
+    server: Server,
+    policy: Policy,
+    prompts: tuple[PromptSet, PromptSet | None],
+    *,
+    takeover: bool,
 ) -> RunState:
     """Rank 0: become the learner of the run, do the work, and say how it ended."""
-    check_server(around.client, max_backlog_bytes=around.config.redis.max_backlog_bytes)
-    take = partial(take_lease, around.config, around.client, around.keys, holder=around.holder)
+    check_server(server.client, max_backlog_bytes=around.config.redis.max_backlog_bytes)
+    take = partial(take_lease, around.config, server.client, server.keys, holder=server.holder)
     take(takeover=takeover)
     keeper = LeaseKeeper(take, lease_s=around.config.learner.lease_s)
     with keeper.keeping():
         admitted = admit(
             config=around.config,
-            client=around.client,
-            keys=around.keys,
+            client=server.client,
+            keys=server.keys,
             keeper=keeper,
             prompts=prompts[0],
             speech=around.speech,
-            holder=around.holder,
+            holder=server.holder,
         )
         try:
             around.world.broadcast_bytes(admitted.start.to_bytes())
             conductor = _make_conductor(around, admitted, keeper, *prompts)
-            state = _work(around, policy, admitted.start, conductor=conductor, stream=admitted.stream)
+            start, stream = admitted.start, admitted.stream
+            publisher = _make_publisher(around, server, policy, start, announcer=stream)
+            state = work(around, policy, start, conductor=conductor, stream=stream, publisher=publisher)
         except (UserError, TrainingError):
             # Nothing that a restart could mend: say so to whoever watches the run.
             admitted.stream.release("failed")
@@ -136,13 +156,14 @@ def _lead(
     return state
 
 
-def _work(
+def work(
     around: Surroundings,
     policy: Policy,
     start: Start,
     *,
     conductor: Conductor | None,
-    stream: LearnerStream | None,
+    stream: GroupStream,
+    publisher: Publisher | Unpublished,
 ) -> RunState:
     """Every rank: restore, then the loop."""
     optimizer = make_optimizer(policy, around.config.optimizer)
@@ -156,11 +177,11 @@ def _work(
             config=around.config,
             world=around.world,
             start=start,
-            stream=stream or _make_stream(around, start),
+            stream=stream,
             policy=policy,
             optimizer=optimizer,
             gradients=_make_gradients(around, policy),
-            publisher=_make_publisher(around, policy, start, announcer=stream),
+            publisher=publisher,
             saver=Saver(
                 policy=policy,
                 optimizer=optimizer,
@@ -198,7 +219,7 @@ def _make_gradients(around: Surroundings, policy: Policy) -> Gradients:
 
 
 def _make_publisher(
-    around: Surroundings, policy: Policy, start: Start, *, announcer: LearnerStream | None
+    around: Surroundings, server: Server, policy: Policy, start: Start, *, announcer: LearnerStream | None
 ) -> Publisher:
     return Publisher(
         policy=policy,
@@ -206,7 +227,7 @@ def _make_publisher(
         world=around.world,
         run_uid=start.run_uid,
         epoch=start.epoch,
-        store=open_store(around.config.weights.store, around.client, around.keys),
+        store=open_store(around.config.weights.store, server.client, server.keys),
         announcer=announcer,
         canary_ids=np.array(start.canary_ids, dtype=np.int32),
     )
@@ -267,14 +288,14 @@ def _make_conductor(
     )
 
 
-def _make_stream(around: Surroundings, start: Start) -> LearnerStream:
+def _make_stream(around: Surroundings, server: Server, start: Start) -> LearnerStream:
     """For the ranks that only read; rank 0's was made when it was admitted."""
     return LearnerStream(
-        around.client,
-        around.keys,
+        server.client,
+        server.keys,
         run_uid=start.run_uid,
         epoch=start.epoch,
-        holder=around.holder,
+        holder=server.holder,
         lease_s=around.config.learner.lease_s,
         give_up_after_s=around.config.redis.give_up_after_s,
     )
@@ -295,14 +316,14 @@ def _make_reference(around: Surroundings, algorithm: Algorithm, policy: Policy) 
     return ask
 
 
-def _read_prompts(config: schema.Config, speech: Speech) -> tuple[PromptSet, PromptSet | None]:
+def read_prompts_of(config: schema.Config, speech: Speech) -> tuple[PromptSet, PromptSet | None]:
     load = partial(PromptSet.load, tokenizer=speech.tokenizer, data=config.data, seed=config.seed)
     train = load(config.data.train)
     validation = config.data.validation
     return train, load(validation, key="data.validation") if validation is not None else None
 
 
-def _refuse_unsupported(config: schema.Config, world: World) -> None:
+def refuse_unsupported(config: schema.Config, world: World) -> None:
     if config.model.lora is not None and world.size > 1:
         raise ConfigError(
             f"model.lora: adapters train in one process so far, and {world.size} were started; "

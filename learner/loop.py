@@ -32,6 +32,7 @@ from learner.optim import Update, learning_rate, update
 from learner.plan import Kind, Plan, Verdict
 from learner.publish import Publisher
 from learner.record import Timers
+from learner.replayed import Unpublished
 from learner.save import Saver
 from learner.start import Start
 from learner.tally import Tally
@@ -58,7 +59,7 @@ class Parts:
     policy: Policy
     optimizer: torch.optim.Optimizer
     gradients: Gradients
-    publisher: Publisher
+    publisher: Publisher | Unpublished
     saver: Saver
     conductor: Conductor | None  # on rank 0
     speech: Speech

@@ -21,7 +21,7 @@ import structlog
 
 from learner.checkpoint import Checkpoint, CheckpointRoot
 from learner.data import PromptSet
-from learner.epochs import CheckpointName, Lineage, ancestry, claim_run
+from learner.epochs import CheckpointName, Epoch, Lineage, ancestry, claim_run
 from learner.lease import LeaseKeeper
 from streamrl.config import schema
 from streamrl.config.dump import config_to_json
@@ -34,6 +34,7 @@ from streamrl.versions import epoch_of
 if TYPE_CHECKING:
     from learner.model import Speech
 
+REPLAY = "replay.json"  # in the folder of a run that learns from a recording: which one
 _CANARY_TOKENS = 16
 _NO_RUN_IDS = ("", "none")  # torchrun's words for not having been given one
 
@@ -69,6 +70,16 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Claimed:
+    """A run's folder is ours: the newest epoch in it is."""
+
+    run_uid: str
+    epoch: Epoch
+    checkpoints: CheckpointRoot
+    checkpoint: Checkpoint | None  # to go on from
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
     """Rank 0 alone: it is the learner now."""
 
@@ -97,6 +108,29 @@ def admit(
     holder: str,
 ) -> Admitted:
     """After `take_lease`: claim the epoch and the run."""
+    if (config.folder / REPLAY).exists():
+        raise ConfigError(f"{config.folder} is the replay of a recording, which goes on with --replay only")
+    claimed = claim_folder(config, prompts)
+    epoch = claimed.epoch.number
+    stream = LearnerStream(
+        client,
+        keys,
+        run_uid=claimed.run_uid,
+        epoch=epoch,
+        holder=holder,
+        lease_s=config.learner.lease_s,
+        give_up_after_s=config.redis.give_up_after_s,
+    )
+    stream.claim(config_json=config_to_json(config), fingerprint=speech.fingerprint, wait_s=config.learner.lease_s)
+    keeper.renew_with(stream.renew)
+    log.info("learner of the run", run_uid=claimed.run_uid, epoch=epoch, checkpoint=str(claimed.epoch.parent))
+    lineage = tuple(ancestry(config.folder).last_steps.items())
+    start = make_start(config, claimed, prompts, lineage=lineage, canary_ids=_canary_ids(prompts, speech))
+    return Admitted(start=start, stream=stream, checkpoints=claimed.checkpoints, checkpoint=claimed.checkpoint)
+
+
+def claim_folder(config: schema.Config, prompts: PromptSet) -> Claimed:
+    """Claim the next epoch; whoever calls sees to it that nobody else works in this folder."""
     root = CheckpointRoot(config.folder)
     run_uid = claim_run(config.folder)
     if not config.checkpoint.resume and root.names(ancestry(config.folder)):
@@ -112,31 +146,30 @@ def admit(
             f"{checkpoint.folder} was made with other prompts, seed or order than data.train = {config.data.train!r} "
             "gives now: tickets would mean other prompts"
         )
-    stream = LearnerStream(
-        client,
-        keys,
-        run_uid=run_uid,
-        epoch=epoch.number,
-        holder=holder,
-        lease_s=config.learner.lease_s,
-        give_up_after_s=config.redis.give_up_after_s,
-    )
-    stream.claim(config_json=config_to_json(config), fingerprint=speech.fingerprint, wait_s=config.learner.lease_s)
-    keeper.renew_with(stream.renew)
-    log.info("learner of the run", run_uid=run_uid, epoch=epoch.number, checkpoint=str(epoch.parent))
+    return Claimed(run_uid=run_uid, epoch=epoch, checkpoints=root, checkpoint=checkpoint)
+
+
+def make_start(
+    config: schema.Config,
+    claimed: Claimed,
+    prompts: PromptSet,
+    *,
+    lineage: tuple[tuple[int, int | None], ...],
+    canary_ids: tuple[int, ...],
+) -> Start:
+    checkpoint = claimed.checkpoint
     extra = checkpoint.state.extra if checkpoint else {}
-    start = Start(
-        run_uid=run_uid,
-        epoch=epoch.number,
-        checkpoint=str(epoch.parent) if epoch.parent else None,
-        lineage=tuple(ancestry(config.folder).last_steps.items()),
+    return Start(
+        run_uid=claimed.run_uid,
+        epoch=claimed.epoch.number,
+        checkpoint=str(checkpoint.name) if checkpoint else None,
+        lineage=lineage,
         step=checkpoint.state.step if checkpoint else 0,
         consumed_samples=extra.get("consumed_samples", 0),
         elapsed_s=extra.get("elapsed_s", 0.0),
         total_steps=_total_steps(config.training, prompts),
-        canary_ids=_canary_ids(prompts, speech),
+        canary_ids=canary_ids,
     )
-    return Admitted(start=start, stream=stream, checkpoints=root, checkpoint=checkpoint)
 
 
 def take_lease(config: schema.Config, client: redis.Redis, keys: Keys, *, holder: str, takeover: bool = False) -> None:

@@ -20,6 +20,7 @@ COMMANDS: Mapping[str, Entry] = {
     "stop": Entry("streamrl.cli.control:stop", "Write a checkpoint and stop; what is under way waits."),
     "dead": Entry("streamrl.cli.dead:dead", "Look at tickets that failed too often, repeat or purge them."),
     "audit": Entry("streamrl.cli.audit:audit", "Account for every ticket of a run: none lost, none twice."),
+    "groups": Entry("streamrl.cli.groups:groups", "Read rollouts of a live run or a recording, as people read."),
     "record": Entry("streamrl.cli.record:record", "Save the groups of a live run; export what was saved."),
     "config": Entry("streamrl.cli.config:config", "Show or check a configuration."),
     "reward": Entry("streamrl.cli.reward:reward", "Serve a reward model over HTTP, or train one."),

@@ -1,0 +1,204 @@
+"""The learner's seams when it learns from a recording: the stream, the feed's beginning, the publisher.
+
+    recording ─► ReplayStream ─► ReplayFeed ─► the same judge, plans, algorithm, checkpoints as in a live run
+
+Groups come in the order in which they were delivered, and the only clock is theirs: the time at which the last one that
+was read had come. So what a replay does follows from the recording and the configuration alone. Tickets go nowhere, and
+weights are not published: nobody listens. Every rank opens the recording by itself. Blocks on the disk only.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import BinaryIO
+
+from learner.data import PromptSet
+from learner.feed import Feed
+from learner.ledger import DROPPED, LedgerState, StreamState
+from learner.publish import Published
+from streamrl.config import schema
+from streamrl.errors import WireError
+from streamrl.record.frames import Place, read_group
+from streamrl.record.read import Recording, open_group
+from streamrl.transport.types import Control, Entry, PresentGroup, PresentTicket, RunState, entry_order
+from streamrl.versions import make_version
+from streamrl.wire.group import GroupHeader
+from streamrl.wire.ticket import Purpose, Ticket
+
+NOT_RECORDED = "not_recorded"  # why tickets end that the recording has no answer to
+
+
+_LARGEST_GAP = 1000  # between the numbers of retries
+
+
+class ReplayStream:
+    """A `GroupStream` whose groups are those of the recording; what is written to it is not kept."""
+
+    disturbed = False
+
+    def __init__(self, recording: Recording) -> None:
+        self._places = recording.places
+        self._orders = [entry_order(place.entry_id) for place in self._places]
+        self._by_id = {place.entry_id: place for place in self._places}
+        self._files: dict[Path, BinaryIO] = {}
+        self._stack = ExitStack()
+        self.now_s = self._orders[0][0] / 1000 if self._orders else 0.0
+        self.used_up = False  # somebody wanted more than there is
+
+    def close(self) -> None:
+        self._stack.close()
+
+    # Groups in
+
+    def read(self, purpose: Purpose, *, after: str, count: int, block_ms: int) -> list[Entry]:
+        if purpose == "eval":
+            return []
+        first = bisect_right(self._orders, entry_order(after))
+        entries = [self._read(place) for place in self._places[first : first + count]]
+        if entries:
+            self.now_s = entry_order(entries[-1].id)[0] / 1000
+        self.used_up = not entries
+        return entries
+
+    def fetch(self, purpose: Purpose, ids: Sequence[str]) -> list[Entry | None]:
+        return [self._read(self._by_id[entry_id]) if entry_id in self._by_id else None for entry_id in ids]
+
+    def present_groups(self, purpose: Purpose, *, after: str) -> list[PresentGroup]:
+        first = bisect_right(self._orders, entry_order(after))
+        return [
+            PresentGroup(entry_id=place.entry_id, number=place.number, num_bytes=place.num_bytes)
+            for place in self._places[first:]
+        ]
+
+    def control(self) -> Control:
+        """Nothing more can come: that is the end."""
+        return "stop" if self.used_up else "run"
+
+    # What a live stream would keep
+
+    def restore(self, *, cursor: str, retried: Mapping[int, int] | None = None) -> None: ...
+
+    def issue(self, tickets: Sequence[Ticket]) -> None: ...
+
+    def commit(self, *, step: int, cursor: str, trim_below: str, ended: Sequence[str] = ()) -> None: ...
+
+    def delete_tickets(self, purpose: Purpose, entry_ids: Sequence[str]) -> None: ...
+
+    def dead(self, ticket: Ticket, *, error: str) -> None: ...
+
+    def trim_eval(self, *, below: str) -> None: ...
+
+    def event(self, kind: str, **detail: str | int | float) -> None: ...
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def release(self, state: RunState) -> None: ...
+
+    def present_tickets(self, purpose: Purpose) -> list[PresentTicket]:
+        return []
+
+    def retry_requests(self) -> list[int]:
+        return []
+
+    def retried(self) -> Mapping[int, int]:
+        return {}
+
+    def _read(self, place: Place) -> Entry:
+        file = self._files.get(place.path)
+        if file is None:
+            file = self._files[place.path] = self._stack.enter_context(place.path.open("rb"))
+        return read_group(file, place)
+
+
+class ReplayFeed(Feed):
+    """A feed that begins with all recorded tickets issued: those between them that have no answer end at once, counted.
+    Tickets beyond are issued as in a live run, and nobody answers them."""
+
+    def __init__(
+        self,
+        *,
+        stream: ReplayStream,
+        recording: Recording,
+        prompts: PromptSet,
+        config: schema.Config,
+        keep: Callable[[GroupHeader], str | None],
+        state: StreamState | None,
+    ) -> None:
+        fresh = state is None
+        numbers = recording.numbers()
+        if state is None:
+            issued = _num_issued(numbers, prompts.num_tickets(config.training.max_epochs))
+            state = StreamState(ledger=LedgerState(issued=issued), versions=tuple(versions_of(recording)))
+        super().__init__(
+            stream=stream,
+            prompts=prompts,
+            config=config,
+            run_uid=recording.origin.run_uid,
+            fingerprint=recording.origin.fingerprint,
+            keep=keep,
+            state=state,
+            clock=lambda: stream.now_s,
+            sleep=lambda seconds: None,
+        )
+        if fresh:
+            for number in [number for number in self._ledger.open_tickets() if number not in numbers]:
+                self._ledger.resolve(number, f"{DROPPED}{NOT_RECORDED}", step=0)
+
+    def note_version(self, version: int, step: int) -> None:
+        """Groups are measured against the versions of the recorded run, which are known from the beginning."""
+
+
+class Unpublished:
+    """In a publisher's place."""
+
+    failing = False
+
+    def __init__(self, epoch: int) -> None:
+        self._epoch = epoch
+        self.last_n = -1
+        self.latest: Published | None = None
+
+    def publish(self, step: int) -> Published:
+        self.last_n += 1
+        version = make_version(self._epoch, self.last_n)
+        self.latest = Published(version=version, step=step, num_bytes=0, changed_fraction=0.0)
+        return self.latest
+
+
+def versions_of(recording: Recording) -> Iterator[tuple[int, int]]:
+    """(version, its step) of all that made a token, in order. Reads every group: DataError if one is damaged."""
+    steps: dict[int, int] = {}
+    for entry in recording.entries():
+        try:
+            group = open_group(entry)
+        except WireError:
+            continue  # the feed will count it
+        for sample in group.samples:
+            for span in sample.spans:
+                steps.setdefault(span.version, span.step)
+    return iter(sorted(steps.items()))
+
+
+def _num_issued(numbers: Iterable[int], num_of_data: int) -> int:
+    """Behind the highest ticket, retries beyond the data included; a forged number far up must not count."""
+    issued = 0
+    for number in sorted(numbers):
+        if number >= num_of_data and number - max(issued, num_of_data) > _LARGEST_GAP:
+            break
+        issued = number + 1
+    return issued
+
+
+def as_replayed(config: schema.Config) -> schema.Config:
+    """The settings that mean something without workers and Redis. `lag.stale: wait` chooses among groups by when their
+    tickets went out, which no recording knows: they are taken in order, and dropped past the same limit."""
+    return config.model_copy(
+        update={
+            "redis": config.redis.model_copy(update={"max_backlog_bytes": 1 << 62}),
+            "lag": config.lag.model_copy(update={"stale": "drop"}) if config.lag.stale == "wait" else config.lag,
+            "validation": config.validation.model_copy(update={"every_steps": 0, "at_start": False, "at_end": False}),
+        }
+    )

@@ -1,0 +1,128 @@
+"""Rollouts as people read them: everything that matters is there, and nothing that a terminal would obey."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from streamrl.errors import ConfigError
+from streamrl.record.sources import is_entry_id
+from streamrl.record.view import lines_of
+from streamrl.transport.types import Entry
+from streamrl.versions import make_version
+from streamrl.wire.group import Group, Span
+from tests.helpers import make_group, make_sample, make_ticket
+
+ENTRY = Entry(id="1000-0", number=7, run_uid="uid", header=b"", body=b"")
+
+
+class Letters:
+    """Token i is the i-th of these."""
+
+    def __init__(self, letters: Sequence[str]) -> None:
+        self._letters = letters
+
+    def decode(self, token_ids: Any) -> str:
+        return "".join(self._letters[int(token)] for token in token_ids)
+
+
+def two_versions(num_tokens: int, at: int) -> tuple[Span, ...]:
+    first, second = make_version(1, 4), make_version(1, 5)
+    return (
+        Span(version=first, step=4, start=0, end=at),
+        Span(version=second, step=5, start=at, end=num_tokens),
+    )
+
+
+def shown(group: Group, words: Any = None, *, colour: bool = False, width: int = 80, **more: Any) -> list[Any]:
+    return list(lines_of(ENTRY, group, words, width=width, colour=colour, max_lines=more.get("max_lines")))
+
+
+def text(*arguments: Any, **settings: Any) -> str:
+    return "\n".join(line.plain for line in shown(*arguments, **settings))
+
+
+def test_a_sample_shows_its_rewards_by_source_and_how_it_ended() -> None:
+    sample = make_sample(reward=0.5, rewards={"exact": 1.0, "length": -0.5}, finish_reason="length")
+
+    told = text(make_group(make_ticket(7), samples=(sample,)))
+
+    assert "ticket 7   1000-0   worker/test" in told
+    assert "sample 1   reward 0.5 (exact 1, length -0.5)   4 tokens, cut off" in told
+
+
+def test_without_colour_a_mark_stands_where_another_version_took_over() -> None:
+    sample = make_sample(num_tokens=6, spans=two_versions(6, 4))
+
+    told = text(make_group(make_ticket(7), samples=(sample,)), Letters("abcdef"))
+
+    assert "versions 1.4 (4 tokens) 1.5 (2 tokens)" in told
+    assert "abcd⟨1.5⟩ef" in told
+
+
+def test_in_colour_tokens_of_one_version_look_alike_and_those_of_another_different() -> None:
+    sample = make_sample(num_tokens=6, spans=two_versions(6, 4))
+
+    lines = shown(make_group(make_ticket(7), samples=(sample,)), Letters("abcdef"), colour=True)
+
+    [response] = [line for line in lines if line.plain.strip() == "abcdef"]
+    styles = [(response.plain[span.start : span.end], span.style) for span in response.spans if span.style]
+    assert [piece for piece, _ in styles] == ["abcd", "ef"]
+    assert len({style for _, style in styles}) == 2
+
+
+def test_what_the_model_wrote_cannot_command_the_terminal() -> None:
+    letters = Letters(["a", "\x1b[2J", "\n", "\x9b31m", "b", "\r"])
+    sample = make_sample(num_tokens=6)
+
+    told = text(make_group(make_ticket(7), samples=(sample,), worker="w\x1b[31m"), letters)
+
+    assert not any((ord(letter) < 32 and letter != "\n") or 127 <= ord(letter) < 160 for letter in told)
+    assert "\n   31mb" in told  # a line break in the text is one on the screen
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_no_line_is_wider_than_the_terminal(width: int) -> None:
+    words = Letters(["many words here ", "漢字漢字", "averyverylongwordwithoutanyspaceinit" * 3, "x"])
+    sample = make_sample(num_tokens=4)
+    rewards = {f"source{i}": 0.123456 for i in range(9)}
+
+    lines = shown(make_group(make_ticket(7), samples=(sample, make_sample(rewards=rewards))), words, width=width)
+
+    assert max(line.cell_len for line in lines) <= width
+    assert "漢" in "".join(line.plain for line in lines)
+
+
+def test_long_texts_are_cut_and_say_by_how_much() -> None:
+    words = Letters(["line\n"] * 4)
+
+    told = text(make_group(make_ticket(7), samples=(make_sample(num_tokens=4),)), words, max_lines=2)
+
+    assert "… 3 more lines" in told
+
+
+def test_a_failed_ticket_shows_why() -> None:
+    assert "failed: the engine said no" in text(make_group(make_ticket(7), samples=(), error="the engine said no"))
+
+
+def test_a_piece_that_decodes_differently_alone_is_shown_as_what_it_adds() -> None:
+    class Joined:
+        def decode(self, token_ids: Any) -> str:
+            return " ".join("abcdef"[int(token)] for token in token_ids)  # no space before the first
+
+    sample = make_sample(num_tokens=6, spans=two_versions(6, 4))
+
+    assert "a b c d⟨1.5⟩ e f" in text(make_group(make_ticket(7), samples=(sample,)), Joined())
+
+
+@pytest.mark.parametrize(("word", "is_id"), [("57", False), ("1700-0", True)])
+def test_a_group_is_named_by_its_ticket_or_its_id(word: str, is_id: bool) -> None:
+    assert is_entry_id(word) is is_id
+
+
+@pytest.mark.parametrize("word", ["x", "-1", "1-", "1-2-3", "", "٣"])
+def test_anything_else_names_no_group(word: str) -> None:
+    with pytest.raises(ConfigError, match=r"neither a ticket's number, such as 57, nor the id"):
+        is_entry_id(word)

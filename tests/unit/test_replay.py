@@ -1,0 +1,141 @@
+"""A learner fed from a recording: the same groups give the same weights, and nothing is silently left out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from streamrl.audit import audit_folder
+from streamrl.config import schema
+from streamrl.errors import ConfigError
+from streamrl.record.frames import Origin
+from streamrl.record.write import RecordingWriter
+from tests.replay_world import (
+    last_state,
+    last_tensors,
+    make_entries,
+    make_recording,
+    make_replay_run,
+    run_replay,
+    same_bits,
+)
+
+ENDLESS = schema.Training(groups_per_step=4)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> schema.Config:
+    return make_replay_run(tmp_path)
+
+
+def test_two_replays_of_a_recording_give_the_same_weights_bit_by_bit(config: schema.Config, tmp_path: Path) -> None:
+    recording = make_recording(tmp_path / "recording", config, make_entries(config, range(24)))
+    other = make_replay_run(tmp_path, name="other")
+
+    assert [run_replay(config, recording), run_replay(other, recording)] == ["finished", "finished"]
+
+    assert last_state(config)["step"] == 6
+    assert same_bits(last_tensors(config), last_tensors(other))
+    assert (config.folder / "export" / "model.safetensors").is_file()
+
+
+def test_other_groups_give_other_weights(config: schema.Config, tmp_path: Path) -> None:
+    other = make_replay_run(tmp_path, name="other")
+    run_replay(config, make_recording(tmp_path / "one", config, make_entries(config, range(24))))
+    run_replay(other, make_recording(tmp_path / "two", config, make_entries(config, range(24), seed=1)))
+
+    assert not same_bits(last_tensors(config), last_tensors(other))
+
+
+def test_a_replay_cut_short_and_resumed_equals_the_whole_one(config: schema.Config, tmp_path: Path) -> None:
+    recording = make_recording(tmp_path / "recording", config, make_entries(config, range(24)))
+    run_replay(config, recording)
+    first_half = make_replay_run(tmp_path, name="halves", training=schema.Training(groups_per_step=4, max_steps=4))
+    run_replay(first_half, recording)
+    whole = make_replay_run(tmp_path, name="halves")
+    run_replay(whole, recording)
+
+    assert last_state(whole)["step"] == 6
+    assert same_bits(last_tensors(config), last_tensors(whole))
+
+
+def test_a_recording_with_holes_is_used_up_and_every_ticket_has_a_fate(tmp_path: Path) -> None:
+    config = make_replay_run(tmp_path, training=ENDLESS)
+    entries = make_entries(config, range(23))
+    del entries[5:8]
+    recording = make_recording(tmp_path / "recording", config, entries)
+
+    assert run_replay(config, recording) == "finished"
+
+    outcomes = last_state(config)["stream"]["ledger"]["outcomes"]
+    assert outcomes == {"dropped/not_recorded": 3, "trained": 20}
+    found = audit_folder(config.folder, redis_url=None, run=None)
+    assert (found.lost, found.twice, found.unproven, found.trained) == (0, 0, 0, 20)
+
+
+def test_groups_are_validated_as_in_a_live_run(tmp_path: Path) -> None:
+    config = make_replay_run(tmp_path, training=ENDLESS)
+    entries = make_entries(config, range(20))
+    entries[2] = replace(entries[2], body=b"not what the header promises")
+    entries[3] = replace(entries[3], run_uid="another")
+    entries[4] = replace(entries[4], header=b"junk")
+    entries.append(replace(entries[0], id="9000-0"))  # delivered twice
+    entries.append(replace(entries[0], id="9001-0", number=1 << 60))  # forged
+
+    assert run_replay(config, make_recording(tmp_path / "recording", config, entries)) == "finished"
+
+    ledger = last_state(config)["stream"]["ledger"]
+    assert ledger["outcomes"] == {"dropped/malformed": 2, "trained": 15}  # and two were too few for a step
+    assert ledger["ignored"] == {"wrong_run": 1, "duplicate": 1, "malformed": 1}
+
+
+def test_groups_too_old_for_the_lag_setting_are_dropped_as_in_a_live_run(tmp_path: Path) -> None:
+    lag = schema.Lag(max_steps=2, stale="drop")
+    config = make_replay_run(tmp_path, training=ENDLESS, lag=lag)
+    entries = make_entries(config, range(24))
+    late = replace(entries.pop(1), id="9000-0")  # made of the first weights, and delivered last
+    recording = make_recording(tmp_path / "recording", config, [*entries, late])
+
+    run_replay(config, recording)
+
+    assert last_state(config)["stream"]["ledger"]["outcomes"]["dropped/stale"] == 1
+
+
+def test_the_last_partial_batch_of_the_data_is_trained(tmp_path: Path) -> None:
+    config = make_replay_run(tmp_path, training=ENDLESS, num_prompts=10)
+    recording = make_recording(tmp_path / "recording", config, make_entries(config, range(10)))
+
+    assert run_replay(config, recording) == "finished"
+
+    assert last_state(config)["step"] == 3
+    assert last_state(config)["stream"]["ledger"]["outcomes"] == {"trained": 10}
+
+
+def test_the_recording_of_another_tokenizer_is_refused(config: schema.Config, tmp_path: Path) -> None:
+    recording = tmp_path / "recording"
+    origin = Origin(run="live", run_uid="recorded", fingerprint="other", model="theirs")
+    with RecordingWriter(recording, origin, file_bytes=20_000, max_bytes=1 << 30) as writer:
+        writer.append(make_entries(config, range(4)))
+
+    with pytest.raises(ConfigError, match="is not that of the recorded run, which used 'theirs'"):
+        run_replay(config, recording)
+
+
+def test_a_replay_goes_on_with_its_own_recording_only(config: schema.Config, tmp_path: Path) -> None:
+    entries = make_entries(config, range(24))
+    run_replay(config, make_recording(tmp_path / "one", config, entries[:8]))
+
+    with pytest.raises(ConfigError, match=r"is a replay of another recording .* set another name"):
+        run_replay(config, make_recording(tmp_path / "two", config, entries))
+    assert json.loads((config.folder / "replay.json").read_text())["num_groups"] == 8
+
+
+def test_a_replay_does_not_go_on_from_a_live_run(config: schema.Config, tmp_path: Path) -> None:
+    recording = make_recording(tmp_path / "recording", config, make_entries(config, range(8)))
+    (config.folder / "checkpoints").mkdir()
+
+    with pytest.raises(ConfigError, match="holds a run that is no replay"):
+        run_replay(config, recording)
