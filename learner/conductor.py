@@ -166,7 +166,11 @@ class Conductor:
                 config_fingerprint=self._config_fingerprint,
                 data_fingerprint=self._data_fingerprint,
                 metrics=self._validated,
-                extra={"consumed_samples": consumed_samples, "elapsed_s": self._elapsed_s},
+                extra={
+                    "consumed_samples": consumed_samples,
+                    "elapsed_s": self._elapsed_s,
+                    "config": self._config.model_dump(mode="json"),  # what a resume compares its own with
+                },
             ),
         )
         try:

@@ -23,7 +23,9 @@ from learner.checkpoint import Checkpoint, CheckpointRoot
 from learner.data import PromptSet
 from learner.epochs import CheckpointName, Epoch, Lineage, ancestry, claim_run
 from learner.lease import LeaseKeeper
+from learner.resume import ANY_DATA, changed_since_checkpoint
 from streamrl.config import schema
+from streamrl.config.changes import check_changes
 from streamrl.config.dump import config_to_json
 from streamrl.errors import ConfigError, DataError
 from streamrl.transport.keys import Keys
@@ -137,11 +139,15 @@ def claim_folder(config: schema.Config, prompts: PromptSet) -> Claimed:
         raise ConfigError(
             f"checkpoint.resume = false, and {config.folder} holds checkpoints: set another name, or let it go on"
         )
+    changed = changed_since_checkpoint(config)
+    check_changes(changed, folder=str(config.folder))  # before the claim: who is refused leaves no trace
     # However long it took to get here: another may have waited for our lease to end.
     still_ours = partial(await_lease, client, keys, holder=holder, lease_s=config.learner.lease_s, wait_s=0.0)
     epoch = root.claim_epoch(run_uid, confirm=still_ours)
+    if changed:
+        log.warning("settings changed since the checkpoint", changes=[str(change) for change in changed])
     checkpoint = root.open(epoch.parent) if epoch.parent else None
-    if checkpoint is not None and checkpoint.state.data_fingerprint != prompts.fingerprint():
+    if checkpoint is not None and checkpoint.state.data_fingerprint not in (ANY_DATA, prompts.fingerprint()):
         raise DataError(
             f"{checkpoint.folder} was made with other prompts, seed or order than data.train = {config.data.train!r} "
             "gives now: tickets would mean other prompts"

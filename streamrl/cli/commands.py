@@ -14,6 +14,7 @@ class Entry(NamedTuple):
 COMMANDS: Mapping[str, Entry] = {
     "quickstart": Entry("streamrl.cli.quickstart:quickstart", "Watch a small model learn on this machine."),
     "up": Entry("streamrl.cli.up:up", "Run everything on this machine: Redis, rewards, workers, learner."),
+    "learn": Entry("streamrl.cli.learn:learn", "Run the learner alone, under torchrun, on one machine or several."),
     "pause": Entry("streamrl.cli.control:pause", "Hold a run: no more steps, no more tickets."),
     "resume": Entry("streamrl.cli.control:resume", "Go on after a pause."),
     "drain": Entry("streamrl.cli.control:drain", "Train what is under way, write a checkpoint, and stop."),

@@ -105,22 +105,40 @@ def worker_command(
     )
 
 
-def learner_command(config: schema.Config, folder: RunFolder, *, redis_url: str, takeover: bool = False) -> Command:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Several machines that train together; the same on all of them."""
+
+    nodes: str  # how many: "4", or "1:4" for any number between
+    endpoint: str  # HOST:PORT on one of them, where the agents meet
+
+
+def learner_command(
+    config: schema.Config,
+    folder: RunFolder,
+    *,
+    redis_url: str | None = None,
+    replay: Path | None = None,
+    takeover: bool = False,
+    cluster: Cluster | None = None,
+) -> Command:
+    """The groups come from Redis or from a recording; the ranks are on this machine, or on several."""
+    assert (redis_url is None) != (replay is None), "a learner has one source of groups"
     learner = config.learner
     agent = [
-        "--nnodes=1",
+        f"--nnodes={cluster.nodes if cluster else 1}",
         f"--nproc-per-node={learner.processes}",
         f"--max-restarts={learner.max_restarts}",
         "--rdzv-backend=c10d",
-        "--rdzv-endpoint=127.0.0.1:0",
-        f"--rdzv-id={_holder(folder.path)}",
-        "--rdzv-conf=last_call_timeout=1",
+        f"--rdzv-endpoint={cluster.endpoint if cluster else '127.0.0.1:0'}",
+        f"--rdzv-id={_holder_of_all(config, cluster) if cluster else _holder(folder.path)}",
+        "--rdzv-conf=last_call_timeout=1",  # the default waits half a minute at every restart
         f"--shutdown-timeout={DRAIN_S}",
     ]
-    program = ["-m", "learner", "--config", str(folder.config), "--redis", redis_url]
+    program = ["-m", "learner", "--config", str(folder.config)]
+    program += ["--redis", redis_url] if redis_url is not None else ["--replay", str(replay)]
+    program += ["--takeover"] if takeover else []
     program += ["--log-file", str(folder.log("learner-{rank}.log")), "--error-file", str(folder.learner_error)]
-    if takeover:
-        program += ["--takeover"]
     # A store shared between rounds makes ranks read addresses of peers that are gone, and wait for them for ever.
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     if learner.threads:
@@ -131,6 +149,11 @@ def learner_command(config: schema.Config, folder: RunFolder, *, redis_url: str,
         log=folder.log("learner.out"),
         environment=environment,
     )
+
+
+def _holder_of_all(config: schema.Config, cluster: Cluster) -> str:
+    """Who the learner is, on whichever machine it is asked."""
+    return f"learn-{hashlib.sha256(f'{config.name}:{cluster.endpoint}'.encode()).hexdigest()[:16]}"
 
 
 def _holder(folder: Path) -> str:

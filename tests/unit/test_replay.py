@@ -139,3 +139,18 @@ def test_a_replay_does_not_go_on_from_a_live_run(config: schema.Config, tmp_path
 
     with pytest.raises(ConfigError, match="holds a run that is no replay"):
         run_replay(config, recording)
+
+
+def test_a_run_that_goes_on_may_change_some_settings_and_is_refused_others(
+    config: schema.Config, tmp_path: Path
+) -> None:
+    recording = make_recording(tmp_path / "recording", config, make_entries(config, range(24)))
+    run_replay(make_replay_run(tmp_path, training=schema.Training(groups_per_step=4, max_steps=3)), recording)
+    hotter = config.model_copy(update={"sampling": config.sampling.model_copy(update={"temperature": 0.5})})
+
+    with pytest.raises(ConfigError, match=r"sampling.temperature: 1.0 -> 0.5: groups under way .*\n.*--fork"):
+        run_replay(hotter, recording)
+    assert len(list((config.folder / "epochs").iterdir())) == 1  # who is refused leaves no trace
+    slower = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": 1e-5})})
+    assert run_replay(slower, recording) == "finished"
+    assert last_state(slower)["step"] == 6

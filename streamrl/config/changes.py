@@ -1,0 +1,112 @@
+"""What may be changed when a run goes on from a checkpoint, and what may not.
+
+The groups that wait in the stream were sampled and scored under the settings of before, the weights belong to a model,
+and ticket numbers to prompts: settings that decide these hold for the whole life of a run. All others may change from
+one start to the next. A fork begins with weights alone, and may change everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from streamrl.config.explain import show
+from streamrl.config.schema import Config
+from streamrl.errors import ConfigError
+
+_TICKETS = "tickets of this run stand for prompts in the order that it gives"
+_WEIGHTS = "the weights and the reference of this run are of that model"
+_SAMPLED = "groups under way were sampled with it, and their log-probs would mean something else"
+_SCORED = "groups under way were scored with it, and rewards would not be comparable"
+_SERVED = "workers that run were started with it"
+
+# The first pattern that fits decides; None: it may change. Every setting is decided, which a test holds.
+RULES: tuple[tuple[str, str | None], ...] = (
+    ("name", "it names the run's folder and its streams"),
+    ("dir", None),
+    ("seed", _TICKETS),
+    ("redis.*", None),
+    ("model.path", _WEIGHTS),
+    ("model.lora.dropout", None),
+    ("model.lora*", _WEIGHTS),
+    ("model.dtype", None),
+    ("model.gradient_checkpointing", None),
+    ("data.shuffle", _TICKETS),
+    ("data.*", None),  # what the files hold is compared by itself
+    ("sampling.accept_mismatch", None),
+    ("sampling.*", _SAMPLED),
+    ("rewards.*.url", None),
+    ("rewards.*.timeout_s", None),
+    ("rewards.*.attempts", None),
+    ("rewards.*.max_concurrency", None),
+    ("rewards.*.token_file", None),
+    ("rewards.*.processes", None),
+    ("rewards*", _SCORED),
+    ("reward_server.model", _SCORED),
+    ("reward_server.reward_*", _SCORED),
+    ("reward_server*", None),
+    ("algorithm.name", "the optimizer's state is that of another objective"),
+    ("algorithm.*", None),
+    ("optimizer.*", None),
+    ("training.*", None),
+    ("lag.*", None),
+    ("weights.store", _SERVED),
+    ("weights.dtype", _SERVED),
+    ("weights.*", None),
+    ("checkpoint.*", None),
+    ("validation.*", None),
+    ("worker.*", None),
+    ("learner.*", None),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    key: str
+    before: Any
+    after: Any
+    refusal: str | None  # why it may not be; None: it may
+
+    def __str__(self) -> str:
+        return f"{self.key}: {show(self.before)} -> {show(self.after)}"
+
+
+def changes(before: Config, after: Config) -> list[Change]:
+    """What differs, setting by setting; a section that only one of the two has differs in all its settings."""
+    old, new = (dict(_leaves(config.model_dump(mode="json"))) for config in (before, after))
+    keys = [*new, *(key for key in old if key not in new)]
+    return [
+        Change(key=key, before=old.get(key), after=new.get(key), refusal=refusal_of(key))
+        for key in keys
+        if old.get(key) != new.get(key)
+    ]
+
+
+def check_changes(found: list[Change], *, folder: str) -> None:
+    """ConfigError that names all changes that may not be, and what to do."""
+    refused = [change for change in found if change.refusal]
+    if refused:
+        lines = [f"{change}: {change.refusal}" for change in refused]
+        raise ConfigError(
+            "\n".join(lines)
+            + f"\nThe run in {folder} goes on with these as they were: set them back; or begin another "
+            f"run with its weights: `streamrl learn ... name=NEW --fork {folder}`"
+        )
+
+
+def refusal_of(key: str) -> str | None:
+    """KeyError for a setting about which nothing is said."""
+    for pattern, refusal in RULES:
+        if fnmatchcase(key, pattern):
+            return refusal
+    raise KeyError(key)
+
+
+def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in section.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

@@ -1,0 +1,139 @@
+"""A fork is a run of its own that begins where another one was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from learner.checkpoint import BEST_METRIC, Checkpoint, CheckpointRoot, CheckpointState
+from learner.epochs import CheckpointName, ancestry, claim_run
+from learner.fork import fork
+from learner.journal import Ending
+from learner.ledger import Ledger, StreamState
+from learner.resume import ANY_DATA, find_checkpoint
+from streamrl.audit import audit_folder
+from streamrl.errors import ConfigError, DataError
+
+
+def make_run(folder: Path, *, steps: Mapping[int, float | None]) -> Path:
+    """A run with a checkpoint at each of these steps, each with its validation; 8 tickets issued, 5 ended."""
+    root = CheckpointRoot(folder)
+    uid = claim_run(folder)
+    epoch = root.claim_epoch(uid)
+    ledger = Ledger()
+    ledger.issued = 8
+    for number in (0, 1, 2, 5):
+        ledger.resolve(number, "trained", step=1)
+    ledger.resolve(3, "dropped/stale", step=1)
+    journal: str | None = None
+    uncommitted: tuple[Ending, ...] = ledger.uncommitted
+    for step, score in steps.items():
+        name = CheckpointName(epoch.number, step)
+        (root.new_folder(name) / "train-00000-of-00001.safetensors").write_bytes(b"weights of %d" % step)
+        made = root.commit(
+            name,
+            CheckpointState(
+                run_uid=uid,
+                step=step,
+                version_n=step,
+                stream=StreamState(
+                    cursor="50-0", carry=("40-0",), ledger=ledger.state(), journal=journal, uncommitted=uncommitted
+                ),
+                config_fingerprint="config",
+                data_fingerprint="data",
+                metrics={} if score is None else {BEST_METRIC: score},
+                extra={"consumed_samples": 16, "config": {"seed": 1}},
+            ),
+        )
+        journal, uncommitted = made.state.stream.journal, ()
+    return folder
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "old", steps={10: 0.5, 20: 0.9, 30: None})
+
+
+def newest(folder: Path) -> Checkpoint:
+    found = CheckpointRoot(folder).newest_complete(ancestry(folder))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(("which", "step"), [("", 30), ("@10", 10), ("@best", 20)])
+def test_a_checkpoint_is_named_by_its_run_and_step(old: Path, which: str, step: int) -> None:
+    assert find_checkpoint(f"{old}{which}").state.step == step
+
+
+def test_a_checkpoint_is_named_by_its_own_folder(old: Path) -> None:
+    assert find_checkpoint(str(old / "checkpoints" / "e000001-s00000020")).state.step == 20
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{old}@15", r"keeps no checkpoint of step 15; it has 10, 20, 30, or say @best"),
+        ("{old}/nowhere", r"is not the folder of a run"),
+    ],
+)
+def test_a_checkpoint_that_is_not_there_is_told_with_those_that_are(old: Path, text: str, told: str) -> None:
+    with pytest.raises(DataError, match=told):
+        find_checkpoint(text.format(old=old))
+
+
+def test_a_fork_has_the_weights_and_the_step_and_a_life_of_its_own(old: Path, tmp_path: Path) -> None:
+    fork(find_checkpoint(f"{old}@20"), tmp_path / "new", new_data=False)
+
+    made = newest(tmp_path / "new")
+    assert made.state.step == 20
+    assert (made.folder / "train-00000-of-00001.safetensors").read_bytes() == b"weights of 20"
+    assert made.state.run_uid != newest(old).state.run_uid
+    assert made.state.extra["consumed_samples"] == 16
+    assert "config" not in made.state.extra  # nothing is refused of what it changes
+    assert (made.state.stream.cursor, made.state.stream.carry) == ("0-0", ())
+
+
+def test_the_data_of_a_fork_go_on_behind_the_old_run_and_its_books_are_in_order(old: Path, tmp_path: Path) -> None:
+    fork(find_checkpoint(f"{old}@20"), tmp_path / "new", new_data=False)
+
+    ledger = Ledger(newest(tmp_path / "new").state.stream.ledger)
+    assert list(ledger.open_tickets()) == [4, 6, 7]
+    assert dict(ledger.outcomes) == {"dropped/before_fork": 5}
+    found = audit_folder(tmp_path / "new", redis_url=None, run=None)
+    assert (found.issued, found.outstanding, found.unproven, found.lost, found.clean) == (8, 3, 0, 0, True)
+
+
+def test_a_fork_may_begin_its_data_anew(old: Path, tmp_path: Path) -> None:
+    fork(find_checkpoint(str(old)), tmp_path / "new", new_data=True)
+
+    state = newest(tmp_path / "new").state
+    assert (state.stream.ledger.issued, state.data_fingerprint) == (0, ANY_DATA)
+
+
+def test_the_old_run_does_not_notice(old: Path, tmp_path: Path) -> None:
+    def content() -> dict[str, bytes]:
+        return {str(path): path.read_bytes() for path in sorted(old.rglob("*")) if path.is_file()}
+
+    before = content()
+    fork(find_checkpoint(str(old)), tmp_path / "new", new_data=False)
+    assert content() == before
+
+
+def test_a_fork_needs_a_name_of_its_own(old: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give the fork a name of its own"):
+        fork(find_checkpoint(str(old)), old, new_data=False)
+
+
+def test_a_fork_that_fails_leaves_nothing(old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(CheckpointRoot, "commit", fail)
+    with pytest.raises(OSError, match="no space"):
+        fork(find_checkpoint(str(old)), tmp_path / "new", new_data=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["old"]
+    assert json.loads((old / "run.json").read_text())

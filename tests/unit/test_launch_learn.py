@@ -1,0 +1,149 @@
+"""`streamrl learn`: the torchrun line, and what is told before anything runs."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from learner.checkpoint import CheckpointRoot, CheckpointState
+from learner.epochs import CheckpointName, claim_run
+from learner.ledger import StreamState
+from streamrl.cli.main import main
+from streamrl.config.load import load_config
+from tests.tiny_models import make_model
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A configuration whose files are all there."""
+    make_model(tmp_path / "model", hidden=32)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"text": "say a:"}) + "\n")
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"name: mine\ndir: {tmp_path / 'runs'}\nmodel: {{path: {tmp_path / 'model'}}}\n"
+        f"data: {{train: {tmp_path / 'prompts.jsonl'}}}\nvalidation: {{every_steps: 0}}\n"
+        "rewards: {exact: {type: function, target: exact_match}}\n"
+    )
+    return path
+
+
+def learn(file: Path, *arguments: str) -> int:
+    return main(["learn", str(file), *arguments])
+
+
+def line(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return shlex.split(capsys.readouterr().out)
+
+
+def test_on_one_machine_the_line_is_that_of_up(
+    file: Path, redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert learn(file, "--redis", redis_url, "--dry-run", "learner.processes=2", "learner.max_restarts=7") == 0
+
+    words = line(capsys)
+    assert words[0] == "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    assert words[2:4] == ["-m", "torch.distributed.run"]
+    expected = {"--nnodes=1", "--nproc-per-node=2", "--max-restarts=7", "--rdzv-endpoint=127.0.0.1:0"}
+    assert expected | {"--rdzv-conf=last_call_timeout=1"} <= set(words)
+    assert words[words.index("--redis") + 1] == redis_url
+    assert not (tmp_path / "runs").exists()  # a dry run leaves nothing
+
+
+def test_on_several_machines_all_agree_on_where_they_meet_and_who_they_are(
+    file: Path, redis_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ["--nodes", "1:4", "--rendezvous", "trainer-0:29400"]
+    assert learn(file, "--redis", redis_url, "--dry-run", "--takeover", *where) == 0
+    words = line(capsys)
+    assert {"--nnodes=1:4", "--rdzv-endpoint=trainer-0:29400", "--takeover"} <= set(words)
+    assert learn(file, "--redis", redis_url, "--dry-run", f"dir={file.parent / 'other'}", *where) == 0
+    identity = {word for word in words if word.startswith("--rdzv-id=")}
+    assert identity <= set(line(capsys))
+
+
+def test_a_recording_takes_the_place_of_redis(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert learn(file, "--replay", "recording", "--dry-run") == 0
+    words = line(capsys)
+    assert "--redis" not in words
+    assert words[words.index("--replay") + 1] == "recording"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--nodes", "2"], "--rendezvous HOST:PORT"),
+        (["--nodes", "4:1"], "write how many machines, as 4, or a range, as 1:4"),
+        (["--nodes", "many"], "write how many machines"),
+        (["--nodes", "2", "--rendezvous", "here"], "write HOST:PORT"),
+        (["redis.url=embedded"], "that server comes with `streamrl up`"),
+        (["--replay", "x", "--redis", "redis://h"], "--replay needs no Redis"),
+        (["--new-data"], "--new-data is for a --fork"),
+        (["data.train=nowhere.jsonl", "--replay", "x"], "nowhere.jsonl"),
+        (["--fork", "nowhere@3", "--replay", "x"], "a --replay begins with its recording"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_made(
+    file: Path, tmp_path: Path, arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert learn(file, *arguments) == 2
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_fork_of_a_run_that_is_not_there_is_told(
+    file: Path, redis_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert learn(file, "--redis", redis_url, "--fork", "nowhere@3") == 2
+    assert "nowhere is not the folder of a run" in capsys.readouterr().err
+
+
+def test_what_is_shown_is_what_runs(file: Path, tmp_path: Path) -> None:
+    """With a torchrun that only says what it was given, in this very process's place."""
+    fake = tmp_path / "fake" / "torch" / "distributed"
+    fake.mkdir(parents=True)
+    for name in (fake.parent / "__init__.py", fake / "__init__.py"):
+        name.write_text("")
+    (fake / "run.py").write_text("import os, sys; print(os.getpid(), *sys.argv[1:]); sys.exit(7)")
+    code = (
+        f"import os, sys; print(os.getpid()); sys.path.insert(0, {str(fake.parents[1])!r}); "
+        f"os.environ['PYTHONPATH'] = {str(fake.parents[1])!r} + ':' + os.environ.get('PYTHONPATH', ''); "
+        f"from streamrl.cli.main import main; main(['learn', {str(file)!r}, '--replay', 'recording'])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+
+    assert result.returncode == 7, result.stderr
+    before, shown, ran = result.stdout.splitlines()
+    assert ran.split()[0] == before
+    assert shlex.split(shown)[4:] == ran.split()[1:]
+    assert (tmp_path / "runs" / "mine" / "config.yaml").is_file()
+
+
+def test_changes_since_the_checkpoint_are_shown_and_those_that_may_not_be_refused(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config(file).config
+    root = CheckpointRoot(config.folder)
+    uid = claim_run(config.folder)
+    root.claim_epoch(uid)
+    name = CheckpointName(1, 5)
+    (root.new_folder(name) / "weights").write_bytes(b"w")
+    state = CheckpointState(
+        run_uid=uid,
+        step=5,
+        version_n=0,
+        stream=StreamState(),
+        config_fingerprint="",
+        data_fingerprint="",
+        extra={"config": config.model_dump(mode="json")},
+    )
+    root.commit(name, state)
+
+    assert learn(file, "--replay", "x", "--dry-run", "optimizer.lr=1e-4") == 0
+    assert "changed since the checkpoint: optimizer.lr: 9e-07 -> 0.0001" in capsys.readouterr().err
+    assert learn(file, "--replay", "x", "--dry-run", "seed=7") == 2
+    assert "seed: 1234 -> 7: tickets of this run" in capsys.readouterr().err
