@@ -20,6 +20,7 @@ COMMANDS: Mapping[str, Entry] = {
     "drain": Entry("streamrl.cli.control:drain", "Train what is under way, write a checkpoint, and stop."),
     "stop": Entry("streamrl.cli.control:stop", "Write a checkpoint and stop; what is under way waits."),
     "dead": Entry("streamrl.cli.dead:dead", "Look at tickets that failed too often, repeat or purge them."),
+    "eval": Entry("streamrl.cli.eval:evaluate", "Score a checkpoint, or any model, on a file of prompts."),
     "audit": Entry("streamrl.cli.audit:audit", "Account for every ticket of a run: none lost, none twice."),
     "groups": Entry("streamrl.cli.groups:groups", "Read rollouts of a live run or a recording, as people read."),
     "record": Entry("streamrl.cli.record:record", "Save the groups of a live run; export what was saved."),
