@@ -127,11 +127,12 @@ def _make_conductor(
 
 
 def _close(around: Surroundings, policy: Policy, stream: ReplayStream, state: RunState) -> RunState:
-    """A recording that is used up is an end like any other; all ranks must hear it from rank 0, which alone reads."""
-    used_up = bool(around.world.broadcast(np.array([stream.used_up]).astype(np.int64))[0])
-    if state != "stopped" or not used_up or around.stop.is_set():
+    """A recording that is used up is an end like any other. Rank 0 alone reads it, so all hear it from there."""
+    used_up = stream.used_up and not around.stop.is_set()
+    told = around.world.broadcast(np.array([used_up], dtype=np.int64) if around.world.is_main else None)
+    if state != "stopped" or not told[0]:
         return state
-    log.info("the recording is used up", recording="all groups of it are trained, dropped, or too few for a step")
+    log.info("the recording is used up; what is left of it is too little for a step")
     export(policy, around.speech.tokenizer, around.config, around.world)
     return "finished"
 

@@ -43,13 +43,6 @@ class Size(click.ParamType[int]):
 class _Record(click.Group):
     """`record export ...` and `record info ...`; whatever else follows `record` is a run to be recorded."""
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] not in self.commands:
-            return _LIVE, self.commands[_LIVE], args
-        return super().resolve_command(ctx, args)
-
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0] not in (*self.commands, "-h", "--help"):
             args = [_LIVE, *args]
