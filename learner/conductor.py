@@ -57,7 +57,7 @@ class Conductor:
         checkpoints: CheckpointRoot,
         lease: LeaseKeeper,
         recorder: Recorder,
-        suspects: Suspects,
+        suspects: Suspects | None,  # None: a recording, whose steps are made as recorded, whoever dies
         progress: Progress,
         timers: Timers,
         stop: threading.Event,
@@ -94,7 +94,7 @@ class Conductor:
                 log.warning("no plan while Redis is away", error=str(error))
                 plan = None
         self._show_control()
-        if plan is not None and plan.kind is Kind.STEP:
+        if plan is not None and plan.kind is Kind.STEP and self._suspects is not None:
             self._suspects.begin(plan)
         return plan or Plan(kind=Kind.IDLE, step=step)
 
@@ -140,7 +140,8 @@ class Conductor:
             self._validation.start(step=latest.step, version=latest.version)
 
     def settle(self, plan: Plan, verdicts: Sequence[Verdict], *, trained: bool) -> None:
-        self._suspects.survived()
+        if self._suspects is not None:
+            self._suspects.survived()
         self._feed.settle(plan, verdicts, trained=trained)
         sound = [entry.ticket for entry, ok in zip(plan.entries, verdicts, strict=True) if ok == Verdict.SOUND]
         if sound and not trained:

@@ -119,6 +119,7 @@ def _make_conductor(
         checkpoints=claimed.checkpoints,
         lease=LeaseKeeper(lambda: None, lease_s=config.learner.lease_s),  # the folder's lock is held instead
         recorder=Recorder(folder=config.folder, journal=stream, decoder=around.speech.tokenizer, epoch=start.epoch),
+        suspects=None,
         progress=around.progress,
         timers=around.timers,
         stop=around.stop,

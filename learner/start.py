@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -112,7 +112,9 @@ def admit(
     """After `take_lease`: claim the epoch and the run."""
     if (config.folder / REPLAY).exists():
         raise ConfigError(f"{config.folder} is the replay of a recording, which goes on with --replay only")
-    claimed = claim_folder(config, prompts)
+    # However long it took to get here: another may have waited for our lease to end.
+    still_ours = partial(await_lease, client, keys, holder=holder, lease_s=config.learner.lease_s, wait_s=0.0)
+    claimed = claim_folder(config, prompts, confirm=still_ours)
     epoch = claimed.epoch.number
     stream = LearnerStream(
         client,
@@ -131,8 +133,8 @@ def admit(
     return Admitted(start=start, stream=stream, checkpoints=claimed.checkpoints, checkpoint=claimed.checkpoint)
 
 
-def claim_folder(config: schema.Config, prompts: PromptSet) -> Claimed:
-    """Claim the next epoch; whoever calls sees to it that nobody else works in this folder."""
+def claim_folder(config: schema.Config, prompts: PromptSet, *, confirm: Callable[[], None] = lambda: None) -> Claimed:
+    """Claim the next epoch; the caller sees to it, and `confirm` by raising, that nobody else works in this folder."""
     root = CheckpointRoot(config.folder)
     run_uid = claim_run(config.folder)
     if not config.checkpoint.resume and root.names(ancestry(config.folder)):
@@ -141,9 +143,7 @@ def claim_folder(config: schema.Config, prompts: PromptSet) -> Claimed:
         )
     changed = changed_since_checkpoint(config)
     check_changes(changed, folder=str(config.folder))  # before the claim: who is refused leaves no trace
-    # However long it took to get here: another may have waited for our lease to end.
-    still_ours = partial(await_lease, client, keys, holder=holder, lease_s=config.learner.lease_s, wait_s=0.0)
-    epoch = root.claim_epoch(run_uid, confirm=still_ours)
+    epoch = root.claim_epoch(run_uid, confirm=confirm)
     if changed:
         log.warning("settings changed since the checkpoint", changes=[str(change) for change in changed])
     checkpoint = root.open(epoch.parent) if epoch.parent else None
