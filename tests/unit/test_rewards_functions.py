@@ -32,7 +32,7 @@ def echo(prompt, completion, token_ids, fields, *, factor=1.0):
 def obey(prompt, completion, token_ids, fields):
     if completion == "eat":
         eaten = []
-        while True: eaten.append(bytes(range(256)) * 40_000)
+        while True: eaten.append(bytearray(1 << 30))
     if completion == "loop":
         while True: pass
     if completion == "exit": os._exit(3)
