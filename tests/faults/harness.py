@@ -15,6 +15,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -91,11 +92,14 @@ class FaultWorld:
         self.place = place
         self._parts: list[Part] = []
 
-    def start_learner(self, *, holder: str = "job", takeover: bool = False, crash_at: str = "") -> Part:
-        return self._start("learner", _Learner(self.place, holder, takeover), crash_at)
+    def start_learner(
+        self, *, holder: str = "job", takeover: bool = False, crash_at: str = "", url: str | None = None
+    ) -> Part:
+        """`url`: another way to the same server."""
+        return self._start("learner", _Learner(self._place_at(url), holder, takeover), crash_at)
 
-    def start_worker(self, *, name: str = "w", crash_at: str = "") -> Part:
-        return self._start("worker", _Worker(self.place, name), crash_at)
+    def start_worker(self, *, name: str = "w", crash_at: str = "", url: str | None = None) -> Part:
+        return self._start("worker", _Worker(self._place_at(url), name), crash_at)
 
     @property
     def keys(self) -> Keys:
@@ -113,6 +117,9 @@ class FaultWorld:
 
     def audit(self) -> Audit:
         return audit_folder(self.place.run_folder, redis_url=self.place.url)
+
+    def _place_at(self, url: str | None) -> Place:
+        return replace(self.place, url=url or self.place.url)
 
     def _start(self, kind: str, run: Callable[[], Any], crash_at: str) -> Part:
         part = Part(self.place, f"{kind}-{len(self._parts)}", run, crash_at=crash_at)

@@ -24,6 +24,7 @@ class Place:
     worker_lease_s: float = 0.4
     learner_lease_s: float = 1.0
     commit_every: int = 2  # steps
+    reply_timeout_s: float = 5.0  # of Redis
     deadly_ticket: int | None = None  # its group kills the learner that trains it
     deadline_s: int = _DEADLINE_S
 
@@ -33,7 +34,7 @@ class Place:
             worker={"max_attempts": 2, "lease_s": self.worker_lease_s, "max_groups_in_flight": 4, "grace_s": 0.01},
             learner={"lease_s": self.learner_lease_s, "idle_timeout_s": 600.0},
             checkpoint={"every_steps": self.commit_every, "keep_last": 1},
-            redis={"connect_timeout_s": 2.0, "reply_timeout_s": 5.0, "give_up_after_s": 20.0},
+            redis={"connect_timeout_s": 2.0, "reply_timeout_s": self.reply_timeout_s, "give_up_after_s": 60.0},
             weights={"store": self.store},
         )
         return config.model_copy(update={"name": self.name, "dir": self.folder})

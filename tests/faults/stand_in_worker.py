@@ -44,7 +44,13 @@ async def work(place: Place, *, name: str) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     with connect(place.url, config.redis) as client:
         async with connect_async(place.url, config.redis) as async_client:
-            stream = WorkerStream(async_client, keys, worker=name, lease_s=place.worker_lease_s, give_up_after_s=20.0)
+            stream = WorkerStream(
+                async_client,
+                keys,
+                worker=name,
+                lease_s=place.worker_lease_s,
+                give_up_after_s=config.redis.give_up_after_s,
+            )
             await wait_until_async(partial(_is_running, stream), description="there is a run", timeout_s=30.0)
             operator = asyncio.create_task(_repeat_the_dead(client, keys), name="operator")
             source = Weighted(reward=FakeReward(_Judge()), weight=1.0)

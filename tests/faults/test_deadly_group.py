@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -16,7 +17,7 @@ _MOST_DEATHS = 3
 
 @pytest.fixture
 def place(place: Place) -> Place:
-    return Place(folder=place.folder, name=place.name, url=place.url, deadly_ticket=_DEADLY)
+    return replace(place, deadly_ticket=_DEADLY)
 
 
 def test_a_group_that_kills_its_rank_is_quarantined_within_three_restarts(world: FaultWorld) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import redis
@@ -20,7 +21,7 @@ _MARGIN_S = 5.0
 @pytest.fixture
 def place(place: Place) -> Place:
     """Weights in a directory, so that every file that must not be spoilt is in the folder."""
-    return Place(folder=place.folder, name=place.name, url=place.url, store=f"file:{place.folder / 'blobs'}")
+    return replace(place, store=f"file:{place.folder / 'blobs'}")
 
 
 def state_of(client: redis.Redis) -> dict[bytes, bytes | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import redis
@@ -23,15 +24,7 @@ _MARGIN_S = 5.0
 
 @pytest.fixture
 def place(place: Place) -> Place:
-    return Place(
-        folder=place.folder,
-        name=place.name,
-        url=place.url,
-        num_prompts=5000,
-        pace_s=0.1,
-        worker_lease_s=LEASE_S,
-        deadline_s=120,
-    )
+    return replace(place, num_prompts=5000, pace_s=0.1, worker_lease_s=LEASE_S, deadline_s=120)
 
 
 def held(client: redis.Redis, world: FaultWorld, worker: str) -> set[bytes]:
