@@ -20,11 +20,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import redis
+
 from learner.epochs import CheckpointName
 from streamrl.audit import Audit, audit_folder
 from streamrl.crashpoints import VARIABLE
 from streamrl.errors import Fenced, TransportError
-from streamrl.transport.keys import Keys
+from streamrl.transport.keys import WORKERS, Keys
 from tests.faults.place import Place
 from tests.faults.stand_in_learner import learn
 from tests.faults.stand_in_worker import work
@@ -98,8 +100,19 @@ class FaultWorld:
         """`url`: another way to the same server."""
         return self._start("learner", _Learner(self._place_at(url), holder, takeover), crash_at)
 
-    def start_worker(self, *, name: str = "w", crash_at: str = "", url: str | None = None) -> Part:
-        return self._start("worker", _Worker(self._place_at(url), name), crash_at)
+    def start_worker(
+        self, *, name: str = "w", crash_at: str = "", url: str | None = None, pace_s: float | None = None
+    ) -> Part:
+        """`pace_s`: another than the place's."""
+        place = self._place_at(url)
+        return self._start("worker", _Worker(replace(place, pace_s=pace_s or place.pace_s), name), crash_at)
+
+    def held_by(self, client: redis.Redis, worker: str) -> set[bytes]:
+        """The tickets that the server counts as this worker's; none before the run is there."""
+        if not client.exists(self.keys.tickets("train")):
+            return set()
+        found = client.xpending_range(self.keys.tickets("train"), WORKERS, min="-", max="+", count=100)
+        return {entry["message_id"] for entry in found if entry["consumer"] == worker.encode()}
 
     @property
     def keys(self) -> Keys:

@@ -20,7 +20,7 @@ class Place:
     url: str
     store: str = "redis:"  # where the weights go
     num_prompts: int = 21
-    pace_s: float = 0.05  # what a sample takes
+    pace_s: float = 0.02  # what a sample takes
     worker_lease_s: float = 0.4
     learner_lease_s: float = 1.0
     commit_every: int = 2  # steps

@@ -10,7 +10,7 @@ import redis
 
 from streamrl.audit import Audit
 from streamrl.crashpoints import POINTS, Point
-from tests.faults.harness import FENCED, REFUSED, FaultWorld
+from tests.faults.harness import FENCED, REFUSED, FaultWorld, Part
 from tests.faults.place import Place
 from tests.faults.report import report
 from tests.helpers import wait_until
@@ -21,6 +21,7 @@ IN_A_DIRECTORY = ("blob.aside", "blob.renamed")
 AT_SIGTERM = ("ticket.handed_back", "worker.left")
 ONCE = ("lease.taken", "run.recorded", "epoch.recorded", "claim.written", "restore.written", "release.written")
 ONCE += ("dead.written", "retry.counted", "reconcile.deleted", "prune.aside", "prune.removed", *AT_SIGTERM)
+_FOR_EVER_S = 3600.0
 BEFORE_THE_EPOCH = ("lease.taken", "run.recorded", "file.aside")  # its second passing is the epoch's record
 
 
@@ -31,9 +32,10 @@ def passing(point: str) -> str:
 
 @pytest.fixture
 def place(request: pytest.FixtureRequest, tmp_path: Path, run_name: str, redis_url: str) -> Place:
-    in_a_directory = request.getfixturevalue("point") in IN_A_DIRECTORY
-    store = f"file:{tmp_path / 'blobs'}" if in_a_directory else "redis:"
-    return Place(folder=tmp_path, name=run_name, url=redis_url, store=store)
+    point = request.getfixturevalue("point")
+    store = f"file:{tmp_path / 'blobs'}" if point in IN_A_DIRECTORY else "redis:"
+    pace_s = 0.1 if point in OF_WORKERS else 0.01  # so that they have tickets in hand
+    return Place(folder=tmp_path, name=run_name, url=redis_url, store=store, num_prompts=18, pace_s=pace_s)
 
 
 def finished(world: FaultWorld, point: str) -> Audit:
@@ -77,12 +79,11 @@ def test_a_learner_that_stops_at_a_point_wakes_as_a_zombie_without_effect(
 
 
 @pytest.mark.parametrize("point", OF_WORKERS)
-def test_a_worker_that_dies_at_a_point_leaves_its_tickets_to_others(world: FaultWorld, point: Point) -> None:
+def test_a_worker_that_dies_at_a_point_leaves_its_tickets_to_others(
+    world: FaultWorld, client: redis.Redis, point: Point
+) -> None:
     learner = world.start_learner()
-    armed = world.start_worker(name="armed", crash_at=passing(point))
-    if point in AT_SIGTERM:
-        wait_until(lambda: world.newest_checkpoint().step, description="the run is at work")
-        armed.send(signal.SIGTERM)
+    armed = start_armed_worker(world, client, point, passing(point))
     armed.ends_with(-signal.SIGKILL)
     world.start_worker(name="other")
     learner.ends_with(0)
@@ -90,18 +91,27 @@ def test_a_worker_that_dies_at_a_point_leaves_its_tickets_to_others(world: Fault
 
 
 @pytest.mark.parametrize("point", OF_WORKERS)
-def test_a_worker_that_stops_at_a_point_delivers_nothing_twice_when_it_wakes(world: FaultWorld, point: Point) -> None:
+def test_a_worker_that_stops_at_a_point_delivers_nothing_twice_when_it_wakes(
+    world: FaultWorld, client: redis.Redis, point: Point
+) -> None:
     learner = world.start_learner()
-    armed = world.start_worker(name="armed", crash_at=f"{passing(point)}:stop")
-    if point in AT_SIGTERM:
-        wait_until(lambda: world.newest_checkpoint().step, description="the run is at work")
-        armed.send(signal.SIGTERM)
+    armed = start_armed_worker(world, client, point, f"{passing(point)}:stop")
     armed.wait_until_stopped()
     world.start_worker(name="other")
     learner.ends_with(0)
     armed.send(signal.SIGCONT)
     armed.ends_with(0)
     finished(world, point)
+
+
+def start_armed_worker(world: FaultWorld, client: redis.Redis, point: str, crash_at: str) -> Part:
+    """What it passes when it is told to end, it passes with tickets in hand that it cannot finish."""
+    if point not in AT_SIGTERM:
+        return world.start_worker(name="armed", crash_at=crash_at)
+    armed = world.start_worker(name="armed", crash_at=crash_at, pace_s=_FOR_EVER_S)
+    wait_until(lambda: world.held_by(client, "armed"), description="it holds tickets")
+    armed.send(signal.SIGTERM)
+    return armed
 
 
 def make_tickets_superfluous(world: FaultWorld, client: redis.Redis) -> None:

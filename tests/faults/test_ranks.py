@@ -1,4 +1,4 @@
-"""T1, T3, T9: ranks of the real learner under torchrun are killed or stopped, and so is torchrun itself."""
+"""T1, T3, T4, T9: ranks of the real learner under torchrun are killed or stopped, and so is torchrun itself."""
 
 from __future__ import annotations
 
@@ -52,6 +52,12 @@ def _variable(pid: int, name: str) -> str | None:
     except OSError:
         return None
     return next((word.decode().partition("=")[2] for word in words if word.startswith(f"{name}=".encode())), None)
+
+
+def descendants(pid: int) -> list[int]:
+    """The process and all below it."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(below for child in children for below in descendants(int(child)))]
 
 
 def is_alive(pid: int) -> bool:
@@ -121,6 +127,31 @@ def test_ranks_die_with_their_agent_and_another_agent_goes_on(tmp_path: Path, re
             end(config, agent)
     audit = audit_folder(config.folder, redis_url=redis_url)
     report("T3", audit, injections=1, recovery_s=recovery_s, wasted_steps=wasted_steps(config), orphans=0)
+
+
+def test_a_whole_tree_that_slept_past_its_lease_is_replaced_and_does_no_harm_when_it_wakes(
+    tmp_path: Path, redis_url: str, run_name: str
+) -> None:
+    config = make_long_run(tmp_path, run_name)
+    with made_up_worker(config, redis_url), running_learner(config, redis_url, processes=_RANKS) as first:
+        await_steps(config, description="the first step")
+        tree = descendants(first.pid)
+        for pid in tree:
+            os.kill(pid, signal.SIGSTOP)
+        began, before = time.monotonic(), epoch_at_work(config)
+        with running_learner(config, redis_url, processes=_RANKS) as second:
+            await_steps(config, beyond_epoch=before, description=f"a step of the second\n{output(config)[-2000:]}")
+            recovery_s = time.monotonic() - began
+            at_work = epoch_at_work(config)
+            for pid in tree:
+                os.kill(pid, signal.SIGCONT)
+            zombies = set(tree) - {first.pid}
+            wait_until(lambda: not any(map(is_alive, zombies)), description="the zombies end", timeout_s=_PATIENCE_S)
+            assert epoch_at_work(config) == at_work, "the second was disturbed"
+            end(config, second)
+        first.kill()
+    audit = audit_folder(config.folder, redis_url=redis_url)
+    report("T4 tree", audit, injections=1, recovery_s=recovery_s, wasted_steps=wasted_steps(config))
 
 
 @pytest.mark.parametrize("rank", range(_RANKS))

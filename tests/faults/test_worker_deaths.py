@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import redis
 
-from streamrl.transport.keys import WORKERS
 from streamrl.transport.operate import set_control
 from tests.faults.harness import FaultWorld, Part
 from tests.faults.place import Place
@@ -27,17 +26,11 @@ def place(place: Place) -> Place:
     return replace(place, num_prompts=5000, pace_s=0.1, worker_lease_s=LEASE_S, deadline_s=120)
 
 
-def held(client: redis.Redis, world: FaultWorld, worker: str) -> set[bytes]:
-    """The tickets that the server counts as this worker's."""
-    found = client.xpending_range(world.keys.tickets("train"), WORKERS, min="-", max="+", count=100)
-    return {entry["message_id"] for entry in found if entry["consumer"] == worker.encode()}
-
-
 def reclaimed_after_s(client: redis.Redis, world: FaultWorld, worker: str) -> float:
     """How long its tickets stayed with a worker that shows no life any more."""
-    began, tickets = time.monotonic(), held(client, world, worker)
+    began, tickets = time.monotonic(), world.held_by(client, worker)
     wait_until(
-        lambda: not tickets & held(client, world, worker),
+        lambda: not tickets & world.held_by(client, worker),
         description=f"the tickets of {worker} are with others",
         timeout_s=LEASE_S + _MARGIN_S,
     )
@@ -49,14 +42,13 @@ def test_tickets_of_workers_that_die_or_sleep_in_mid_group_go_to_others(
     world: FaultWorld, client: redis.Redis, count: int
 ) -> None:
     learner = world.start_learner()
-    wait_until(lambda: client.exists(world.keys.tickets("train")), description="tickets are there")
     workers: dict[str, Part] = {f"w{n}": world.start_worker(name=f"w{n}") for n in range(_NUM_WORKERS)}
     asleep: list[Part] = []
     longest_s = 0.0
     choose = random.Random(1)
     for n in range(count):
         name = choose.choice(sorted(workers))
-        wait_until(lambda name=name: held(client, world, name), description=f"{name} is at work")
+        wait_until(lambda name=name: world.held_by(client, name), description=f"{name} is at work")
         victim = workers.pop(name)
         number = signal.SIGKILL if n % 2 else signal.SIGSTOP
         victim.send(number)
