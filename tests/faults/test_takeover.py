@@ -30,7 +30,7 @@ def state_of(client: redis.Redis) -> dict[bytes, bytes | None]:
 
 
 def test_a_learner_that_slept_past_its_lease_writes_nothing_any_more(world: FaultWorld, client: redis.Redis) -> None:
-    world.start_worker()
+    worker = world.start_worker()
     zombie = world.start_learner(holder="the first")
     wait_until(lambda: world.newest_checkpoint().step, description="the first has made a checkpoint")
     zombie.send(signal.SIGSTOP)
@@ -42,6 +42,7 @@ def test_a_learner_that_slept_past_its_lease_writes_nothing_any_more(world: Faul
     recovery_s = time.monotonic() - stopped_at
     assert recovery_s <= world.place.learner_lease_s + _MARGIN_S
     second.ends_with(0)
+    worker.ends_with(0)
     wait_until(lambda: not client.exists(world.keys.lease), description="the run is released")
 
     files, keys = world.files(), state_of(client)
