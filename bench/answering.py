@@ -108,6 +108,23 @@ def encode_answer(ticket: Ticket, samples: tuple[Sample, ...], *, worker: str = 
     return encode_group(Group(header=header, prompt_ids=ticket.token_ids, samples=samples))
 
 
+def example_ticket(number: int) -> Ticket:
+    return Ticket(
+        number=number,
+        run_uid="bench",
+        purpose="train",
+        data_epoch=0,
+        prompt_index=number,
+        prompt=f"prompt {number}",
+        token_ids=np.arange(40, dtype=np.int32),
+        num_samples=1,
+    )
+
+
+def example_answer(shape: Shape) -> tuple[bytes, bytes]:
+    return encode_answer(example_ticket(0), make_samples(shape, version=make_version(1, 0)))
+
+
 def make_samples(shape: Shape, *, version: int) -> tuple[Sample, ...]:
     rng = np.random.default_rng(0)
     length = shape.num_tokens

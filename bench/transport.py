@@ -4,26 +4,19 @@
     lease ─ encode ─ deliver script ──► tickets become groups ──► plan ─ fetch ─ verify ─ decode ─ settle ─ commit
     pipelined XADD                ──────► a plain stream ──────►  XREAD, XTRIM                    (the comparison)
 
-Growth is looked at with small groups, for what could grow is what is kept per ticket. Its cost is CPU time of all
-three processes, so that a busy machine does not show as growth. Receipts of deliveries live for twice the workers'
-`redis.give_up_after_s`; that is 1 s there, so that their number settles at once and does not hide what grows.
+Then whether that grows with the run (bench.growth), and how soon others have what a killed worker held.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-import numpy as np
 import redis
 
 from bench.answering import (
@@ -32,12 +25,13 @@ from bench.answering import (
     Shape,
     Team,
     answer_tickets,
-    encode_answer,
+    example_answer,
+    example_ticket,
     hold_tickets,
     in_background,
-    make_samples,
     write_plainly,
 )
+from bench.growth import growth
 from bench.learning import Learning, groups_per_second
 from bench.measure import Rounds, Say
 from bench.report import Bar, Fact, Line
@@ -48,19 +42,14 @@ from streamrl.transport.keys import WORKERS, Keys
 from streamrl.transport.learner import LearnerStream
 from streamrl.transport.types import START
 from streamrl.transport.worker import WorkerStream
-from streamrl.versions import make_version
-from streamrl.wire.ticket import Ticket
 
 _LARGE = Shape(num_samples=8, num_tokens=512)  # 33 KB
-_SMALL = Shape(num_samples=2, num_tokens=4)
 _TEAMS = (1, 8, 64)  # workers
 _GROUPS_PER_STEP = 128  # so that 64 workers have some tickets each; the plain commands come in batches of as many
 _COMMIT_EVERY = 10  # steps, the default
 _WARM_UP = 4  # steps
-_FIRST_TICKETS = 1_000  # before growth is looked at
-_WINDOW = 2_000  # tickets
-_LONGEST_GROWTH_S = 240.0  # on a machine that is too slow for all of it
 _RECLAIMED = 8  # tickets
+_LEASE_S = 2.0
 
 
 def bench(*, quick: bool, say: Say) -> list[Line]:
@@ -72,12 +61,12 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
         say(f"full path against plain commands, groups of {_LARGE.num_samples} samples")
         lines = _speed(server, client, quick=quick, say=say)
         client.flushall()
-        num_windows = 10 if quick else 500
-        say(f"growth over {num_windows * _WINDOW:,} small tickets")
-        lines += _growth(server, client, Path(folder) / "run", num_windows=num_windows, say=say)
+        num_tickets, num_windows = (20_000, 10) if quick else (1_000_000, 200)
+        say(f"growth over {num_tickets:,} small tickets")
+        lines += growth(server, client, Path(folder) / "run", num_tickets=num_tickets, num_windows=num_windows, say=say)
         client.flushall()
         say("reclaiming what a killed worker held")
-        lines += _reclaiming(server, client, quick=quick)
+        lines += _reclaiming(server, client, num_rounds=1 if quick else 5)
     return lines
 
 
@@ -106,7 +95,7 @@ def _speed(server: EmbeddedRedis, client: redis.Redis, *, quick: bool, say: Say)
 
 def _plain(server: EmbeddedRedis, client: redis.Redis, for_s: float) -> float:
     client.flushall()
-    header, body = encode_answer(_example_ticket(0), make_samples(_LARGE, version=make_version(1, 0)))
+    header, body = example_answer(_LARGE)
     reader = _PlainReader(client)
     with in_background(write_plainly, server.url, header, body, _GROUPS_PER_STEP):
         return groups_per_second(reader.step, warm_up=_WARM_UP, for_s=for_s)
@@ -140,90 +129,30 @@ class _PlainReader:
         return len(entries)
 
 
-# Growth
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Window:
-    """Some thousand tickets of the run."""
-
-    cpu_us: float  # a group, all processes together
-    wall_us: float
-    redis_bytes: int  # after the last commit
-
-
-def _growth(server: EmbeddedRedis, client: redis.Redis, folder: Path, *, num_windows: int, say: Say) -> list[Line]:
-    folder.mkdir()
-    learning = Learning(client, "growth", shape=_SMALL, groups_per_step=16, commit_every=100, folder=folder)
-    team = Team(url=server.url, run="growth", shape=_SMALL, give_up_after_s=1.0)
-    began = time.monotonic()
-    windows: list[_Window] = []
-    with in_background(answer_tickets, team) as workers:
-        while learning.num_trained < _FIRST_TICKETS:
-            learning.step()
-        pids = (os.getpid(), workers, server.pid)
-        while len(windows) < num_windows and time.monotonic() < began + _LONGEST_GROWTH_S:
-            windows.append(_watch_window(learning, client, pids))
-            if len(windows) % (num_windows // 5) == 0:
-                say(f"{learning.num_trained:,} tickets, {windows[-1].wall_us:.0f} us a group")
-    num_compared = max(3, len(windows) // 50)
-    first, last = windows[:num_compared], windows[-num_compared:]
-    cpu, memory = (
-        median(map(read, last)) / median(map(read, first)) for read in map(attrgetter, ("cpu_us", "redis_bytes"))
-    )
-    return [
-        Bar(name="CPU time of a group, end / begin of the run", value=cpu, unit="x", goal=1.2, better="lower"),
-        Bar(name="Redis memory, end / begin of the run", value=memory, unit="x", goal=1.2, better="lower"),
-        Fact(name="tickets in that run", value=learning.num_trained, unit=""),
-        Fact(name="CPU time of a small group", value=median(w.cpu_us for w in windows), unit="us"),
-        Fact(name="wall time of a small group", value=median(w.wall_us for w in windows), unit="us"),
-        Fact(name="Redis memory at the end", value=median(w.redis_bytes for w in last) / 1e6, unit="MB"),
-    ]
-
-
-def _watch_window(learning: Learning, client: redis.Redis, pids: tuple[int, ...]) -> _Window:
-    trained, cpu, began = learning.num_trained, _cpu_s(pids), time.perf_counter()
-    while learning.num_trained < trained + _WINDOW:
-        learning.step()
-    cpu, wall = _cpu_s(pids) - cpu, time.perf_counter() - began
-    learning.commit()
-    used: Any = client.info("memory")
-    num_groups = learning.num_trained - trained
-    return _Window(cpu_us=cpu / num_groups * 1e6, wall_us=wall / num_groups * 1e6, redis_bytes=used["used_memory"])
-
-
-def _cpu_s(pids: tuple[int, ...]) -> float:
-    """What these processes have used so far."""
-    stats = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids)
-    ticks = sum(int(fields[11]) + int(fields[12]) for fields in stats)  # user and system time
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
 # Reclaiming
 
 
-def _reclaiming(server: EmbeddedRedis, client: redis.Redis, *, quick: bool) -> list[Line]:
-    lease_s = 2.0 if quick else 5.0
-    times = [_reclaim(server, client, f"reclaim{number}", lease_s) for number in range(1 if quick else 5)]
-    value = max(times) / lease_s
+def _reclaiming(server: EmbeddedRedis, client: redis.Redis, *, num_rounds: int) -> list[Line]:
+    longest_s = max(_reclaim(server, client, f"reclaim{number}") for number in range(num_rounds))
+    name, value = "reclaim of a killed worker's tickets / lease", longest_s / _LEASE_S
     return [
-        Bar(name="reclaim of a killed worker's tickets / lease", value=value, unit="x", goal=1.2, better="lower"),
-        Fact(name="lease in that measurement", value=lease_s, unit="s"),
+        Bar(name=name, value=value, unit="x", goal=1.2, better="lower"),
+        Fact(name="lease in that measurement", value=_LEASE_S, unit="s"),
     ]
 
 
-def _reclaim(server: EmbeddedRedis, client: redis.Redis, run: str, lease_s: float) -> float:
+def _reclaim(server: EmbeddedRedis, client: redis.Redis, run: str) -> float:
     """Seconds from the death of a worker that renewed its leases until another one has all its tickets."""
     keys = Keys(run)
     learner = LearnerStream(client, keys, run_uid="bench", epoch=1, holder="bench", lease_s=600.0)
     learner.claim(config_json="{}", fingerprint=MODEL, wait_s=0.0)
     learner.restore(cursor=START)
-    learner.issue([_example_ticket(number) for number in range(_RECLAIMED)])
-    team = Team(url=server.url, run=run, shape=_SMALL, lease_s=lease_s, max_groups_in_flight=_RECLAIMED)
+    learner.issue([example_ticket(number) for number in range(_RECLAIMED)])
+    team = Team(url=server.url, run=run, shape=_LARGE, lease_s=_LEASE_S, max_groups_in_flight=_RECLAIMED)
     with in_background(hold_tickets, team):
         _wait_for_leases(client, keys)
-        time.sleep(lease_s)  # it renews several times, then it is killed
-    return asyncio.run(_take_over(server.url, keys, lease_s))
+        time.sleep(_LEASE_S)  # it renews several times, then it is killed
+    return asyncio.run(_take_over(server.url, keys))
 
 
 def _wait_for_leases(client: redis.Redis, keys: Keys) -> None:
@@ -236,25 +165,12 @@ def _wait_for_leases(client: redis.Redis, keys: Keys) -> None:
         time.sleep(0.01)
 
 
-async def _take_over(url: str, keys: Keys, lease_s: float) -> float:
+async def _take_over(url: str, keys: Keys) -> float:
     began = time.perf_counter()
     async with connect_async(url, schema.Redis()) as client:
-        stream = WorkerStream(client, keys, worker="heir", lease_s=lease_s)
+        stream = WorkerStream(client, keys, worker="heir", lease_s=_LEASE_S)
         missing = _RECLAIMED
         while missing:
             missing -= len(await stream.lease(max_tickets=missing, block_ms=500))
-            assert time.perf_counter() - began < 10 * lease_s, "the tickets did not come back"
+            assert time.perf_counter() - began < 10 * _LEASE_S, "the tickets did not come back"
     return time.perf_counter() - began
-
-
-def _example_ticket(number: int) -> Ticket:
-    return Ticket(
-        number=number,
-        run_uid="bench",
-        purpose="train",
-        data_epoch=0,
-        prompt_index=number,
-        prompt=f"prompt {number}",
-        token_ids=np.arange(40, dtype=np.int32),
-        num_samples=1,
-    )
