@@ -24,6 +24,7 @@ from streamrl.transport.connection import bounded_block_ms
 from streamrl.transport.keys import LONGEST_EVENTS, Keys
 from streamrl.transport.scripts import for_learner as scripts
 from streamrl.transport.scripts.call import Argument, run
+from streamrl.transport.scripts.fence import Fence
 from streamrl.transport.tenure import Tenure
 from streamrl.transport.types import (
     START,
@@ -63,7 +64,7 @@ class LearnerStream:
         """`holder` names this job to others; who comes with the same name (a restarted torchrun) takes over at once."""
         self._client = client
         self._keys = keys
-        self._fence = scripts.Fence(run_uid=run_uid, epoch=epoch, holder=holder)
+        self._fence = Fence(run_uid=run_uid, epoch=epoch, holder=holder)
         self._tenure = Tenure(client, keys, fence=self._fence, lease_s=lease_s, give_up_after_s=give_up_after_s)
 
     # The run, and who learns it

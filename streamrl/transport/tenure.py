@@ -21,8 +21,9 @@ from streamrl.crashpoints import crashpoint
 from streamrl.errors import Fenced, ResourceError, RunGone, TransportError
 from streamrl.transport.connection import Attempts, repeat, server_name
 from streamrl.transport.keys import Keys
-from streamrl.transport.scripts import for_learner as scripts
+from streamrl.transport.scripts import for_tenure as scripts
 from streamrl.transport.scripts.call import Call, run
+from streamrl.transport.scripts.fence import Fence
 from streamrl.transport.types import RunState
 
 T = TypeVar("T")
@@ -78,7 +79,7 @@ class Tenure:
         client: redis.Redis,
         keys: Keys,
         *,
-        fence: scripts.Fence,
+        fence: Fence,
         lease_s: float,
         give_up_after_s: float,
     ) -> None:

@@ -1,124 +1,17 @@
-"""The learner's scripts. Each but `claim` begins with the fence and answers [status, ...].
-
-OK; FENCED: another learner is there; LOST: Redis knows of no claim of ours: it was emptied, went back in time, or the
-run was removed, and claiming again tells which; GONE: another run has the name, or the tombstone is ours.
-"""
+"""The learner's scripts on the streams: tickets out, groups in, weights announced. All but `numbers`, which only reads,
+pass the fence and answer as `scripts.fence` says."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from streamrl.transport.keys import WORKERS, Keys
 from streamrl.transport.scripts.call import Argument, Call, Script
-from streamrl.transport.types import Announcement, RunState
+from streamrl.transport.scripts.fence import Fence, call, fenced
+from streamrl.transport.types import Announcement
 from streamrl.wire.ticket import Purpose
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fence:
-    """What every learner script carries: who it is, of which run, and since which epoch."""
-
-    run_uid: str
-    epoch: int
-    holder: str
-
-
-def _fenced(text: str) -> Script:
-    return Script(_FENCE + text)
-
-
-def _call(script: Script, keys: Keys, fence: Fence, more_keys: Sequence[str], *args: Argument) -> Call:
-    carried = (fence.run_uid, fence.epoch, fence.holder)
-    return Call(script, (keys.meta, keys.lease, *more_keys), (*carried, *args))
-
-
-# The epoch tells two lives of one holder apart; the lease refuses a stalled learner from the moment that another has
-# it, which is before that one's epoch is known here. Epochs and versions stay far below 2^53, where Lua's numbers end
-# to be exact. What follows the fence sees its own KEYS and ARGV only.
-_FENCE = """
-local meta, lease = unpack(KEYS, 1, 2)
-local uid, epoch, holder = unpack(ARGV, 1, 3)
-for _ = 1, 2 do table.remove(KEYS, 1) end
-for _ = 1, 3 do table.remove(ARGV, 1) end
-local function fence()
-  local known = redis.call('HMGET', meta, 'uid', 'epoch')
-  if not known[1] then return 'LOST' end
-  if known[1] ~= uid then return 'GONE' end
-  local current = redis.call('GET', lease)
-  if tonumber(known[2] or 0) > tonumber(epoch) or (current and current ~= holder) then return 'FENCED' end
-  if tonumber(known[2] or 0) < tonumber(epoch) then return 'LOST' end
-end
-local refused = fence()
-if refused then return {refused} end
-"""
-
-_TAKE_LEASE = Script("""
-local current = redis.call('GET', KEYS[1])
-if current and current ~= ARGV[1] and ARGV[3] ~= '1' then return {'HELD', current} end
-redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
-return {'OK'}
-""")
-
-
-def take_lease(keys: Keys, *, holder: str, lease_ms: int, takeover: bool) -> Call:
-    """OK, or HELD by another holder."""
-    return Call(_TAKE_LEASE, (keys.lease,), (holder, lease_ms, int(takeover)))
-
-
-_CLAIM = Script("""
-local meta, tombstone, lease = unpack(KEYS)
-local uid, epoch, holder, lease_ms, takeover, config, fingerprint, now = unpack(ARGV)
-local buried = redis.call('GET', tombstone) == uid
-if buried and takeover ~= '1' then return {'GONE'} end
-local known = redis.call('HMGET', meta, 'uid', 'epoch', 'state')
-if known[1] and known[1] ~= uid then return {'TAKEN', known[1], known[3]} end
-if tonumber(known[2] or 0) > tonumber(epoch) then return {'FENCED'} end
-local current = redis.call('GET', lease)
-if current and current ~= holder then return {'HELD', current} end
-if buried then redis.call('DEL', tombstone) end
-redis.call('SET', lease, holder, 'PX', lease_ms)
-redis.call('HSET', meta, 'uid', uid, 'epoch', epoch, 'state', 'running', 'config', config, 'fingerprint', fingerprint)
-redis.call('HSETNX', meta, 'created_at', now)
-redis.call('HDEL', meta, 'issued')  -- another lineage's counter may be ahead of ours
-return {'OK'}
-""")
-
-
-def claim(
-    keys: Keys, fence: Fence, *, lease_ms: int, takeover: bool, config_json: str, fingerprint: str, now: float
-) -> Call:
-    """From here on this epoch learns the run: OK, HELD by another holder, TAKEN by another run's uid, FENCED, GONE.
-    Only a takeover begins a removed run anew."""
-    who = (fence.run_uid, fence.epoch, fence.holder)
-    what = (lease_ms, int(takeover), config_json, fingerprint, now)
-    return Call(_CLAIM, (keys.meta, keys.tombstone, keys.lease), (*who, *what))
-
-
-_RENEW = _fenced("""
-redis.call('SET', lease, holder, 'PX', ARGV[1])
-return {'OK'}
-""")
-
-
-def renew(keys: Keys, fence: Fence, *, lease_ms: int) -> Call:
-    """Past the fence the lease is ours, or has run out and nobody took it."""
-    return _call(_RENEW, keys, fence, [], lease_ms)
-
-
-_RELEASE = _fenced("""
-redis.call('DEL', lease, KEYS[1])
-redis.call('HSET', meta, 'state', ARGV[1])
-return {'OK'}
-""")
-
-
-def release(keys: Keys, fence: Fence, *, state: RunState) -> Call:
-    """The operator's word ends with the learner that obeyed it: a stopped run can be resumed."""
-    return _call(_RELEASE, keys, fence, [keys.control], state)
-
-
-_RESTORE = _fenced("""
+_RESTORE = fenced("""
 local group = ARGV[1]
 local function parts(id)
   local ms, seq = string.match(id, '^(%d+)-(%d+)$')
@@ -160,10 +53,10 @@ def restore(keys: Keys, fence: Fence, *, cursor: str, eval_cursor: str, retried:
     would read it."""
     streams = [keys.tickets("train"), keys.tickets("eval"), keys.groups("train"), keys.groups("eval")]
     pairs = [number for pair in retried.items() for number in pair]
-    return _call(_RESTORE, keys, fence, [*streams, keys.retried], WORKERS, cursor, eval_cursor, *pairs)
+    return call(_RESTORE, keys, fence, [*streams, keys.retried], WORKERS, cursor, eval_cursor, *pairs)
 
 
-_ISSUE = _fenced("""
+_ISSUE = fenced("""
 local tickets, appends, counters, dead, requests, retried = unpack(KEYS)
 local group, token, purpose = unpack(ARGV, 1, 3)
 if redis.call('HGET', appends, tickets) == token then return {'OK'} end
@@ -203,7 +96,7 @@ def issue(
     """
     touched = [keys.tickets(purpose), keys.appends, keys.counters, keys.dead, keys.retry_requests, keys.retried]
     parts = [part for number, body, dead in tickets for part in (number, body, "" if dead is None else dead)]
-    return _call(_ISSUE, keys, fence, touched, WORKERS, token, purpose, *parts)
+    return call(_ISSUE, keys, fence, touched, WORKERS, token, purpose, *parts)
 
 
 _NUMBERS = Script("""
@@ -225,7 +118,7 @@ def numbers(stream: str, run_uid: str, *, after: str, count: int) -> Call:
     return Call(_NUMBERS, (stream,), (run_uid, after, count))
 
 
-_COMMIT = _fenced("""
+_COMMIT = fenced("""
 local step, cursor, trim_below = unpack(ARGV, 1, 3)
 redis.call('XTRIM', KEYS[1], 'MINID', '=', trim_below)
 for i = 4, #ARGV do redis.call('XDEL', KEYS[1], ARGV[i]) end
@@ -237,20 +130,20 @@ return {'OK'}
 def commit(keys: Keys, fence: Fence, *, step: int, cursor: str, trim_below: str, ended: Sequence[str]) -> Call:
     """A copy of what the checkpoint already says, and the end of the groups it no longer needs: those before
     `trim_below`, and the `ended` ones among those after it."""
-    return _call(_COMMIT, keys, fence, [keys.groups("train")], step, cursor, trim_below, *ended)
+    return call(_COMMIT, keys, fence, [keys.groups("train")], step, cursor, trim_below, *ended)
 
 
-_TRIM = _fenced("""
+_TRIM = fenced("""
 redis.call('XTRIM', KEYS[1], 'MINID', '=', ARGV[1])
 return {'OK'}
 """)
 
 
 def trim_eval(keys: Keys, fence: Fence, *, below: str) -> Call:
-    return _call(_TRIM, keys, fence, [keys.groups("eval")], below)
+    return call(_TRIM, keys, fence, [keys.groups("eval")], below)
 
 
-_DELETE_TICKETS = _fenced("""
+_DELETE_TICKETS = fenced("""
 redis.pcall('XACK', KEYS[1], unpack(ARGV))
 redis.call('XDEL', KEYS[1], unpack(ARGV, 2))
 return {'OK'}
@@ -259,10 +152,10 @@ return {'OK'}
 
 def delete_tickets(keys: Keys, fence: Fence, purpose: Purpose, entry_ids: Sequence[str]) -> Call:
     """Acknowledged too: a deleted entry that is still pending would come back as nothing, for ever."""
-    return _call(_DELETE_TICKETS, keys, fence, [keys.tickets(purpose)], WORKERS, *entry_ids)
+    return call(_DELETE_TICKETS, keys, fence, [keys.tickets(purpose)], WORKERS, *entry_ids)
 
 
-_APPEND = _fenced("""
+_APPEND = fenced("""
 local stream, appends = unpack(KEYS)
 local slot, token, longest = unpack(ARGV, 1, 3)
 if redis.call('HGET', appends, slot) == token then return {'OK'} end
@@ -287,10 +180,10 @@ def append(
 ) -> Call:
     """One entry, unless its slot holds its token already; `longest` bounds the stream about (0: keep all)."""
     flat = [part for pair in fields for part in pair]
-    return _call(_APPEND, keys, fence, [stream, keys.appends], *once, longest, *flat)
+    return call(_APPEND, keys, fence, [stream, keys.appends], *once, longest, *flat)
 
 
-_ANNOUNCE = _fenced("""
+_ANNOUNCE = fenced("""
 local manifests, weights = unpack(KEYS)
 local version, base, step, now, manifest = unpack(ARGV, 1, 5)
 local latest = redis.call('HGET', weights, 'latest') or '0'
@@ -311,6 +204,6 @@ return {'OK'}
 def announce(keys: Keys, fence: Fence, announcement: Announcement, *, keep: Sequence[int], now: float) -> Call:
     """STALE unless the version grows. The same version and manifest again is the same call repeated."""
     a = announcement
-    return _call(
+    return call(
         _ANNOUNCE, keys, fence, [keys.manifests, keys.weights], a.version, a.base, a.step, now, a.manifest, *keep
     )

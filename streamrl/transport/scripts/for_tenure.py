@@ -1,0 +1,75 @@
+"""The scripts of becoming, staying and ceasing to be the learner; what they answer stands in `scripts.fence`.
+
+The first two come before there is anything to be fenced by.
+"""
+
+from __future__ import annotations
+
+from streamrl.transport.keys import Keys
+from streamrl.transport.scripts.call import Call, Script
+from streamrl.transport.scripts.fence import Fence, call, fenced
+from streamrl.transport.types import RunState
+
+_TAKE_LEASE = Script("""
+local current = redis.call('GET', KEYS[1])
+if current and current ~= ARGV[1] and ARGV[3] ~= '1' then return {'HELD', current} end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return {'OK'}
+""")
+
+
+def take_lease(keys: Keys, *, holder: str, lease_ms: int, takeover: bool) -> Call:
+    """OK, or HELD by another holder."""
+    return Call(_TAKE_LEASE, (keys.lease,), (holder, lease_ms, int(takeover)))
+
+
+_CLAIM = Script("""
+local meta, tombstone, lease = unpack(KEYS)
+local uid, epoch, holder, lease_ms, takeover, config, fingerprint, now = unpack(ARGV)
+local buried = redis.call('GET', tombstone) == uid
+if buried and takeover ~= '1' then return {'GONE'} end
+local known = redis.call('HMGET', meta, 'uid', 'epoch', 'state')
+if known[1] and known[1] ~= uid then return {'TAKEN', known[1], known[3]} end
+if tonumber(known[2] or 0) > tonumber(epoch) then return {'FENCED'} end
+local current = redis.call('GET', lease)
+if current and current ~= holder then return {'HELD', current} end
+if buried then redis.call('DEL', tombstone) end
+redis.call('SET', lease, holder, 'PX', lease_ms)
+redis.call('HSET', meta, 'uid', uid, 'epoch', epoch, 'state', 'running', 'config', config, 'fingerprint', fingerprint)
+redis.call('HSETNX', meta, 'created_at', now)
+redis.call('HDEL', meta, 'issued')  -- another lineage's counter may be ahead of ours
+return {'OK'}
+""")
+
+
+def claim(
+    keys: Keys, fence: Fence, *, lease_ms: int, takeover: bool, config_json: str, fingerprint: str, now: float
+) -> Call:
+    """From here on this epoch learns the run: OK, HELD by another holder, TAKEN by another run's uid, FENCED, GONE.
+    Only a takeover begins a removed run anew."""
+    who = (fence.run_uid, fence.epoch, fence.holder)
+    what = (lease_ms, int(takeover), config_json, fingerprint, now)
+    return Call(_CLAIM, (keys.meta, keys.tombstone, keys.lease), (*who, *what))
+
+
+_RENEW = fenced("""
+redis.call('SET', lease, holder, 'PX', ARGV[1])
+return {'OK'}
+""")
+
+
+def renew(keys: Keys, fence: Fence, *, lease_ms: int) -> Call:
+    """Past the fence the lease is ours, or has run out and nobody took it."""
+    return call(_RENEW, keys, fence, [], lease_ms)
+
+
+_RELEASE = fenced("""
+redis.call('DEL', lease, KEYS[1])
+redis.call('HSET', meta, 'state', ARGV[1])
+return {'OK'}
+""")
+
+
+def release(keys: Keys, fence: Fence, *, state: RunState) -> Call:
+    """The operator's word ends with the learner that obeyed it: a stopped run can be resumed."""
+    return call(_RELEASE, keys, fence, [keys.control], state)
