@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,6 +68,22 @@ async def test_deliveries_commits_and_announcements_go_through(server: EmbeddedR
     learner.commit(step=1, cursor=group.entry_id, trim_below="9999999999999-0")
     assert learner.present_groups("train", after=START) == []
     learner.restore(cursor=group.entry_id)
+
+
+async def test_deliveries_that_go_together_go_through_though_the_first_has_lost_its_ticket(
+    server: EmbeddedRedis, client: redis.Redis
+) -> None:
+    learner = make_learner(client, give_up_after_s=0.5)
+    learner.issue([make_ticket(n) for n in range(3)])
+    async with connect_async(server.url, SETTINGS) as async_client:
+        worker = WorkerStream(async_client, KEYS, worker="w", lease_s=30.0, give_up_after_s=0.5)
+        leased = await worker.lease(max_tickets=3, block_ms=0)
+        learner.delete_tickets("train", [leased[0].entry_id])
+        fill(client)
+        outcomes = await asyncio.gather(*(worker.deliver(one, *encode_group(make_group(one.ticket))) for one in leased))
+        assert outcomes == [False, True, True]
+        assert not await worker.deliver(leased[0], *encode_group(make_group(leased[0].ticket)))
+    assert [group.number for group in learner.present_groups("train", after=START)] == [1, 2]
 
 
 def test_issuing_waits_for_room(client: redis.Redis) -> None:
