@@ -192,6 +192,8 @@ class WorkerStream:
             for stream, entries in reply or []
             for entry_id, fields in entries
         ]
+        if came:
+            crashpoint("ticket.leased")
         # Of another run: only the script can tell whether ours is gone.
         self._recover = self._run_uid is None or any(uid != self._run_uid.encode() for *_, uid, _ in came)
         return came
