@@ -104,7 +104,9 @@ def _plain(server: EmbeddedRedis, client: redis.Redis, for_s: float) -> float:
 def _whole_path(server: EmbeddedRedis, client: redis.Redis, num_workers: int, for_s: float) -> float:
     client.flushall()
     learning = Learning(client, "speed", shape=_LARGE, groups_per_step=_GROUPS_PER_STEP, commit_every=_COMMIT_EVERY)
-    team = Team(url=server.url, run="speed", shape=_LARGE, num_workers=num_workers)
+    # One worker alone has as many groups at work as the plain writer sends at once, or it would wait for tickets.
+    at_work = max(32, _GROUPS_PER_STEP // num_workers)
+    team = Team(url=server.url, run="speed", shape=_LARGE, num_workers=num_workers, max_groups_in_flight=at_work)
     with in_background(answer_tickets, team):
         # The more workers, the later the last of them has connected.
         return groups_per_second(learning.step, warm_up=_WARM_UP + num_workers // 8, for_s=for_s)
