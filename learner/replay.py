@@ -83,31 +83,33 @@ def _lead(
     config = around.config
     _mark(config.folder, recording)
     claimed = claim_folder(config, prompts)
-    recorded_epochs = sorted({epoch_of(version) for version, _ in versions_of(recording)})
+    versions = versions_of(recording)
+    recorded_epochs = sorted({epoch_of(version) for version, _ in versions})
     # No token counts as one of a dead lineage: which of the recorded run's learners were replaced is not known here.
     lineage = tuple((epoch, None) for epoch in recorded_epochs)
     start = make_start(config, claimed, prompts, lineage=lineage, canary_ids=())
     log.info("replays", recording=str(recording.folder), groups=len(recording.places), goes_on_from=start.checkpoint)
-    return start, _make_conductor(around, claimed, recording, stream, prompts, start)
-
-
-def _make_conductor(
-    around: Surroundings,
-    claimed: Claimed,
-    recording: Recording,
-    stream: ReplayStream,
-    prompts: PromptSet,
-    start: Start,
-) -> Conductor:
-    config = around.config
     feed = ReplayFeed(
         stream=stream,
         recording=recording,
+        versions=versions,
         prompts=prompts,
         config=config,
         keep=make_algorithm(config.algorithm).keep,
         state=claimed.checkpoint.state.stream if claimed.checkpoint else None,
     )
+    return start, _make_conductor(around, claimed, stream, feed, prompts, start)
+
+
+def _make_conductor(
+    around: Surroundings,
+    claimed: Claimed,
+    stream: ReplayStream,
+    feed: ReplayFeed,
+    prompts: PromptSet,
+    start: Start,
+) -> Conductor:
+    config = around.config
     return Conductor(
         config=config,
         world_size=around.world.size,

@@ -10,7 +10,7 @@ weights are not published: nobody listens. Every rank opens the recording by its
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
@@ -122,6 +122,7 @@ class ReplayFeed(Feed):
         *,
         stream: ReplayStream,
         recording: Recording,
+        versions: Sequence[tuple[int, int]],  # of the recorded run, each with its step
         prompts: PromptSet,
         config: schema.Config,
         keep: Callable[[GroupHeader], str | None],
@@ -131,7 +132,7 @@ class ReplayFeed(Feed):
         numbers = recording.numbers()
         if state is None:
             issued = _num_issued(numbers, prompts.num_tickets(config.training.max_epochs))
-            state = StreamState(ledger=LedgerState(issued=issued), versions=tuple(versions_of(recording)))
+            state = StreamState(ledger=LedgerState(issued=issued), versions=tuple(versions))
         super().__init__(
             stream=stream,
             prompts=prompts,
@@ -168,7 +169,7 @@ class Unpublished:
         return self.latest
 
 
-def versions_of(recording: Recording) -> Iterator[tuple[int, int]]:
+def versions_of(recording: Recording) -> list[tuple[int, int]]:
     """(version, its step) of all that made a token, in order. Reads every group: DataError if one is damaged."""
     steps: dict[int, int] = {}
     for entry in recording.entries():
@@ -179,7 +180,7 @@ def versions_of(recording: Recording) -> Iterator[tuple[int, int]]:
         for sample in group.samples:
             for span in sample.spans:
                 steps.setdefault(span.version, span.step)
-    return iter(sorted(steps.items()))
+    return sorted(steps.items())
 
 
 def _num_issued(numbers: Iterable[int], num_of_data: int) -> int:
