@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -53,7 +54,14 @@ def build(loaded: Loaded, wanted: Wanted) -> Command:
     check_files(config)
     folder = RunFolder(config.folder)
     return learner_command(
-        config, folder, redis_url=url, replay=wanted.replay, takeover=wanted.takeover, cluster=cluster
+        config,
+        folder,
+        redis_url=url,
+        replay=wanted.replay,
+        takeover=wanted.takeover,
+        cluster=cluster,
+        # Another one on this machine is a stranger, and waits or is refused; machines of one cluster are one learner.
+        holder=None if cluster else f"learn-{uuid.uuid4().hex[:16]}",
     )
 
 

@@ -121,8 +121,10 @@ def learner_command(
     replay: Path | None = None,
     takeover: bool = False,
     cluster: Cluster | None = None,
+    holder: str | None = None,
 ) -> Command:
-    """The groups come from Redis or from a recording; the ranks are on this machine, or on several."""
+    """The groups come from Redis or from a recording; the ranks are on this machine, or on several. `holder` is for who
+    does not hold the folder's lock: under the folder's own name it would take over from whoever does."""
     assert (redis_url is None) != (replay is None), "a learner has one source of groups"
     learner = config.learner
     agent = [
@@ -131,7 +133,7 @@ def learner_command(
         f"--max-restarts={learner.max_restarts}",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={cluster.endpoint if cluster else '127.0.0.1:0'}",
-        f"--rdzv-id={_holder_of_all(config, cluster) if cluster else _holder(folder.path)}",
+        f"--rdzv-id={holder or (_holder_of_all(config, cluster) if cluster else _holder(folder.path))}",
         "--rdzv-conf=last_call_timeout=1",  # the default waits half a minute at every restart
         f"--shutdown-timeout={DRAIN_S}",
     ]

@@ -66,6 +66,16 @@ def test_on_several_machines_all_agree_on_where_they_meet_and_who_they_are(
     assert identity <= set(line(capsys))
 
 
+def test_a_second_learner_on_the_machine_is_a_stranger_to_the_first(
+    file: Path, redis_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def identity() -> str:
+        assert learn(file, "--redis", redis_url, "--dry-run") == 0
+        return next(word for word in line(capsys) if word.startswith("--rdzv-id="))
+
+    assert identity() != identity()
+
+
 def test_a_recording_takes_the_place_of_redis(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert learn(file, "--replay", "recording", "--dry-run") == 0
     words = line(capsys)
