@@ -96,6 +96,8 @@ class Conductor:
         self._show_control()
         if plan is not None and plan.kind is Kind.STEP and self._suspects is not None:
             self._suspects.begin(plan)
+        # Live, since a run whose groups are all dropped makes no step and so no record.
+        self._progress.note(**self._feed.metrics())
         return plan or Plan(kind=Kind.IDLE, step=step)
 
     def _told_to_stop(self) -> bool:

@@ -21,6 +21,8 @@ COMMANDS: Mapping[str, Entry] = {
     "stop": Entry("streamrl.cli.control:stop", "Write a checkpoint and stop; what is under way waits."),
     "dead": Entry("streamrl.cli.dead:dead", "Look at tickets that failed too often, repeat or purge them."),
     "eval": Entry("streamrl.cli.eval:evaluate", "Score a checkpoint, or any model, on a file of prompts."),
+    "status": Entry("streamrl.cli.status:status", "How a run is, on one screen; the exit code says it too."),
+    "why": Entry("streamrl.cli.status:why", "What holds a run back now, and the remedy."),
     "audit": Entry("streamrl.cli.audit:audit", "Account for every ticket of a run: none lost, none twice."),
     "groups": Entry("streamrl.cli.groups:groups", "Read rollouts of a live run or a recording, as people read."),
     "record": Entry("streamrl.cli.record:record", "Save the groups of a live run; export what was saved."),

@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import redis
 import redis.asyncio
@@ -21,7 +21,6 @@ from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from streamrl.config import schema
 from streamrl.errors import ConfigError, ResourceError, TransportError
 
 T = TypeVar("T")
@@ -35,7 +34,17 @@ _LONGEST_PAUSE_S = 1.0
 _PASSING_ANSWERS = ("LOADING", "OOM", "MISCONF", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS")
 
 
-def connect(url: str, settings: schema.Redis) -> redis.Redis:
+class Timeouts(Protocol):
+    """What is used of the setting `redis`, so that who only looks at a run need not load the whole schema."""
+
+    @property
+    def connect_timeout_s(self) -> float: ...
+
+    @property
+    def reply_timeout_s(self) -> float: ...
+
+
+def connect(url: str, settings: Timeouts) -> redis.Redis:
     """A client whose server answered; tries for `connect_timeout_s`."""
     with _address_errors(url):
         client = redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **_options(url, settings))
@@ -47,13 +56,13 @@ def connect(url: str, settings: schema.Redis) -> redis.Redis:
     return client
 
 
-def connect_async(url: str, settings: schema.Redis) -> redis.asyncio.Redis:
+def connect_async(url: str, settings: Timeouts) -> redis.asyncio.Redis:
     """A client that connects with its first call."""
     with _address_errors(url):
         return redis.asyncio.Redis.from_url(url, retry=AsyncRetry(NoBackoff(), 0), **_options(url, settings))
 
 
-def _options(url: str, settings: schema.Redis) -> dict[str, Any]:
+def _options(url: str, settings: Timeouts) -> dict[str, Any]:
     options: dict[str, Any] = {
         "protocol": 2,
         "socket_timeout": settings.reply_timeout_s,

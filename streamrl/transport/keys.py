@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from streamrl.wire.ticket import Purpose
+from streamrl.wire.purpose import Purpose
 
 WORKERS = "workers"  # the consumer group of the ticket streams
 LONGEST_EVENTS = 10_000  # about so many lines of the journal are kept
@@ -106,8 +106,17 @@ class Keys:
 
     @property
     def metrics(self) -> str:
-        """Bounded stream: one record a step. Fields step, epoch, at, values (JSON)."""
+        """Bounded stream: one record a step, of the recent ones. Fields step, epoch, at, values (JSON)."""
         return f"{self.prefix}metrics"
+
+    def thinned(self, level: int) -> str:
+        """Bounded stream: of the same records, every 4^level-th (`streamrl.telemetry.thinning`)."""
+        return f"{self.prefix}metrics:{level}"
+
+    @property
+    def validations(self) -> str:
+        """Bounded stream: the same records of validations, which come too seldom to be thinned."""
+        return f"{self.prefix}metrics:validation"
 
     @property
     def events(self) -> str:

@@ -20,10 +20,11 @@ import structlog
 
 from streamrl.crashpoints import crashpoint
 from streamrl.errors import Fenced, RunGone, TransportError, WireError
+from streamrl.telemetry.thinning import history_streams, is_validation
 from streamrl.transport.connection import bounded_block_ms
 from streamrl.transport.keys import LONGEST_EVENTS, Keys
 from streamrl.transport.scripts import for_learner as scripts
-from streamrl.transport.scripts.call import Argument, run
+from streamrl.transport.scripts.call import Argument, Call, run
 from streamrl.transport.scripts.fence import Fence
 from streamrl.transport.tenure import Tenure
 from streamrl.transport.types import (
@@ -45,7 +46,6 @@ T = TypeVar("T")
 _TICKETS_A_CALL = 256
 _IDS_A_CALL = 1000  # Lua's stack ends at some thousands of arguments
 _ENTRIES_A_PAGE = 100  # the server reads whole groups to tell their numbers
-_LONGEST_METRICS = 20_000
 _TELEMETRY_PATIENCE_S = 2.0
 
 
@@ -207,20 +207,26 @@ class LearnerStream:
         crashpoint("announce.written")
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step's metrics; values that are no numbers are left out."""
+        """A step's metrics, and where history keeps them; values that are no numbers are left out."""
         values = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        self._tell("record metrics", self._keys.metrics, _LONGEST_METRICS, ("step", step), ("values", values))
+        streams = history_streams(self._keys, step, is_validation=is_validation(values))
+        fields = self._stamped(("step", step), ("values", values))
+        token = uuid.uuid4().hex
+        self._tell("record metrics", scripts.record(self._keys, self._fence, streams, token=token, fields=fields))
 
     def event(self, kind: str, **detail: str | int | float) -> None:
         """One line of the journal."""
-        self._tell("note an event", self._keys.events, LONGEST_EVENTS, ("kind", kind), ("detail", detail))
-
-    def _tell(self, what: str, stream: str, longest: int, *fields: tuple[str, str | int | Mapping[str, Any]]) -> None:
-        """Telemetry is worth a short wait, and never the run."""
-        stamped = [*fields, ("epoch", self._fence.epoch), ("at", time.time())]
-        plain = [(name, json.dumps(value) if isinstance(value, Mapping) else value) for name, value in stamped]
+        stream, fields = self._keys.events, self._stamped(("kind", kind), ("detail", detail))
         once = (stream, uuid.uuid4().hex)
-        call = scripts.append(self._keys, self._fence, stream, once=once, longest=longest, fields=plain)
+        call = scripts.append(self._keys, self._fence, stream, once=once, longest=LONGEST_EVENTS, fields=fields)
+        self._tell("note an event", call)
+
+    def _stamped(self, *fields: tuple[str, str | int | Mapping[str, Any]]) -> list[tuple[str, Argument]]:
+        stamped = [*fields, ("epoch", self._fence.epoch), ("at", time.time())]
+        return [(name, json.dumps(value) if isinstance(value, Mapping) else value) for name, value in stamped]
+
+    def _tell(self, what: str, call: Call) -> None:
+        """Telemetry is worth a short wait, and never the run."""
         try:
             self._tenure.write(what, call, give_up_after_s=_TELEMETRY_PATIENCE_S)
         except (Fenced, RunGone):

@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import threading
 from collections.abc import AsyncIterator, Iterator
 from types import TracebackType
-from typing import Any, Self, get_args
+from typing import Self
 
 import redis
 import redis.asyncio
 import structlog
 
-from streamrl.errors import WireError
-from streamrl.telemetry.progress import Progress, Report, Role, State
+from streamrl.telemetry.progress import Progress, Report
 from streamrl.transport.connection import Attempts, repeat
 from streamrl.transport.keys import Keys
+from streamrl.transport.report_codec import decode_report as decode_report
+from streamrl.transport.report_codec import decode_reports
+from streamrl.transport.report_codec import encode_report as encode_report
 from streamrl.transport.scripts import for_reports as scripts
 from streamrl.transport.scripts.call import Call, run, run_async
-from streamrl.wire.codec import pack, unpack
 
 _PATIENCE_S = 5.0
-_MAX_REPORT_BYTES = 64 << 10
 
 
 class ReportWriter:
@@ -108,67 +107,7 @@ class _Outcome:
             self._failing = False
 
 
-def encode_report(report: Report) -> bytes:
-    return pack(
-        {
-            "part": report.part,
-            "role": report.role,
-            "host": report.host,
-            "pid": report.pid,
-            "state": report.state,
-            "doing": report.doing,
-            "since": report.since,
-            "last_progress": report.last_progress,
-            "at": report.at,
-            "detail": json.dumps(dict(report.detail)),
-        }
-    )
-
-
-def decode_report(data: bytes) -> Report:
-    """A report or one WireError."""
-    f = unpack(data, max_bytes=_MAX_REPORT_BYTES)
-    report = Report(
-        part=f.text("part", max_chars=200),
-        role=_known(f.text("role", max_chars=20), get_args(Role)),
-        host=f.text("host", max_chars=300),
-        pid=f.integer("pid", low=0),
-        state=_known(f.text("state", max_chars=20), get_args(State)),
-        doing=f.text("doing", max_chars=200),
-        since=f.number("since"),
-        last_progress=f.number("last_progress"),
-        at=f.number("at"),
-        detail=_decode_detail(f.text("detail")),
-    )
-    f.done()
-    return report
-
-
-def _decode_detail(text: str) -> dict[str, int | float | str]:
-    try:
-        detail = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise WireError(f"field 'detail' is not JSON: {error}") from None
-    if not isinstance(detail, dict) or any(not isinstance(value, int | float | str) for value in detail.values()):
-        raise WireError("field 'detail' must be a flat JSON object")
-    return detail
-
-
-def _known(word: str, choices: tuple[Any, ...]) -> Any:
-    if word not in choices:
-        raise WireError(f"{word!r} is none of {choices}")
-    return word
-
-
 def read_reports(client: redis.Redis, keys: Keys) -> list[Report]:
     """Of all parts, by name; one that cannot be read is left out."""
     attempts = Attempts(client, "read the reports", give_up_after_s=_PATIENCE_S)
     return decode_reports(repeat(lambda: client.hgetall(keys.progress), attempts=attempts))
-
-
-def decode_reports(packed: Any) -> list[Report]:
-    reports: list[Report] = []
-    for data in packed.values():
-        with contextlib.suppress(WireError):
-            reports.append(decode_report(data))
-    return sorted(reports, key=lambda report: report.part)

@@ -1,13 +1,13 @@
 """A run at a glance: everything that monitors, the launcher's display and `--json` show, read in one round trip.
 
-Only reads. Blocks at most some seconds while Redis is away, then TransportError.
+Only reads, by plain commands that the rights of a reader cover. Blocks at most some seconds while Redis is away, then
+TransportError.
 """
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,15 @@ import redis
 from streamrl.telemetry.progress import Report
 from streamrl.transport.connection import Attempts, repeat
 from streamrl.transport.keys import WORKERS, Keys
-from streamrl.transport.reports import decode_reports
-from streamrl.transport.types import START, Control, RunInfo, to_control
-from streamrl.wire.ticket import PURPOSES, Purpose
+from streamrl.transport.report_codec import decode_reports
+from streamrl.transport.types import START, Control, RunInfo, entry_order, to_control
+from streamrl.wire.purpose import PURPOSES, Purpose
 
 _PATIENCE_S = 5.0
+_NUM_LETTERS = 5
+_PER_STREAM = 5  # replies
+# What a server says to a reader without the right, or before there is anything to tell: not worth the whole look.
+_PASSED_OVER = ("NOGROUP", "NOPERM", "no such key", "unknown command")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +50,45 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OldestLease:
+    """The ticket that was issued first, of those that workers hold."""
+
+    worker: str
+    issued_s: float  # ago
+    silent_s: float  # since its worker last renewed the lease
+    times_leased: int  # more than once: its workers died with it, or lost it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StreamCounts:
     num_tickets: int  # not yet delivered, leased or not
     num_leased: int
     leased_by: Mapping[str, int]  # worker -> its leases
     num_groups: int  # delivered and not yet committed
+    oldest_lease: OldestLease | None = None
+    num_group_bytes: int = 0  # memory that the groups take, about
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Letter:
+    """A ticket that was given up."""
+
+    number: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    version: str = ""
+    max_memory_policy: str = "noeviction"
+    role: str = "master"
+    is_loading: bool = False
+    save_error: str = ""  # why it may refuse writes: the last save or append to disk failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    at: float
+    at: float  # by the server's clock
     run: RunInfo | None  # None: no run of this name is there
     created_at: float | None
     step: int  # of the last commit
@@ -72,6 +105,13 @@ class Snapshot:
     events: tuple[Event, ...]  # the last ones, oldest first
     used_memory_bytes: int
     max_memory_bytes: int  # 0: no limit is set
+    latest_version_at: float | None = None
+    lease_left_s: float | None = None
+    was_removed: bool = False  # a tombstone is there
+    num_versions_kept: int = 0
+    num_retry_requests: int = 0
+    letters: tuple[Letter, ...] = ()  # the newest dead letters, newest first
+    server: Server = Server()
 
 
 def snapshot(
@@ -79,42 +119,62 @@ def snapshot(
 ) -> Snapshot:
     def read() -> list[Any]:
         with client.pipeline(transaction=False) as pipe:
+            pipe.time()
             pipe.hgetall(keys.meta)
             pipe.hgetall(keys.weights)
             pipe.hgetall(keys.counters)
             pipe.hgetall(keys.progress)
             pipe.get(keys.lease)
+            pipe.pttl(keys.lease)
             pipe.hget(keys.control, "mode")
+            pipe.exists(keys.tombstone)
             pipe.xlen(keys.dead)
+            pipe.xrevrange(keys.dead, count=_NUM_LETTERS)
+            pipe.hlen(keys.retry_requests)
+            pipe.hlen(keys.manifests)
             pipe.xrevrange(keys.metrics, count=num_records)
             pipe.xrevrange(keys.events, count=num_events)
-            pipe.info("memory")
+            pipe.info()
             for purpose in PURPOSES:
                 pipe.xlen(keys.tickets(purpose))
                 pipe.xpending(keys.tickets(purpose), WORKERS)
+                pipe.xpending_range(keys.tickets(purpose), WORKERS, "-", "+", 1)
                 pipe.xlen(keys.groups(purpose))
-            return [_tolerate_no_group(result) for result in pipe.execute(raise_on_error=False)]
+                pipe.memory_usage(keys.groups(purpose), samples=3)
+            return [_tolerate(result) for result in pipe.execute(raise_on_error=False)]
 
     replies = repeat(read, attempts=Attempts(client, "be looked at", give_up_after_s=give_up_after_s))
-    meta, weights, counters, progress, holder, control, num_dead, records, events, memory, *streams = replies
+    (time, meta, weights, counters, progress, holder, lease_ms, control, tombstone), replies = replies[:9], replies[9:]
+    (num_dead, letters, num_requests, num_versions, records, events, info), streams = replies[:7], replies[7:]
+    at = time[0] + time[1] / 1e6
     return Snapshot(
-        at=time.time(),
+        at=at,
         run=RunInfo.from_hash(keys.name, meta),
         created_at=float(meta[b"created_at"]) if b"created_at" in meta else None,
         step=int(meta.get(b"step", 0)),
         cursor=meta.get(b"cursor", START.encode()).decode(),
         holder=holder.decode(errors="replace") if holder else None,
         control=to_control(control),
-        streams={purpose: _to_counts(*streams[3 * place : 3 * place + 3]) for place, purpose in enumerate(PURPOSES)},
+        streams={
+            purpose: _to_counts(streams[_PER_STREAM * place :][:_PER_STREAM], at=at)
+            for place, purpose in enumerate(PURPOSES)
+        },
         num_dead=num_dead,
         latest_version=int(weights[b"latest"]) if b"latest" in weights else None,
         latest_version_step=int(weights.get(b"step", 0)),
+        latest_version_at=float(weights[b"at"]) if b"at" in weights else None,
         counters={name.decode(errors="replace"): int(value) for name, value in counters.items()},
         reports=tuple(decode_reports(progress)),
         records=tuple(_to_record(*entry) for entry in reversed(records)),
         events=tuple(_to_event(*entry) for entry in reversed(events)),
-        used_memory_bytes=int(memory["used_memory"]),
-        max_memory_bytes=int(memory.get("maxmemory", 0)),
+        used_memory_bytes=int(info.get("used_memory", 0)),
+        max_memory_bytes=int(info.get("maxmemory", 0)),
+        lease_left_s=lease_ms / 1000 if lease_ms and lease_ms > 0 else None,
+        was_removed=bool(tombstone),
+        num_versions_kept=num_versions,
+        num_retry_requests=num_requests,
+        letters=tuple(_to_letter(fields) for _, fields in letters),
+        server=_to_server(info),
     )
 
 
@@ -122,24 +182,61 @@ def read_records(client: redis.Redis, keys: Keys, *, after: str = START, count: 
     """Metrics beyond the record `after`, oldest first: for curves, and to go on where the last call ended."""
     attempts = Attempts(client, "read the metrics", give_up_after_s=_PATIENCE_S)
     entries: Any = repeat(lambda: client.xrange(keys.metrics, min=f"({after}", count=count), attempts=attempts)
+    return to_records(entries)
+
+
+def to_records(entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> list[Record]:
+    """Entries of a stream of metrics."""
     return [_to_record(*entry) for entry in entries]
 
 
-def _tolerate_no_group(result: Any) -> Any:
-    """Before the first ticket there is no group of workers; any other error is one."""
+def _tolerate(result: Any) -> Any:
+    """Before the first ticket there is no group of workers, and a reader may not ask for everything; any other error is
+    one. Whatever is asked for is then nothing: empty, and 0."""
     if not isinstance(result, Exception):
         return result
-    if isinstance(result, redis.ResponseError) and str(result).startswith("NOGROUP"):
-        return {"pending": 0, "consumers": []}
+    if isinstance(result, redis.ResponseError) and any(word in str(result) for word in _PASSED_OVER):
+        return {}
     raise result
 
 
-def _to_counts(num_tickets: int, pending: Mapping[str, Any], num_groups: int) -> StreamCounts:
+def _to_counts(replies: Sequence[Any], *, at: float) -> StreamCounts:
+    num_tickets, pending, oldest, num_groups, num_bytes = replies
     return StreamCounts(
-        num_tickets=num_tickets,
-        num_leased=pending["pending"],
-        leased_by={one["name"].decode(errors="replace"): one["pending"] for one in pending["consumers"]},
-        num_groups=num_groups,
+        num_tickets=num_tickets or 0,
+        num_leased=pending["pending"] if pending else 0,
+        leased_by={
+            one["name"].decode(errors="replace"): one["pending"] for one in (pending or {}).get("consumers", ())
+        },
+        num_groups=num_groups or 0,
+        oldest_lease=_to_lease(oldest[0], at=at) if oldest else None,
+        num_group_bytes=num_bytes or 0,
+    )
+
+
+def _to_lease(entry: Mapping[str, Any], *, at: float) -> OldestLease:
+    issued_ms, _ = entry_order(entry["message_id"].decode())
+    return OldestLease(
+        worker=entry["consumer"].decode(errors="replace"),
+        issued_s=max(0.0, at - issued_ms / 1000),
+        silent_s=entry["time_since_delivered"] / 1000,
+        times_leased=entry["times_delivered"],
+    )
+
+
+def _to_letter(fields: Mapping[bytes, bytes]) -> Letter:
+    number, error = (fields.get(name, b"").decode(errors="replace") for name in (b"n", b"error"))
+    return Letter(number=number, error=error)
+
+
+def _to_server(info: Mapping[str, Any]) -> Server:
+    failed = [name for name in ("rdb_last_bgsave_status", "aof_last_write_status") if info.get(name, "ok") != "ok"]
+    return Server(
+        version=str(info.get("redis_version", "")),
+        max_memory_policy=str(info.get("maxmemory_policy", "noeviction")),
+        role=str(info.get("role", "master")),
+        is_loading=bool(info.get("loading", 0)),
+        save_error=", ".join(f"{name} is {info[name]}" for name in failed),
     )
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from streamrl.errors import WireError
-from streamrl.wire.ticket import Purpose, Ticket, decode_ticket
+from streamrl.wire.purpose import Purpose
+
+if TYPE_CHECKING:
+    from streamrl.wire.ticket import Ticket
 
 RunState = Literal["running", "finished", "stopped", "failed"]
 RUN_STATES: tuple[RunState, ...] = ("running", "finished", "stopped", "failed")
@@ -25,6 +28,8 @@ def entry_order(entry_id: str) -> tuple[int, int]:
 
 def read_ticket(body: bytes, *, purpose: Purpose, number: bytes, uid: bytes) -> Ticket:
     """The ticket, if it is what its entry says; else WireError. Delivering compares the entry's own fields."""
+    from streamrl.wire.ticket import decode_ticket  # with numpy, which monitors start faster without
+
     ticket = decode_ticket(body)
     if (ticket.purpose, str(ticket.number).encode(), ticket.run_uid.encode()) != (purpose, number, uid):
         raise WireError("the ticket and its entry do not agree on number, purpose or run")

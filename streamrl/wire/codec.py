@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgpack
-import numpy as np
-import numpy.typing as npt
 
 from streamrl.errors import WireError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 SCHEMA = 1
 MAX_MESSAGE_BYTES = 64 << 20
@@ -124,6 +126,8 @@ class Fields:
 
     def array(self, name: str, dtype: str | np.dtype[Any], *, count: int) -> npt.NDArray[Any]:
         """Raw little-endian items; their number is known beforehand and must agree."""
+        import numpy as np  # messages without arrays are read without it
+
         data = self.blob(name)
         kind = np.dtype(dtype)
         if len(data) != count * kind.itemsize:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from streamrl.errors import WireError
 from streamrl.wire.codec import pack, unpack
+from streamrl.wire.purpose import PURPOSES as PURPOSES
+from streamrl.wire.purpose import Purpose as Purpose
 
-Purpose = Literal["train", "eval"]
-PURPOSES: tuple[Purpose, ...] = ("train", "eval")
 MAX_SAMPLES = 1024
 MAX_TICKET_BYTES = 8 << 20
 

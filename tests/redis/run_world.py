@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import redis
 import redis.asyncio
@@ -82,9 +83,17 @@ class Learner:
 
 class RunWorld:
     def __init__(
-        self, path: Path, *, client: redis.Redis, async_client: redis.asyncio.Redis, keys: Keys, url: str
+        self,
+        path: Path,
+        *,
+        client: redis.Redis,
+        async_client: redis.asyncio.Redis,
+        keys: Keys,
+        url: str,
+        **sections: dict[str, Any],
     ) -> None:
-        config = make_config(training={"groups_per_step": 3}, worker={"max_attempts": 2})
+        """`sections` change the configuration, as those of `make_config`."""
+        config = make_config(**{"training": {"groups_per_step": 3}, "worker": {"max_attempts": 2}, **sections})
         self.config = config.model_copy(update={"name": keys.name, "dir": path})
         self.client, self.keys, self.url = client, keys, url
         self.worker = WorkerStream(async_client, keys, worker="w", lease_s=30.0, give_up_after_s=5.0)

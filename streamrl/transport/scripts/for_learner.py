@@ -183,6 +183,26 @@ def append(
     return call(_APPEND, keys, fence, [stream, keys.appends], *once, longest, *flat)
 
 
+_RECORD = fenced("""
+local appends = table.remove(KEYS, 1)
+local token = table.remove(ARGV, 1)
+if redis.call('HGET', appends, KEYS[1]) == token then return {'OK'} end
+for i, stream in ipairs(KEYS) do
+  redis.call('XADD', stream, 'MAXLEN', '~', ARGV[i], '*', unpack(ARGV, #KEYS + 1))
+end
+redis.call('HSET', appends, KEYS[1], token)
+return {'OK'}
+""")
+
+
+def record(
+    keys: Keys, fence: Fence, streams: Mapping[str, int], *, token: str, fields: Sequence[tuple[str, Argument]]
+) -> Call:
+    """The same entry at the end of each stream, each bounded to about as many as it says."""
+    flat = [part for pair in fields for part in pair]
+    return call(_RECORD, keys, fence, [keys.appends, *streams], token, *streams.values(), *flat)
+
+
 _ANNOUNCE = fenced("""
 local manifests, weights = unpack(KEYS)
 local version, base, step, now, manifest = unpack(ARGV, 1, 5)

@@ -1,0 +1,111 @@
+"""`streamrl status` and `streamrl why`: how a run is, and what holds it back. They only read, and answer at once."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from streamrl.cli.watched import watches_run
+from streamrl.errors import ResourceError, TransportError
+from streamrl.monitor.build import build_view
+from streamrl.monitor.opening import Watched, opened
+from streamrl.monitor.text import status_lines, why_lines
+from streamrl.monitor.view import EXIT_CODES, EXIT_UNREACHABLE, SCHEMA, View
+from streamrl.transport.snapshot import snapshot
+
+_RECORDS = 60  # steps: for a short curve of the reward, and the pace
+
+_EXIT_HELP = """\b
+Exits with
+  0 healthy: it runs, or has finished      4 stalled: nothing moves
+  3 degraded: it runs, somebody should look   5 ended: stopped, failed, or not there
+  6 Redis does not answer                     2 a mistake in the command line
+"""
+
+_STATUS_HELP = f"""Show how a run is, on one screen, and exit.
+
+\b
+    streamrl status runs/quickstart
+    streamrl status --redis redis://host:6379 --run big --json
+
+{_EXIT_HELP}
+\b
+--json prints one object; names stay as they are as long as `schema` does, and more may be added:
+  schema, at, verdict {{healthy degraded stalled ended unreachable}}, causes [{{name level title evidence remedy}}]
+  run {{name uid state control epoch step max_steps data_epochs created_at eta_s share_done}}
+  limits {{max_lag_steps groups_per_step max_backlog_bytes idle_timeout_s max_attempts stale reward_sources}}
+  learner {{lead {{PART}} ranks holder lease_left_s metrics {{name: value}} rewards [..] live {{name: value}}}}
+  workers [{{part {{PART}} version step lag tokens_per_s in_flight kv_use leases delivered failed detail}}]
+  others [{{PART}}]   where PART is {{name role host pid state doing doing_s progress_s report_s}}
+  rewards [{{name mean latency_s errors breaker}}]
+  streams [{{purpose tickets leased groups group_bytes oldest_worker oldest_s oldest_silent_s oldest_times}}]
+  weights {{latest step age_s kept num_bytes largest_bytes changed_share behind worst_lag}}
+  drops {{trained dropped by_reason rate_by_length ignored}}   dead {{count retry_requests latest [{{ticket error}}]}}
+  redis {{server version used_bytes max_bytes policy role save_error}}
+"""
+
+_WHY_HELP = f"""Say what holds a run back now, with the evidence and the remedy; what explains the rest comes first.
+
+\b
+    streamrl why runs/quickstart
+    !!  there are no workers
+        seen   12 tickets wait and nobody reports
+        do     start one: python -m workers --redis URL --run NAME; it may join from any machine
+
+!! marks what stops the run, ! what somebody should look at; the others explain why it does what it does.
+
+{_EXIT_HELP}
+\b
+--json prints {{schema, run, verdict, causes [{{name level title evidence remedy}}]}}.
+"""
+
+
+@click.command(help=_STATUS_HELP)
+@watches_run
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def status(watched: Watched, as_json: bool) -> int:
+    try:
+        view = look(watched)
+    except (ResourceError, TransportError) as error:
+        return _unreachable(watched, error, as_json=as_json)
+    click.echo(json.dumps(view.to_json()) if as_json else "\n".join(status_lines(view)))
+    return EXIT_CODES[view.verdict]
+
+
+@click.command(help=_WHY_HELP)
+@watches_run
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def why(watched: Watched, as_json: bool) -> int:
+    try:
+        view = look(watched)
+    except (ResourceError, TransportError) as error:
+        return _unreachable(watched, error, as_json=as_json)
+    if as_json:
+        told = view.to_json()
+        click.echo(json.dumps({"schema": SCHEMA, "run": view.run.name} | {n: told[n] for n in ("verdict", "causes")}))
+    else:
+        click.echo("\n".join(why_lines(view)))
+    return EXIT_CODES[view.verdict]
+
+
+def look(watched: Watched) -> View:
+    with opened(watched) as there:
+        seen = snapshot(there.client, there.keys, num_records=_RECORDS, num_events=1)
+        return build_view(seen, run_name=watched.run, server=there.server)
+
+
+def _unreachable(watched: Watched, error: Exception, *, as_json: bool) -> int:
+    cause = {
+        "name": "redis_unreachable",
+        "level": "blocking",
+        "title": "Redis does not answer",
+        "evidence": str(error),
+        "remedy": "start Redis, or mend the way to it; learner and workers wait for redis.give_up_after_s and go on",
+    }
+    if as_json:
+        told = {"schema": SCHEMA, "run": {"name": watched.run}, "verdict": "unreachable", "causes": [cause]}
+        click.echo(json.dumps(told))
+    else:
+        click.echo(f"{watched.run}: {cause['title']}\n   seen  {cause['evidence']}\n   do    {cause['remedy']}")
+    return EXIT_UNREACHABLE

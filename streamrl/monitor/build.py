@@ -1,0 +1,267 @@
+"""From a snapshot to a `View`. Pure; what holds the run back is added by `causes`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from streamrl.monitor.causes import find_causes, judge
+from streamrl.monitor.view import (
+    Dead,
+    Drops,
+    Learner,
+    Limits,
+    Part,
+    Redis,
+    RewardSource,
+    Run,
+    Stream,
+    View,
+    Weights,
+    Worker,
+)
+from streamrl.telemetry.progress import Report
+from streamrl.telemetry.thinning import is_validation
+from streamrl.transport.snapshot import Record, Snapshot, StreamCounts
+from streamrl.versions import show
+
+SILENT_S = 10.0  # without a report for so long, a part is taken for gone
+LEAD = "learner/0"
+_PACE_STEPS = 20  # the time left is told from the pace of so many steps
+_BREAKERS = ("closed", "half-open", "open")  # from good to bad
+
+
+def build_view(
+    snapshot: Snapshot,
+    *,
+    run_name: str,
+    server: str,
+    records: Sequence[Record] = (),
+    ages: Mapping[str, float] | None = None,
+    silent_s: float = SILENT_S,
+) -> View:
+    """`records`: of training, oldest first; by default those of the snapshot. `ages`: since parts last reported, for
+    who has watched them (`Liveness`); by default what their clocks say."""
+    config = _config(snapshot)
+    steps = [r for r in (records or snapshot.records) if not is_validation(r.values)]
+    parts = {
+        report.part: _part(report, at=snapshot.at, age_s=(ages or {}).get(report.part), silent_s=silent_s)
+        for report in snapshot.reports
+    }
+    learner = _learner(snapshot, parts, steps)
+    workers = tuple(_worker(r, parts[r.part], snapshot) for r in snapshot.reports if r.role == "worker")
+    view = View(
+        at=snapshot.at,
+        run=_run(snapshot, run_name, config, steps, learner),
+        limits=_limits(config),
+        learner=learner,
+        workers=workers,
+        others=tuple(parts[r.part] for r in snapshot.reports if r.role not in ("worker", "learner")),
+        rewards=tuple(_rewards(config, learner.metrics, workers)),
+        streams=tuple(_stream(purpose, counts) for purpose, counts in snapshot.streams.items()),
+        weights=_weights(snapshot, steps, workers),
+        drops=_drops({**learner.metrics, **learner.live}),
+        dead=Dead(
+            count=snapshot.num_dead,
+            retry_requests=snapshot.num_retry_requests,
+            latest=tuple({"ticket": letter.number, "error": letter.error} for letter in snapshot.letters),
+        ),
+        redis=Redis(
+            server=server,
+            version=snapshot.server.version,
+            used_bytes=snapshot.used_memory_bytes,
+            max_bytes=snapshot.max_memory_bytes,
+            policy=snapshot.server.max_memory_policy,
+            role=snapshot.server.role,
+            save_error=snapshot.server.save_error,
+        ),
+    )
+    causes = find_causes(view, was_removed=snapshot.was_removed)
+    return replace(view, causes=causes, verdict=judge(view, causes))
+
+
+def _config(snapshot: Snapshot) -> Mapping[str, Any]:
+    """What the run says of itself; nothing where it cannot be read."""
+    try:
+        config = json.loads(snapshot.run.config_json) if snapshot.run else {}
+    except ValueError:
+        config = {}
+    return config if isinstance(config, dict) else {}
+
+
+def _limits(config: Mapping[str, Any]) -> Limits:
+    lag, redis = config.get("lag", {}), config.get("redis", {})
+    return Limits(
+        max_lag_steps=lag.get("max_steps"),
+        groups_per_step=config.get("training", {}).get("groups_per_step"),
+        max_backlog_bytes=redis.get("max_backlog_bytes"),
+        idle_timeout_s=config.get("learner", {}).get("idle_timeout_s"),
+        max_attempts=config.get("worker", {}).get("max_attempts"),
+        stale=lag.get("stale"),
+        reward_sources=tuple(config.get("rewards", {})),
+    )
+
+
+def _run(snapshot: Snapshot, name: str, config: Mapping[str, Any], steps: Sequence[Record], learner: Learner) -> Run:
+    info = snapshot.run
+    step = max(snapshot.step, steps[-1].step if steps else 0)
+    max_steps = config.get("training", {}).get("max_steps", -1)
+    max_epochs = config.get("training", {}).get("max_epochs", 1)
+    passes = learner.metrics.get("train_rollouts/epoch")
+    share = step / max_steps if max_steps > 0 else passes / max_epochs if passes is not None else None
+    return Run(
+        name=name,
+        uid=info.uid if info else None,
+        state=info.state if info else "absent",
+        control=snapshot.control,
+        epoch=info.epoch if info else 0,
+        step=step,
+        max_steps=max_steps if max_steps > 0 else None,
+        data_epochs=passes,
+        created_at=snapshot.created_at,
+        eta_s=_eta_s(steps[-_PACE_STEPS:], share) if info and info.state == "running" else None,
+        share_done=min(1.0, share) if share is not None else None,
+    )
+
+
+def _eta_s(recent: Sequence[Record], share: float | None) -> float | None:
+    """At the pace of the last steps."""
+    if not share or len(recent) < 2 or recent[-1].step <= recent[0].step:
+        return None
+    pace_s = (recent[-1].at - recent[0].at) / (recent[-1].step - recent[0].step)
+    return max(0.0, pace_s * recent[-1].step * (1 / share - 1))
+
+
+def _part(report: Report, *, at: float, age_s: float | None, silent_s: float) -> Part:
+    age_s = max(0.0, at - report.at) if age_s is None else age_s
+    progress_s = max(0.0, report.at - report.last_progress) + age_s
+    # A wait is entered anew every second or so, to look around; it began when the part last got on.
+    doing_s = progress_s if report.state == "waiting" else max(0.0, report.at - report.since) + age_s
+    return Part(
+        name=report.part,
+        role=report.role,
+        host=report.host,
+        pid=report.pid,
+        state="silent" if age_s > silent_s else report.state,
+        doing=report.doing,
+        doing_s=doing_s,
+        progress_s=progress_s,
+        report_s=age_s,
+    )
+
+
+def _learner(snapshot: Snapshot, parts: Mapping[str, Part], steps: Sequence[Record]) -> Learner:
+    ranks = [part for part in parts.values() if part.role == "learner" and part.alive]
+    details = (report.detail for report in snapshot.reports if report.part == LEAD)
+    rewards = (record.values.get("train_rollouts/rewards") for record in steps)
+    return Learner(
+        lead=parts.get(LEAD),
+        ranks=len(ranks),
+        holder=snapshot.holder,
+        lease_left_s=snapshot.lease_left_s,
+        metrics=steps[-1].values if steps else {},
+        rewards=tuple(reward for reward in rewards if reward is not None),
+        live={k: float(v) for k, v in next(details, {}).items() if "/" in k and not isinstance(v, str)},
+    )
+
+
+def _worker(report: Report, part: Part, snapshot: Snapshot) -> Worker:
+    detail = report.detail
+    step = _number(detail, "step")
+    version = detail.get("version")
+    # Leases are under the name that the worker leases by, which its reports carry behind a prefix.
+    name = report.part.partition("/")[2]
+    leases = sum(counts.leased_by.get(name, 0) + counts.leased_by.get(report.part, 0) for counts in _all(snapshot))
+    return Worker(
+        part=part,
+        version=show(version) if isinstance(version, int) else str(version) if version is not None else None,
+        step=None if step is None else int(step),
+        lag=None if step is None else max(0, snapshot.latest_version_step - int(step)),
+        tokens_per_s=_number(detail, "tokens_per_s"),
+        in_flight=_integer(detail, "in_flight"),
+        kv_use=_number(detail, "kv_use"),
+        leases=leases,
+        delivered=_integer(detail, "groups_delivered") or 0,
+        failed=_integer(detail, "groups_failed") or 0,
+        detail=detail,
+    )
+
+
+def _all(snapshot: Snapshot) -> Iterable[StreamCounts]:
+    return snapshot.streams.values()
+
+
+def _rewards(
+    config: Mapping[str, Any], metrics: Mapping[str, float], workers: Sequence[Worker]
+) -> Iterable[RewardSource]:
+    """Workers report `reward/<source>/<fact>`; one that says nothing of a source is passed over."""
+    alive = [worker.detail for worker in workers if worker.part.alive]
+    for name in config.get("rewards", {}):
+        latencies = [s for d in alive if (s := _number(d, f"reward/{name}/latency_s")) is not None]
+        breakers = [d[key] for d in alive if (key := f"reward/{name}/breaker") in d]
+        yield RewardSource(
+            name=name,
+            mean=metrics.get(f"train_rollouts/rewards/{name}"),
+            latency_s=sum(latencies) / len(latencies) if latencies else None,
+            errors=sum(_integer(d, f"reward/{name}/errors") or 0 for d in alive),
+            breaker=max((b for b in _BREAKERS if b in breakers), key=_BREAKERS.index, default=None),
+        )
+
+
+def _stream(purpose: str, counts: StreamCounts) -> Stream:
+    oldest = counts.oldest_lease
+    return Stream(
+        purpose=purpose,
+        tickets=counts.num_tickets,
+        leased=counts.num_leased,
+        groups=counts.num_groups,
+        group_bytes=counts.num_group_bytes,
+        oldest_worker=oldest.worker if oldest else None,
+        oldest_s=oldest.issued_s if oldest else None,
+        oldest_silent_s=oldest.silent_s if oldest else None,
+        oldest_times=oldest.times_leased if oldest else None,
+    )
+
+
+def _weights(snapshot: Snapshot, steps: Sequence[Record], workers: Sequence[Worker]) -> Weights:
+    latest, sizes = (
+        snapshot.latest_version,
+        [r.values["weights/num_bytes"] for r in steps if "weights/num_bytes" in r.values],
+    )
+    lags = [worker.lag or 0 for worker in workers if worker.part.alive]
+    return Weights(
+        latest=show(latest) if latest is not None else None,
+        step=snapshot.latest_version_step if latest is not None else None,
+        age_s=max(0.0, snapshot.at - snapshot.latest_version_at) if snapshot.latest_version_at else None,
+        kept=snapshot.num_versions_kept,
+        num_bytes=sizes[-1] if sizes else None,
+        largest_bytes=max(sizes, default=None),
+        changed_share=steps[-1].values.get("weights/changed_fraction") if steps else None,
+        behind=sum(lag > 0 for lag in lags),
+        worst_lag=max(lags, default=0),
+    )
+
+
+def _drops(metrics: Mapping[str, float]) -> Drops:
+    def family(prefix: str) -> dict[str, float]:
+        return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+
+    return Drops(
+        trained=int(metrics.get("stream/groups_trained", 0)),
+        dropped=int(metrics.get("stream/groups_dropped", 0)),
+        by_reason={name: int(count) for name, count in family("stream/dropped/").items()},
+        rate_by_length=family("stream/drop_rate_by_length/"),
+        ignored={name: int(count) for name, count in family("stream/ignored/").items()},
+    )
+
+
+def _number(detail: Mapping[str, int | float | str], name: str) -> float | None:
+    value = detail.get(name)
+    return value if isinstance(value, int | float) else None
+
+
+def _integer(detail: Mapping[str, int | float | str], name: str) -> int | None:
+    value = _number(detail, name)
+    return None if value is None else int(value)

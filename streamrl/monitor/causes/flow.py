@@ -1,0 +1,236 @@
+"""Causes that lie in the flow: tickets, groups, rewards, and what becomes of them."""
+
+from __future__ import annotations
+
+from streamrl.monitor.causes.parts import alive, lead
+from streamrl.monitor.units import age, plural, size
+from streamrl.monitor.view import Cause, View
+
+_SLOW_S = 60.0  # without a group, the learner has waited long
+_TIMES_POISON = 3  # workers that lost one and the same ticket
+_MOST = 0.9
+_ENOUGH_GROUPS = 64  # to speak of a share
+
+
+def _waits_for(view: View, *names: str) -> bool:
+    part = lead(view)
+    return part is not None and part.state == "waiting" and part.doing in names
+
+
+def _count(view: View, name: str) -> float:
+    return view.learner.live.get(name, view.learner.metrics.get(name, 0.0))
+
+
+def reward_outage(view: View) -> Cause | None:
+    """A breaker that is open, workers that wait for rewards, or tickets that died of them just now."""
+    workers = alive(view)
+    waiting = [w for w in workers if (w.part.state, w.part.doing) == ("waiting", "rewards")]
+    broken = [source for source in view.rewards if source.breaker in ("open", "half-open")]
+    if not waiting and not broken:
+        return None
+    told = [f"{s.name}: breaker {s.breaker}, {plural(s.errors, 'error')}" for s in broken]
+    if waiting:
+        longest = max(worker.part.doing_s for worker in waiting)
+        told.append(f"{len(waiting)} of {len(workers)} workers wait for rewards, for up to {age(longest)}")
+    return Cause(
+        name="reward_outage",
+        level="blocking" if waiting and len(waiting) == len(workers) else "attention",
+        title="a reward source does not answer",
+        evidence="; ".join(told),
+        remedy="start or mend the reward server (GET its /health from a worker's machine); workers go on by themselves",
+    )
+
+
+def byte_budget_reached(view: View) -> Cause | None:
+    budget, train = view.limits.max_backlog_bytes, view.train
+    if not budget or not train.groups or train.tickets:
+        return None
+    # What Redis takes is about a quarter more than the groups themselves, which the setting counts.
+    used = max(_count(view, "stream/backlog_bytes"), train.group_bytes / 1.25)
+    if used + used / train.groups < budget or not _waits_for(view, "groups"):
+        return None
+    return Cause(
+        name="byte_budget_reached",
+        level="blocking",
+        title="the byte budget of the stream is used up",
+        evidence=f"{plural(train.groups, 'group')} take {size(used)} of redis.max_backlog_bytes = {size(budget)}: "
+        "no more tickets go out",
+        remedy="raise redis.max_backlog_bytes (and maxmemory with it), or have checkpoints more often: "
+        "a commit frees what was trained",
+    )
+
+
+def all_groups_dropped(view: View) -> Cause | None:
+    """Since the last step: whatever comes is dropped."""
+    live, then = view.learner.live, view.learner.metrics
+    batch = view.limits.groups_per_step
+    if not live or not batch or not _waits_for(view, "groups"):
+        return None
+    dropped = live.get("stream/groups_dropped", 0.0) - then.get("stream/groups_dropped", 0.0)
+    if dropped < 2 * batch:
+        return None
+    reasons = {
+        name.removeprefix("stream/dropped/"): count - then.get(name, 0.0)
+        for name, count in live.items()
+        if name.startswith("stream/dropped/")
+    }
+    told = ", ".join(f"{why} {count:.0f}" for why, count in sorted(reasons.items(), key=lambda item: -item[1]) if count)
+    return Cause(
+        name="all_groups_dropped",
+        level="blocking",
+        title="groups come, and are dropped",
+        evidence=f"{dropped:.0f} since the last step, and a step takes {batch}: {told}",
+        remedy=_remedy_of_drops(max(reasons, key=lambda why: reasons[why], default="")),
+    )
+
+
+def most_groups_dropped(view: View) -> Cause | None:
+    total = view.drops.trained + view.drops.dropped
+    if total < _ENOUGH_GROUPS or view.drops.dropped < _MOST * total:
+        return None
+    worst = max(view.drops.by_reason, key=lambda why: view.drops.by_reason[why], default="")
+    return Cause(
+        name="most_groups_dropped",
+        level="attention",
+        title="most groups are dropped",
+        evidence=f"{view.drops.dropped} of {total}, most of them for {worst or 'reasons unknown'}",
+        remedy=_remedy_of_drops(worst),
+    )
+
+
+def _remedy_of_drops(reason: str) -> str:
+    return {
+        "zero_variance": "all samples of a group get the same reward: make prompts or reward less easy or less hard, "
+        "raise sampling.num_samples or temperature, or set algorithm.drop_zero_variance=false",
+        "stale": "groups are too old when they come: raise lag.max_steps or hard_limit_steps, add workers, "
+        "or lower sampling.max_tokens",
+        "wrong_model": "a worker serves another model or tokenizer: compare its --model with the run's",
+        "non_finite": "losses are not finite: lower optimizer.lr, or look at the rewards",
+    }.get(reason, "the learner's log and `streamrl groups tail` show such groups")
+
+
+def poison_ticket(view: View) -> Cause | None:
+    times = view.train.oldest_times
+    if times is None or times < _TIMES_POISON:
+        return None
+    return Cause(
+        name="poison_ticket",
+        level="attention",
+        title="a ticket goes from worker to worker",
+        evidence=f"the oldest one, issued {age(view.train.oldest_s)} ago, was leased {times} times and never answered; "
+        f"{view.train.oldest_worker} holds it now",
+        remedy="see whether workers die of it (their logs end with its prompt); a longer worker.lease_s helps if they "
+        "are only slow",
+    )
+
+
+def failing_tickets(view: View) -> Cause | None:
+    """Workers answer, and only with failures."""
+    workers = [worker for worker in alive(view) if worker.failed]
+    delivered = sum(worker.delivered for worker in alive(view))
+    failed = sum(worker.failed for worker in workers)
+    if failed < _TIMES_POISON or failed < delivered:
+        return None
+    errors = [letter["error"] for letter in view.dead.latest]
+    return Cause(
+        name="failing_tickets",
+        level="attention" if delivered else "blocking",
+        title="workers fail most tickets",
+        evidence=f"{failed} failed, {delivered} delivered" + (f"; the last error: {errors[0]:.200}" if errors else ""),
+        remedy="the error names what failed, often a reward source; each failure counts towards worker.max_attempts",
+    )
+
+
+def stragglers(view: View) -> Cause | None:
+    part = lead(view)
+    if part is None or not _waits_for(view, "stragglers"):
+        return None
+    return Cause(
+        name="stragglers",
+        level="blocking" if part.doing_s > _SLOW_S else "info",
+        title="a full batch waits for old tickets",
+        evidence=f"for {age(part.doing_s)}; the oldest, of {view.train.oldest_worker or 'nobody'}, was issued "
+        f"{age(view.train.oldest_s)} ago (lag.stale = wait)",
+        remedy="long answers take long: raise lag.max_steps, lower sampling.max_tokens or lag.wait_s, or choose "
+        "lag.stale = mask",
+    )
+
+
+def lag_bound_reached(view: View) -> Cause | None:
+    """Workers have nothing to take, since the learner has as many groups as it may have asked for."""
+    lag, batch, train = view.limits.max_lag_steps, view.limits.groups_per_step, view.train
+    idle = [w for w in alive(view) if (w.part.state, w.part.doing) == ("waiting", "tickets")]
+    if lag is None or batch is None or view.run.state != "running" or len(idle) < len(alive(view)):
+        return None
+    ready = min(train.groups, (lag + 1) * batch)
+    if train.tickets or train.groups < batch or _waits_for(view, "groups", "resume"):
+        return None
+    part = lead(view)
+    does = f"{part.doing}, for {age(part.doing_s)}" if part else "not there"
+    return Cause(
+        name="lag_bound_reached",
+        level="info",
+        title="the lag bound is reached: workers wait for the learner",
+        evidence=f"no ticket is left to take, {ready} groups wait to be trained, and (lag.max_steps + 1) x "
+        f"groups_per_step = {(lag + 1) * batch} may be out; the learner: {does}",
+        remedy="the learner is the slow side: give it more ranks or fewer tokens a step, or have fewer workers; "
+        "a larger lag.max_steps only helps against bursts",
+    )
+
+
+def generation_is_slow(view: View) -> Cause | None:
+    part = lead(view)
+    if part is None or not _waits_for(view, "groups") or not view.train.tickets:
+        return None
+    workers = alive(view)
+    if not workers:
+        return None
+    slow = part.doing_s > max(_SLOW_S, 10 * view.learner.metrics.get("timers/step", 0.0))
+    speed = sum(worker.tokens_per_s or 0.0 for worker in workers)
+    return Cause(
+        name="generation_is_slow",
+        level="attention" if slow else "info",
+        title="the learner waits for groups",
+        evidence=f"for {age(part.doing_s)}; {plural(len(workers), 'worker')} generate {speed:.0f} tokens/s, "
+        f"{view.train.leased} of {plural(view.train.tickets, 'ticket')} are leased",
+        remedy="generation is the slow side: add workers, or raise worker.max_groups_in_flight",
+    )
+
+
+def evaluating(view: View) -> Cause | None:
+    part = lead(view)
+    if part is None or not _waits_for(view, "evaluation"):
+        return None
+    return Cause(
+        name="evaluating",
+        level="info",
+        title="validation is under way",
+        evidence=f"for {age(part.doing_s)}; {plural(view.streams[1].tickets, 'ticket')} of it are unanswered",
+        remedy="wait for it; validation.max_prompts and timeout_s bound it",
+    )
+
+
+def dead_letters(view: View) -> Cause | None:
+    if not view.dead.count:
+        return None
+    latest = f"; the last one: {view.dead.latest[0]['error']:.200}" if view.dead.latest else ""
+    return Cause(
+        name="dead_letters",
+        level="attention",
+        title="tickets were given up",
+        evidence=f"{plural(view.dead.count, 'dead letter')}{latest}",
+        remedy="`streamrl dead ls` shows them; mend the cause, then `streamrl dead retry --all`",
+    )
+
+
+def steps_skipped(view: View) -> Cause | None:
+    skipped = view.learner.metrics.get("train_optim/skipped_steps", 0.0)
+    if not skipped:
+        return None
+    return Cause(
+        name="steps_skipped",
+        level="attention",
+        title="steps were skipped",
+        evidence=f"{skipped:.0f} had a loss or gradient that is not finite",
+        remedy="lower optimizer.lr or algorithm.ratio_clamp, and look at the rewards",
+    )

@@ -1,0 +1,130 @@
+"""Causes that lie with the server, with the state of the run, or with the operator's word."""
+
+from __future__ import annotations
+
+from streamrl.monitor.units import size
+from streamrl.monitor.view import Cause, View
+
+_FULL = 0.97  # of maxmemory; close to it, large writes fail already
+_TIGHT = 0.85
+
+
+def absent(view: View, *, was_removed: bool) -> Cause:
+    if was_removed:
+        evidence, remedy = "a tombstone lies under its name: the run was removed", "start it under another name"
+    else:
+        evidence = f"Redis at {view.redis.server} holds nothing of this name"
+        remedy = "look for its name with `streamrl runs ls`, or start it with `streamrl up CONFIG`"
+    return Cause(name="absent", level="blocking", title="there is no such run", evidence=evidence, remedy=remedy)
+
+
+def redis_full(view: View) -> Cause | None:
+    redis = view.redis
+    share = redis.used_bytes / redis.max_bytes if redis.max_bytes else 0.0
+    if share < _TIGHT:
+        return None
+    return Cause(
+        name="redis_full",
+        level="blocking" if share >= _FULL else "attention",
+        title="Redis is full" if share >= _FULL else "Redis is nearly full",
+        evidence=f"it uses {size(redis.used_bytes)} of the {size(redis.max_bytes)} that maxmemory allows ({share:.0%})",
+        remedy="raise maxmemory, lower redis.max_backlog_bytes, keep weights elsewhere (weights.store), "
+        "or remove other runs from this server (`streamrl runs ls` shows them)",
+    )
+
+
+def redis_refuses_writes(view: View) -> Cause | None:
+    if not view.redis.save_error:
+        return None
+    return Cause(
+        name="redis_refuses_writes",
+        level="blocking",
+        title="Redis cannot save, and refuses writes",
+        evidence=view.redis.save_error,
+        remedy="make room on the disk of Redis, or mend its folder; its log says what failed",
+    )
+
+
+def redis_read_only(view: View) -> Cause | None:
+    if view.redis.role == "master":
+        return None
+    return Cause(
+        name="redis_read_only",
+        level="blocking",
+        title="this Redis is a replica",
+        evidence=f"its role is {view.redis.role}: it takes no writes, and may lag behind",
+        remedy="give the address of the master to learner and workers, or promote this one (REPLICAOF NO ONE)",
+    )
+
+
+def redis_evicts(view: View) -> Cause | None:
+    if view.redis.policy == "noeviction" or not view.redis.max_bytes:
+        return None
+    return Cause(
+        name="redis_evicts",
+        level="attention",
+        title="Redis may throw rollouts away",
+        evidence=f"maxmemory-policy is {view.redis.policy}",
+        remedy="redis-cli CONFIG SET maxmemory-policy noeviction",
+    )
+
+
+def finished(view: View) -> Cause | None:
+    if view.run.state != "finished":
+        return None
+    return Cause(
+        name="finished",
+        level="info",
+        title="the run has finished",
+        evidence=f"{view.run.step} steps were made",
+        remedy="`streamrl plot` draws its curves, `streamrl audit` accounts for its tickets",
+    )
+
+
+def failed(view: View) -> Cause | None:
+    if view.run.state != "failed":
+        return None
+    return Cause(
+        name="failed",
+        level="blocking",
+        title="the learner ended with an error",
+        evidence=f"the run's state is failed, after step {view.run.step}",
+        remedy="its last error is at the end of the learner's log in the run's folder; mend that, then start it again: "
+        "it goes on from the last checkpoint",
+    )
+
+
+def stopped(view: View) -> Cause | None:
+    if view.run.state != "stopped":
+        return None
+    return Cause(
+        name="stopped",
+        level="blocking",
+        title="the run was stopped",
+        evidence=f"a checkpoint was written at step {view.run.step}, and the learner left in order",
+        remedy="start it again with the same configuration (`streamrl up CONFIG`): it goes on from there",
+    )
+
+
+def paused(view: View) -> Cause | None:
+    if view.run.control != "pause" or view.run.state != "running":
+        return None
+    return Cause(
+        name="paused",
+        level="blocking",
+        title="an operator paused the run",
+        evidence="the word in Redis is pause",
+        remedy="`streamrl resume` lets it go on",
+    )
+
+
+def ending(view: View) -> Cause | None:
+    if view.run.control not in ("drain", "stop") or view.run.state != "running":
+        return None
+    return Cause(
+        name="ending",
+        level="info",
+        title="the run is on its way to an end",
+        evidence=f"the operator's word is {view.run.control}; {view.train.tickets} tickets are under way",
+        remedy="wait for it; `streamrl resume` takes a drain back",
+    )

@@ -1,0 +1,89 @@
+"""A run to look at, found and connected to as quickly as can be: without the schema of configurations.
+
+Blocks at most some seconds for the server to answer, then ResourceError.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import redis
+
+from streamrl.errors import ConfigError, ResourceError
+from streamrl.transport.connection import connect, server_name
+from streamrl.transport.keys import Keys
+
+URL_VARIABLE = "STREAMRL_REDIS"
+_EMBEDDED = "embedded"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """A run by its server and name; None: its folder says that Redis is embedded, and it does not run."""
+
+    url: str | None
+    run: str
+    folder: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Timeouts:
+    connect_timeout_s: float = 1.5  # a person waits for the answer
+    reply_timeout_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    client: redis.Redis
+    keys: Keys
+    server: str
+
+
+def find_watched(folder: Path | None, url: str | None, run: str | None) -> Watched:
+    if folder is None:
+        url = url or os.environ.get(URL_VARIABLE)
+        if url is None or run is None:
+            raise ConfigError(f"give the folder of a run, or --redis URL (or {URL_VARIABLE}) and --run NAME")
+        return Watched(url=url, run=run)
+    name, server = _read_config(folder)
+    return Watched(url=url or _serving(folder, server), run=run or name, folder=folder)
+
+
+@contextmanager
+def opened(watched: Watched) -> Iterator[Opened]:
+    if watched.url is None:
+        raise ResourceError(f"the Redis of the run in {watched.folder} does not run; `streamrl up` starts it")
+    with connect(watched.url, _Timeouts()) as client:
+        yield Opened(client=client, keys=Keys(watched.run), server=server_name(client))
+
+
+@contextmanager
+def open_server(url: str) -> Iterator[redis.Redis]:
+    with connect(url, _Timeouts()) as client:
+        yield client
+
+
+def _read_config(folder: Path) -> tuple[str, str]:
+    """(the run's name, its redis.url), of the configuration that the run wrote, which is complete."""
+    import yaml
+
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise ConfigError(f"{folder} is not the folder of a run: there is no config.yaml in it")
+    try:
+        config = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        return str(config["name"]), str(config["redis"]["url"])
+    except (yaml.YAMLError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is not the configuration of a run: {error}") from None
+
+
+def _serving(folder: Path, url: str) -> str | None:
+    if url != _EMBEDDED:
+        return url
+    from streamrl.transport.embedded import serving
+
+    return serving(folder / "redis")

@@ -1,0 +1,75 @@
+"""A report as bytes, and back: apart from those who write reports, so that a monitor starts quickly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from streamrl.errors import WireError
+from streamrl.telemetry.progress import Report, Role, State
+from streamrl.wire.codec import pack, unpack
+
+_MAX_REPORT_BYTES = 64 << 10
+
+
+def encode_report(report: Report) -> bytes:
+    return pack(
+        {
+            "part": report.part,
+            "role": report.role,
+            "host": report.host,
+            "pid": report.pid,
+            "state": report.state,
+            "doing": report.doing,
+            "since": report.since,
+            "last_progress": report.last_progress,
+            "at": report.at,
+            "detail": json.dumps(dict(report.detail)),
+        }
+    )
+
+
+def decode_report(data: bytes) -> Report:
+    """A report or one WireError."""
+    f = unpack(data, max_bytes=_MAX_REPORT_BYTES)
+    report = Report(
+        part=f.text("part", max_chars=200),
+        role=_known(f.text("role", max_chars=20), get_args(Role)),
+        host=f.text("host", max_chars=300),
+        pid=f.integer("pid", low=0),
+        state=_known(f.text("state", max_chars=20), get_args(State)),
+        doing=f.text("doing", max_chars=200),
+        since=f.number("since"),
+        last_progress=f.number("last_progress"),
+        at=f.number("at"),
+        detail=_decode_detail(f.text("detail")),
+    )
+    f.done()
+    return report
+
+
+def _decode_detail(text: str) -> dict[str, int | float | str]:
+    try:
+        detail = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"field 'detail' is not JSON: {error}") from None
+    if not isinstance(detail, dict) or any(not isinstance(value, int | float | str) for value in detail.values()):
+        raise WireError("field 'detail' must be a flat JSON object")
+    return detail
+
+
+def _known(word: str, choices: tuple[Any, ...]) -> Any:
+    if word not in choices:
+        raise WireError(f"{word!r} is none of {choices}")
+    return word
+
+
+def decode_reports(packed: Mapping[Any, Any]) -> list[Report]:
+    reports: list[Report] = []
+    for data in packed.values():
+        try:
+            reports.append(decode_report(data))
+        except WireError:  # another program's, or an attack: it hides no other
+            continue
+    return sorted(reports, key=lambda report: report.part)

@@ -1,0 +1,347 @@
+"""`streamrl why` against real runs: each cause brought about, and named first."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import redis.asyncio
+
+from learner.plan import Kind
+from streamrl.config import schema
+from streamrl.monitor.causes import TABLE
+from streamrl.transport.connection import connect, connect_async
+from streamrl.transport.embedded import EmbeddedRedis
+from streamrl.transport.keys import Keys
+from streamrl.transport.operate import remove_run, set_control
+from streamrl.transport.types import Announcement
+from streamrl.transport.worker import WorkerStream
+from streamrl.versions import make_version
+from tests.helpers import wait_until
+from tests.redis.monitor_world import Watched
+from tests.redis.run_world import RunWorld
+
+MakeWorld = Callable[..., RunWorld]
+
+
+@pytest.fixture
+def make_world(
+    tmp_path: Path, client: redis.Redis, async_client: redis.asyncio.Redis, keys: Keys, redis_url: str
+) -> MakeWorld:
+    def make(**sections: dict[str, Any]) -> RunWorld:
+        return RunWorld(tmp_path, client=client, async_client=async_client, keys=keys, url=redis_url, **sections)
+
+    return make
+
+
+@pytest.fixture
+def run(make_world: MakeWorld) -> Watched:
+    return Watched(make_world())
+
+
+def publish(run: Watched, *, step: int) -> None:
+    """Version n is made by step n."""
+    learner = run.world.learner
+    version = make_version(learner.epoch, step)
+    learner.stream.announce(Announcement(version=version, base=0, step=step, manifest=b"m"), keep=[])
+
+
+async def test_a_run_that_gets_on_has_no_cause(run: Watched) -> None:
+    await run.world.train_steps(1)
+    run.record()
+    run.healthy()
+    assert run.first() == ("", "healthy")
+
+
+def test_a_name_that_nobody_has_is_absent(run: Watched) -> None:
+    remove_run(run.world.client, run.world.keys)
+    assert run.first() == ("absent", "ended")
+    assert "removed" in run.view().causes[0].evidence
+    run.world.client.delete(run.world.keys.tombstone)
+    assert "holds nothing" in run.view().causes[0].evidence
+
+
+# The server and the state of the run
+
+
+def test_a_full_server_is_the_first_cause(run: Watched) -> None:
+    run.healthy()
+    used: Any = run.world.client.info("memory")
+    try:
+        run.world.client.config_set("maxmemory", int(used["used_memory"] * 1.1))
+        assert run.first() == ("redis_full", "degraded")
+        run.world.client.config_set("maxmemory", int(used["used_memory"] * 0.9))
+        assert run.first() == ("redis_full", "stalled")
+    finally:
+        run.world.client.config_set("maxmemory", 0)
+
+
+async def test_a_server_that_cannot_save_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "redis"
+    with EmbeddedRedis.start(folder) as server, connect(server.url, schema.Redis()) as client:
+        async with connect_async(server.url, schema.Redis()) as async_client:
+            world = RunWorld(tmp_path, client=client, async_client=async_client, keys=Keys("x"), url=server.url)
+            run = Watched(world)
+            run.healthy()
+            shutil.rmtree(folder)
+            client.bgsave()
+            wait_until(lambda: run.first() == ("redis_refuses_writes", "stalled"), description="the save has failed")
+
+
+def test_a_replica_is_named(run: Watched) -> None:
+    run.healthy()
+    run.world.client.replicaof("127.0.0.1", 1)
+    try:
+        assert run.first() == ("redis_read_only", "stalled")
+    finally:
+        run.world.client.replicaof("no", "one")
+
+
+def test_a_server_that_may_evict_is_named(run: Watched) -> None:
+    run.healthy()
+    try:
+        run.world.client.config_set("maxmemory", 1 << 40)
+        run.world.client.config_set("maxmemory-policy", "allkeys-lru")
+        assert run.first() == ("redis_evicts", "degraded")
+    finally:
+        run.world.client.config_set("maxmemory-policy", "noeviction")
+        run.world.client.config_set("maxmemory", 0)
+
+
+@pytest.mark.parametrize(("state", "verdict"), [("finished", "healthy"), ("stopped", "ended"), ("failed", "ended")])
+def test_a_run_that_has_ended_says_how(run: Watched, state: Any, verdict: str) -> None:
+    run.world.learner.stream.release(state)
+    assert run.first() == (state, verdict)
+
+
+def test_a_pause_is_the_cause_whoever_waits(run: Watched) -> None:
+    set_control(run.world.client, run.world.keys, "pause")
+    run.learner("resume", for_s=600)
+    run.worker("resume", state="waiting", for_s=600)
+    assert run.first() == ("paused", "stalled")
+
+
+def test_a_drain_explains_itself(run: Watched) -> None:
+    set_control(run.world.client, run.world.keys, "drain")
+    run.healthy()
+    assert run.first() == ("ending", "healthy")
+
+
+# The parts
+
+
+def test_a_learner_whose_lease_has_run_out_is_gone(run: Watched) -> None:
+    run.learner(ago_s=40)
+    run.worker("tickets", state="waiting")
+    run.world.client.delete(run.world.keys.lease)
+    assert run.first() == ("learner_gone", "stalled")
+
+
+def test_a_learner_that_holds_its_lease_in_silence_is_restarting(run: Watched) -> None:
+    run.learner(ago_s=40)
+    run.worker("tickets", state="waiting")
+    assert run.first() == ("learner_restarting", "stalled")
+
+
+@pytest.mark.parametrize(
+    ("doing", "state", "for_s", "cause", "verdict"),
+    [
+        ("lease", "waiting", 5, "lease_held", "stalled"),
+        ("load the model", "starting", 5, "learner_starting", "healthy"),
+        ("load the model", "starting", 500, "learner_starting", "stalled"),
+        ("redis", "waiting", 5, "learner_without_redis", "stalled"),
+        ("weights", "waiting", 5, "publish_stuck", "stalled"),
+        ("train", "working", 500, "learner_stuck", "stalled"),
+        ("evaluation", "waiting", 5, "evaluating", "healthy"),
+        ("stragglers", "waiting", 5, "stragglers", "healthy"),
+        ("stragglers", "waiting", 500, "stragglers", "stalled"),
+    ],
+)
+def test_what_the_learner_does_or_waits_for_is_told(
+    run: Watched, doing: str, state: str, for_s: float, cause: str, verdict: str
+) -> None:
+    run.learner(doing, state=state, for_s=for_s)
+    run.worker()
+    assert run.first() == (cause, verdict)
+
+
+async def test_a_learner_at_work_as_long_as_its_steps_take_is_not_stuck(run: Watched) -> None:
+    await run.world.train_steps(1)
+    run.record(**{"timers/step": 400.0})
+    run.learner("train", state="working", for_s=500)
+    run.worker()
+    assert run.first() == ("", "healthy")
+
+
+def test_without_workers_the_tickets_wait(run: Watched) -> None:
+    run.world.learner.plan()
+    run.learner()
+    assert run.first() == ("no_workers", "stalled")
+    assert run.view().causes[0].evidence.startswith("6 tickets wait and nobody reports")
+
+
+def test_a_worker_that_was_killed_is_no_worker(run: Watched) -> None:
+    run.learner()
+    run.worker(ago_s=30)
+    assert run.first() == ("no_workers", "stalled")
+    run.worker(name="other")
+    assert "workers_silent" in run.causes()
+
+
+def test_engines_that_start_are_waited_for(run: Watched) -> None:
+    run.learner()
+    run.worker("start the engine", for_s=30)
+    assert run.first() == ("workers_starting", "healthy")
+    run.worker("start the engine", for_s=600)
+    assert run.first() == ("workers_starting", "stalled")
+
+
+def test_workers_without_any_weights_say_so(run: Watched) -> None:
+    run.learner("publish", state="working")
+    run.worker("weights", state="waiting", for_s=20)
+    assert run.first() == ("workers_without_weights", "stalled")
+
+
+async def test_a_worker_that_holds_tickets_and_finishes_none_is_stuck(run: Watched) -> None:
+    run.world.learner.plan()
+    await run.world.worker.lease(max_tickets=2, block_ms=0)
+    run.learner("train", state="working")
+    run.worker(for_s=500)
+    assert run.first() == ("workers_stuck", "stalled")
+    run.worker(name="quick")
+    assert run.first() == ("workers_stuck", "degraded")
+
+
+def test_workers_far_behind_on_weights_are_named(run: Watched) -> None:
+    publish(run, step=9)
+    run.learner("train", state="working")
+    run.worker(detail={"version": make_version(1, 2), "step": 2})
+    run.worker(name="new", detail={"version": make_version(1, 9), "step": 9})
+    assert run.first() == ("weights_behind", "degraded")
+    assert "worker/w serves 1.2, 7 steps behind 1.9" in run.view().causes[0].evidence
+
+
+# The flow
+
+
+def test_workers_that_wait_for_rewards_mean_an_outage(run: Watched) -> None:
+    run.learner(for_s=30)
+    run.worker("rewards", state="waiting", for_s=30)
+    assert run.first() == ("reward_outage", "stalled")
+
+
+def test_an_open_breaker_means_an_outage_though_workers_generate(run: Watched) -> None:
+    run.learner("train", state="working")
+    run.worker(detail={"reward/exact/breaker": "open", "reward/exact/errors": 7})
+    assert run.first() == ("reward_outage", "degraded")
+    assert "exact: breaker open, 7 errors" in run.view().causes[0].evidence
+
+
+async def test_failures_of_every_ticket_name_the_error(run: Watched) -> None:
+    await run.world.train_steps(3, failing=frozenset({0, 1, 2}))
+    run.learner("groups")
+    run.worker(detail={"groups_failed": 6, "groups_delivered": 0})
+    assert run.first() == ("failing_tickets", "stalled")
+    assert "the engine said no" in run.view().causes[0].evidence
+
+
+async def test_the_byte_budget_is_named_when_no_more_tickets_go_out(make_world: MakeWorld) -> None:
+    world = make_world(redis={"max_backlog_bytes": 4_000}, sampling={"max_tokens": 20, "num_samples": 2})
+    run = Watched(world)
+    for _ in range(20):
+        plan = world.learner.plan()
+        if plan is not None and plan.kind is Kind.STEP:  # the checkpoint that it asks for cannot be written
+            world.learner.train(plan)
+        await world.answer_all()
+    counts = run.view().train
+    assert (counts.tickets, counts.groups > 0) == (0, True)
+    run.learner("groups")
+    run.worker("tickets", state="waiting")
+    assert run.first() == ("byte_budget_reached", "stalled")
+
+
+async def test_groups_that_are_all_dropped_are_told_from_none_at_all(run: Watched) -> None:
+    dull = frozenset(range(3, 20))
+    await run.world.train_steps(1, dull=dull)
+    run.record()
+    for _ in range(4):
+        assert run.world.learner.plan() is None
+        await run.world.answer_all(dull=dull)
+    run.learner("groups")
+    run.worker()
+    assert run.first() == ("all_groups_dropped", "stalled")
+    assert "zero_variance" in run.view().causes[0].evidence
+    assert "num_samples" in run.view().causes[0].remedy
+
+
+async def test_a_run_that_lives_on_a_tenth_of_its_groups_is_degraded(run: Watched) -> None:
+    await run.world.train_steps(1)
+    metrics = {"stream/groups_trained": 10.0, "stream/groups_dropped": 190.0, "stream/dropped/stale": 190.0}
+    run.record(**metrics)
+    run.report("learner/0", "train")
+    run.worker()
+    assert run.first() == ("most_groups_dropped", "degraded")
+
+
+async def test_a_ticket_that_goes_from_worker_to_worker_is_poison(
+    run: Watched, async_client: redis.asyncio.Redis
+) -> None:
+    run.world.learner.plan()
+    for number in range(3):
+        victim = WorkerStream(async_client, run.world.keys, worker=f"w{number}", lease_s=0.01, give_up_after_s=5.0)
+        [leased] = await victim.lease(max_tickets=1, block_ms=0)
+        assert leased.ticket.number == 0
+        time_out = time.monotonic() + 0.02
+        wait_until(lambda end=time_out: time.monotonic() > end, description="the lease runs out")
+    run.learner("train", state="working")
+    run.worker(name="w2")
+    assert run.first() == ("poison_ticket", "degraded")
+    assert "leased 3 times" in run.view().causes[0].evidence
+
+
+async def test_at_the_lag_bound_workers_wait_for_the_learner(run: Watched) -> None:
+    run.world.learner.plan()
+    await run.world.answer_all()
+    run.learner("train", state="working", for_s=20)
+    run.worker("tickets", state="waiting", for_s=20)
+    assert run.first() == ("lag_bound_reached", "healthy")
+    assert "6 groups wait to be trained" in run.view().causes[0].evidence
+
+
+async def test_a_learner_that_waits_for_groups_says_how_fast_they_are_made(run: Watched) -> None:
+    run.world.learner.plan()
+    await run.world.worker.lease(max_tickets=2, block_ms=0)
+    run.learner("groups", for_s=5)
+    run.worker(detail={"tokens_per_s": 70})
+    assert run.first() == ("generation_is_slow", "healthy")
+    assert "1 worker generate 70 tokens/s, 2 of 6 tickets are leased" in run.view().causes[0].evidence
+    run.learner("groups", for_s=500)
+    assert run.first() == ("generation_is_slow", "degraded")
+
+
+async def test_dead_letters_call_for_somebody(run: Watched) -> None:
+    await run.world.train_steps(2, failing=frozenset({1}))
+    run.learner("train", state="working")
+    run.worker(detail={"groups_failed": 2, "groups_delivered": 20})
+    assert run.first() == ("dead_letters", "degraded")
+    assert "the engine said no" in run.view().causes[0].evidence
+
+
+async def test_skipped_steps_call_for_somebody(run: Watched) -> None:
+    await run.world.train_steps(1)
+    run.record(**{"train_optim/skipped_steps": 2.0})
+    run.healthy()
+    assert run.first() == ("steps_skipped", "degraded")
+
+
+def test_every_cause_says_what_was_seen_and_what_to_do(run: Watched) -> None:
+    """And has a test: each name stands in this file."""
+    here = Path(__file__).read_text()
+    for look in TABLE:
+        name = look.__name__.replace("some_", "")
+        assert name in here, f"{name} is tested nowhere"
