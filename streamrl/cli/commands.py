@@ -21,6 +21,7 @@ COMMANDS: Mapping[str, Entry] = {
     "stop": Entry("streamrl.cli.control:stop", "Write a checkpoint and stop; what is under way waits."),
     "dead": Entry("streamrl.cli.dead:dead", "Look at tickets that failed too often, repeat or purge them."),
     "eval": Entry("streamrl.cli.eval:evaluate", "Score a checkpoint, or any model, on a file of prompts."),
+    "top": Entry("streamrl.cli.top:top", "Watch a run live in this terminal."),
     "status": Entry("streamrl.cli.status:status", "How a run is, on one screen; the exit code says it too."),
     "why": Entry("streamrl.cli.status:why", "What holds a run back now, and the remedy."),
     "audit": Entry("streamrl.cli.audit:audit", "Account for every ticket of a run: none lost, none twice."),

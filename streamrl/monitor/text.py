@@ -25,7 +25,7 @@ def status_lines(view: View, *, width: int = WIDTH) -> list[str]:
         ("learner", learner_line(view)),
         ("", metrics_line(view)),
         ("workers", workers_line(view)),
-        *_reward_rows(view),
+        *reward_rows(view),
         *(("streams" if not place else "", line) for place, line in enumerate(stream_lines(view))),
         ("weights", weights_line(view)),
         ("drops", drops_line(view)),
@@ -102,9 +102,13 @@ METRICS = (
 )
 
 
-def metrics_line(view: View) -> str:
+def metric_words(view: View) -> list[str]:
     found = view.learner.metrics
-    words = [f"{name} {number(found[metric])}" for name, metric in METRICS if metric in found]
+    return [f"{name} {number(found[metric])}" for name, metric in METRICS if metric in found]
+
+
+def metrics_line(view: View) -> str:
+    words = metric_words(view)
     curve = sparkline(view.learner.rewards, _CURVE)
     return "  ".join([words[0], curve, *words[1:]]) if words else ""
 
@@ -132,7 +136,7 @@ def _names(parts: Sequence[Part]) -> str:
     return ", ".join(part.name.partition("/")[2] or part.name for part in parts[:_MAX_SHOWN]) + more
 
 
-def _reward_rows(view: View) -> Iterator[tuple[str, str]]:
+def reward_rows(view: View) -> Iterator[tuple[str, str]]:
     for place, source in enumerate(view.rewards[:_MAX_SHOWN]):
         words = [source.name, f"mean {number(source.mean)}"]
         if source.latency_s is not None:

@@ -1,0 +1,40 @@
+"""`streamrl top`: a run, live, in this terminal."""
+
+from __future__ import annotations
+
+import click
+
+from streamrl.cli.watched import watches_run
+from streamrl.monitor.opening import Watched
+
+_HELP = """Watch a run live: learner, workers, rewards, streams, weights, and what holds it back.
+
+\b
+    streamrl top runs/quickstart
+    streamrl top --redis redis://host:6379 --run big
+
+It only reads, from any machine that reaches Redis. It fits on 80 x 24 and uses more where there is more; NO_COLOR=1
+turns colours off.
+
+\b
+Keys: q quit  s sort  r reverse  / filter  f freeze  arrows choose, enter opens a worker or a group, esc goes back
+      g groups  w why  ? help
+"""
+
+
+@click.command(help=_HELP)
+@watches_run
+@click.option(
+    "--every-s",
+    "period_s",
+    type=click.FloatRange(min=0.1),
+    default=0.5,
+    show_default=True,
+    help="How often to look at Redis.",
+)
+def top(watched: Watched, period_s: float) -> None:
+    from streamrl.monitor.opening import opened
+    from streamrl.monitor.top.loop import run
+
+    with opened(watched) as there:
+        run(there, period_s=period_s)

@@ -1,0 +1,119 @@
+"""The curves of a run: read once in full from what Redis keeps of them (`telemetry.thinning`), then only what is new.
+
+Steps that were made again after a crash count as the later epoch made them; what the earlier one made beyond is dead.
+Blocks as long as its caller's client does.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import redis
+
+from streamrl.telemetry.thinning import LONGEST_RECENT, NUM_LEVELS, is_validation
+from streamrl.transport.keys import Keys
+from streamrl.transport.snapshot import Record, to_records
+from streamrl.transport.types import START, entry_order
+
+_NEW_A_LOOK = 500
+
+
+class Curve:
+    """Records of one kind in the order of their steps, as one lineage made them."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self._steps: list[int] = []
+
+    def add(self, record: Record) -> None:
+        """In the order in which they were written."""
+        place = bisect_left(self._steps, record.step)
+        if place < len(self._steps) and self.records[place].epoch > record.epoch:
+            return  # of a learner that had been replaced
+        # An earlier record of the same epoch and a later step was read from another stream: it stays.
+        if place < len(self._steps) and self.records[place].epoch < record.epoch:
+            del self.records[place:], self._steps[place:]
+        elif place < len(self._steps) and self._steps[place] == record.step:
+            self.records[place] = record
+            return
+        self.records.insert(place, record)
+        self._steps.insert(place, record.step)
+
+    def thin_older_half(self) -> None:
+        half = len(self.records) // 2
+        del self.records[1:half:2], self._steps[1:half:2]
+
+    def values(self, metric: str) -> tuple[list[int], list[float]]:
+        """(steps, values) of those that have it."""
+        having = [record for record in self.records if metric in record.values]
+        return [record.step for record in having], [record.values[metric] for record in having]
+
+
+class History:
+    """A limit on `longest` keeps a long watch from growing: of what is older, every other record goes."""
+
+    def __init__(self, *, longest: int = 12_000) -> None:
+        self._longest = longest
+        self._forget()
+
+    def _forget(self) -> None:
+        self.steps, self.validations = Curve(), Curve()
+        self._last_id: str | None = None  # of the recent ones; None: nothing was read yet
+
+    def refresh(self, client: redis.Redis, keys: Keys) -> bool:
+        """Whether anything is new."""
+        if self._last_id is None:
+            return self._read_all(client, keys)
+        entries: Any = client.xrange(keys.metrics, min=f"({self._last_id}", count=_NEW_A_LOOK)
+        if not entries and self._restarted(client, keys):
+            self._forget()
+            return self._read_all(client, keys)
+        return self._take(to_records(entries))
+
+    def read_records(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Of a run's folder: the lines of its metrics.jsonl."""
+        for line in records:
+            values = {name: v for name, v in line.items() if name not in ("step", "epoch", "at")}
+            self._add(Record(id=START, step=line["step"], epoch=line["epoch"], at=line["at"], values=values))
+
+    def _read_all(self, client: redis.Redis, keys: Keys) -> bool:
+        older = [keys.validations, *(keys.thinned(level) for level in range(NUM_LEVELS, 0, -1))]
+        with client.pipeline(transaction=False) as pipe:
+            for stream in older:
+                pipe.xrange(stream)
+            pipe.xrevrange(keys.metrics, count=LONGEST_RECENT + 500)
+            *thinned, recent = pipe.execute()
+        found = {(r.epoch, r.step, is_validation(r.values)): r for page in thinned for r in to_records(page)}
+        newest = to_records(recent[::-1])
+        found |= {(record.epoch, record.step, is_validation(record.values)): record for record in newest}
+        self._last_id = newest[-1].id if newest else START
+        return self._take(sorted(found.values(), key=lambda record: (record.epoch, record.step)), keep_id=True)
+
+    def _restarted(self, client: redis.Redis, keys: Keys) -> bool:
+        """The stream ends before what was read of it: Redis lost it, or the run was begun anew."""
+        newest: Any = client.xrevrange(keys.metrics, count=1)
+        last = newest[0][0].decode() if newest else START
+        return entry_order(last) < entry_order(self._last_id or START)
+
+    def _take(self, records: Sequence[Record], *, keep_id: bool = False) -> bool:
+        for record in records:
+            self._add(record)
+            if not keep_id:
+                self._last_id = record.id
+        return bool(records)
+
+    def _add(self, record: Record) -> None:
+        curve = self.validations if is_validation(record.values) else self.steps
+        curve.add(record)
+        if len(curve.records) > self._longest:
+            curve.thin_older_half()
+
+
+def thin(values: Sequence[Any], most: int) -> Sequence[Any]:
+    """At most so many, evenly taken, with the first and the last."""
+    if len(values) <= most:
+        return values
+    last = len(values) - 1
+    return [values[round(place * last / (most - 1))] for place in range(most)]

@@ -1,0 +1,233 @@
+"""The lines of one frame of `top`, exactly as many as the terminal has. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from textwrap import wrap
+from typing import NamedTuple
+
+from rich.text import Text
+
+from streamrl.launch.watch import sparkline
+from streamrl.monitor import text as words
+from streamrl.monitor.rollouts import OpenRollout
+from streamrl.monitor.top.screen import HELP, Page, Screen
+from streamrl.monitor.units import age, number
+from streamrl.monitor.view import View, Worker
+from streamrl.terminal import printable
+
+_LABEL = 9
+_STYLES = {"healthy": "bold green", "degraded": "bold yellow", "stalled": "bold red", "ended": "bold red"}
+_KEYS_LINE = "q quit  s sort  r reverse  / filter  f freeze  enter opens  g groups  w why  ?"
+
+
+class Column(NamedTuple):
+    title: str
+    width: int
+    value: Callable[[Worker], str]
+    min_screen: int = 0  # columns of the terminal, from which on it is shown
+
+
+COLUMNS = (
+    Column("worker", 0, lambda w: w.part.name.partition("/")[2] or w.part.name),
+    Column("host", 16, lambda w: w.part.host, 140),
+    Column("state", 20, lambda w: _state(w)),
+    Column("progress", 8, lambda w: age(w.part.progress_s)),
+    Column("version", 8, lambda w: w.version or "-"),
+    Column("lag", 4, lambda w: number(w.lag)),
+    Column("tokens/s", 8, lambda w: number(w.tokens_per_s)),
+    Column("flight", 6, lambda w: number(w.in_flight)),
+    Column("kv", 4, lambda w: f"{w.kv_use:.0%}" if w.kv_use is not None else "-"),
+    Column("leases", 6, lambda w: str(w.leases), 100),
+    Column("delivered", 9, lambda w: number(w.delivered), 110),
+    Column("failed", 6, lambda w: number(w.failed), 110),
+)
+
+
+def draw(
+    view: View | None, screen: Screen, *, width: int, height: int, error: str = "", server: str = ""
+) -> list[Text]:
+    lines = list(_head(view, screen, width=width, error=error, server=server))
+    space = max(0, height - len(lines) - 1)
+    body = _PAGES[screen.page](view, screen, width, space) if view is not None else []
+    lines += [*body[:space], *([Text()] * (space - len(body)))]
+    return [_fit(line, width) for line in [*lines[: height - 1], _foot(screen)]]
+
+
+def _fit(line: Text, width: int) -> Text:
+    line.truncate(width, overflow="ellipsis")
+    return line
+
+
+def _foot(screen: Screen) -> Text:
+    if screen.is_typing:
+        return Text(f"filter: {printable(screen.filter)}_   enter: keep it  esc: drop it", style="reverse")
+    return Text(_KEYS_LINE, style="reverse")
+
+
+def _head(view: View | None, screen: Screen, *, width: int, error: str, server: str) -> Iterator[Text]:
+    if error:
+        yield Text(f"REDIS IS GONE: {printable(error)}", style="bold red")
+        if view is not None:
+            yield Text("below is what was last seen; this goes on when it answers", style="red")
+    if view is None:
+        if not error:
+            yield Text(f"waiting for Redis at {printable(server)} ...", style="yellow")
+        return
+    frozen = Text("FROZEN  ", style="bold cyan") if screen.is_frozen else Text()
+    yield Text.assemble(frozen, (printable(words.run_line(view)), "bold"))
+    yield Text(printable(words.health_line(view)), style=_STYLES[view.verdict])
+    lead = view.learner.lead
+    gone = lead is None or not lead.alive
+    says = "GONE: " if gone and view.run.state == "running" else ""
+    yield _row("learner", says + words.learner_line(view), style="bold red" if says else "")
+    yield _metrics(view, width)
+    for name, line in words.reward_rows(view):
+        yield _row(name, line)
+    for line in words.stream_lines(view):
+        yield _row("stream", line)
+    yield _row("weights", words.weights_line(view))
+    if drops := words.drops_line(view):
+        yield _row("drops", drops)
+    dead = f"{words.dead_line(view)}    redis {words.redis_line(view)}"
+    yield _row("dead", dead, style="yellow" if view.dead.count else "")
+    yield _row("workers", words.workers_line(view))
+
+
+def _row(name: str, text: str, *, style: str = "") -> Text:
+    return Text.assemble((f"{name:<{_LABEL}}", "dim"), (printable(text), style))
+
+
+def _metrics(view: View, width: int) -> Text:
+    shown = words.metric_words(view)
+    if not shown:
+        return _row("", "no step has been made yet")
+    curve = sparkline(view.learner.rewards, max(8, width - _LABEL - sum(len(word) + 2 for word in shown)))
+    first, *rest = shown
+    return Text.assemble((" " * _LABEL), (first, "bold"), "  ", (curve, "cyan"), "  ", "  ".join(rest))
+
+
+# Pages
+
+
+def _workers(view: View, screen: Screen, width: int, space: int) -> list[Text]:
+    columns = [column for column in COLUMNS if width >= column.min_screen]
+    widths = [column.width for column in columns]
+    widths[0] = max(10, width - sum(widths) - len(widths))
+    rows = screen.rows(view)
+    title = " ".join(_cell(c.title, w, left=_is_text(c)) for c, w in zip(columns, widths, strict=True))
+    sorted_by = f"by {screen.sort}{', backwards' if screen.backwards else ''}"
+    matching = f", {len(rows)} of {len(view.workers)} match '{screen.filter}'" if screen.filter else ""
+    lines = [Text(f"{title}", style="underline"), Text(printable(f"{sorted_by}{matching}"), style="dim")]
+    room = max(0, space - len(lines))
+    selected = min(screen.selected, max(0, len(rows) - 1))
+    first = max(0, min(selected - room // 2, len(rows) - room))
+    for place, worker in enumerate(rows[first : first + room], start=first):
+        cells = (_cell(c.value(worker), w, left=_is_text(c)) for c, w in zip(columns, widths, strict=True))
+        style = _style_of(worker) + (" reverse" if place == selected else "")
+        lines.append(Text(printable(" ".join(cells)), style=style.strip()))
+    return lines
+
+
+def _is_text(column: Column) -> bool:
+    return column.title in ("worker", "host", "state")
+
+
+def _cell(value: str, width: int, *, left: bool) -> str:
+    value = value if len(value) <= width else f"{value[: width - 1]}~"
+    return f"{value:<{width}}" if left else f"{value:>{width}}"
+
+
+def _state(worker: Worker) -> str:
+    part = worker.part
+    if part.state == "silent":
+        return f"SILENT {age(part.report_s)}"
+    return f"waits: {part.doing}" if part.state == "waiting" else part.doing
+
+
+def _style_of(worker: Worker) -> str:
+    return {"silent": "bold red", "waiting": "yellow", "starting": "cyan"}.get(worker.part.state, "")
+
+
+def _worker(view: View, screen: Screen, width: int, space: int) -> list[Text]:
+    found = next((worker for worker in view.workers if worker.part.name == screen.worker), None)
+    if found is None:
+        return [Text(f"{printable(screen.worker)} reports no more (esc: back)", style="yellow")]
+    part = found.part
+    facts: Mapping[str, object] = {
+        "worker": part.name,
+        "process": f"{part.pid} on {part.host}",
+        "state": words.activity(part),
+        "progress": f"{age(part.progress_s)} ago; reported {age(part.report_s)} ago",
+        "weights": f"{found.version or '-'}, {number(found.lag)} steps behind {view.weights.latest or '-'}",
+        "leases": found.leases,
+        **found.detail,
+    }
+    lines = [Text.assemble((f"{name:<24}", "dim"), printable(str(value))) for name, value in facts.items()]
+    return _scrolled(lines, screen, space)
+
+
+def _groups(view: View, screen: Screen, width: int, space: int) -> list[Text]:
+    if not screen.groups:
+        return [Text("no group is in the stream: a checkpoint has committed them all (g: look again)", style="dim")]
+    title = f"{'ticket':>8} {'worker':<20} {'mean':>7}  {'rewards':<16} {'tokens':<14} versions"
+    lines = [Text(title, style="underline")]
+    room = max(1, space - 1)
+    first = max(0, min(screen.selected - room // 2, len(screen.groups) - room))
+    for place, group in enumerate(screen.groups[first : first + room], start=first):
+        mean = number(sum(group.rewards) / len(group.rewards)) if group.rewards else "failed"
+        rewards = " ".join(number(reward) for reward in group.rewards) or group.error
+        tokens = " ".join(str(length) for length in group.lengths)
+        line = f"{group.ticket:>8} {group.worker[:20]:<20} {mean:>7}  {rewards[:16]:<16} {tokens[:14]:<14} {group.versions}"
+        lines.append(Text(printable(line), style="reverse" if place == screen.selected else ""))
+    return lines
+
+
+def _group(view: View, screen: Screen, width: int, space: int) -> list[Text]:
+    if screen.group is None:
+        return [Text("that group has been committed meanwhile (esc: back)", style="yellow")]
+    return _scrolled(list(_open_group(screen.group, width)), screen, space)
+
+
+def _open_group(group: OpenRollout, width: int) -> Iterator[Text]:
+    rollout = group.rollout
+    yield Text(f"ticket {rollout.ticket} by {printable(rollout.worker)}", style="bold")
+    yield from (Text(line) for line in _paragraphs(group.prompt, width))
+    if rollout.error:
+        yield Text(printable(rollout.error), style="red")
+    for place, sample in enumerate(group.completions, start=1):
+        sources = "  ".join(f"{name} {number(value)}" for name, value in sample.by_source.items())
+        head = (
+            f"{place}. reward {number(sample.reward)}  ({sources})  {sample.num_tokens} tokens, {sample.finish_reason}"
+        )
+        yield Text()
+        yield Text(printable(f"{head}, by {' then '.join(sample.versions)}"), style="cyan")
+        yield from (Text(line) for line in _paragraphs(sample.text, width))
+
+
+def _causes(view: View, screen: Screen, width: int, space: int) -> list[Text]:
+    return _scrolled([Text(line) for line in words.why_lines(view, width=width)], screen, space)
+
+
+def _help(view: View, screen: Screen, width: int, space: int) -> list[Text]:
+    return [Text(line) for line in HELP]
+
+
+def _scrolled(lines: list[Text], screen: Screen, space: int) -> list[Text]:
+    first = max(0, min(screen.scroll, len(lines) - space))
+    return lines[first:]
+
+
+def _paragraphs(text: str, width: int) -> Iterator[str]:
+    for line in text.splitlines() or [""]:
+        yield from wrap(printable(line), width=max(20, width - 1)) or [""]
+
+
+_PAGES: Mapping[Page, Callable[[View, Screen, int, int], Sequence[Text]]] = {
+    "workers": _workers,
+    "worker": _worker,
+    "groups": _groups,
+    "group": _group,
+    "causes": _causes,
+    "help": _help,
+}

@@ -1,0 +1,115 @@
+"""A terminal for one full-screen program: its keys one by one, its lines redrawn where they changed.
+
+Owns the terminal's mode between entering and leaving, however that happens. `key` blocks as long as it is told.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import termios
+import tty
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, ConsoleDimensions
+from rich.text import Text
+
+from streamrl.errors import ConfigError
+
+_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l\x1b[2J", "\x1b[?25h\x1b[?1049l"
+_MOST_BYTES = 64  # of a burst of keys
+_SEQUENCES: Mapping[str, str] = {
+    "\x1b[A": "up",
+    "\x1b[B": "down",
+    "\x1bOA": "up",
+    "\x1bOB": "down",
+    "\x1b[D": "left",
+    "\x1bOD": "left",
+    "\x1b[5~": "page up",
+    "\x1b[6~": "page down",
+    "\x1b[H": "home",
+    "\x1b[F": "end",
+    "\x1b[1~": "home",
+    "\x1b[4~": "end",
+    "\x1b": "escape",
+    "\r": "enter",
+    "\n": "enter",
+    "\x7f": "backspace",
+    "\x08": "backspace",
+    "\x03": "ctrl-c",
+}
+
+
+class Terminal:
+    def __init__(self) -> None:
+        self._input, self._output = sys.stdin.fileno(), sys.stdout
+        if not (os.isatty(self._input) and self._output.isatty()):
+            raise ConfigError("streamrl top needs a terminal; `streamrl status` prints one screen anywhere")
+        self._console = Console(file=self._output, highlight=False)
+        self._shown: list[str] = []
+        self._size = (0, 0)
+        self._pending = ""
+
+    def __enter__(self) -> Self:
+        self._mode = termios.tcgetattr(self._input)
+        tty.setcbreak(self._input)
+        attributes = termios.tcgetattr(self._input)
+        attributes[3] &= ~termios.ISIG  # Ctrl-C is a key: leaving restores the terminal
+        termios.tcsetattr(self._input, termios.TCSANOW, attributes)
+        self._write(_ENTER)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._write(_LEAVE)
+        termios.tcsetattr(self._input, termios.TCSADRAIN, self._mode)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(columns, lines)"""
+        size = os.get_terminal_size(self._output.fileno())
+        return size.columns, size.lines
+
+    def show(self, lines: Sequence[Text]) -> None:
+        """One frame; only what differs from the last one is sent."""
+        size = self.size
+        if size != self._size:
+            self._size, self._shown = size, []
+            self._console.size = ConsoleDimensions(*size)
+            self._write("\x1b[2J")
+        drawn = [self._ansi(line) for line in lines]
+        changed = [
+            f"\x1b[{place + 1};1H{line}\x1b[K"
+            for place, line in enumerate(drawn)
+            if place >= len(self._shown) or self._shown[place] != line
+        ]
+        self._shown = drawn
+        if changed:
+            self._write("".join(changed))
+
+    def key(self, timeout_s: float) -> str | None:
+        """The next key by its name, or None."""
+        if not self._pending:
+            ready, _, _ = select.select([self._input], [], [], max(0.0, timeout_s))
+            if not ready:
+                return None
+            self._pending = os.read(self._input, _MOST_BYTES).decode(errors="ignore")
+        for sequence, name in _SEQUENCES.items():
+            if self._pending.startswith(sequence):
+                self._pending = self._pending[len(sequence) :]
+                return name
+        first, self._pending = self._pending[:1], self._pending[1:]
+        return first or None
+
+    def _ansi(self, line: Text) -> str:
+        with self._console.capture() as captured:
+            self._console.print(line, end="", no_wrap=True, overflow="crop")
+        return captured.get()
+
+    def _write(self, text: str) -> None:
+        self._output.write(text)
+        self._output.flush()

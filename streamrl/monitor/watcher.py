@@ -1,0 +1,71 @@
+"""Looking at one run again and again: for `top`, the dashboard and the exporter.
+
+Blocks as long as the server takes, within the client's limits; TransportError when it does not answer. Who looks on
+sees sooner than a clock could tell that a part has gone silent, and whatever other machines' clocks say.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+import redis
+
+from streamrl.errors import TransportError
+from streamrl.monitor.build import build_view
+from streamrl.monitor.history import History
+from streamrl.monitor.view import View
+from streamrl.telemetry.progress import Report
+from streamrl.transport.keys import Keys
+from streamrl.transport.snapshot import snapshot
+
+SILENT_S = 2.2  # parts report every second
+_PATIENCE_S = 0.5
+_RECENT = 400  # records that a view needs: for a curve one line high, and the pace
+
+
+class Liveness:
+    """Since when each part's report has not changed, by the clock of who looks."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: dict[str, tuple[float, float]] = {}  # part -> (its report's time, when that was first seen)
+
+    def ages(self, reports: Iterable[Report], *, at: float) -> dict[str, float]:
+        now = self._clock()
+        seen: dict[str, tuple[float, float]] = {}
+        for report in reports:
+            before = self._seen.get(report.part)
+            if before is not None and before[0] == report.at:
+                seen[report.part] = before
+            else:
+                # At first sight only the clocks can tell; a report that has changed was made just now.
+                age_s = max(0.0, at - report.at) if before is None else 0.0
+                seen[report.part] = (report.at, now - age_s)
+        self._seen = seen
+        return {part: now - since for part, (_, since) in seen.items()}
+
+
+class Watcher:
+    def __init__(self, client: redis.Redis, keys: Keys, *, server: str) -> None:
+        self.history = History()
+        self.view: View | None = None  # of the last time that Redis answered
+        self._client, self._keys, self._server = client, keys, server
+        self._liveness = Liveness()
+
+    def look(self) -> View:
+        seen = snapshot(self._client, self._keys, num_records=1, num_events=1, give_up_after_s=_PATIENCE_S)
+        try:
+            self.history.refresh(self._client, self._keys)
+        except redis.RedisError as error:
+            raise TransportError(f"Redis at {self._server} could not tell the metrics: {error}") from error
+        ages: Mapping[str, float] = self._liveness.ages(seen.reports, at=seen.at)
+        self.view = build_view(
+            seen,
+            run_name=self._keys.name,
+            server=self._server,
+            records=self.history.steps.records[-_RECENT:],
+            ages=ages,
+            silent_s=SILENT_S,
+        )
+        return self.view
