@@ -178,7 +178,8 @@ def _groups(view: View, screen: Screen, width: int, space: int) -> list[Text]:
         mean = number(sum(group.rewards) / len(group.rewards)) if group.rewards else "failed"
         rewards = " ".join(number(reward) for reward in group.rewards) or group.error
         tokens = " ".join(str(length) for length in group.lengths)
-        line = f"{group.ticket:>8} {group.worker[:20]:<20} {mean:>7}  {rewards[:16]:<16} {tokens[:14]:<14} {group.versions}"
+        left = f"{group.ticket:>8} {group.worker[:20]:<20} {mean:>7}"
+        line = f"{left}  {rewards[:16]:<16} {tokens[:14]:<14} {group.versions}"
         lines.append(Text(printable(line), style="reverse" if place == screen.selected else ""))
     return lines
 

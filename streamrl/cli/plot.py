@@ -1,0 +1,59 @@
+"""`streamrl plot`: the curves of a run as a PNG, from its folder or from Redis."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from streamrl.errors import ConfigError, DataError
+from streamrl.monitor.history import History
+from streamrl.monitor.opening import find_watched
+
+_HELP = """Draw reward, KL, lag, throughput, time, correction, loss and length of a run into one PNG.
+
+\b
+    streamrl plot runs/quickstart                     from the folder: every step, also without Redis
+    streamrl plot --redis redis://host:6379 --run big -o big.png
+                                                      from Redis: recent steps in full, older ones thinned
+"""
+
+
+@click.command(help=_HELP)
+@click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[RUN_FOLDER]")
+@click.option("--redis", "url", metavar="URL", help="The run's Redis; by default STREAMRL_REDIS.")
+@click.option("--run", metavar="NAME", help="The run's name.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="The file; by default NAME.png, here.")
+def plot(folder: Path | None, url: str | None, run: str | None, output: Path | None) -> None:
+    from streamrl.monitor.plot import save_report
+
+    name, history = _from_folder(folder) if folder is not None and url is None else _from_redis(folder, url, run)
+    if not history.steps.records and not history.validations.records:
+        raise DataError(f"nothing has been recorded of run {name!r} yet: its first step is still to come")
+    output = output or Path(f"{name}.png")
+    if not output.parent.is_dir():
+        raise ConfigError(f"--output {str(output)!r}: there is no folder {str(output.parent)!r}")
+    steps = history.steps.records
+    save_report(output, history, title=f"{name}, {steps[-1].step if steps else 0} steps")
+    click.echo(f"{output}: {len(steps)} steps, {len(history.validations.records)} validations")
+
+
+def _from_folder(folder: Path) -> tuple[str, History]:
+    from streamrl.launch.summary import read_lines
+
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        raise ConfigError(f"{folder} holds no metrics.jsonl: it is not the folder of a run, or no step was made yet")
+    history = History(longest=1_000_000)
+    history.read_records(read_lines(path))
+    return folder.resolve().name, history
+
+
+def _from_redis(folder: Path | None, url: str | None, run: str | None) -> tuple[str, History]:
+    from streamrl.monitor.opening import opened
+
+    watched = find_watched(folder, url, run)
+    history = History()
+    with opened(watched) as there:
+        history.refresh(there.client, there.keys)
+    return watched.run, history
