@@ -24,6 +24,8 @@ COMMANDS: Mapping[str, Entry] = {
     "top": Entry("streamrl.cli.top:top", "Watch a run live in this terminal."),
     "status": Entry("streamrl.cli.status:status", "How a run is, on one screen; the exit code says it too."),
     "why": Entry("streamrl.cli.status:why", "What holds a run back now, and the remedy."),
+    "dashboard": Entry("streamrl.cli.dashboard:dashboard", "A run in the browser, read-only."),
+    "export": Entry("streamrl.cli.export:export", "A run for Prometheus and Grafana."),
     "runs": Entry("streamrl.cli.runs:runs", "List the runs of a Redis, or remove one."),
     "plot": Entry("streamrl.cli.plot:plot", "The curves of a run as a PNG."),
     "audit": Entry("streamrl.cli.audit:audit", "Account for every ticket of a run: none lost, none twice."),

@@ -12,6 +12,8 @@ from streamrl.errors import TransportError
 from streamrl.monitor.view import View
 from streamrl.monitor.watcher import Watcher
 
+_OVERDUE_S = 2.0
+
 
 @dataclass(frozen=True, slots=True)
 class Seen:
@@ -20,13 +22,27 @@ class Seen:
 
 
 class Looker:
-    """Looks every `period_s`; `seen` is always the last outcome."""
+    """Looks every `period_s`; `seen` is always the last outcome, and tells when an answer is overdue."""
 
-    def __init__(self, watcher: Watcher, *, period_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.seen = Seen()
-        self._watcher, self._period_s, self._clock = watcher, period_s, clock
-        self._gone_since: float | None = None
+    def __init__(
+        self,
+        watcher: Watcher,
+        *,
+        period_s: float,
+        on_look: Callable[[Seen], None] | None = None,  # told of each outcome, by the thread that looked
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._seen = Seen()
+        self._watcher, self._period_s, self._on_look, self._clock = watcher, period_s, on_look, clock
+        self._answered_at = clock()
         self._stop = threading.Event()
+
+    @property
+    def seen(self) -> Seen:
+        silence_s = self._clock() - self._answered_at
+        if self._seen.error or silence_s < _OVERDUE_S + self._period_s:
+            return self._seen
+        return Seen(view=self._seen.view, error=f"for {silence_s:.0f} s: it takes the question, and does not answer")
 
     @contextmanager
     def looking(self) -> Iterator[None]:
@@ -40,12 +56,12 @@ class Looker:
 
     def look(self) -> None:
         try:
-            self.seen = Seen(view=self._watcher.look())
-            self._gone_since = None
+            self._seen = Seen(view=self._watcher.look())
+            self._answered_at = self._clock()
         except TransportError as error:
-            now = self._clock()
-            self._gone_since = self._gone_since or now
-            self.seen = Seen(view=self.seen.view, error=f"for {now - self._gone_since:.0f} s; {error}")
+            self._seen = Seen(view=self._seen.view, error=f"for {self._clock() - self._answered_at:.0f} s; {error}")
+        if self._on_look is not None:
+            self._on_look(self._seen)
 
     def _run(self) -> None:
         while not self._stop.is_set():

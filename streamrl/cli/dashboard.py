@@ -1,0 +1,71 @@
+"""`streamrl dashboard`: a run in the browser, read-only."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from typing import TextIO
+
+import click
+
+from streamrl.cli.watched import watches_run
+from streamrl.errors import ConfigError, ResourceError
+from streamrl.monitor.opening import Watched
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+_HELP = """Show a run in the browser: curves, idle time by cause, versions by worker, rollouts.
+
+\b
+    streamrl dashboard runs/quickstart                    http://127.0.0.1:8420, for this machine alone
+    streamrl dashboard --redis URL --run big --port 0     any free port
+    ssh -L 8420:127.0.0.1:8420 HOST                       from elsewhere, without opening a port
+    streamrl dashboard RUN --host 0.0.0.0 --token         open to the network, behind a token
+
+One page, nothing loaded from elsewhere, nothing written. Beyond loopback a token is needed. --token makes one up and
+prints the address with it; --token-file reads one. GET /metrics is for Prometheus.
+"""
+
+
+@click.command(help=_HELP)
+@watches_run
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8420, show_default=True, help="0: any free one.")
+@click.option("--token", "makes_token", is_flag=True, help="Make up a token that readers must have.")
+@click.option("--token-file", type=click.File(), help="File with the token that readers must have.")
+def dashboard(watched: Watched, host: str, port: int, makes_token: bool, token_file: TextIO | None) -> None:
+    token = token_file.read().strip() if token_file else secrets.token_urlsafe(24) if makes_token else None
+    if token == "":
+        raise ConfigError("--token-file: the file is empty")
+    only_loopback = host in _LOOPBACK
+    if not only_loopback and token is None:
+        raise ConfigError(f"--host {host}: others may reach it, so a token is needed; add --token or --token-file FILE")
+    _need_monitor_extra()
+    from streamrl.monitor.opening import opened
+    from streamrl.monitor.web.server import Dashboard, serve
+
+    with opened(watched) as there, _listen(host, port) as listener:
+        shown = f"[{host}]" if ":" in host else host
+        url = f"http://{shown}:{listener.getsockname()[1]}/" + (f"#token={token}" if token else "")
+        board = Dashboard(there, token=token, only_loopback=only_loopback)
+        serve(board.app(), listener, lambda: click.echo(f"dashboard of {watched.run}: {url}"))
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ResourceError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from None
+    return listener
+
+
+def _need_monitor_extra() -> None:
+    from importlib.util import find_spec
+
+    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise ResourceError(f"{', '.join(missing)} is not installed: pip install 'streamrl[monitor]'")

@@ -1,0 +1,57 @@
+"""`streamrl export prometheus|alerts|grafana`: a run for the monitoring that is there already."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from streamrl.cli.watched import watches_run
+from streamrl.errors import ResourceError
+from streamrl.monitor.opening import Watched
+
+
+@click.group()
+def export() -> None:
+    """A run for Prometheus and Grafana."""
+
+
+@export.command()
+@watches_run
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=9464, show_default=True, help="0: any free one.")
+def prometheus(watched: Watched, host: str, port: int) -> None:
+    """Serve GET /metrics of one run, until Ctrl-C.
+
+    It holds numbers and names of parts only, no text of rollouts; it listens on loopback unless --host says otherwise.
+    `streamrl dashboard` serves the same at its own /metrics.
+    """
+    from streamrl.monitor.opening import opened
+    from streamrl.monitor.scrape import serve_metrics
+
+    with opened(watched) as there:
+        try:
+            serve_metrics(there, host=host, port=port, ready=lambda url: click.echo(f"metrics of {watched.run}: {url}"))
+        except OSError as error:
+            raise ResourceError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from None
+
+
+@export.command()
+def alerts() -> None:
+    """Print alert rules for Prometheus: stalled, gone, lag, drops, dead letters, Redis full.
+
+    `streamrl export alerts > streamrl-alerts.yaml`, and name the file under rule_files.
+    """
+    import yaml
+
+    from streamrl.monitor.alerts import alert_rules
+
+    click.echo(yaml.safe_dump(alert_rules(), sort_keys=False, width=120), nl=False)
+
+
+@export.command()
+def grafana() -> None:
+    """Print a Grafana dashboard as JSON, to be imported as it is."""
+    from streamrl.monitor.alerts import grafana_dashboard
+
+    click.echo(json.dumps(grafana_dashboard(), indent=2))

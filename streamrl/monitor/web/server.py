@@ -1,0 +1,174 @@
+"""The dashboard's server. starlette and uvicorn are loaded here alone.
+
+Whoever opens the page reads what one background thread has seen (`looker`), so a hundred readers cost Redis no more
+than one. On loopback it answers only requests that name loopback, so that no other site's page can reach it through a
+reader's browser; elsewhere it wants a token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import socket
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import redis
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from streamrl.monitor.charts import CHARTS
+from streamrl.monitor.exporter import prometheus_text
+from streamrl.monitor.history import History, thin
+from streamrl.monitor.looker import Looker, Seen
+from streamrl.monitor.opening import Opened
+from streamrl.monitor.rollouts import Decode, find_decoder, list_rollouts, open_rollout
+from streamrl.monitor.watcher import Watcher
+from streamrl.monitor.web.trace import Trace
+
+_POINTS = 400  # of a curve: more than a phone or a screen has columns for
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Dashboard:
+    def __init__(self, there: Opened, *, token: str | None, only_loopback: bool, period_s: float = 1.0) -> None:
+        self._there, self._token, self._only_loopback = there, token, only_loopback
+        self._watcher = Watcher(there.client, there.keys, server=there.server)
+        self._trace = Trace()
+        self._looker = Looker(self._watcher, period_s=period_s, on_look=self._seen)
+        self._history: bytes = b"{}"  # as it is sent; encoded when something is new, not for every reader
+        self._history_of = -1
+        self._decode: Decode | None = None
+        self._page = Path(__file__).with_name("index.html").read_text(encoding="utf-8")
+        self._lock = threading.Lock()
+
+    def app(self) -> Starlette:
+        @contextlib.asynccontextmanager
+        async def looking(app: Starlette) -> AsyncIterator[None]:
+            await run_in_threadpool(self._looker.look)
+            with self._looker.looking():
+                yield
+
+        routes = [
+            Route("/", self._guarded(self._index, needs_token=False)),
+            Route("/api/view", self._guarded(self._view)),
+            Route("/api/history", self._guarded(self._curves)),
+            Route("/api/rollouts", self._guarded(self._rollouts)),
+            Route("/api/rollouts/{entry_id}", self._guarded(self._rollout)),
+            Route("/metrics", self._guarded(self._metrics)),
+        ]
+        return Starlette(routes=routes, lifespan=looking, middleware=[Middleware(GZipMiddleware, minimum_size=2000)])
+
+    def _guarded(self, handler: Handler, *, needs_token: bool = True) -> Handler:
+        async def guarded(request: Request) -> Response:
+            if self._only_loopback and (request.url.hostname or "") not in _LOOPBACK:
+                return PlainTextResponse("this dashboard answers on loopback only", 421, headers=_HEADERS)
+            if needs_token and not self._is_let_in(request):
+                return JSONResponse(
+                    {"error": "a token is needed: open the page with #token=..."}, 401, headers=_HEADERS
+                )
+            response = await handler(request)
+            response.headers.update(_HEADERS)
+            return response
+
+        return guarded
+
+    def _is_let_in(self, request: Request) -> bool:
+        if self._token is None:
+            return True
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        return hmac.compare_digest(given.encode(), self._token.encode())
+
+    def _seen(self, seen: Seen) -> None:
+        if seen.view is not None and not seen.error:
+            self._trace.add(seen.view)
+
+    async def _index(self, request: Request) -> Response:
+        return Response(self._page, media_type="text/html; charset=utf-8")
+
+    async def _view(self, request: Request) -> Response:
+        seen = self._looker.seen
+        view = seen.view.to_json() if seen.view else None
+        return _json({"view": view, "error": seen.error, **self._trace.to_json()})
+
+    async def _curves(self, request: Request) -> Response:
+        records = self._watcher.history.steps.records
+        newest = hash((len(records), records[-1].id if records else "", len(self._watcher.history.validations.records)))
+        if newest != self._history_of:
+            self._history = await run_in_threadpool(lambda: json.dumps(curves(self._watcher.history)).encode())
+            self._history_of = newest
+        return Response(self._history, media_type="application/json")
+
+    async def _rollouts(self, request: Request) -> Response:
+        try:
+            found = await run_in_threadpool(list_rollouts, self._there.client, self._there.keys)
+        except redis.RedisError:
+            found = []
+        return _json([asdict(rollout) for rollout in found])
+
+    async def _rollout(self, request: Request) -> Response:
+        found = await run_in_threadpool(self._open, request.path_params["entry_id"])
+        return _json(asdict(found)) if found else _json({"error": "it has been committed meanwhile"}, status=404)
+
+    async def _metrics(self, request: Request) -> Response:
+        seen = self._looker.seen
+        return PlainTextResponse(prometheus_text(seen.view, self._there.keys.name, is_up=not seen.error))
+
+    def _open(self, entry_id: str) -> Any:
+        with self._lock:  # one tokenizer, loaded once
+            if self._decode is None:
+                config = self._there.client.hget(self._there.keys.meta, "config")
+                self._decode = find_decoder(config.decode() if isinstance(config, bytes) else "")
+        try:
+            return open_rollout(self._there.client, self._there.keys, entry_id, self._decode)
+        except redis.RedisError:
+            return None
+
+
+def curves(history: History) -> dict[str, Any]:
+    """{charts: [{name, title, unit, stacked, series: {label: [[step, value], ..]}}]}"""
+    return {"charts": [_chart(history, chart) for chart in CHARTS]}
+
+
+def _chart(history: History, chart: Any) -> dict[str, Any]:
+    series: dict[str, list[tuple[int, float]]] = {}
+    for label, metric in chart.series.items():
+        curve = history.validations if metric.startswith("val_rollouts/") else history.steps
+        records = thin([record for record in curve.records if metric in record.values], _POINTS)
+        series[label] = [(record.step, float(f"{record.values[metric]:.6g}")) for record in records]
+    return {"name": chart.name, "title": chart.title, "unit": chart.unit, "stacked": chart.is_stacked, "series": series}
+
+
+def _json(value: Any, *, status: int = 200) -> Response:
+    return Response(json.dumps(value), status_code=status, media_type="application/json")
+
+
+def serve(app: Starlette, listener: socket.socket, ready: Callable[[], None]) -> None:
+    """Until SIGINT or SIGTERM; `ready` is called once it listens."""
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            ready()
+
+    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=2)
+    Server(config).run(sockets=[listener])

@@ -1,0 +1,181 @@
+"""The dashboard: its answers, who gets them, and the page itself in a real Chromium."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import axe_core_python
+import pytest
+import redis
+import redis.asyncio
+
+from streamrl.cli.main import main
+from streamrl.transport.keys import Keys
+from streamrl.versions import make_version
+from tests.browser_world import Page, chromium, find_chromium
+from tests.redis.monitor_world import Watched
+from tests.redis.run_world import RunWorld
+
+NUM_STEPS = 60
+_METRICS = (
+    *("timers/rollout", "timers/train", "timers/publish", "timers/checkpoint", "policy/ratio_mean", "policy/ess"),
+    *("train_optim/loss", "train_optim/grad_norm", "lag/mean", "lag/max"),
+)
+
+
+@pytest.fixture
+async def run(
+    tmp_path: Path, client: redis.Redis, async_client: redis.asyncio.Redis, keys: Keys, redis_url: str
+) -> Watched:
+    """With curves, a validation, workers and groups to browse."""
+    run = Watched(RunWorld(tmp_path, client=client, async_client=async_client, keys=keys, url=redis_url))
+    await run.world.train_steps(1)
+    learner = run.world.learner
+    await run.world.answer_all()
+    for step in range(1, NUM_STEPS):
+        learner.step = step
+        more = dict.fromkeys(_METRICS, 0.5 + step / 100)
+        more |= {"train_rollouts/init_policy_kl": step / 1e3, "throughput/tokens_per_s": 100.0 * step}
+        run.record(**{"train_rollouts/rewards": step / NUM_STEPS, "train_rollouts/response_lengths": 40.0, **more})
+    learner.stream.record(30, {"val_rollouts/rewards": 0.4, "val_rollouts/response_lengths": 38.0})
+    parts(run)
+    return run
+
+
+def parts(run: Watched) -> None:
+    run.learner("train", state="working")
+    for number in range(6):
+        version = {"version": make_version(1, number % 2), "step": number, "tokens_per_s": 90, "in_flight": 4}
+        run.worker(name=f"host-{number}", detail=version)
+    run.worker("tickets", name="idle", state="waiting")
+
+
+@contextmanager
+def dashboard(run: Watched, *arguments: str) -> Iterator[str]:
+    """Its URL; a process of its own, as people start it."""
+    target = ["--redis", run.world.url, "--run", run.world.keys.name, "--port", "0"]
+    command = [sys.executable, "-m", "streamrl.cli.main", "dashboard", *target, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().rpartition(" ")[2].strip()
+        finally:
+            process.terminate()
+            process.wait(10)
+
+
+def get(url: str, **headers: str) -> Any:
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as reply:
+        body = reply.read().decode()
+        return json.loads(body) if "json" in reply.headers["content-type"] else body
+
+
+def status_of(url: str, **headers: str) -> int:
+    try:
+        get(url, **headers)
+    except urllib.error.HTTPError as error:
+        return error.code
+    return 200
+
+
+def test_it_tells_view_curves_rollouts_and_metrics(run: Watched) -> None:
+    with dashboard(run) as url:
+        assert url.startswith("http://127.0.0.1:")
+        told = get(f"{url}api/view")
+        assert (told["view"]["run"]["name"], told["error"]) == (run.world.keys.name, "")
+        assert told["versions"]["worker/host-1"][0][1] == "1.1"
+        assert told["idle"]["series"]["waits for tickets"][0] == 1
+        charts = {chart["name"]: chart for chart in get(f"{url}api/history")["charts"]}
+        assert all(points for chart in charts.values() for points in chart["series"].values() if chart["name"] != "lag")
+        assert charts["reward"]["series"]["trained"][-1][0] == NUM_STEPS - 1
+        assert charts["reward"]["series"]["held out"] == [[30, 0.4]]
+        first = get(f"{url}api/rollouts")[0]
+        opened = get(f"{url}api/rollouts/{first['id']}")
+        assert [len(opened["completions"]), opened["rollout"]["ticket"]] == [2, first["ticket"]]
+        assert status_of(f"{url}api/rollouts/0-1") == 404
+        assert f'streamrl_up{{run="{run.world.keys.name}"}} 1' in get(f"{url}metrics")
+
+
+def test_a_page_of_another_site_reaches_nothing(run: Watched) -> None:
+    """By a name that leads to loopback, as in DNS rebinding."""
+    with dashboard(run) as url:
+        assert status_of(f"{url}api/view", Host="evil.example") == 421
+        assert status_of(f"{url}api/view", Host="localhost:1234") == 200
+
+
+def test_with_a_token_only_who_has_it_sees_the_run(run: Watched) -> None:
+    with dashboard(run, "--token") as url:
+        base, _, token = url.partition("#token=")
+        assert len(token) > 20
+        assert run.world.keys.name not in get(base)
+        for path in ("api/view", "api/history", "api/rollouts", "metrics"):
+            assert status_of(base + path) == 401
+            assert status_of(base + path, Authorization="Bearer wrong") == 401
+            assert status_of(base + path, Authorization=f"Bearer {token}") == 200
+
+
+def test_beyond_loopback_a_token_is_needed(run: Watched, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["dashboard", "--redis", run.world.url, "--run", run.world.keys.name, "--host", "0.0.0.0"]
+    assert main(arguments) == 2
+    assert "--token" in capsys.readouterr().err
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[Page]:
+    program = find_chromium()
+    if program is None:
+        pytest.skip("no Chromium on PATH: `apt-get install chromium` runs the tests of the page")
+    with chromium(program, tmp_path / "profile") as browser:
+        yield browser.page()
+
+
+_HAS_DATA = """
+[...document.querySelectorAll('#charts section')].length >= 8
+  && [...document.querySelectorAll('#charts section')].every(one => one.querySelector('polyline, polygon'))
+  && document.querySelectorAll('#workers tbody tr').length === 7
+  && document.querySelectorAll('#versions rect').length >= 6
+  && document.querySelector('#idle polygon, #idle polyline, #idle svg') !== null
+  && document.querySelectorAll('#rollouts button').length > 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "is_phone", "is_dark"), [(1280, 900, False, False), (390, 844, True, True)]
+)
+def test_the_page_shows_the_run_at_any_size(
+    run: Watched, page: Page, tmp_path: Path, width: int, height: int, is_phone: bool, is_dark: bool
+) -> None:
+    with dashboard(run) as url:
+        page.look(width=width, height=height, is_phone=is_phone, is_dark=is_dark)
+        page.open(url)
+        page.wait_for(_HAS_DATA)
+        parts(run)
+        assert page.evaluate("document.getElementById('name').textContent") == run.world.keys.name
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), "it scrolls sideways"
+        page.evaluate("document.querySelector('#rollouts button').click()")
+        page.wait_for("document.querySelectorAll('#rollout pre').length === 3")
+        axe = Path(axe_core_python.__file__).with_name("axe.min.js").read_text()
+        page.call("Runtime.evaluate", expression=axe)
+        found = page.evaluate("axe.run().then(r => r.violations.map(v => [v.impact, v.id, v.nodes.map(n => n.html)]))")
+        assert [fault for fault in found if fault[0] in ("serious", "critical")] == []
+        page.screenshot(tmp_path / "page.png")
+        assert page.complaints == []
+        assert {request for request in page.requests if not request.startswith((url, "data:"))} == set()
+
+
+def test_the_page_says_that_redis_is_gone(run: Watched, page: Page) -> None:
+    with dashboard(run) as url:
+        page.open(url)
+        page.wait_for(_HAS_DATA)
+        run.world.client.execute_command("CLIENT", "PAUSE", "5000", "ALL")
+        page.wait_for("!document.getElementById('gone').hidden")
+        assert "Redis is gone" in page.evaluate("document.getElementById('gone').textContent")
+        page.wait_for("document.getElementById('gone').hidden")
