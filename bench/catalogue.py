@@ -28,4 +28,5 @@ BENCHES: Mapping[str, Entry] = {
     "transport": Entry("bench.transport:bench", "Tickets and groups through Redis: speed, growth, reclaiming."),
     "weights": Entry("bench.weights:bench", "Weight deltas: size, speed, catching up, and corrupted ones."),
     "reward": Entry("bench.reward:bench", "The reward server against bare forward passes of its model."),
+    "monitor": Entry("bench.monitor:bench", "Watching a run: top, the page, status, and what it costs Redis."),
 }

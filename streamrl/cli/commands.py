@@ -26,6 +26,7 @@ COMMANDS: Mapping[str, Entry] = {
     "why": Entry("streamrl.cli.status:why", "What holds a run back now, and the remedy."),
     "dashboard": Entry("streamrl.cli.dashboard:dashboard", "A run in the browser, read-only."),
     "export": Entry("streamrl.cli.export:export", "A run for Prometheus and Grafana."),
+    "doctor": Entry("streamrl.cli.doctor:doctor", "Whether a configuration can run here, before it does."),
     "runs": Entry("streamrl.cli.runs:runs", "List the runs of a Redis, or remove one."),
     "plot": Entry("streamrl.cli.plot:plot", "The curves of a run as a PNG."),
     "audit": Entry("streamrl.cli.audit:audit", "Account for every ticket of a run: none lost, none twice."),

@@ -9,6 +9,7 @@ from typing import Any
 
 from streamrl.monitor.causes import find_causes, judge
 from streamrl.monitor.view import (
+    GONE_S,
     Dead,
     Drops,
     Learner,
@@ -27,7 +28,6 @@ from streamrl.telemetry.thinning import is_validation
 from streamrl.transport.snapshot import Record, Snapshot, StreamCounts
 from streamrl.versions import show
 
-SILENT_S = 10.0  # without a report for so long, a part is taken for gone
 LEAD = "learner/0"
 _PACE_STEPS = 20  # the time left is told from the pace of so many steps
 _BREAKERS = ("closed", "half-open", "open")  # from good to bad
@@ -40,7 +40,7 @@ def build_view(
     server: str,
     records: Sequence[Record] = (),
     ages: Mapping[str, float] | None = None,
-    silent_s: float = SILENT_S,
+    silent_s: float = GONE_S,
 ) -> View:
     """`records`: of training, oldest first; by default those of the snapshot. `ages`: since parts last reported, for
     who has watched them (`Liveness`); by default what their clocks say."""

@@ -16,6 +16,7 @@ Level = Literal["info", "attention", "blocking"]
 Verdict = Literal["healthy", "degraded", "stalled", "ended"]
 EXIT_CODES: Mapping[Verdict, int] = {"healthy": 0, "degraded": 3, "stalled": 4, "ended": 5}
 EXIT_UNREACHABLE = 6  # Redis does not answer
+GONE_S = 10.0  # without a report for so long, a part is taken for gone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,8 @@ class Part:
 
     @property
     def alive(self) -> bool:
-        return self.state != "silent"
+        """A part may be silent for a moment, when its machine is busy, without being gone."""
+        return self.report_s <= GONE_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from streamrl.telemetry.progress import Report
 from streamrl.transport.keys import Keys
 from streamrl.transport.snapshot import snapshot
 
-SILENT_S = 2.2  # parts report every second
+SILENT_S = 2.2  # parts report every second; shown as silent at once, taken for gone later
 _PATIENCE_S = 0.5
 _RECENT = 400  # records that a view needs: for a curve one line high, and the pace
 

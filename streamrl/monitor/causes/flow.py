@@ -160,7 +160,7 @@ def lag_bound_reached(view: View) -> Cause | None:
     """Workers have nothing to take, since the learner has as many groups as it may have asked for."""
     lag, batch, train = view.limits.max_lag_steps, view.limits.groups_per_step, view.train
     idle = [w for w in alive(view) if (w.part.state, w.part.doing) == ("waiting", "tickets")]
-    if lag is None or batch is None or view.run.state != "running" or len(idle) < len(alive(view)):
+    if lag is None or batch is None or view.run.state != "running" or not idle or len(idle) < len(alive(view)):
         return None
     ready = min(train.groups, (lag + 1) * batch)
     if train.tickets or train.groups < batch or _waits_for(view, "groups", "resume"):

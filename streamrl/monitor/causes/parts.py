@@ -25,9 +25,10 @@ def _runs(view: View) -> bool:
 
 
 def learner_gone(view: View) -> Cause | None:
-    if not _runs(view) or lead(view) or view.learner.holder:
-        return None
     seen = view.learner.lead
+    reports = seen is not None and seen.state != "silent"
+    if not _runs(view) or reports or view.learner.holder:
+        return None
     last = f"rank 0 last reported {age(seen.report_s)} ago" if seen else "no rank reports"
     return Cause(
         name="learner_gone",

@@ -78,7 +78,7 @@ def _head(view: View | None, screen: Screen, *, width: int, error: str, server: 
     yield Text.assemble(frozen, (printable(words.run_line(view)), "bold"))
     yield Text(printable(words.health_line(view)), style=_STYLES[view.verdict])
     lead = view.learner.lead
-    gone = lead is None or not lead.alive
+    gone = lead is None or not lead.alive or (lead.state == "silent" and not view.learner.holder)
     says = "GONE: " if gone and view.run.state == "running" else ""
     yield _row("learner", says + words.learner_line(view), style="bold red" if says else "")
     yield _metrics(view, width)

@@ -1,0 +1,176 @@
+"""`streamrl doctor`: each thing that can be wrong is found, and told with its remedy."""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from streamrl.cli.main import main
+from streamrl.config.load import Loaded, load_config
+from streamrl.monitor.doctor import examine, machine
+from streamrl.monitor.doctor.finding import Finding
+from streamrl.monitor.doctor.model import count_parameters
+
+TOKENS = ["<eos>", *"abcdefgh"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """What a folder of a model says of itself; its tensors are never read."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": len(TOKENS)}))
+    vocabulary = {token: place for place, token in enumerate(TOKENS)}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": []}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+    write_tensors(folder, rows=1000)
+    (tmp_path / "train.jsonl").write_text('{"text": "ab", "answer": "b"}\n')
+    return folder
+
+
+def write_tensors(folder: Path, *, rows: int) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [rows, 1000], "data_offsets": [0, 4000 * rows]}}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+
+
+def write_config(model: Path, url: str) -> str:
+    path = model.parent / "run.yaml"
+    path.write_text(
+        f"""
+model: {{path: {model}}}
+data: {{train: {model.parent / "train.jsonl"}}}
+dir: {model.parent}
+redis: {{url: "{url}", max_backlog_bytes: 1000000}}
+rewards: {{exact: {{type: function, target: exact_match}}}}
+validation: {{every_steps: 0, at_start: false, at_end: false}}
+"""
+    )
+    return str(path)
+
+
+def load(model: Path, url: str, *overrides: str) -> Loaded:
+    return load_config(write_config(model, url), overrides)
+
+
+def found(model: Path, url: str, *overrides: str) -> dict[str, Finding]:
+    return {finding.name: finding for finding in examine(load(model, url, *overrides))}
+
+
+def test_a_sound_configuration_has_no_error(model: Path, redis_url: str) -> None:
+    findings = found(model, redis_url)
+    wrong = {name: one for name, one in findings.items() if one.level == "error"}
+    assert wrong == {}
+    looked_at = ("settings", "redis version", "redis latency", "model vocabulary", "learner memory", "disk", "limits")
+    assert set(looked_at) <= set(findings)
+    assert "1.0 million parameters" in findings["model"].evidence
+
+
+def test_an_error_always_has_a_remedy(model: Path, tmp_path: Path) -> None:
+    findings = found(
+        model, f"unix://{tmp_path}/nowhere.sock", "redis.connect_timeout_s=0.1", "data.train=nowhere.jsonl"
+    )
+    assert (findings["redis"].level, findings["files"].level) == ("error", "error")
+    assert all(finding.remedy for finding in findings.values() if finding.level != "ok")
+
+
+def test_a_server_that_would_evict_or_is_too_small_is_found(model: Path, redis_url: str, client: redis.Redis) -> None:
+    used: Any = client.info("memory")
+    try:
+        client.config_set("maxmemory", used["used_memory"] + 500_000)
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        findings = found(model, redis_url)
+    finally:
+        client.config_set("maxmemory-policy", "noeviction")
+        client.config_set("maxmemory", 0)
+    assert (findings["redis policy"].level, findings["redis memory"].level) == ("error", "warning")
+
+
+def test_a_tokenizer_of_another_model_is_found(model: Path, redis_url: str) -> None:
+    (model / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 5}))
+    vocabulary = found(model, redis_url)["model vocabulary"]
+    assert (vocabulary.level, "ids up to 8, the model only 5 outputs" in vocabulary.evidence) == ("error", True)
+
+
+def test_an_end_token_that_is_no_token_is_found(model: Path, redis_url: str) -> None:
+    (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "</s>"}}))
+    assert found(model, redis_url)["model end token"].level == "error"
+
+
+def test_a_model_that_cannot_fit_is_found_before_it_is_loaded(model: Path, redis_url: str) -> None:
+    write_tensors(model, rows=10**9)
+    assert count_parameters(model) == 10**12
+    findings = found(model, redis_url)
+    for name in ("memory", "shared memory", "disk"):
+        assert findings[name].level == "error", findings[name]
+
+
+@pytest.fixture
+def reward_server() -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, name="reward server")
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_reward_sources_are_asked_whether_they_are_there(model: Path, redis_url: str, reward_server: str) -> None:
+    def reward(url: str) -> tuple[str, ...]:
+        return ("rewards.judge.type=http", f"rewards.judge.url={url}")
+
+    assert found(model, redis_url, *reward(reward_server))["reward judge"].level == "ok"
+    assert found(model, redis_url, *reward(f"{reward_server}/deeper"))["reward judge"].level == "warning"
+    assert found(model, redis_url, *reward("http://127.0.0.1:9"))["reward judge"].level == "error"
+    function = ("rewards.mine.type=function", "rewards.mine.target=no_such_package.rewards:score")
+    assert found(model, redis_url, *function)["reward mine"].level == "error"
+
+
+def test_gpus_are_listed_and_counted(
+    model: Path, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a driver tells them."""
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho 'NVIDIA X, 81920, 81000, 570.1'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
+    findings = found(model, redis_url, "worker.count=3")
+    assert findings["gpu 0"].evidence == "NVIDIA X, 81000 of 81920 MiB free, driver 570.1"
+    assert "1 GPU for 3 workers" in findings["gpu"].evidence
+    program.write_text("#!/bin/sh\nexit 9\n")
+    assert found(model, redis_url)["gpu"].level == "error"
+
+
+def test_the_estimate_grows_with_the_reference_and_shrinks_with_ranks(model: Path, redis_url: str) -> None:
+    plain = load(model, redis_url, "algorithm.kl.placement=none").config
+    with_reference = load(model, redis_url).config
+    assert machine.learner_bytes(plain, 1000) == 18_000
+    assert machine.learner_bytes(with_reference, 1000) == 20_000
+    assert machine.learner_bytes(load(model, redis_url, "learner.processes=4").config, 1000) == 5_000
+
+
+def test_the_exit_code_says_how_bad_it_is(model: Path, redis_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_config(model, redis_url)
+    code = main(["doctor", path, "--json"])
+    told: Any = json.loads(capsys.readouterr().out)
+    assert code == {"ok": 0, "warning": 3}[told["worst"]]
+    assert set(told["findings"][0]) == {"name", "level", "evidence", "remedy"}
+    (model / "config.json").unlink()
+    assert main(["doctor", path]) == 2
+    assert "ERROR    files" in capsys.readouterr().out

@@ -1,0 +1,115 @@
+"""Prometheus, alert rules and Grafana: names that agree, values that are those of the run."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import redis.asyncio
+import yaml
+
+from streamrl.cli.main import main
+from streamrl.monitor.alerts import ALERTS, alert_rules, grafana_dashboard
+from streamrl.monitor.exporter import FAMILIES, prometheus_text
+from streamrl.monitor.opening import Watched as Target
+from streamrl.monitor.opening import opened
+from streamrl.monitor.scrape import Scraper, make_server
+from streamrl.transport.keys import Keys
+from tests.redis.monitor_world import Watched
+from tests.redis.run_world import RunWorld
+
+_LINE = re.compile(r'^([a-z_]+)\{((?:[a-z]+="(?:[^"\\]|\\.)*",?)*)\} (\S+)$')
+_NAME = re.compile(r"streamrl_[a-z_]+")
+
+
+@pytest.fixture
+def run(tmp_path: Path, client: redis.Redis, async_client: redis.asyncio.Redis, keys: Keys, redis_url: str) -> Watched:
+    return Watched(RunWorld(tmp_path, client=client, async_client=async_client, keys=keys, url=redis_url))
+
+
+def parse(text: str) -> dict[tuple[str, str], float]:
+    """Every sample by its name and labels; each must be a line of the format, and announced by a TYPE."""
+    announced = set(re.findall(r"^# TYPE (\S+) (?:gauge|counter)$", text, re.MULTILINE))
+    samples = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            match = _LINE.match(line)
+            assert match, line
+            assert match[1] in announced, line
+            samples[match[1], match[2]] = float(match[3])
+    return samples
+
+
+async def test_the_text_has_the_run_in_prometheus_words(run: Watched) -> None:
+    await run.world.train_steps(1)
+    run.record(**{"lag/mean": 1.5})
+    run.learner("train", state="working")
+    run.worker(detail={"tokens_per_s": 80})
+    name = run.world.keys.name
+    found = parse(prometheus_text(run.view(), name, is_up=True))
+    assert found["streamrl_up", f'run="{name}"'] == 1
+    assert found["streamrl_health", f'run="{name}"'] == 0
+    assert found["streamrl_metric", f'run="{name}",name="lag/mean"'] == 1.5
+    assert found["streamrl_worker_tokens_per_second", f'run="{name}",worker="worker/w"'] == 80
+    assert found["streamrl_workers", f'run="{name}",state="working"'] == 1
+    assert found["streamrl_groups_trained_total", f'run="{name}"'] == 3
+
+
+def test_names_from_other_machines_cannot_break_a_line(run: Watched) -> None:
+    run.worker(name='evil"} 1\nstreamrl_up{x="\\')
+    parse(prometheus_text(run.view(), "x", is_up=True))
+
+
+def test_without_redis_only_that_is_told() -> None:
+    assert parse(prometheus_text(None, "x", is_up=False)) == {("streamrl_up", 'run="x"'): 0.0}
+
+
+def test_alerts_and_panels_ask_only_for_what_is_exported() -> None:
+    exported = {*FAMILIES, "streamrl_up"}
+    expressions = [alert.expr for alert in ALERTS.values()]
+    expressions += [target["expr"] for panel in grafana_dashboard()["panels"] for target in panel["targets"]]
+    asked = {name for expression in expressions for name in _NAME.findall(expression)}
+    assert asked <= exported, asked - exported
+    assert {"StreamrlStalled", "StreamrlLag", "StreamrlDrops", "StreamrlDeadLetters"} <= set(ALERTS)
+
+
+def test_every_panel_is_of_the_run_that_was_chosen() -> None:
+    for panel in grafana_dashboard()["panels"]:
+        for target in panel["targets"]:
+            assert 'run="$run"' in target["expr"], target
+            assert target["expr"].count("{") == target["expr"].count("}") == 1
+
+
+def test_the_files_are_printed_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "alerts"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out) == alert_rules()
+    assert main(["export", "grafana"]) == 0
+    assert json.loads(capsys.readouterr().out) == grafana_dashboard()
+
+
+def test_a_scrape_over_http_is_fresh_and_cheap(run: Watched) -> None:
+    run.worker()
+    now = 0.0
+    with opened(Target(url=run.world.url, run=run.world.keys.name)) as there:
+        scraper = Scraper(there, clock=lambda: now)
+        with make_server(scraper, host="127.0.0.1", port=0) as server:
+            thread = threading.Thread(target=server.serve_forever, name="exporter")
+            thread.start()
+            url = f"http://127.0.0.1:{server.server_port}/metrics"
+            try:
+                with urllib.request.urlopen(url, timeout=10) as reply:
+                    assert "version=0.0.4" in reply.headers["content-type"]
+                    first: Any = reply.read().decode()
+                run.worker(name="another")
+                assert scraper.text() == first
+                now = 5.0
+                assert "another" in scraper.text()
+            finally:
+                server.shutdown()
+                thread.join()

@@ -1,0 +1,111 @@
+"""What Redis itself logs over a session of every command that looks: not one write."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import redis.asyncio
+
+from streamrl.cli.main import main
+from streamrl.transport.keys import Keys
+from streamrl.transport.report_codec import encode_report
+from tests.helpers import wait_until
+from tests.redis.monitor_world import Watched
+from tests.redis.run_world import RunWorld
+from tests.redis.test_dashboard import dashboard
+from tests.terminal_world import in_terminal
+
+
+@pytest.fixture
+async def run(
+    tmp_path: Path, client: redis.Redis, async_client: redis.asyncio.Redis, keys: Keys, redis_url: str
+) -> Watched:
+    run = Watched(RunWorld(tmp_path, client=client, async_client=async_client, keys=keys, url=redis_url))
+    await run.world.train_steps(1)
+    run.record()
+    await run.world.answer_all()
+    run.healthy()
+    return run
+
+
+def session(run: Watched, target: list[str], output: Path) -> None:
+    """Every command, with everything that it can show."""
+    main(["status", *target])
+    main(["status", *target, "--json"])
+    main(["why", *target])
+    main(["runs", "ls", "--redis", run.world.url])
+    main(["plot", *target, "-o", str(output)])
+    with in_terminal(["top", *target]) as program:
+        program.shows("generate")
+        program.press("g")
+        program.shows("worker/test")
+        program.press("\r")
+        program.shows("1. reward")
+    with dashboard(run) as url:
+        for path in ("api/view", "api/history", "api/rollouts", "metrics"):
+            urllib.request.urlopen(f"{url}{path}", timeout=10).close()
+
+
+def write_commands(client: redis.Redis) -> set[str]:
+    """As the server itself flags them."""
+    told: Any = client.command()
+    return {name.upper() for name, about in told.items() if "write" in about["flags"]} | {"EVAL", "EVALSHA", "FCALL"}
+
+
+def test_no_monitor_writes(run: Watched, client: redis.Redis, tmp_path: Path) -> None:
+    target = ["--redis", run.world.url, "--run", run.world.keys.name]
+    writes = write_commands(client)
+    assert {"HSET", "XADD", "DEL"} <= writes
+    before = client.info("commandstats")
+    session(run, target, tmp_path / "x.png")
+    after: Any = client.info("commandstats")
+    grown = {
+        name.removeprefix("cmdstat_").partition("|")[0].upper()
+        for name, stats in after.items()
+        if stats["calls"] > before.get(name, {"calls": 0})["calls"]
+    }
+    assert "HGETALL" in grown
+    assert grown & writes == set()
+
+
+def test_a_reader_needs_no_more_than_the_right_to_read(run: Watched, client: redis.Redis) -> None:
+    """A user of Redis who may read, and nothing else."""
+    client.acl_setuser(
+        "monitor",
+        enabled=True,
+        passwords=["+secret"],
+        keys=["streamrl:*"],
+        categories=["+@read", "+@connection"],
+        commands=["+info", "+time", "+xpending"],
+        reset=True,
+    )
+    try:
+        path = run.world.url.removeprefix("unix://")
+        url = f"unix://monitor:secret@{path}"
+        command = [sys.executable, "-m", "streamrl.cli.main", "status", "--redis", url, "--run", run.world.keys.name]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, "healthy" in done.stdout) == (0, True), done.stdout + done.stderr
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            redis.Redis.from_url(url).hset("streamrl:x", "a", "b")
+    finally:
+        client.acl_deluser("monitor")
+
+
+def test_what_a_monitor_cannot_read_hides_nothing_else(run: Watched, client: redis.Redis) -> None:
+    client.hset(run.world.keys.progress, "rogue", b"\xff")
+    client.hset(run.world.keys.progress, "worker/odd", encode_report(run_report()))
+    wait_until(lambda: len(run.view().workers) == 2, description="both sound reports are shown")
+
+
+def run_report() -> Any:
+    from streamrl.telemetry.progress import Progress
+
+    progress = Progress(part="worker/odd", role="worker")
+    progress.note(step="no number", version=1.5, tokens_per_s="fast")
+    return progress.report()
