@@ -8,6 +8,7 @@ Redis      CPU time of the server per second of one `top`, at 200 workers
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from pathlib import Path
 from statistics import median
 
 import redis
+from rich.console import Console
 
 from bench.measure import Rounds, Say, seconds
 from bench.report import Bar, Fact, Line
@@ -120,12 +122,18 @@ def _top(there: Opened, say: Say, *, num_rounds: int) -> Iterator[Line]:
     began = time.perf_counter()
     watcher.look()
     yield Fact(name="top: first look, with all curves", value=1e3 * (time.perf_counter() - began), unit="ms")
+    console = Console(file=io.StringIO(), force_terminal=True, width=200, height=50)
     times = []
     for _ in range(num_rounds):
         _report_all(there.client, there.keys, _WORKERS)  # so that every report is new
-        times.append(seconds(lambda: draw(watcher.look(), Screen(sort="progress"), width=200, height=50)))
+        times.append(seconds(lambda: _refresh(watcher, console)))
     say(f"top: {1e3 * median(times):.0f} ms")
     yield Bar(name="top: one refresh", value=1e3 * median(times), unit="ms", goal=100, better="lower")
+
+
+def _refresh(watcher: Watcher, console: Console) -> None:
+    for line in draw(watcher.look(), Screen(sort="progress"), width=console.width, height=console.height):
+        console.print(line, end="", no_wrap=True, overflow="crop")
 
 
 def _page(url: str, keys: Keys, say: Say, *, num_rounds: int) -> Iterator[Line]:

@@ -29,6 +29,9 @@ Watch it learn, on any machine with two cores:
     streamrl quickstart
 Run a configuration on this machine, with some settings changed:
     streamrl up conf/reinforce.yaml model.path=./sft data.train=prompts.jsonl
+Watch it from anywhere, and ask what holds it back:
+    streamrl top RUN_FOLDER
+    streamrl why --redis redis://host:6379 --run NAME
 See what a configuration amounts to, and where each value comes from:
     streamrl config show conf/quickstart.yaml optimizer.lr=1e-4
 
