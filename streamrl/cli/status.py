@@ -38,7 +38,7 @@ _STATUS_HELP = f"""Show how a run is, on one screen, and exit.
   learner {{lead {{PART}} ranks holder lease_left_s metrics {{name: value}} rewards [..] live {{name: value}}}}
   workers [{{part {{PART}} version step lag tokens_per_s in_flight kv_use leases delivered failed detail}}]
   others [{{PART}}]   where PART is {{name role host pid state doing doing_s progress_s report_s}}
-  rewards [{{name mean latency_s errors breaker}}]
+  rewards [{{name mean latency_s scored errors state}}]
   streams [{{purpose tickets leased groups group_bytes oldest_worker oldest_s oldest_silent_s oldest_times}}]
   weights {{latest step age_s kept num_bytes largest_bytes changed_share behind worst_lag}}
   drops {{trained dropped by_reason rate_by_length ignored}}   dead {{count retry_requests latest [{{ticket error}}]}}

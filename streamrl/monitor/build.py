@@ -30,7 +30,7 @@ from streamrl.versions import show
 
 LEAD = "learner/0"
 _PACE_STEPS = 20  # the time left is told from the pace of so many steps
-_BREAKERS = ("closed", "half-open", "open")  # from good to bad
+WELL = "well"  # what workers say of a reward source that can be asked
 
 
 def build_view(
@@ -196,17 +196,18 @@ def _all(snapshot: Snapshot) -> Iterable[StreamCounts]:
 def _rewards(
     config: Mapping[str, Any], metrics: Mapping[str, float], workers: Sequence[Worker]
 ) -> Iterable[RewardSource]:
-    """Workers report `reward/<source>/<fact>`; one that says nothing of a source is passed over."""
+    """Workers report `rewards/<source>/<fact>`; one that says nothing of a source is passed over."""
     alive = [worker.detail for worker in workers if worker.part.alive]
     for name in config.get("rewards", {}):
-        latencies = [s for d in alive if (s := _number(d, f"reward/{name}/latency_s")) is not None]
-        breakers = [d[key] for d in alive if (key := f"reward/{name}/breaker") in d]
+        latencies = [s for d in alive if (s := _number(d, f"rewards/{name}/latency_s")) is not None]
+        states = sorted({str(d[key]) for d in alive if (key := f"rewards/{name}/state") in d}, key=WELL.__eq__)
         yield RewardSource(
             name=name,
             mean=metrics.get(f"train_rollouts/rewards/{name}"),
             latency_s=sum(latencies) / len(latencies) if latencies else None,
-            errors=sum(_integer(d, f"reward/{name}/errors") or 0 for d in alive),
-            breaker=max((b for b in _BREAKERS if b in breakers), key=_BREAKERS.index, default=None),
+            scored=sum(_integer(d, f"rewards/{name}/scored") or 0 for d in alive),
+            errors=sum(_integer(d, f"rewards/{name}/failed") or 0 for d in alive),
+            state=states[0] if states else None,
         )
 
 

@@ -142,8 +142,8 @@ def reward_rows(view: View) -> Iterator[tuple[str, str]]:
         if source.latency_s is not None:
             words.append(f"{1000 * source.latency_s:.0f} ms")
         words.append(plural(source.errors, "error"))
-        if source.breaker is not None:
-            words.append(f"breaker {source.breaker}")
+        if source.state is not None:
+            words.append(source.state)
         yield "rewards" if not place else "", "  ".join(words)
 
 

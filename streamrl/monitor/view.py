@@ -98,8 +98,9 @@ class RewardSource:
     name: str
     mean: float | None  # of the last step
     latency_s: float | None  # mean over workers
+    scored: int  # since the workers that report began
     errors: int
-    breaker: str | None  # closed, half-open, open: the worst of all workers'
+    state: str | None  # as the worker has it that fares worst: well, or what is out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,7 +124,7 @@ class Fields:
             raise WireError(f"field {name!r} must be bytes, got {type(value).__name__}")
         return value
 
-    def array(self, name: str, dtype: str | np.dtype[Any], *, count: int) -> npt.NDArray[Any]:
+    def array(self, name: str, dtype: npt.DTypeLike, *, count: int) -> npt.NDArray[Any]:
         """Raw little-endian items; their number is known beforehand and must agree."""
         import numpy as np  # messages without arrays are read without it
 

@@ -235,11 +235,11 @@ def test_workers_that_wait_for_rewards_mean_an_outage(run: Watched) -> None:
     assert run.first() == ("reward_outage", "stalled")
 
 
-def test_an_open_breaker_means_an_outage_though_workers_generate(run: Watched) -> None:
+def test_a_source_that_is_out_means_an_outage_though_workers_generate(run: Watched) -> None:
     run.learner("train", state="working")
-    run.worker(detail={"reward/exact/breaker": "open", "reward/exact/errors": 7})
+    run.worker(detail={"rewards/exact/state": "0 of 1 replicas well", "rewards/exact/failed": 7})
     assert run.first() == ("reward_outage", "degraded")
-    assert "exact: breaker open, 7 errors" in run.view().causes[0].evidence
+    assert "exact: 0 of 1 replicas well, 7 errors" in run.view().causes[0].evidence
 
 
 async def test_failures_of_every_ticket_name_the_error(run: Watched) -> None:

@@ -22,13 +22,13 @@ def _count(view: View, name: str) -> float:
 
 
 def reward_outage(view: View) -> Cause | None:
-    """A breaker that is open, workers that wait for rewards, or tickets that died of them just now."""
+    """A source of which something is out, or workers that wait for rewards."""
     workers = alive(view)
     waiting = [w for w in workers if (w.part.state, w.part.doing) == ("waiting", "rewards")]
-    broken = [source for source in view.rewards if source.breaker in ("open", "half-open")]
+    broken = [source for source in view.rewards if source.state not in (None, "well")]
     if not waiting and not broken:
         return None
-    told = [f"{s.name}: breaker {s.breaker}, {plural(s.errors, 'error')}" for s in broken]
+    told = [f"{s.name}: {s.state}, {plural(s.errors, 'error')}" for s in broken]
     if waiting:
         longest = max(worker.part.doing_s for worker in waiting)
         told.append(f"{len(waiting)} of {len(workers)} workers wait for rewards, for up to {age(longest)}")
