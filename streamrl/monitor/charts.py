@@ -57,7 +57,7 @@ CHARTS = (
         name="loss",
         title="Loss and gradient",
         unit="",
-        series={"loss": "train_optim/loss", "norm": "train_optim/grad_norm"},
+        series={"loss": "train_optim/loss", "gradient": "train_optim/grad_norm"},
     ),
     Chart(
         name="length",

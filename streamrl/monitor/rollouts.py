@@ -10,12 +10,11 @@ import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import redis
 
-from streamrl.errors import WireError
+from streamrl.errors import DataError, WireError
 from streamrl.transport.keys import Keys
 from streamrl.versions import show
 from streamrl.wire.group import Group, decode_body, decode_header
@@ -80,15 +79,14 @@ def open_rollout(client: redis.Redis, keys: Keys, entry_id: str, decode: Decode)
 
 
 def find_decoder(config_json: str) -> Decode:
-    """By the model's own tokenizer, if its folder is here."""
-    try:
-        path = Path(json.loads(config_json)["model"]["path"]) / "tokenizer.json"
-        from tokenizers import Tokenizer
+    """By the model's own tokenizer, if it is here."""
+    from streamrl.record.words import find_words
 
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception:  # noqa: BLE001  whatever a tokenizer's file holds, and the library raises bare Exceptions
-        return lambda ids: " ".join(map(str, ids))
-    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True))
+    try:
+        words = find_words(str(json.loads(config_json)["model"]["path"]))
+    except (ValueError, KeyError, TypeError, DataError):
+        words = None
+    return words.decode if words is not None else lambda ids: " ".join(map(str, ids))
 
 
 def _to_rollout(entry_id: str, fields: Mapping[bytes, bytes]) -> Rollout:

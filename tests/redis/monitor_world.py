@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
+
+import redis
 
 from streamrl.monitor.build import build_view
 from streamrl.monitor.view import View
@@ -23,9 +30,33 @@ class Watched:
 
     def __init__(self, world: RunWorld) -> None:
         self.world = world
+        self._reported: dict[str, Callable[[], None]] = {}
+
+    @contextmanager
+    def alive(self) -> Iterator[None]:
+        """Inside, what was reported is reported again and again, as by parts that live."""
+        stopped = threading.Event()
+
+        def again() -> None:
+            while not stopped.wait(0.3):
+                for write in list(self._reported.values()):
+                    with contextlib.suppress(redis.RedisError):  # the test may have ended the server
+                        write()
+
+        thread = threading.Thread(target=again, name="reports again")
+        thread.start()
+        try:
+            yield
+        finally:
+            stopped.set()
+            thread.join()
 
     def report(self, part: str, doing: str, *, ago_s: float = 0.0, for_s: float = 0.0, **changes: Any) -> None:
         """`ago_s`: since it reported; `for_s`: since it got on, when it did."""
+        self._reported[part] = partial(self._write, part, doing, ago_s=ago_s, for_s=for_s, **changes)
+        self._reported[part]()
+
+    def _write(self, part: str, doing: str, *, ago_s: float, for_s: float, **changes: Any) -> None:
         at = time.time() - ago_s
         changes = {"role": part.partition("/")[0], "since": at - for_s, "last_progress": at - for_s, **changes}
         report = replace(NO_REPORT, part=part, doing=doing, at=at, **changes)

@@ -87,7 +87,7 @@ def status_of(url: str, **headers: str) -> int:
 
 
 def test_it_tells_view_curves_rollouts_and_metrics(run: Watched) -> None:
-    with dashboard(run) as url:
+    with run.alive(), dashboard(run) as url:
         assert url.startswith("http://127.0.0.1:")
         told = get(f"{url}api/view")
         assert (told["view"]["run"]["name"], told["error"]) == (run.world.keys.name, "")
@@ -153,11 +153,10 @@ _HAS_DATA = """
 def test_the_page_shows_the_run_at_any_size(
     run: Watched, page: Page, tmp_path: Path, width: int, height: int, is_phone: bool, is_dark: bool
 ) -> None:
-    with dashboard(run) as url:
+    with run.alive(), dashboard(run) as url:
         page.look(width=width, height=height, is_phone=is_phone, is_dark=is_dark)
         page.open(url)
         page.wait_for(_HAS_DATA)
-        parts(run)
         assert page.evaluate("document.getElementById('name').textContent") == run.world.keys.name
         assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), "it scrolls sideways"
         page.evaluate("document.querySelector('#rollouts button').click()")
@@ -172,7 +171,7 @@ def test_the_page_shows_the_run_at_any_size(
 
 
 def test_the_page_says_that_redis_is_gone(run: Watched, page: Page) -> None:
-    with dashboard(run) as url:
+    with run.alive(), dashboard(run) as url:
         page.open(url)
         page.wait_for(_HAS_DATA)
         run.world.client.execute_command("CLIENT", "PAUSE", "5000", "ALL")

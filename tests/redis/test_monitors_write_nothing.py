@@ -41,8 +41,9 @@ def session(run: Watched, target: list[str], output: Path) -> None:
     main(["why", *target])
     main(["runs", "ls", "--redis", run.world.url])
     main(["plot", *target, "-o", str(output)])
+    main(["groups", "tail", *target])
     with in_terminal(["top", *target]) as program:
-        program.shows("generate")
+        program.shows("tokens/s", "q quit")
         program.press("g")
         program.shows("worker/test")
         program.press("\r")
@@ -62,7 +63,7 @@ def test_no_monitor_writes(run: Watched, client: redis.Redis, tmp_path: Path) ->
     target = ["--redis", run.world.url, "--run", run.world.keys.name]
     writes = write_commands(client)
     assert {"HSET", "XADD", "DEL"} <= writes
-    before = client.info("commandstats")
+    before: Any = client.info("commandstats")
     session(run, target, tmp_path / "x.png")
     after: Any = client.info("commandstats")
     grown = {

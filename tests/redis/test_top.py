@@ -45,7 +45,7 @@ def run(tmp_path: Path, client: redis.Redis, async_client: redis.asyncio.Redis, 
 @contextmanager
 def top(run: Watched, *, width: int = 80, height: int = 24, **environment: str) -> Iterator[TerminalProgram]:
     target = ["top", "--redis", run.world.url, "--run", run.world.keys.name]
-    with in_terminal(target, width=width, height=height, **environment) as program:
+    with run.alive(), in_terminal(target, width=width, height=height, **environment) as program:
         yield program
 
 
@@ -154,7 +154,8 @@ def test_a_worker_that_is_killed_and_comes_back_is_seen_within_3_s(run: Watched)
 def test_it_says_plainly_that_the_learner_is_gone(run: Watched) -> None:
     run.learner("train", state="working")
     run.worker()
-    with top(run) as program:
+    target = ["top", "--redis", run.world.url, "--run", run.world.keys.name]
+    with in_terminal(target) as program:
         program.shows("step 0")
         run.world.client.delete(run.world.keys.lease)
         program.shows("stalled: the learner is gone", "GONE: silent for", timeout_s=12.0)

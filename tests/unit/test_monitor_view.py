@@ -1,0 +1,112 @@
+"""The model of a run, from snapshots made by hand: what needs no server."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from streamrl.monitor.build import build_view
+from streamrl.monitor.text import status_lines
+from streamrl.monitor.top.draw import draw
+from streamrl.monitor.top.screen import SORTS, Screen
+from streamrl.monitor.units import age, number, size
+from streamrl.monitor.view import View
+from streamrl.monitor.watcher import Liveness
+from streamrl.transport.snapshot import OldestLease, Snapshot, StreamCounts
+from streamrl.transport.types import RunInfo
+from tests.launch_world import NOW, make_report, make_snapshot, step_record
+
+CONFIG = {"training": {"max_steps": 100}, "rewards": {"exact": {}}, "lag": {"max_steps": 2}}
+
+
+def configured(**changes: object) -> Snapshot:
+    info = RunInfo(uid="uid", name="run", epoch=1, config_json=json.dumps(CONFIG), fingerprint="f", state="running")
+    return make_snapshot(**{"run": info, **changes})
+
+
+def view(snapshot: Snapshot, **more: object) -> View:
+    return build_view(snapshot, run_name="run", server="here", **more)  # type: ignore[arg-type]
+
+
+def test_the_time_left_follows_the_pace_of_the_last_steps() -> None:
+    records = tuple(step_record(step) for step in range(1, 41))  # one a second
+    run = view(configured(records=records, step=30)).run
+    assert (run.step, run.max_steps, run.share_done, run.eta_s) == (40, 100, 0.4, pytest.approx(60))
+
+
+def test_without_a_limit_on_steps_passes_over_the_prompts_tell_how_far_it_is() -> None:
+    records = tuple(step_record(step, **{"train_rollouts/epoch": step / 40}) for step in range(1, 11))
+    run = view(make_snapshot(records=records)).run
+    assert (run.max_steps, run.share_done, run.eta_s) == (None, 0.25, pytest.approx(30))
+
+
+def test_a_configuration_that_cannot_be_read_leaves_gaps_and_no_error() -> None:
+    for text in ("", "[]", "null", "{"):
+        info = RunInfo(uid="u", name="run", epoch=1, config_json=text, fingerprint="f", state="running")
+        assert view(make_snapshot(run=info)).limits.max_lag_steps is None
+
+
+def test_a_wait_is_as_old_as_the_last_progress_though_it_is_entered_again_and_again() -> None:
+    report = make_report("learner/0", state="waiting", doing="groups", since=NOW - 0.5, last_progress=NOW - 40)
+    lead = view(make_snapshot(reports=(report,))).learner.lead
+    assert lead is not None
+    assert lead.doing_s == pytest.approx(40)
+
+
+def test_the_oldest_lease_is_told_with_its_worker() -> None:
+    lease = OldestLease(worker="w", issued_s=30.0, silent_s=2.0, times_leased=1)
+    counts = StreamCounts(num_tickets=3, num_leased=2, leased_by={"w": 2}, num_groups=1, oldest_lease=lease)
+    found = view(configured(streams={"train": counts, "eval": counts}, reports=(make_report("worker/w"),)))
+    assert (found.train.oldest_worker, found.train.oldest_s, found.workers[0].leases) == ("w", 30.0, 4)
+
+
+def test_who_watches_needs_no_clock_of_another_machine() -> None:
+    now = 0.0
+    liveness = Liveness(clock=lambda: now)
+    wrong_clock = make_report("worker/a", at=NOW - 500)
+    assert liveness.ages([wrong_clock], at=NOW)["worker/a"] == 500
+    now = 1.0
+    newer = dataclasses.replace(wrong_clock, at=NOW - 499)
+    assert liveness.ages([newer], at=NOW + 1)["worker/a"] == 0
+    now = 4.0
+    assert liveness.ages([newer], at=NOW + 4)["worker/a"] == 3
+
+
+@pytest.mark.parametrize("sort", list(SORTS))
+@pytest.mark.parametrize("page", ["workers", "worker", "groups", "group", "causes", "help"])
+def test_every_page_fits_on_any_terminal(sort: str, page: str) -> None:
+    reports = tuple(make_report(f"worker/{'long-name-' * 6}{number}", detail={"step": 1}) for number in range(60))
+    found = view(configured(reports=reports))
+    screen = Screen(sort=sort, page=page, worker=reports[0].part)  # type: ignore[arg-type]
+    for width, height in ((80, 24), (200, 50), (40, 12)):
+        lines = draw(found, screen, width=width, height=height)
+        assert len(lines) == height
+        assert max(line.cell_len for line in lines) <= width
+
+
+def test_before_anything_is_known_the_screen_says_what_it_waits_for() -> None:
+    text = "\n".join(line.plain for line in draw(None, Screen(), width=80, height=24, server="there:6379"))
+    assert "waiting for Redis at there:6379" in text
+
+
+def test_the_status_of_an_empty_run_has_no_gaps() -> None:
+    assert all(line.strip() for line in status_lines(view(make_snapshot())))
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (size(999), "999 B"),
+        (size(1_500_000), "1.5 MB"),
+        (age(0.44), "0.4s"),
+        (age(150), "2m"),
+        (age(None), "-"),
+        (number(1234567), "1.2M"),
+        (number(0.5), "0.500"),
+        (number(None), "-"),
+    ],
+)
+def test_numbers_are_short(shown: str, expected: str) -> None:
+    assert shown == expected
