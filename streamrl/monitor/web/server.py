@@ -56,7 +56,7 @@ class Dashboard:
         self._trace = Trace()
         self._looker = Looker(self._watcher, period_s=period_s, on_look=self._seen)
         self._history: bytes = b"{}"  # as it is sent; encoded when something is new, not for every reader
-        self._history_of = -1
+        self._history_of: tuple[int, str, int] | None = None  # what of the history is in it
         self._decode: Decode | None = None
         self._page = Path(__file__).with_name("index.html").read_text(encoding="utf-8")
         self._lock = threading.Lock()
@@ -112,7 +112,7 @@ class Dashboard:
 
     async def _curves(self, request: Request) -> Response:
         records = self._watcher.history.steps.records
-        newest = hash((len(records), records[-1].id if records else "", len(self._watcher.history.validations.records)))
+        newest = (len(records), records[-1].id if records else "", len(self._watcher.history.validations.records))
         if newest != self._history_of:
             self._history = await run_in_threadpool(lambda: json.dumps(curves(self._watcher.history)).encode())
             self._history_of = newest
@@ -153,7 +153,7 @@ def _chart(history: History, chart: Any) -> dict[str, Any]:
     series: dict[str, list[tuple[int, float]]] = {}
     for label, metric in chart.series.items():
         curve = history.validations if metric.startswith("val_rollouts/") else history.steps
-        records = thin([record for record in curve.records if metric in record.values], _POINTS)
+        records = thin([record for record in list(curve.records) if metric in record.values], _POINTS)
         series[label] = [(record.step, float(f"{record.values[metric]:.6g}")) for record in records]
     return {"name": chart.name, "title": chart.title, "unit": chart.unit, "stacked": chart.is_stacked, "series": series}
 
