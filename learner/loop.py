@@ -25,7 +25,7 @@ from learner.conductor import Conductor
 from learner.distributed import World
 from learner.export import export
 from learner.fetch import Fetched, fetch_groups
-from learner.gradients import Gradients
+from learner.gradients import Batch, Gradients
 from learner.lag import oldest_trained_step
 from learner.model import Policy, Speech
 from learner.optim import Update, learning_rate, update
@@ -37,6 +37,7 @@ from learner.save import Saver
 from learner.start import Start
 from learner.tally import Tally
 from learner.watchdog import Watchdog
+from learner.work import peak_flops
 from streamrl.config import schema
 from streamrl.errors import TrainingError
 from streamrl.telemetry.progress import Progress, Wait
@@ -155,13 +156,13 @@ class Loop:
         fetched, verdicts = self._fetch(plan)
         tally = self._tally()
         tally.add_masked(fetched.num_masked)
-        made = self._learn(fetched.groups, tally) if Verdict.SOUND in verdicts else None
-        trained = made is not None and made.applied
+        made = self._learn(fetched.groups, tally) if Verdict.SOUND in verdicts else []
+        applied = [one for one in made if one.applied]
         if self._conductor is not None:
-            self._conductor.settle(plan, verdicts, trained=trained)
-        if made is not None:
-            self._guard(made)
-        if made is None or not trained:
+            self._conductor.settle(plan, verdicts, trained=bool(applied))
+        if made:
+            self._guard(made[-1])
+        if not applied:
             return
         self._step += 1
         if self._step % self._config.weights.publish_every == 0:
@@ -171,7 +172,7 @@ class Loop:
         self._consumed_samples += int(metrics["train_rollouts/rollout_size"])
         if self._step % self._config.checkpoint.every_steps == 0:
             self._save()
-        self._record(metrics, made)
+        self._record(metrics, applied[-1])
         self._progress.advanced(step=self._step)
 
     def _fetch(self, plan: Plan) -> tuple[Fetched, list[Verdict]]:
@@ -185,20 +186,27 @@ class Loop:
         )
         return fetched, [Verdict(int(verdict)) for verdict in self._world.total(fetched.verdicts)]
 
-    def _learn(self, groups: Sequence[Group], tally: Tally) -> Update:
-        settings = self._config.optimizer
+    def _learn(self, groups: Sequence[Group], tally: Tally) -> list[Update]:
+        """An update for each pass over the batch; none after one that had to be skipped."""
+        made: list[Update] = []
         with self._timers.measure("train"):
-            accumulated = self._parts.gradients.accumulate(groups, tally)
-            made = update(
-                self._parts.optimizer,
-                loss=accumulated.loss,
-                lr=learning_rate(self._step, settings, total_steps=self._parts.start.total_steps),
-                clip_norm=settings.clip_norm,
-                world=self._world,
-            )
-        self._timers.add("init_logprobs", accumulated.init_logprobs_s)
-        self._timers.add("logprobs", accumulated.logprobs_s)
+            with self._timers.measure("init_logprobs"):
+                batch = self._parts.gradients.prepare(groups, tally)
+            while len(made) < self._config.algorithm.reinforce_epochs and (not made or made[-1].applied):
+                made.append(self._pass(batch, tally))
         return made
+
+    def _pass(self, batch: Batch, tally: Tally) -> Update:
+        settings = self._config.optimizer
+        with self._timers.measure("logprobs"):
+            loss = self._parts.gradients.accumulate(batch, tally)
+        return update(
+            self._parts.optimizer,
+            loss=loss,
+            lr=learning_rate(self._step, settings, total_steps=self._parts.start.total_steps),
+            clip_norm=settings.clip_norm,
+            world=self._world,
+        )
 
     def _guard(self, made: Update) -> None:
         """All ranks count alike, so all of them stop alike."""
@@ -246,6 +254,7 @@ class Loop:
         now = time.perf_counter()
         step_s, self._step_began = now - self._step_began, now
         timers = {**self._timers.take(), "timers/step": step_s}
+        idle = {f"idle/{wait}": waited_s / step_s for wait, waited_s in self._progress.take_waits().items()}
         if self._conductor is None:
             return
         latest = self._publisher.latest
@@ -255,16 +264,26 @@ class Loop:
             {
                 **metrics,
                 **timers,
+                **idle,
                 "train_rollouts/consumed_samples": self._consumed_samples,
                 "train_optim/loss": made.loss,
                 "train_optim/grad_norm": made.grad_norm,
                 "train_optim/lr": made.lr,
                 "train_optim/optim_step": self._step,
                 "train_optim/skipped_steps": self._num_skipped,
-                "throughput/tokens_per_s": metrics["throughput/tokens"] / step_s,
-                "throughput/samples_per_s": metrics["train_rollouts/rollout_size"] / step_s,
+                **self._throughput(metrics, train_s=timers["timers/train"], step_s=step_s),
                 "weights/version": latest.version,
                 "weights/num_bytes": latest.num_bytes,
                 "weights/changed_fraction": latest.changed_fraction,
             },
         )
+
+    def _throughput(self, metrics: Mapping[str, float], *, train_s: float, step_s: float) -> dict[str, float]:
+        tflop_per_s = metrics["throughput/tflop"] / train_s
+        found = {
+            "throughput/tokens_per_s": metrics["throughput/tokens"] / step_s,
+            "throughput/samples_per_s": metrics["train_rollouts/rollout_size"] / step_s,
+            "throughput/tflop_per_s": tflop_per_s,
+        }
+        peak = peak_flops(self._world.device)
+        return found if peak is None else {**found, "throughput/mfu": tflop_per_s * 1e12 / (peak * self._world.size)}

@@ -24,6 +24,7 @@ from learner.distributed import World
 from learner.logprobs import Head, LogProbs, token_logprobs
 from learner.lora import inject_adapters
 from learner.packing import MicroBatch, Piece, Shape, pack
+from learner.work import Effort
 from streamrl.config import schema
 from streamrl.errors import DataError
 from streamrl.wire.fingerprint import fingerprint, stop_ids
@@ -41,6 +42,7 @@ class Policy(nn.Module):
         config = model.config.get_text_config()
         # A mask of ours would silently widen a sliding window.
         windowed = getattr(config, "sliding_window", None) or {"full_attention"} != set(_layer_types(config))
+        self.effort = Effort.of(model)  # before anything is sharded
         self.shape = Shape(hidden_size=config.hidden_size, share_prompts=not windowed)
 
     def forward(self, batch: MicroBatch, *, raw: bool = False) -> LogProbs:

@@ -23,9 +23,14 @@ _SUMS: Final = (
     *("groups", "equal_groups", "generate_s", "reward_s"),
     *("samples", "finished", "prompt_tokens", "response_tokens", "reward", "reward_squared"),
     *("penalty", "baseline", "in_flight", "in_queue", "lag", "lag_tokens", "dead_tokens", "masked_tokens"),
-    *("model_tokens", "tokens", "entropy", "mismatch", "ratio", "ratio_squared", "clipped", "kl", "kl_tokens"),
+    *("model_tokens", "flops", "tokens", "entropy", "mismatch", "mismatch_factor", "ratio", "ratio_squared"),
+    *("clipped", "masked", "kl", "kl_tokens"),
 )
+# Upper edges of the bins that ratios are counted in; each bin begins beyond the edge before it.
+RATIO_EDGES: Final = (0.5, 0.8, 0.95, 0.99, 1.01, 1.05, 1.25, 2.0, 5.0, math.inf)
 _PEAKS: Final = ("lag", "negative_lag", "ratio")
+
+_MAX_LOG = 20.0
 
 IsDead = Callable[[int, int], bool]  # (version, its step): made by a lineage that was given up
 
@@ -34,7 +39,8 @@ class Tally:
     """One step's sums; `metrics` is a collective."""
 
     def __init__(self, *, sources: Sequence[str], step: int, is_dead: IsDead) -> None:
-        self._sums = dict.fromkeys((*_SUMS, *(f"reward/{name}" for name in sources)), 0.0)
+        names = (*_SUMS, *(f"ratio/{edge:g}" for edge in RATIO_EDGES), *(f"reward/{name}" for name in sources))
+        self._sums = dict.fromkeys(names, 0.0)
         self._peaks = dict.fromkeys(_PEAKS, -math.inf)
         self._sources, self._step, self._is_dead = tuple(sources), step, is_dead
 
@@ -57,24 +63,37 @@ class Tally:
             self._add_sample(sample)
 
     def add_tokens(self, out: LogProbs, logmu: torch.Tensor, losses: TokenLosses) -> None:
+        """Of every pass over the batch. All figures come to the CPU at once: each trip would stop a GPU."""
         if len(logmu) == 0:
             return
-        logp = out.logp.detach()
+        difference = logmu - out.logp.detach()
+        ratio = losses.ratio.double()
+        edges = torch.tensor(RATIO_EDGES[:-1], dtype=ratio.dtype, device=ratio.device)
+        bin_of = torch.bucketize(ratio, edges)
+        found = {
+            "entropy": out.entropy.sum(),
+            "mismatch": difference.sum(),
+            "mismatch_factor": difference.clamp(-_MAX_LOG, _MAX_LOG).abs().exp().sum(),
+            "ratio": ratio.sum(),
+            "ratio_squared": (ratio**2).sum(),
+            "clipped": losses.clipped.sum(),
+            "masked": losses.masked.sum(),
+        }
+        found |= {f"ratio/{edge:g}": (bin_of == at).sum() for at, edge in enumerate(RATIO_EDGES)}
+        *sums, peak = torch.stack([*(value.double() for value in found.values()), ratio.max()]).tolist()
+        for name, value in zip(found, sums, strict=True):
+            self._add(name, value)
         self._add("tokens", len(logmu))
-        self._add("entropy", float(out.entropy.sum()))
-        self._add("mismatch", float((logmu - logp).sum()))
-        self._add("ratio", float(losses.ratio.sum()))
-        self._add("ratio_squared", float((losses.ratio.double() ** 2).sum()))
-        self._add("clipped", float((losses.weight < losses.ratio).sum()))
-        self._peak("ratio", float(losses.ratio.max()))
+        self._peak("ratio", peak)
 
     def add_reference(self, logmu: torch.Tensor, logref: torch.Tensor) -> None:
         self._add("kl", float((logmu - logref).sum()))
         self._add("kl_tokens", len(logmu))
 
-    def add_work(self, *, num_tokens: int) -> None:
-        """Tokens that went through the model, prompts included."""
+    def add_work(self, *, num_tokens: int, flops: float) -> None:
+        """One pass: tokens of trained samples with their prompts, and what computing them takes."""
         self._add("model_tokens", num_tokens)
+        self._add("flops", flops)
 
     def add_masked(self, num_tokens: int) -> None:
         """Tokens that were too old to get a loss."""
@@ -85,6 +104,7 @@ class Tally:
         peaks = dict(zip(self._peaks, world.largest(np.array(list(self._peaks.values()))).tolist(), strict=True))
         found = {**_of_rollouts(sums, self._sources), **_of_tokens(sums, peaks), **_of_lag(sums, peaks)}
         found["throughput/tokens"] = sums["model_tokens"]
+        found["throughput/tflop"] = sums["flops"] / 1e12
         return {name: value for name, value in found.items() if math.isfinite(value)}
 
     def _add(self, name: str, value: float) -> None:
@@ -138,6 +158,9 @@ def _of_tokens(sums: Mapping[str, float], peaks: Mapping[str, float]) -> dict[st
         "policy/ratio_mean": sums["ratio"] / tokens,
         "policy/ratio_max": peaks["ratio"],
         "policy/clipped_fraction": sums["clipped"] / tokens,
+        "policy/masked_fraction": sums["masked"] / tokens,
+        "policy/token_mult_prob_error": sums["mismatch_factor"] / tokens,
+        **{f"policy/ratio_histogram/{edge:g}": sums[f"ratio/{edge:g}"] / tokens for edge in RATIO_EDGES},
     }
     if sums["ratio_squared"] > 0:
         found["policy/ess"] = sums["ratio"] ** 2 / sums["ratio_squared"] / tokens

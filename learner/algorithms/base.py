@@ -5,7 +5,7 @@ An algorithm is asked four things, in this order, and never blocks:
     keep(header)            rank 0, before a group is planned: a reason to drop it, or None
     select(group)           which samples have a loss, and which count in the mean
     advantages(group, ...)  one number a sample, from this group's own samples only, so that ranks need not talk
-    loss(logpi, tokens)     one number a token; the loop weighs and sums them:
+    loss(logpi, tokens)     one number a token; the loop weighs and sums them, once for each pass over the batch:
 
     loss = sum over tokens of  weight_t * loss_t,   weight_t = 1 / (N * T_i)   loss_mean: sequence
                                                     weight_t = 1 / T           loss_mean: token
@@ -43,15 +43,20 @@ class Tokens:
     """The trained tokens of one micro-batch, flat; everything but log pi itself, and all of it constant."""
 
     logmu: torch.Tensor  # [T] of the engine that sampled the token
+    logprox: torch.Tensor  # [T] of the policy before the first pass over the batch
     logref: torch.Tensor | None  # [T] of the reference; None when no KL is asked for
-    advantage: torch.Tensor  # [T] of the token's sample
+    advantage: torch.Tensor  # [T]
+    sample: torch.Tensor  # [T] whose token it is, from 0 up to num_samples; all tokens of a sample are here
+    num_samples: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLosses:
     values: torch.Tensor  # [T] carries the gradient
     ratio: torch.Tensor  # [T] pi / mu, before any clamp; no gradient
-    weight: torch.Tensor  # [T] what the correction made of it; no gradient
+    weight: torch.Tensor  # [T] what the loss made of it; no gradient
+    clipped: torch.Tensor  # [T] bool: a bound changed what the token teaches
+    masked: torch.Tensor  # [T] bool: a bound took the token out
 
 
 class Algorithm(Protocol):

@@ -5,21 +5,27 @@ For sample i of a group, with m_j = 1 where sample j may teach (it ended by itse
     R_i = r_i - beta * mean over tokens of |log mu - log pi_ref|      KL in the reward; without |.| if not `absolute`
     b_i = sum over j != i of m_j R_j / (sum over j of m_j - 1)
     A_i = R_i - b_i                                                   0 when fewer than two samples may teach
-    loss_t = correction(log pi_t, A_i) + beta * w_t * k(log pi_t, log pi_ref_t)   the second term: KL in the loss
+    A_i = A_i / std of R over the group                               if `scale_by_std`
+    A_i = (A_i - mean of A) / std of A                                if `normalize_batch`: over all trained samples
+    A_t = gamma^(T_i - 1 - t) A_i                                     token t of T_i; gamma is `discount_factor`
+    loss_t = policy_loss(log pi_t, A_t) + beta * w_t * k(log pi_t, log pi_ref_t)  the second term: KL in the loss
 
 The penalty in the reward uses the log-probs under which the sample was made, so it needs no further forward pass of
-the policy. w_t is the correction's own weight: the KL is that of today's policy, not of the one that sampled.
+the policy. w_t is the policy loss's own weight: the KL is that of today's policy, not of the one that sampled. The two
+lines that look beyond the group, A over the batch and A_t, are computed in `learner.gradients`.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from learner.algorithms.base import Advantages, Selection, TokenLosses, Tokens, usable
-from learner.algorithms.corrections import make_correction
 from learner.algorithms.kl import ESTIMATORS
+from learner.algorithms.losses import make_loss
 from streamrl.config import schema
 from streamrl.wire.group import Group, GroupHeader
 
@@ -29,7 +35,7 @@ _STD_FLOOR = 1e-6
 class Reinforce:
     def __init__(self, settings: schema.Algorithm) -> None:
         self._settings = settings
-        self._correct = make_correction(settings)
+        self._policy_loss = make_loss(settings)
         self._kl_in = settings.kl.placement if settings.kl.coefficient > 0 else "none"
         self._estimate_kl = ESTIMATORS[settings.kl.estimator]
         self.needs_reference = self._kl_in != "none"
@@ -65,12 +71,12 @@ class Reinforce:
         return Advantages(values=values, baselines=baselines)
 
     def loss(self, logpi: torch.Tensor, tokens: Tokens) -> TokenLosses:
-        losses = self._correct(logpi, tokens)
+        losses = self._policy_loss(logpi, tokens)
         if self._kl_in != "loss":
             return losses
         assert tokens.logref is not None, "KL in the loss needs the reference's log-probs"
         kl = self._settings.kl.coefficient * losses.weight * self._estimate_kl(logpi, tokens.logref)
-        return TokenLosses(values=losses.values + kl, ratio=losses.ratio, weight=losses.weight)
+        return replace(losses, values=losses.values + kl)
 
 
 def leave_one_out(rewards: npt.NDArray[np.float64], may_teach: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from learner.algorithms.base import Advantages, Selection, TokenLosses, Tokens, usable
-from learner.algorithms.corrections import uncorrected
+from learner.algorithms.losses.uncorrected import uncorrected
 from streamrl.config import schema
 from streamrl.wire.group import Group, GroupHeader
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 from streamrl.config.explain import show
-from streamrl.config.schema import Config, FunctionReward, HttpReward, Sampling
+from streamrl.config.losses import DEFAULTS
+from streamrl.config.schema import Algorithm, Config, FunctionReward, HttpReward, Sampling
 from streamrl.errors import ConfigError
 
 LOCAL_REWARD_SERVER = "local"  # the url of an http source that means the run's own reward_server
@@ -114,6 +116,66 @@ def _kl(config: Config) -> Iterator[Problem]:
             key="algorithm.kl.estimator",
             value=kl.estimator,
             remedy=f"with algorithm.kl.placement={kl.placement} it must be {' or '.join(allowed)}",
+        )
+
+
+def _losses(config: Config) -> Iterator[Problem]:
+    settings = config.algorithm
+    if settings.name == "rejection_sampling":
+        yield from _of_reinforce_only(settings)
+        return
+    default = DEFAULTS[settings.correction]
+    if settings.ratio_clamp is not None and default.clamp is None:
+        having = ", ".join(name for name, limits in DEFAULTS.items() if limits.clamp is not None)
+        yield Problem(
+            key="algorithm.ratio_clamp",
+            value=settings.ratio_clamp,
+            remedy=f"algorithm.correction={settings.correction} clamps no ratio; set it to null (used by {having})",
+        )
+    if settings.ratio_bounds is not None:
+        yield from _bounds(settings, settings.ratio_bounds)
+    if settings.reinforce_epochs > 1 and settings.correction == "none":
+        yield Problem(
+            key="algorithm.reinforce_epochs",
+            value=settings.reinforce_epochs,
+            remedy="after the first pass the samples are another policy's, which algorithm.correction=none ignores; "
+            "choose another correction, or set this to 1",
+        )
+    if settings.discount_factor < 1 and settings.correction == "gspo":
+        yield Problem(
+            key="algorithm.discount_factor",
+            value=settings.discount_factor,
+            remedy="gspo judges a response as a whole, so its tokens cannot have advantages of their own; must be 1",
+        )
+
+
+def _bounds(settings: Algorithm, bounds: tuple[float, float]) -> Iterator[Problem]:
+    problem = partial(Problem, key="algorithm.ratio_bounds", value=list(bounds))
+    if DEFAULTS[settings.correction].bounds is None:
+        having = ", ".join(name for name, limits in DEFAULTS.items() if limits.bounds is not None)
+        yield problem(
+            remedy=f"algorithm.correction={settings.correction} has no bounds; set it to null (used by {having})"
+        )
+    elif not bounds[0] <= 1 <= bounds[1]:
+        yield problem(remedy="must be [low, high] with low <= 1 <= high: 1 is the ratio of a sample that is not stale")
+
+
+def _of_reinforce_only(settings: Algorithm) -> Iterator[Problem]:
+    """What the user asked for, and rejection sampling would not do."""
+    asked = {
+        "correction": settings.correction not in ("none", Algorithm().correction),
+        "ratio_clamp": settings.ratio_clamp is not None,
+        "ratio_bounds": settings.ratio_bounds is not None,
+        "discount_factor": settings.discount_factor < 1,
+        "scale_by_std": settings.scale_by_std,
+        "normalize_batch": settings.normalize_batch,
+    }
+    for name in (name for name, is_asked in asked.items() if is_asked):
+        yield Problem(
+            key=f"algorithm.{name}",
+            value=getattr(settings, name),
+            remedy="rejection_sampling trains its winners as given answers, without ratios or advantages; "
+            "take it away, or set algorithm.name=reinforce",
         )
 
 
@@ -230,6 +292,7 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _sampling,
     _groups,
     _kl,
+    _losses,
     _optimizer,
     _training,
     _lag,

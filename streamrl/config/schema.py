@@ -128,11 +128,19 @@ class Kl(Section):
     absolute: bool = True  # |k1| in the reward [use_absolute_kl]
 
 
+Correction = Literal["truncated", "tis", "icepop", "sequence_mask", "gspo", "ppo", "decoupled", "none"]
+
+
 class Algorithm(Section):
     name: Literal["reinforce", "rejection_sampling"] = "reinforce"
-    correction: Literal["truncated", "none"] = "truncated"  # off-policy correction by the ratio pi / mu
-    ratio_clamp: PositiveFloat = 5.0  # truncated: the ratio is clamped above
+    correction: Correction = "truncated"  # off-policy correction by the ratio pi / mu: learner/algorithms/losses
+    ratio_clamp: PositiveFloat | None = None  # above; null: truncated, sequence_mask, decoupled 5, tis 2
+    # Below and above; null: icepop 0.5, 5; sequence_mask 0.99, 1.01; gspo 0.9997, 1.0004; ppo, decoupled 0.8, 1.2
+    ratio_bounds: tuple[NonNegativeFloat, PositiveFloat] | None = None
+    reinforce_epochs: Positive = 1  # optimizer passes over a batch [reinforce_epochs]
+    discount_factor: Annotated[float, Field(gt=0, le=1)] = 1.0  # a token, from the end of the response back
     scale_by_std: bool = False  # divide advantages by the group's standard deviation
+    normalize_batch: bool = False  # advantages of the batch to mean 0 and standard deviation 1
     drop_zero_variance: bool = True  # groups whose rewards are all equal teach nothing; dropped and counted
     mask_unfinished: bool = True  # samples cut by max_tokens get no loss and are no baseline
     loss_mean: Literal["sequence", "token"] = "sequence"  # mean over each sequence first, or over all tokens

@@ -4,6 +4,8 @@ A step's record is a flat map from these names to finite numbers. Rewards of a s
 `train_rollouts/rewards/<source>`, drops by reason `stream/dropped/<reason>`, messages that decided no ticket
 `stream/ignored/<reason>`. Drops by the longest response of the group, up to so many tokens and beyond the next smaller
 number: `stream/dropped_by_length/<tokens>` counts them, `stream/drop_rate_by_length/<tokens>` is their share.
+`policy/ratio_histogram/<edge>` is the share of tokens whose ratio pi / mu is at most that edge and above the next
+smaller one. `idle/<wait>` is the share of the step that rank 0 spent in that wait.
 """
 
 from __future__ import annotations
@@ -38,9 +40,11 @@ METRICS: Mapping[str, str] = {
     "policy/entropy": "mean entropy of the next-token distribution",
     "policy/ratio_mean": "mean importance ratio pi / mu",
     "policy/ratio_max": "largest importance ratio",
-    "policy/clipped_fraction": "share of tokens whose ratio was clamped",
+    "policy/clipped_fraction": "share of tokens of which a bound on a ratio changed what they teach",
+    "policy/masked_fraction": "share of tokens that a bound on a ratio took out",
     "policy/ess": "effective sample size of the ratios, as a share of tokens",
     "policy/mismatch_kl": "mean of log mu - log pi over sampled tokens",
+    "policy/token_mult_prob_error": "mean of exp |log mu - log pi|: 1 where engine and learner agree",
     "lag/min": "steps between the version that made a token and the step that trains it: smallest",
     "lag/mean": "the same: mean over tokens",
     "lag/max": "the same: largest",
@@ -65,8 +69,11 @@ METRICS: Mapping[str, str] = {
     "timers/publish": "seconds to encode, store and announce a version",
     "timers/checkpoint": "seconds to write a checkpoint",
     "timers/step": "seconds of the whole step",
-    "throughput/tokens": "tokens that went through the model in the step, prompts included",
-    "throughput/tokens_per_s": "trained tokens per second of the whole step",
+    "throughput/tokens": "tokens of the samples trained in the step, prompts included, of every pass",
+    "throughput/tokens_per_s": "the same per second of the whole step",
+    "throughput/tflop": "useful 10^12 floating-point operations of the step's forward and backward passes",
+    "throughput/tflop_per_s": "the same per second in timers/train, of all ranks together",
+    "throughput/mfu": "the same as a share of what the GPUs could do, where that is known",
     "throughput/samples_per_s": "trained samples per second of the whole step",
     "weights/version": "number of the version published after the step",
     "weights/num_bytes": "bytes of the published version",
@@ -74,6 +81,8 @@ METRICS: Mapping[str, str] = {
 }
 
 _FAMILIES = (
+    "policy/ratio_histogram/",
+    "idle/",
     "train_rollouts/rewards/",
     "val_rollouts/rewards/",
     "stream/dropped/",

@@ -65,6 +65,7 @@ class Progress:
         self._state: State = "starting"
         self._doing, self._since, self._last_progress = "start", now, now
         self._detail: dict[str, int | float | str] = {}
+        self._waited: dict[Wait, float] = {}
 
     def working(self, doing: str) -> None:
         """Say what is being done now; entering a new activity is progress."""
@@ -89,13 +90,21 @@ class Progress:
         """Inside, the part waits; leaving restores what it was doing. The caller bounds the wait."""
         with self._lock:
             before = (self._state, self._doing)
-            self._state, self._doing, self._since = "waiting", str(wait), self._clock()
+            began = self._clock()
+            self._state, self._doing, self._since = "waiting", str(wait), began
         try:
             yield
         finally:
             with self._lock:
                 self._state, self._doing = before
                 self._since = self._clock()
+                self._waited[wait] = self._waited.get(wait, 0.0) + max(0.0, self._since - began)
+
+    def take_waits(self) -> dict[Wait, float]:
+        """Seconds spent in each wait since this was last asked."""
+        with self._lock:
+            taken, self._waited = self._waited, {}
+        return taken
 
     def report(self) -> Report:
         with self._lock:

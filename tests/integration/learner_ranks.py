@@ -1,19 +1,23 @@
-"""What each rank does in test_learner_ranks: steps on its share of groups, versions, a checkpoint. Run by torchrun.
+"""What each rank does in test_learner_ranks: steps on its share of groups, versions, a checkpoint; and the gradients of
+every algorithm. Run by torchrun.
 
-python -m tests.integration.learner_ranks FOLDER    FOLDER/model exists; results go to FOLDER/out-<world size>
+python -m tests.integration.learner_ranks FOLDER [gradients]    FOLDER/model exists; results: FOLDER/out-<world size>
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors.torch
 import torch
 
 from learner.algorithms import make_algorithm
+from learner.algorithms.losses import LOSSES
 from learner.distributed import World, join_world
 from learner.gradients import Gradients
 from learner.model import evaluating, load_policy, load_reference
@@ -29,6 +33,13 @@ from streamrl.weights.stores import FileStore
 from tests.learner_cases import learner_config, random_groups
 
 NUM_STEPS = 3
+ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
+    **{name: {"correction": name} for name in LOSSES},
+    "token mean": {"loss_mean": "token"},
+    "normalized, scaled, discounted": {"normalize_batch": True, "scale_by_std": True, "discount_factor": 0.9},
+    "kl in the loss": {"kl": schema.Kl(placement="loss", estimator="k3", coefficient=0.3)},
+    "rejection sampling": {"name": "rejection_sampling"},
+}
 END = 1  # of the tiny tokenizer
 
 
@@ -51,25 +62,39 @@ class Rank:
         self.world = world
         self.policy = load_policy(self.config, world, (END,))
         self.optimizer = make_optimizer(self.policy, self.config.optimizer)
-        reference = load_reference(self.config, world, (END,))
+        self._reference = load_reference(self.config, world, (END,))
+        self.gradients = self.make_gradients(self.config)
 
+    def make_gradients(self, config: schema.Config) -> Gradients:
         def ask(batch: MicroBatch) -> torch.Tensor:
-            with evaluating(reference):
-                return reference(batch).logp
+            with evaluating(self._reference):
+                return self._reference(batch).logp
 
-        self.gradients = Gradients(
+        return Gradients(
             policy=self.policy,
             reference=ask,
-            algorithm=make_algorithm(self.config.algorithm),
-            config=self.config,
-            world=world,
+            algorithm=make_algorithm(config.algorithm),
+            config=config,
+            world=self.world,
             beat=lambda: None,
         )
+
+    def gradient(self, settings: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Of an algorithm, over all ranks."""
+        config = self.config.model_copy(update={"algorithm": schema.Algorithm(**settings)})
+        groups = random_groups(5, seed=11)[self.world.rank :: self.world.size]
+        tally = Tally(sources=tuple(config.rewards), step=0, is_dead=lambda _version, _step: False)
+        gradients = self.make_gradients(config)
+        gradients.accumulate(gradients.prepare(groups, tally), tally)
+        found = {name: whole(p.grad).clone() for name, p in self.policy.named_parameters()}
+        self.optimizer.zero_grad()
+        return found
 
     def step(self, number: int, *, num_groups: int = 5) -> dict[str, float]:
         groups = random_groups(num_groups, seed=number)[self.world.rank :: self.world.size]
         tally = Tally(sources=tuple(self.config.rewards), step=number, is_dead=lambda _version, _step: False)
-        loss = self.gradients.accumulate(groups, tally).loss
+        batch = self.gradients.prepare(groups, tally)
+        loss = self.gradients.accumulate(batch, tally)
         made = update(self.optimizer, loss=loss, lr=1e-3, clip_norm=1.0, world=self.world)
         return {**tally.metrics(self.world), "loss": made.loss, "grad_norm": made.grad_norm}
 
@@ -90,9 +115,18 @@ def publisher(rank: Rank, folder: Path) -> Publisher:
     )
 
 
-def work(folder: Path, world: World) -> None:
+def save_gradients(folder: Path, world: World) -> None:
     out = folder / f"out-{world.size}"
     out.mkdir(exist_ok=True)
+    rank = Rank(folder, world)
+    found = {f"{a}/{name}": g for a, of in ALGORITHMS.items() for name, g in rank.gradient(of).items()}
+    if world.is_main:
+        safetensors.torch.save_file(found, out / "gradients.safetensors")
+
+
+def work(folder: Path, world: World) -> None:
+    save_gradients(folder, world)
+    out = folder / f"out-{world.size}"
     rank = Rank(folder, world)
     versions = publisher(rank, out)
     metrics: dict[str, float] = {}
@@ -124,4 +158,4 @@ def work(folder: Path, world: World) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with join_world(os.environ, timeout_s=60) as joined:
-        work(Path(sys.argv[1]), joined)
+        (save_gradients if sys.argv[2:] == ["gradients"] else work)(Path(sys.argv[1]), joined)

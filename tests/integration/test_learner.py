@@ -25,6 +25,7 @@ from tests.helpers import wait_until
 from tests.integration.learner_world import lines, made_up_worker, make_run, output, running_learner
 
 PATIENCE_S = 120
+TWO_PASSES = schema.Algorithm(correction="decoupled", reinforce_epochs=2)
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, url: str) -> schema.Config:
     config = make_run(
         folder,
         name="whole",
+        algorithm=TWO_PASSES,
         data=schema.Data(train=prompts, validation=prompts),
         validation=schema.Validation(every_steps=4, max_prompts=5),
     )
@@ -57,7 +59,15 @@ def test_a_run_makes_its_steps_and_records_known_metrics(whole: schema.Config) -
     names = {name for record in records for name in record} - {"step", "epoch", "at"}
     assert all(is_metric(name) for name in names)
     expected = {"train_optim/loss", "policy/ess", "lag/mean", "train_rollouts/init_policy_kl", "timers/publish"}
+    expected |= {"idle/groups", "policy/masked_fraction", "policy/ratio_histogram/1.01", "throughput/tflop_per_s"}
     assert expected | {"train_rollouts/rewards/favourite"} <= names
+
+
+def test_each_pass_over_a_batch_is_an_optimizer_step(whole: schema.Config) -> None:
+    [file] = max((whole.folder / "checkpoints").glob("e*")).glob("train-*")
+    with safetensors.safe_open(file, framework="pt") as state:
+        made = json.loads(state.metadata()["steps"])
+    assert set(made.values()) == {6 * 2}
 
 
 def test_every_ticket_that_a_run_trained_is_in_its_last_checkpoint(whole: schema.Config) -> None:
@@ -98,7 +108,7 @@ def test_the_export_is_what_workers_were_served_and_plain_transformers_loads_it(
 def test_a_run_interrupted_at_one_two_and_one_ranks_learns_what_the_whole_one_learns(
     whole: schema.Config, url: str, tmp_path: Path, client: redis.Redis
 ) -> None:
-    config = make_run(tmp_path, name="interrupted")
+    config = make_run(tmp_path, name="interrupted", algorithm=TWO_PASSES)
     with made_up_worker(config, url):
         assert run_until_step(config, url, 1) == 0, output(config)
         assert client.hget(Keys(config.name).meta, "state") == b"stopped"

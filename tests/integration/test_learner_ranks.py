@@ -17,7 +17,7 @@ from learner.state import load_state
 from streamrl.weights.manifest import Manifest, decode_manifest
 from streamrl.weights.mirror import Mirror
 from streamrl.weights.stores import FileStore
-from tests.integration.learner_ranks import NUM_STEPS, Rank, work
+from tests.integration.learner_ranks import ALGORITHMS, NUM_STEPS, Rank, work
 from tests.tiny_models import make_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,17 +30,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     make_model(folder / "model", hidden=32, tied=False)
     work(folder, ALONE)
+    torchrun(2, str(folder))
+    return folder
+
+
+def torchrun(num_ranks: int, *arguments: str) -> None:
     subprocess.run(
         [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-            *("-m", "tests.integration.learner_ranks", str(folder)),
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"),
+            *("-m", "tests.integration.learner_ranks", *arguments),
         ],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         check=True,
         timeout=120,
     )
-    return folder
+
+
+def check_gradients(folder: Path, size: int) -> None:
+    one, more = (safetensors.torch.load_file(folder / f"out-{n}" / "gradients.safetensors") for n in (1, size))
+    assert {name.partition("/")[0] for name in one} == set(ALGORITHMS)
+    assert all(torch.isfinite(gradient).all() for gradient in one.values())
+    torch.testing.assert_close(more, one, atol=1e-5, rtol=1e-5)
 
 
 def weights(folder: Path, size: int) -> dict[str, torch.Tensor]:
@@ -54,6 +65,16 @@ def manifests(folder: Path, size: int) -> list[Manifest]:
 
 def test_two_ranks_learn_what_one_learns(folder: Path) -> None:
     torch.testing.assert_close(weights(folder, 2), weights(folder, 1), atol=1e-5, rtol=0)
+
+
+def test_two_ranks_have_the_gradients_of_one_with_every_algorithm(folder: Path) -> None:
+    check_gradients(folder, 2)
+
+
+@pytest.mark.long
+def test_four_ranks_have_the_gradients_of_one_with_every_algorithm(folder: Path) -> None:
+    torchrun(4, str(folder), "gradients")
+    check_gradients(folder, 4)
 
 
 def test_metrics_do_not_depend_on_the_number_of_ranks(folder: Path) -> None:

@@ -54,6 +54,7 @@ def test_the_defaults_contradict_nothing(good: Path) -> None:
         ("data.validation=null", "validation.every_steps = 10: ", "data.validation"),
         ("algorithm.kl.estimator=k2", "algorithm.kl.estimator = 'k2': ", "must be k1"),
         ("algorithm.kl.placement=loss", "algorithm.kl.estimator = 'k1': ", "must be k2 or k3"),
+        ("algorithm.ratio_bounds=[0.5,2]", "algorithm.ratio_bounds = [0.5, 2.0]: ", "used by icepop, sequence_mask"),
         ("optimizer.min_lr=1", "optimizer.min_lr = 1.0: ", "optimizer.lr = 9e-07"),
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas = [0.9, 1.0]: ", "less than 1"),
         ("training.max_time=3h", "training.max_time = '3h': ", "DD:HH:MM:SS"),
@@ -91,6 +92,9 @@ def test_a_contradiction_is_one_line_with_key_value_and_remedy(
         ["data.validation=null", "validation.every_steps=0"],
         ["algorithm.kl={placement: loss, estimator: k3}"],
         ["algorithm.kl={placement: none, estimator: k3}"],
+        ["algorithm.correction=decoupled", "algorithm.ratio_clamp=3", "algorithm.ratio_bounds=[0.9,1.1]"],
+        ["algorithm.correction=ppo", "algorithm.reinforce_epochs=4", "algorithm.discount_factor=0.99"],
+        ["algorithm.name=rejection_sampling", "algorithm.correction=none", "algorithm.reinforce_epochs=2"],
         ["optimizer.min_lr=1", "optimizer.schedule=constant"],
         ["lag.max_steps=0"],
         ["rewards.m={type: http, url: local}", "reward_server.model=rm"],
@@ -104,6 +108,48 @@ def test_a_contradiction_is_one_line_with_key_value_and_remedy(
 )
 def test_what_belongs_together_is_accepted(good: Path, overrides: list[str]) -> None:
     assert problems(good, *overrides) == []
+
+
+@pytest.mark.parametrize(
+    ("correction", "override", "starts", "names"),
+    [
+        (
+            "icepop",
+            "ratio_clamp=3",
+            "algorithm.ratio_clamp = 3.0: ",
+            "used by truncated, tis, sequence_mask, decoupled",
+        ),
+        ("ppo", "ratio_bounds=[1.1,1.2]", "algorithm.ratio_bounds = [1.1, 1.2]: ", "low <= 1 <= high"),
+        ("ppo", "ratio_bounds=[0.5,0.9]", "algorithm.ratio_bounds = [0.5, 0.9]: ", "low <= 1 <= high"),
+        ("none", "reinforce_epochs=2", "algorithm.reinforce_epochs = 2: ", "choose another correction"),
+        ("gspo", "discount_factor=0.9", "algorithm.discount_factor = 0.9: ", "must be 1"),
+    ],
+)
+def test_each_loss_refuses_what_it_would_not_use(
+    good: Path, correction: str, override: str, starts: str, names: str
+) -> None:
+    [problem] = problems(good, f"algorithm.correction={correction}", f"algorithm.{override}")
+
+    assert problem.startswith(starts)
+    assert names in problem
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("correction=ppo", "correction"),
+        ("ratio_clamp=3", "ratio_clamp"),
+        ("ratio_bounds=[0.5,2]", "ratio_bounds"),
+        ("discount_factor=0.9", "discount_factor"),
+        ("scale_by_std=true", "scale_by_std"),
+        ("normalize_batch=true", "normalize_batch"),
+    ],
+)
+def test_rejection_sampling_refuses_settings_of_losses_and_advantages(good: Path, override: str, key: str) -> None:
+    [problem] = problems(good, "algorithm.name=rejection_sampling", f"algorithm.{override}")
+
+    assert problem.startswith(f"algorithm.{key} = ")
+    assert "algorithm.name=reinforce" in problem
 
 
 def test_rejection_sampling_has_no_more_winners_than_samples(good: Path) -> None:

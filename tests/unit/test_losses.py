@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from learner.algorithms import make_algorithm
-from learner.algorithms.base import Tokens
-from learner.algorithms.corrections import make_correction
 from learner.algorithms.kl import k1, k2, k3
 from learner.distributed import World
 from learner.gradients import Gradients
@@ -45,12 +43,12 @@ def policy64(folder: Path) -> Policy:
     return Policy(load_model(str(folder)).double(), head=head, min_tokens=1, dtype=torch.float64)
 
 
-def accumulate(policy: Policy, reference: Policy, groups: Sequence[Group], config: schema.Config) -> float:
+def make_gradients(policy: Policy, reference: Policy, config: schema.Config) -> Gradients:
     def ask(batch: MicroBatch) -> torch.Tensor:
         with torch.no_grad():
             return reference(batch).logp
 
-    gradients = Gradients(
+    return Gradients(
         policy=policy,
         reference=ask,
         algorithm=make_algorithm(config.algorithm),
@@ -58,8 +56,12 @@ def accumulate(policy: Policy, reference: Policy, groups: Sequence[Group], confi
         world=ALONE,
         beat=lambda: None,
     )
+
+
+def accumulate(policy: Policy, reference: Policy, groups: Sequence[Group], config: schema.Config) -> float:
+    gradients = make_gradients(policy, reference, config)
     tally = Tally(sources=tuple(config.rewards), step=0, is_dead=lambda _version, _step: False)
-    return gradients.accumulate(groups, tally).loss
+    return gradients.accumulate(gradients.prepare(groups, tally), tally)
 
 
 def plain_logprobs(policy: Policy, group: Group, tokens: Sequence[int]) -> torch.Tensor:
@@ -70,35 +72,102 @@ def plain_logprobs(policy: Policy, group: Group, tokens: Sequence[int]) -> torch
     return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
 
 
-def plain_loss(policy: Policy, reference: Policy, groups: Sequence[Group], settings: schema.Algorithm) -> torch.Tensor:
-    """The formulas of the docstrings, with no packing, no chunks and no shared code."""
-    beta = settings.kl.coefficient
-    per_sequence: list[torch.Tensor] = []
-    num_samples = num_tokens = 0
-    for group in groups:
-        num_samples += len(group.samples)
-        ends = [sample.finish_reason == "stop" for sample in group.samples]
-        logpi = [plain_logprobs(policy, group, s.token_ids.tolist()) for s in group.samples]
-        with torch.no_grad():
-            logref = [plain_logprobs(reference, group, s.token_ids.tolist()) for s in group.samples]
-        logmu = [torch.from_numpy(s.logprobs.copy()).double() for s in group.samples]
-        rewards = [s.reward for s in group.samples]
-        if settings.kl.placement == "reward":
-            rewards = [r - beta * float((m - f).abs().mean()) for r, m, f in zip(rewards, logmu, logref, strict=True)]
+def coefficients(
+    logpi: torch.Tensor, logmu: torch.Tensor, advantage: torch.Tensor, settings: schema.Algorithm
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of one response, in the first pass (pi_p = pi): the loss of each token is (value), its gradient is
+    -(slope) A d log pi, and the KL in the loss weighs (weight)."""
+    r = torch.exp(logpi.detach() - logmu)
+    g = torch.exp((logpi.detach() - logmu).mean()).expand(len(r))
+    zero, one = torch.zeros_like(r), torch.ones_like(r)
+    c = settings.ratio_clamp or {"tis": 2.0}.get(settings.correction, 5.0)
+    usual = {"icepop": (0.5, 5.0), "sequence_mask": (0.99, 1.01), "gspo": (1 - 3e-4, 1 + 4e-4)}
+    low, high = settings.ratio_bounds or usual.get(settings.correction, (0.8, 1.2))
+    capped = torch.where(r > c, c * one, r)
+    if settings.correction in ("truncated", "tis", "decoupled"):
+        return -capped * advantage * (logpi.detach() if settings.correction != "decoupled" else 1), capped, capped
+    if settings.correction in ("icepop", "sequence_mask"):
+        judged, kept = (r, r) if settings.correction == "icepop" else (g, capped)
+        slope = torch.where((judged >= low) & (judged <= high), kept, zero)
+        return -slope * advantage * logpi.detach(), slope, slope
+    if settings.correction in ("gspo", "ppo"):
+        q = g if settings.correction == "gspo" else r
+        bounded = torch.where(q < low, low * one, torch.where(q > high, high * one, q))
+        free = (q * advantage) <= (bounded * advantage)
+        return -torch.where(free, q, bounded) * advantage, torch.where(free, q, zero), bounded
+    return -advantage * logpi.detach(), one, one
+
+
+def moments(values: Sequence[float]) -> tuple[float, float]:
+    return float(np.mean(values)), float(np.std(values)) + 1e-6
+
+
+def plain_advantages(
+    groups: Sequence[Group], costs: list[list[float]], settings: schema.Algorithm
+) -> list[list[float]]:
+    """Of finished samples; 0 for the others, which have no loss."""
+    found: list[list[float]] = []
+    for group, cost in zip(groups, costs, strict=True):
+        rewards = [s.reward - c for s, c in zip(group.samples, cost, strict=True)]
+        ends = [s.finish_reason == "stop" for s in group.samples]
         usable = [r for r, end in zip(rewards, ends, strict=True) if end]
-        for i in range(len(rewards)):
-            if not ends[i]:
+        std = float(np.std(usable, ddof=1)) + 1e-6 if settings.scale_by_std and len(usable) > 1 else 1.0
+        found.append(
+            [
+                (r - (sum(usable) - r) / (len(usable) - 1)) / std if end and len(usable) > 1 else 0.0
+                for r, end in zip(rewards, ends, strict=True)
+            ]
+        )
+    if settings.normalize_batch:
+        trained = [
+            a
+            for group, of_group in zip(groups, found, strict=True)
+            for s, a in zip(group.samples, of_group, strict=True)
+            if s.finish_reason == "stop"
+        ]
+        mean, std = moments(trained)
+        found = [[(a - mean) / std for a in of_group] for of_group in found]
+    return found
+
+
+def plain_loss(
+    policy: Policy, reference: Policy, groups: Sequence[Group], settings: schema.Algorithm
+) -> tuple[float, torch.Tensor]:
+    """The formulas of the docstrings, with no packing, no chunks and no shared code: the loss, and what has its
+    gradient."""
+    beta = settings.kl.coefficient
+    logpi = [[plain_logprobs(policy, g, s.token_ids.tolist()) for s in g.samples] for g in groups]
+    with torch.no_grad():
+        logref = [[plain_logprobs(reference, g, s.token_ids.tolist()) for s in g.samples] for g in groups]
+    logmu = [[torch.from_numpy(s.logprobs.copy()).double() for s in g.samples] for g in groups]
+    in_reward = beta if settings.kl.placement == "reward" else 0.0
+    costs = [
+        [in_reward * float((m - f).abs().mean()) for m, f in zip(*of_group, strict=True)]
+        for of_group in zip(logmu, logref, strict=True)
+    ]
+    advantages = plain_advantages(groups, costs, settings)
+    values: list[float] = []
+    slopes: list[torch.Tensor] = []
+    num_tokens = 0
+    for g, group in enumerate(groups):
+        for i, sample in enumerate(group.samples):
+            if sample.finish_reason != "stop":
                 continue
-            advantage = rewards[i] - (sum(usable) - rewards[i]) / (len(usable) - 1) if len(usable) > 1 else 0.0
-            ratio = torch.exp(logpi[i].detach() - logmu[i])
-            weight = ratio.clamp(max=settings.ratio_clamp) if settings.correction == "truncated" else torch.ones(())
-            loss = -weight * advantage * logpi[i]
+            length = len(sample.token_ids)
+            to_go = torch.arange(length - 1, -1, -1, dtype=torch.float64)
+            advantage = advantages[g][i] * settings.discount_factor**to_go
+            value, slope, weight = coefficients(logpi[g][i], logmu[g][i], advantage, settings)
+            gradient = -slope * advantage * logpi[g][i]
             if settings.kl.placement == "loss":
-                d = logpi[i] - logref[i]
-                loss = loss + beta * weight * (0.5 * d**2 if settings.kl.estimator == "k2" else torch.exp(-d) - 1 + d)
-            num_tokens += len(loss)
-            per_sequence.append(loss.mean() if settings.loss_mean == "sequence" else loss.sum())
-    return torch.stack(per_sequence).sum() / (num_samples if settings.loss_mean == "sequence" else num_tokens)
+                d = logpi[g][i] - logref[g][i]
+                kl = beta * weight * (0.5 * d**2 if settings.kl.estimator == "k2" else torch.exp(-d) - 1 + d)
+                value, gradient = value + kl.detach(), gradient + kl
+            num_tokens += length
+            by_sequence = settings.loss_mean == "sequence"
+            values.append(float(value.mean() if by_sequence else value.sum()))
+            slopes.append(gradient.mean() if by_sequence else gradient.sum())
+    count = sum(len(group.samples) for group in groups) if settings.loss_mean == "sequence" else num_tokens
+    return sum(values) / count, torch.stack(slopes).sum() / count
 
 
 ALGORITHMS = {
@@ -110,6 +179,23 @@ ALGORITHMS = {
     "uncorrected": {"correction": "none"},
     "tight clamp": {"ratio_clamp": 0.3},
     "token mean": {"loss_mean": "token"},
+    "tis": {"correction": "tis"},
+    "icepop": {"correction": "icepop"},
+    "sequence mask": {"correction": "sequence_mask", "ratio_bounds": (0.2, 4.0)},
+    "sequence mask as usual": {"correction": "sequence_mask"},
+    "gspo": {"correction": "gspo", "ratio_bounds": (0.5, 2.0)},
+    "gspo as usual, token mean": {"correction": "gspo", "loss_mean": "token"},
+    "ppo": {"correction": "ppo"},
+    "ppo, token mean, kl in the loss": {
+        "correction": "ppo",
+        "loss_mean": "token",
+        "kl": schema.Kl(placement="loss", estimator="k3", coefficient=0.3),
+    },
+    "decoupled": {"correction": "decoupled"},
+    "discounted": {"discount_factor": 0.7},
+    "scaled by std": {"scale_by_std": True},
+    "normalized over the batch": {"normalize_batch": True},
+    "scaled, normalized, discounted": {"scale_by_std": True, "normalize_batch": True, "discount_factor": 0.9},
 }
 
 
@@ -123,9 +209,9 @@ def test_gradients_equal_the_objective_written_down_plainly(
     loss = accumulate(policy, reference, groups, config)
     ours = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
     policy.zero_grad()
-    truth = plain_loss(policy, reference, groups, config.algorithm)
-    truth.backward()
-    assert loss == pytest.approx(float(truth.detach()), abs=_LOSS)
+    truth, with_gradient = plain_loss(policy, reference, groups, config.algorithm)
+    with_gradient.backward()
+    assert loss == pytest.approx(truth, abs=_LOSS)
     for name, parameter in policy.named_parameters():
         torch.testing.assert_close(ours[name], parameter.grad, atol=_GRADIENT, rtol=1e-5)
 
@@ -141,16 +227,25 @@ def test_rejection_sampling_is_supervised_training_on_the_winners(model_folder: 
     assert loss == pytest.approx(float(torch.stack(terms).mean().detach()), abs=_LOSS)
 
 
-@pytest.mark.parametrize("loss_mean", ["sequence", "token"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"loss_mean": loss_mean} for loss_mean in ("sequence", "token")),
+        *({"correction": name} for name in ("icepop", "sequence_mask", "gspo", "ppo", "decoupled")),
+        {"normalize_batch": True, "discount_factor": 0.8},
+        {"name": "rejection_sampling"},
+    ],
+    ids=str,
+)
 def test_micro_batches_and_the_order_of_groups_do_not_change_the_gradient(
-    model_folder: Path, reference_folder: Path, loss_mean: str
+    model_folder: Path, reference_folder: Path, settings: dict[str, Any]
 ) -> None:
     groups = random_groups(6, seed=3)
     gradients: list[dict[str, torch.Tensor]] = []
     for max_tokens, order in ((10_000, 1), (10_000, -1), (60, 1), (1, 1)):
         config = learner_config(
             model_folder,
-            algorithm=schema.Algorithm(loss_mean=loss_mean),
+            algorithm=schema.Algorithm(**settings),
             training=schema.Training(micro_batch_tokens=max_tokens),
         )
         policy = policy64(model_folder)
@@ -179,30 +274,6 @@ def test_empty_and_unfinished_responses_and_lone_survivors_are_finite(
         assert all(torch.isfinite(g).all() for g in gradients)
 
 
-def test_the_truncated_ratio_weighs_each_token_and_carries_no_gradient() -> None:
-    logpi = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64, requires_grad=True)
-    tokens = Tokens(
-        logmu=torch.tensor([-1.0, -2.0, -9.0], dtype=torch.float64),
-        logref=None,
-        advantage=torch.tensor([2.0, 2.0, -1.0], dtype=torch.float64),
-    )
-    losses = make_correction(schema.Algorithm(ratio_clamp=5.0))(logpi, tokens)
-    e = float(np.e)
-    torch.testing.assert_close(losses.values, torch.tensor([2.0, 2 * e, -5.0], dtype=torch.float64))
-    torch.testing.assert_close(losses.ratio, torch.tensor([1.0, e, np.exp(8)], dtype=torch.float64))
-    [gradient] = torch.autograd.grad(losses.values.sum(), logpi)
-    torch.testing.assert_close(gradient, torch.tensor([-2.0, -2 * e, 5.0], dtype=torch.float64))
-
-
-def test_an_absurd_ratio_stays_finite() -> None:
-    logpi = torch.zeros(1, requires_grad=True)
-    tokens = Tokens(logmu=torch.tensor([-1e9]), logref=None, advantage=torch.zeros(1))
-    losses = make_correction(schema.Algorithm())(logpi, tokens)
-    losses.values.sum().backward()
-    assert torch.isfinite(losses.values).all()
-    assert torch.isfinite(logpi.grad).all()
-
-
 def test_kl_estimators_by_hand() -> None:
     logp, logref = torch.tensor([-1.0]), torch.tensor([-3.0])
     assert float(k1(logp, logref)) == 2.0
@@ -220,3 +291,33 @@ def test_gradient_checkpointing_changes_no_gradient(model_folder: Path) -> None:
         accumulate(policy, policy64(model_folder), groups, config)
         gradients.append({name: p.grad for name, p in policy.named_parameters() if p.grad is not None})
     torch.testing.assert_close(gradients[1], gradients[0], atol=1e-6, rtol=1e-5)
+
+
+def test_a_second_pass_compares_with_the_policy_before_the_first(model_folder: Path) -> None:
+    groups = random_groups(3)
+    settings = {
+        "correction": "decoupled",
+        "ratio_clamp": 1e6,
+        "ratio_bounds": (1e-6, 1e6),
+        "kl": schema.Kl(placement="none"),
+    }
+    config = learner_config(model_folder, algorithm=schema.Algorithm(**settings))
+    policy = policy64(model_folder)
+    gradients = make_gradients(policy, policy, config)
+    tally = Tally(sources=("made_up",), step=0, is_dead=lambda _version, _step: False)
+    batch = gradients.prepare(groups, tally)
+    first = gradients.accumulate(batch, tally)
+    kept = [logprox.clone() for logprox in batch.logprox]
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter -= 0.02 * parameter.grad
+    policy.zero_grad()
+    second = gradients.accumulate(batch, tally)
+    assert second < first, "a step against the gradient lowers the loss on the same batch"
+    assert all(torch.equal(now, before) for now, before in zip(batch.logprox, kept, strict=True))
+    # Without a bound that binds, pi_p cancels out: (pi_p / mu) (pi / pi_p) = pi / mu.
+    ours = {name: p.grad.clone() for name, p in policy.named_parameters()}
+    policy.zero_grad()
+    plain = schema.Algorithm(**{**settings, "correction": "truncated", "ratio_bounds": None})
+    accumulate(policy, policy, groups, learner_config(model_folder, algorithm=plain))
+    torch.testing.assert_close(ours, {name: p.grad for name, p in policy.named_parameters()}, atol=1e-9, rtol=1e-6)

@@ -10,6 +10,7 @@ from learner.algorithms.base import Advantages, TokenLosses
 from learner.distributed import World
 from learner.logprobs import LogProbs
 from learner.tally import Tally
+from streamrl.telemetry.metrics import is_metric
 from streamrl.versions import make_version
 from tests.learner_cases import group_of
 
@@ -52,7 +53,13 @@ def test_ratios_give_their_mean_and_the_effective_sample_size() -> None:
     tally = make_tally()
     logmu, logpi = torch.tensor([-1.0, -1.0, -2.0]), torch.tensor([-1.0, -1.0, -1.0])
     ratio = torch.tensor([1.0, 1.0, 4.0])
-    losses = TokenLosses(values=torch.zeros(3), ratio=ratio, weight=ratio.clamp(max=2.0))
+    losses = TokenLosses(
+        values=torch.zeros(3),
+        ratio=ratio,
+        weight=ratio.clamp(max=2.0),
+        clipped=ratio > 2.0,
+        masked=torch.tensor([True, False, False]),
+    )
     tally.add_tokens(LogProbs(logp=logpi, entropy=torch.tensor([0.5, 0.5, 2.0])), logmu, losses)
     tally.add_tokens(LogProbs(logp=logpi[:0], entropy=logpi[:0]), logmu[:0], losses)
     metrics = tally.metrics(ALONE)
@@ -61,7 +68,35 @@ def test_ratios_give_their_mean_and_the_effective_sample_size() -> None:
     assert metrics["policy/ess"] == pytest.approx(6**2 / 18 / 3)
     assert metrics["policy/clipped_fraction"] == pytest.approx(1 / 3)
     assert metrics["policy/mismatch_kl"] == pytest.approx(-1 / 3)
+    assert metrics["policy/masked_fraction"] == pytest.approx(1 / 3)
+    assert metrics["policy/token_mult_prob_error"] == pytest.approx((2 + np.e) / 3)
     assert metrics["policy/entropy"] == pytest.approx(1.0)
+
+
+def test_the_histogram_of_ratios_counts_up_to_each_edge() -> None:
+    tally = make_tally()
+    ratio = torch.tensor([0.1, 0.5, 1.0, 1.0, 1.2, 5.0, 5.1, 4e8])
+    nothing = torch.zeros(8)
+    losses = TokenLosses(values=nothing, ratio=ratio, weight=ratio, clipped=nothing.bool(), masked=nothing.bool())
+    tally.add_tokens(LogProbs(logp=nothing, entropy=nothing), nothing, losses)
+    mark = "policy/ratio_histogram/"
+    shares = {name.removeprefix(mark): s for name, s in tally.metrics(ALONE).items() if name.startswith(mark)}
+    assert all(is_metric(mark + edge) for edge in shares)
+    assert {edge: share * 8 for edge, share in shares.items() if share} == {
+        "0.5": 2,
+        "1.01": 2,
+        "1.25": 1,
+        "5": 1,
+        "inf": 2,
+    }
+
+
+def test_each_pass_counts_its_tokens_and_its_work() -> None:
+    tally = make_tally()
+    for _ in range(2):
+        tally.add_work(num_tokens=10, flops=3e12)
+    metrics = tally.metrics(ALONE)
+    assert (metrics["throughput/tokens"], metrics["throughput/tflop"]) == (20, 6)
 
 
 def test_a_rank_without_groups_adds_nothing_and_fails_nothing() -> None:
