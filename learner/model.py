@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from learner.attention import MASKED, VARLEN, choose
 from learner.distributed import World
 from learner.logprobs import Head, LogProbs, token_logprobs
 from learner.lora import inject_adapters
@@ -43,7 +44,12 @@ class Policy(nn.Module):
         # A mask of ours would silently widen a sliding window.
         windowed = getattr(config, "sliding_window", None) or {"full_attention"} != set(_layer_types(config))
         self.effort = Effort.of(model)  # before anything is sharded
-        self.shape = Shape(hidden_size=config.hidden_size, share_prompts=not windowed)
+        self._varlen = model.config._attn_implementation == VARLEN
+        self.shape = Shape(
+            hidden_size=config.hidden_size,
+            share_prompts=not windowed and not self._varlen,
+            padded=not self._varlen,
+        )
 
     def forward(self, batch: MicroBatch, *, raw: bool = False) -> LogProbs:
         """`raw`: as the bare model gives them, in fp32 throughout, at temperature 1 and with nothing banned."""
@@ -54,6 +60,7 @@ class Policy(nn.Module):
                 position_ids=batch.position_ids,
                 attention_mask=batch.attention_mask() if self.shape.share_prompts else None,
                 use_cache=False,
+                **({"cu_seq_lens_q": batch.starts, "max_length_q": batch.longest} if self._varlen else {}),
             )
         hidden = out.last_hidden_state.flatten(0, 1)[batch.index]
         weight = self.model.get_output_embeddings().weight
@@ -66,7 +73,7 @@ def _layer_types(config: transformers.PretrainedConfig) -> Sequence[str]:
 
 def load_policy(config: schema.Config, world: World, end_ids: tuple[int, ...]) -> Policy:
     """The model to train, as the hub or the folder has it, with fp32 masters."""
-    model = load_model(config.model.path)
+    model = load_model(config.model.path, attention=choose(config.model, world.device))
     if config.model.lora is not None:
         inject_adapters(model, config.model.lora)
     if config.model.gradient_checkpointing:
@@ -78,7 +85,7 @@ def load_policy(config: schema.Config, world: World, end_ids: tuple[int, ...]) -
 
 def load_reference(config: schema.Config, world: World, end_ids: tuple[int, ...]) -> Policy:
     """The policy as it was before the run: always from `model.path`, so that resuming never moves it."""
-    model = load_model(config.model.path)
+    model = load_model(config.model.path, attention=choose(config.model, world.device))
     model.to(getattr(torch, config.model.dtype)).requires_grad_(False)
     return shard(make_policy(model, config, end_ids).to(world.device), world)
 
@@ -102,10 +109,10 @@ def shard(policy: Policy, world: World) -> Policy:
     return policy
 
 
-def load_model(path: str) -> transformers.PreTrainedModel:
+def load_model(path: str, *, attention: str = MASKED) -> transformers.PreTrainedModel:
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="sdpa", **_no_dropout(_read_config(path))
+            path, dtype=torch.float32, attn_implementation=attention, **_no_dropout(_read_config(path))
         )
     except (OSError, ValueError) as error:
         raise _unusable(path, "be loaded as a causal language model", error) from error

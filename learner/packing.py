@@ -9,15 +9,15 @@ attention costs the square of a row: of a few lengths the cheapest is taken. A m
 `max_tokens` allows.
 
 The last token of a response predicts nothing and is left out; only tokens with a loss are asked of the head. Where
-prompts may not be shared, a bundle has one response, and `position_ids` alone tell where sequences begin: models and
-kernels that take lengths instead of a mask (sliding windows, varlen) find them there.
+prompts may not be shared, a bundle has one response, and `position_ids` alone tell where sequences begin: models that
+take no mask of ours (sliding windows) find them there, and kernels that take lengths in `starts`.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 
 import numpy as np
@@ -54,6 +54,8 @@ class MicroBatch:
     position: torch.Tensor  # [T] of the token in its response
     logmu: torch.Tensor  # [T]
     sample: torch.Tensor  # [T] whose token it is
+    starts: torch.Tensor  # [sequences + 1] int32: where sequences begin, rows laid end to end; then the end of the last
+    longest: int  # of these sequences; both are of use only where prompts are not shared
 
     def attention_mask(self) -> torch.Tensor:  # [rows, 1, length, length] True: the later one sees the earlier
         causal = torch.ones(2 * self.bundle.shape[1:], dtype=torch.bool, device=self.bundle.device).tril()
@@ -64,7 +66,9 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         if device.type == "cpu":
             return self
-        return MicroBatch(**{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved = {k: v.to(device, non_blocking=True) for k, v in values.items() if isinstance(v, torch.Tensor)}
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +77,7 @@ class Shape:
 
     hidden_size: int
     share_prompts: bool
+    padded: bool = True  # rows must be equally long; else one row of any length
 
     def cost(self, num_rows: int, length: int) -> int:
         """Relative: a layer spends about 24 hidden^2 on a token's projections, 4 hidden length on its attention."""
@@ -83,6 +88,9 @@ def pack(pieces: Sequence[Piece], *, max_tokens: int, shape: Shape) -> list[Micr
     if not pieces:
         return []
     longest = max(piece.num_tokens for piece in pieces)
+    if not shape.padded:
+        full = _fill(_bundles(pieces, longest, share=shape.share_prompts), max(longest, max_tokens))
+        return [_lay_out([row], sum(bundle.size for bundle in row)) for row in full]
     lengths = [longest * n for n in _ROW_MULTIPLES if n == 1 or longest * n <= max_tokens]
     packed = [(_fill(_bundles(pieces, length, share=shape.share_prompts), length), length) for length in lengths]
     rows, length = min(packed, key=lambda candidate: shape.cost(len(candidate[0]), candidate[1]))
@@ -157,6 +165,7 @@ def _lay_out(rows: Sequence[Sequence[_Bundle]], length: int) -> MicroBatch:
     flat = np.concatenate(trained, axis=1) if trained else np.zeros((4, 0), dtype=np.int64)
     input_ids, position_ids, bundle_ids, branch_ids = torch.from_numpy(cells)
     index_of, targets, positions, samples = torch.from_numpy(flat)
+    starts = np.append(np.flatnonzero(cells[1] == 0), cells[1].size).astype(np.int32)
     return MicroBatch(
         input_ids=input_ids,
         position_ids=position_ids,
@@ -167,6 +176,8 @@ def _lay_out(rows: Sequence[Sequence[_Bundle]], length: int) -> MicroBatch:
         position=positions,
         logmu=torch.from_numpy(np.concatenate(logmu)),
         sample=samples,
+        starts=torch.from_numpy(starts),
+        longest=int(np.diff(starts).max()),
     )
 
 

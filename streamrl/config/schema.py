@@ -41,6 +41,7 @@ class Lora(Section):
 class Model(Section):
     path: str  # folder or hub name of a causal language model
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of forward and backward passes; masters stay fp32
+    attention: Literal["auto", "masked", "varlen"] = "auto"  # of packed sequences; auto: varlen for bfloat16 on a GPU
     gradient_checkpointing: bool = False
     lora: Lora | None = None  # train adapters; the base is the reference
 
