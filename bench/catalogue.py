@@ -27,6 +27,8 @@ class Entry(NamedTuple):
 BENCHES: Mapping[str, Entry] = {
     "transport": Entry("bench.transport:bench", "Tickets and groups through Redis: speed, growth, reclaiming."),
     "weights": Entry("bench.weights:bench", "Weight deltas: size, speed, catching up, and corrupted ones."),
+    "learner": Entry("bench.learner:bench", "The learner's step against bare passes and against TRL."),
+    "learner-gpu": Entry("bench.learner_gpu:bench", "The same on a GPU, for models of 0.5 and 1.5B parameters."),
     "reward": Entry("bench.reward:bench", "The reward server against bare forward passes of its model."),
     "monitor": Entry("bench.monitor:bench", "Watching a run: top, the page, status, and what it costs Redis."),
 }

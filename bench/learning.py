@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ from streamrl.errors import TrainingError
 from streamrl.transport.keys import Keys
 from streamrl.transport.learner import LearnerStream
 from streamrl.versions import make_version
+from streamrl.wire.group import Group
 
 _NUM_PROMPTS = 1024
 _PROMPT_TOKENS = 40
@@ -66,8 +67,8 @@ class Learning:
         gc.collect()
         gc.freeze()  # as learner.assemble does
 
-    def step(self) -> int:
-        """The number of groups in it."""
+    def step(self, train: Callable[[Sequence[Group]], None] | None = None) -> int:
+        """The number of groups in it. Without `train` nothing is learnt from them."""
         deadline = time.monotonic() + _PATIENCE_S
         while True:
             plan = self._feed.plan(step=self._step, world_size=1, timeout_s=1.0)
@@ -79,6 +80,8 @@ class Learning:
                 raise TrainingError(f"no batch came within {_PATIENCE_S:g} s: have the workers ended?")
         fetched = fetch_groups(self._stream, plan, rank=0, vocabulary=VOCABULARY)
         assert len(fetched.groups) == len(plan.entries), "what the workers here send is sound"
+        if train is not None:
+            train(fetched.groups)
         self._feed.settle(plan, [int(verdict) for verdict in fetched.verdicts])
         self._step += 1
         self.num_trained += len(plan.entries)

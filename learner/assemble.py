@@ -23,6 +23,7 @@ from learner.conductor import Conductor
 from learner.data import PromptSet
 from learner.distributed import World
 from learner.epochs import CheckpointName
+from learner.exporters import check_exporters, open_exporters
 from learner.feed import Feed
 from learner.gradients import Gradients, Reference
 from learner.lease import LeaseKeeper
@@ -267,7 +268,11 @@ def _make_conductor(
             max_attempts=config.worker.max_attempts,
         )
     recorder = Recorder(
-        folder=config.folder, journal=admitted.stream, decoder=around.speech.tokenizer, epoch=start.epoch
+        folder=config.folder,
+        journal=admitted.stream,
+        decoder=around.speech.tokenizer,
+        epoch=start.epoch,
+        exporters=open_exporters(config, run_uid=start.run_uid),
     )
     return Conductor(
         config=config,
@@ -324,6 +329,8 @@ def read_prompts_of(config: schema.Config, speech: Speech) -> tuple[PromptSet, P
 
 
 def refuse_unsupported(config: schema.Config, world: World) -> None:
+    if world.is_main:
+        check_exporters(config)
     if config.model.lora is not None and world.size > 1:
         raise ConfigError(
             f"model.lora: adapters train in one process so far, and {world.size} were started; "

@@ -69,7 +69,7 @@ class _TokenLogProbs(torch.autograd.Function):
             total[part] = logits.logsumexp(dim=-1)
             logits -= total[part, None]
             logp[part] = logits.gather(1, targets[part, None])[:, 0]
-            entropy[part] = -(logits.exp() * logits).sum(dim=-1)
+            entropy[part] = -torch.bmm(logits.exp()[:, None], logits[:, :, None])[:, 0, 0]  # no third [t, V]
         ctx.save_for_backward(hidden, weight, targets, early, total)
         ctx.head = head
         ctx.mark_non_differentiable(entropy)
@@ -85,9 +85,9 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for part in _chunks(len(targets), len(weight), head.chunk_elements):
             logits = _logits(hidden[part], matrix, targets[part], early[part], head)
-            grad = logits.sub_(total[part, None]).exp_().mul_(-grads[0][part, None])
-            grad.scatter_add_(1, targets[part, None], grads[0][part, None])
-            grad = grad.div_(head.temperature).to(head.compute_dtype)
+            scale = grads[0][part, None] / head.temperature
+            grad = logits.sub_(total[part, None]).exp_().mul_(-scale)
+            grad = grad.scatter_add_(1, targets[part, None], scale).to(head.compute_dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = grad @ matrix
             if grad_weight is not None:
@@ -99,7 +99,9 @@ def _logits(
     hidden: torch.Tensor, matrix: torch.Tensor, targets: torch.Tensor, early: torch.Tensor, head: Head
 ) -> torch.Tensor:  # [t, V] at least fp32
     projected = hidden.to(head.compute_dtype) @ matrix.T
-    logits = projected.to(torch.promote_types(head.compute_dtype, torch.float32)) / head.temperature
+    logits = projected.to(torch.promote_types(head.compute_dtype, torch.float32))
+    if head.temperature != 1:
+        logits /= head.temperature
     if head.end_ids:
         ends = torch.tensor(head.end_ids, device=logits.device)
         # A response that ended early all the same (another engine, another end token) keeps a finite log-prob.

@@ -1,13 +1,16 @@
-"""LoRA through peft: adapters train, the base is the reference, and what is published is the two merged."""
+"""LoRA through peft: adapters train, the base is the reference, and what is published is the two merged.
+
+peft is imported only where adapters are asked for: it is slow to import, and most runs have none.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-import peft
 import torch
-from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from streamrl.config import schema
@@ -17,6 +20,8 @@ _ADAPTER = "default"
 
 
 def inject_adapters(model: nn.Module, settings: schema.Lora) -> None:
+    import peft  # as the module says
+
     adapters = peft.LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
@@ -34,7 +39,7 @@ def inject_adapters(model: nn.Module, settings: schema.Lora) -> None:
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Inside, the model is its base: the policy as it was before the run."""
-    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    layers = list(_adapted(model).values())
     for layer in layers:
         layer.enable_adapters(enabled=False)
     try:
@@ -46,7 +51,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 def merged_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(the base's own name, base + adapter) for every parameter; a model without adapters gives its own."""
-    adapted = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    adapted = _adapted(model)
     for name, parameter in model.named_parameters():
         owner, _, leaf = name.rpartition(".base_layer.")
         if owner in adapted:
@@ -54,3 +59,12 @@ def merged_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{owner}.{leaf}", parameter if delta is None else parameter + delta
         elif not any(name.startswith(f"{owner}.lora_") for owner in adapted):
             yield name, parameter
+
+
+def _adapted(model: nn.Module) -> dict[str, Any]:
+    """The layers with adapters, by name."""
+    if "peft" not in sys.modules:
+        return {}
+    from peft.tuners.lora import LoraLayer
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}

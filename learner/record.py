@@ -3,6 +3,7 @@
     metrics.jsonl      a line a step, and a line a validation
     validation.jsonl   a line a validation: its numbers and some prompts with their completions
     Redis              the same metrics, for the monitor
+    exporters          the same metrics, for TensorBoard and W&B where the configuration asks for them
 
 After a crash steps since the last checkpoint are made again and stand there twice; the later line, of the higher
 epoch, counts. Only rank 0 records. A disk or a Redis that fails here never stops training.
@@ -13,13 +14,14 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import structlog
 
+from learner.exporters import Exporter
 from learner.validation import ValidationResult
 from streamrl.telemetry.metrics import is_metric
 
@@ -39,14 +41,19 @@ class Decoder(Protocol):
 
 
 class Recorder:
-    def __init__(self, *, folder: Path, journal: Journal, decoder: Decoder, epoch: int) -> None:
+    def __init__(
+        self, *, folder: Path, journal: Journal, decoder: Decoder, epoch: int, exporters: Sequence[Exporter] = ()
+    ) -> None:
         self._folder, self._journal, self._decoder, self._epoch = folder, journal, decoder, epoch
+        self._exporters = exporters
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         unknown = [name for name in metrics if not is_metric(name)]
         assert not unknown, f"not in streamrl.telemetry.metrics: {unknown}"
         self._journal.record(step, metrics)
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        for exporter in self._exporters:
+            exporter.step(step, finite)
         self._append("metrics.jsonl", {"step": step, "epoch": self._epoch, "at": time.time(), **finite})
 
     def validation(self, result: ValidationResult) -> None:

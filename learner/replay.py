@@ -25,6 +25,7 @@ from learner.conductor import Conductor
 from learner.data import PromptSet
 from learner.distributed import World
 from learner.export import export
+from learner.exporters import open_exporters
 from learner.lease import LeaseKeeper
 from learner.model import Policy, load_policy, read_speech
 from learner.record import Recorder, Timers
@@ -120,7 +121,13 @@ def _make_conductor(
         validation=None,
         checkpoints=claimed.checkpoints,
         lease=LeaseKeeper(lambda: None, lease_s=config.learner.lease_s),  # the folder's lock is held instead
-        recorder=Recorder(folder=config.folder, journal=stream, decoder=around.speech.tokenizer, epoch=start.epoch),
+        recorder=Recorder(
+            folder=config.folder,
+            journal=stream,
+            decoder=around.speech.tokenizer,
+            epoch=start.epoch,
+            exporters=open_exporters(config, run_uid=start.run_uid),
+        ),
         suspects=None,
         progress=around.progress,
         timers=around.timers,

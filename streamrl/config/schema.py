@@ -202,6 +202,19 @@ class Validation(Section):
     timeout_s: PositiveFloat = 600.0
 
 
+class Wandb(Section):
+    project: str = "streamrl"
+    entity: str | None = None  # null: the account's own
+    mode: Literal["online", "offline"] = "online"
+
+
+class Metrics(Section):
+    """Where metrics go beside the run's metrics.jsonl and Redis."""
+
+    tensorboard: bool = False  # event files in the run's folder
+    wandb: Wandb | None = None
+
+
 class Worker(Section):
     count: NonNegative = 1  # workers that `streamrl up` starts
     engine: Literal["vllm", "transformers"] = "vllm"
@@ -240,6 +253,7 @@ class Config(Section):
     weights: Weights = Weights()
     checkpoint: Checkpoint = Checkpoint()
     validation: Validation = Validation()
+    metrics: Metrics = Metrics()
     worker: Worker = Worker()
     learner: Learner = Learner()
 

@@ -6,6 +6,7 @@ python -m tests.integration.learner_ranks FOLDER [gradients]    FOLDER/model exi
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
+from torch.distributed.tensor import DTensor
 
 from learner.algorithms import make_algorithm
 from learner.algorithms.losses import LOSSES
@@ -124,6 +126,27 @@ def save_gradients(folder: Path, world: World) -> None:
         safetensors.torch.save_file(found, out / "gradients.safetensors")
 
 
+def poison_one_rank(rank: Rank, versions: Publisher) -> dict[str, bool]:
+    """A gradient that is not a number, on the last rank alone, and a version published after it."""
+    before = rank.weights()
+    moments = [moment.clone() for state in rank.optimizer.state.values() for moment in state.values()]
+    tally = Tally(sources=tuple(rank.config.rewards), step=0, is_dead=lambda _version, _step: False)
+    groups = random_groups(5, seed=7)[rank.world.rank :: rank.world.size]
+    loss = rank.gradients.accumulate(rank.gradients.prepare(groups, tally), tally)
+    if rank.world.rank == rank.world.size - 1:
+        gradient = next(p.grad for p in rank.policy.parameters() if p.grad is not None)
+        (gradient.to_local() if isinstance(gradient, DTensor) else gradient).view(-1)[0] = torch.nan
+    made = update(rank.optimizer, loss=loss, lr=1e-3, clip_norm=1.0, world=rank.world)
+    after = [moment for state in rank.optimizer.state.values() for moment in state.values()]
+    assert versions.publish(NUM_STEPS) is not None
+    return {
+        "skipped": not made.applied,
+        "weights stayed": all(torch.equal(w, before[name]) for name, w in rank.weights().items()),
+        "moments stayed": all(torch.equal(*both) for both in zip(after, moments, strict=True)),
+        "gradients are gone": all(p.grad is None for p in rank.policy.parameters()),
+    }
+
+
 def work(folder: Path, world: World) -> None:
     save_gradients(folder, world)
     out = folder / f"out-{world.size}"
@@ -135,6 +158,8 @@ def work(folder: Path, world: World) -> None:
         # The last batch has one group: with two ranks, one of them gets nothing.
         metrics = rank.step(number, num_groups=1 if number == NUM_STEPS - 1 else 5)
     assert versions.publish(NUM_STEPS) is not None
+    found = poison_one_rank(rank, publisher(rank, out / "poisoned"))
+    (out / f"poisoned-{world.rank}.json").write_text(json.dumps(found))
     (out / "checkpoint").mkdir(exist_ok=True)
     world.barrier()
     save_state(out / "checkpoint", rank.policy, rank.optimizer, world)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -86,6 +87,19 @@ def test_metrics_do_not_depend_on_the_number_of_ranks(folder: Path) -> None:
     assert set(alone) == set(together)
     for name, value in alone.items():
         assert float(together[name]) == pytest.approx(float(value), abs=1e-4, rel=1e-3), name
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_gradient_that_is_not_a_number_on_one_rank_makes_all_skip_and_is_never_published(
+    folder: Path, size: int, tmp_path: Path
+) -> None:
+    for rank in range(size):
+        found = json.loads((folder / f"out-{size}" / f"poisoned-{rank}.json").read_text())
+        assert all(found.values()), (rank, found)
+    [path] = (folder / f"out-{size}" / "poisoned").glob("manifest-*")
+    mirror = Mirror(tmp_path)
+    mirror.apply(decode_manifest(path.read_bytes()), FileStore(folder / f"out-{size}" / "poisoned" / "blobs"))
+    assert all(torch.isfinite(tensor).all() for tensor in safetensors.torch.load_file(mirror.path).values())
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -12,7 +12,7 @@ import pytest
 from streamrl.config.check import check_config
 from streamrl.config.keys import ANY_NAME, known_keys
 from streamrl.config.load import load_config
-from streamrl.config.schema import Config, FunctionReward, HttpReward, Lora, RewardServer
+from streamrl.config.schema import Config, FunctionReward, HttpReward, Lora, RewardServer, Wandb
 from streamrl.config.source import parse
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -37,6 +37,9 @@ def test_every_shipped_configuration_loads_and_agrees_with_itself(path: Path) ->
     check_config(loaded.config, loaded.origin)
 
 
+MAPS = {"model.lora": Lora(), "metrics.wandb": Wandb()}  # sections that are null by default
+
+
 def test_the_reference_holds_every_setting() -> None:
     names = re.compile(r"^rewards\.(model|answer)\.")
     written = {names.sub(f"rewards.{ANY_NAME}.", key) for key in reference()}
@@ -56,17 +59,20 @@ def test_the_reference_shows_the_true_defaults() -> None:
         reward_server=RewardServer(model="m"),
     )
     defaults = dict(_leaves(minimal.model_dump(mode="json")))
-    del defaults["model.lora"]  # null by default; the reference shows what a map would hold
-    defaults |= {f"model.lora.{name}": value for name, value in Lora().model_dump(mode="json").items()}
+    for key, section in MAPS.items():
+        del defaults[key]  # null by default; the reference shows what a map would hold
+        defaults |= {f"{key}.{name}": value for name, value in section.model_dump(mode="json").items()}
 
     assert _without_examples(reference()) == _without_examples(defaults)
 
 
 def reference() -> Mapping[str, Any]:
-    """The settings of conf/reinforce.yaml by dotted key, those of LoRA too, which are commented out in it."""
+    """The settings of conf/reinforce.yaml by dotted key, those of maps that are commented out in it too."""
     text = (CONF / "reinforce.yaml").read_text()
-    assert re.search(r"(?m)^  lora: null ", text), "model.lora must be shown with its default"
-    text = text.replace("\n  lora: null ", "\n  lora: ")
+    for key in MAPS:
+        name = key.rpartition(".")[2]
+        assert re.search(rf"(?m)^  {name}: null ", text), f"{key} must be shown with its default"
+        text = text.replace(f"\n  {name}: null ", f"\n  {name}: ")
     text = re.sub(r"(?m)^    # (\w+:)", r"    \1", text)
     return dict(_leaves(parse(text, name="reinforce.yaml", numbered=True).plain()))
 

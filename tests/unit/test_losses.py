@@ -224,7 +224,12 @@ def test_rejection_sampling_is_supervised_training_on_the_winners(model_folder: 
     finished = [[s for s in g.samples if s.finish_reason == "stop"] for g in groups]
     winners = [(g, max(ended, key=lambda s: s.reward)) for g, ended in zip(groups, finished, strict=True) if ended]
     terms = [-plain_logprobs(policy, group, winner.token_ids.tolist()).mean() for group, winner in winners]
-    assert loss == pytest.approx(float(torch.stack(terms).mean().detach()), abs=_LOSS)
+    truth = torch.stack(terms).mean()
+    assert loss == pytest.approx(float(truth.detach()), abs=_LOSS)
+    ours = {name: p.grad.clone() for name, p in policy.named_parameters()}
+    policy.zero_grad()
+    truth.backward()
+    torch.testing.assert_close(ours, {name: p.grad for name, p in policy.named_parameters()}, atol=_GRADIENT, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,83 @@
+"""A learner's step without its stream, and the least that any learner has to do with the same packed tokens.
+
+Stepping.learn    prepare, gradients, guard, clip, AdamW: all of what the loop does between fetching and publishing
+Stepping.bare     forward and backward of the plain model on the same rows, with its own cross-entropy
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from bench.long_tailed import END, Size
+from learner.algorithms import make_algorithm
+from learner.attention import choose
+from learner.distributed import World
+from learner.gradients import Gradients
+from learner.model import make_policy
+from learner.optim import Update, make_optimizer, update
+from learner.packing import MicroBatch
+from learner.tally import Tally
+from streamrl.config import schema
+from streamrl.wire.group import Group
+
+
+class Stepping:
+    def __init__(self, size: Size, config: schema.Config, *, max_length: int, device: torch.device) -> None:
+        self._world = World(rank=0, size=1, device=device)
+        self._config = config
+        attention = choose(config.model, device)
+        model = size.model(max_length=max_length, device=device, attention=attention)
+        if config.model.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.policy = make_policy(model, config, (END,)).train()
+        self._optimizer = make_optimizer(self.policy, config.optimizer)
+        self._gradients = Gradients(
+            policy=self.policy,
+            reference=None,
+            algorithm=make_algorithm(config.algorithm),
+            config=config,
+            world=self._world,
+            beat=lambda: None,
+        )
+
+    def learn(self, groups: Sequence[Group]) -> Update:
+        tally = self._tally()
+        loss = self._gradients.accumulate(self._gradients.prepare(groups, tally), tally)
+        made = update(self._optimizer, loss=loss, lr=1e-6, clip_norm=1.0, world=self._world)
+        tally.metrics(self._world)
+        self.wait()
+        return made
+
+    def pack(self, groups: Sequence[Group]) -> Sequence[MicroBatch]:
+        return self._gradients.prepare(groups, self._tally()).micro_batches
+
+    def flops(self, groups: Sequence[Group]) -> float:
+        return self._gradients.prepare(groups, self._tally()).flops
+
+    def bare(self, micro_batches: Sequence[MicroBatch]) -> None:
+        dtype = getattr(torch, self._config.model.dtype)
+        shape = self.policy.shape
+        for batch in micro_batches:
+            where = {} if shape.padded else {"cu_seq_lens_q": batch.starts, "max_length_q": batch.longest}
+            with torch.autocast(self._world.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+                logits = self.policy.model(
+                    input_ids=batch.input_ids,
+                    position_ids=batch.position_ids,
+                    attention_mask=batch.attention_mask() if shape.share_prompts else None,
+                    use_cache=False,
+                    **where,
+                ).logits
+            targets = batch.input_ids.flatten().roll(-1)
+            F.cross_entropy(logits.flatten(0, 1).float(), targets).backward()
+        self.policy.zero_grad(set_to_none=True)
+        self.wait()
+
+    def wait(self) -> None:
+        if self._world.device.type == "cuda":
+            torch.cuda.synchronize(self._world.device)
+
+    def _tally(self) -> Tally:
+        return Tally(sources=tuple(self._config.rewards), step=0, is_dead=lambda _version, _step: False)

@@ -1,0 +1,117 @@
+"""The reference is the policy before the run, to the last bit: after steps, after a resume, and under LoRA."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from learner.algorithms import make_algorithm
+from learner.distributed import World
+from learner.gradients import Gradients, Reference
+from learner.lora import without_adapters
+from learner.model import evaluating, load_policy, load_reference
+from learner.optim import make_optimizer, update
+from learner.packing import MicroBatch
+from learner.state import load_state, save_state
+from learner.tally import Tally
+from streamrl.config import schema
+from tests.learner_cases import learner_config, random_groups
+from tests.tiny_models import make_model
+
+ALONE = World(rank=0, size=1, device=torch.device("cpu"))
+RS: dict[str, Any] = {"name": "rejection_sampling"}
+
+
+class Run:
+    """A policy that learns, from the model or from a checkpoint; with adapters the base is its reference."""
+
+    def __init__(self, folder: Path, *, lora: bool = False, algorithm: dict[str, Any] | None = None) -> None:
+        adapters = schema.Lora(rank=4) if lora else None
+        model = schema.Model(path=str(folder), dtype="float32", lora=adapters)
+        self.config = learner_config(folder, model=model, algorithm=schema.Algorithm(**(algorithm or {})))
+        torch.manual_seed(0)
+        self.policy = load_policy(self.config, ALONE, (1,))
+        self.optimizer = make_optimizer(self.policy, self.config.optimizer)
+        self.frozen = self.policy if lora else load_reference(self.config, ALONE, (1,))
+
+    def ask(self, batch: MicroBatch) -> torch.Tensor:
+        with evaluating(self.frozen), without_adapters(self.frozen):
+            logp: torch.Tensor = self.frozen(batch).logp
+        return logp
+
+    def step(self, number: int) -> None:
+        gradients = self.gradients(self.ask)
+        tally = Tally(sources=(), step=number, is_dead=lambda _version, _step: False)
+        loss = gradients.accumulate(gradients.prepare(random_groups(3, seed=number), tally), tally)
+        assert update(self.optimizer, loss=loss, lr=1e-2, clip_norm=1.0, world=ALONE).applied
+
+    def gradients(self, reference: Reference) -> Gradients:
+        return Gradients(
+            policy=self.policy,
+            reference=reference,
+            algorithm=make_algorithm(self.config.algorithm),
+            config=self.config,
+            world=ALONE,
+            beat=lambda: None,
+        )
+
+    def reference_logprobs(self) -> list[torch.Tensor]:
+        tally = Tally(sources=(), step=0, is_dead=lambda _version, _step: False)
+        batch = self.gradients(self.ask).prepare(random_groups(3, seed=99), tally)
+        return [self.ask(micro_batch) for micro_batch in batch.micro_batches]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach().clone() for name, p in self.policy.named_parameters()}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_model(tmp_path / "model", hidden=32)
+
+
+def saved(run: Run, folder: Path) -> Path:
+    folder.mkdir()
+    save_state(folder, run.policy, run.optimizer, ALONE)
+    return folder
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "adapters"])
+def test_steps_and_a_resume_do_not_move_the_reference_by_a_bit(folder: Path, tmp_path: Path, lora: bool) -> None:
+    run = Run(folder, lora=lora)
+    before, start = run.reference_logprobs(), run.weights()
+    for number in range(3):
+        run.step(number)
+    assert any(not torch.equal(now, start[name]) for name, now in run.weights().items()), "the policy did move"
+    resumed = Run(folder, lora=lora)
+    load_state(saved(run, tmp_path / "checkpoint"), resumed.policy, resumed.optimizer, ALONE)
+    resumed.step(3)
+    for after in (run.reference_logprobs(), resumed.reference_logprobs()):
+        assert all(torch.equal(now, old) for now, old in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "adapters"])
+def test_rejection_sampling_goes_on_after_a_resume_as_if_nothing_had_been(
+    folder: Path, tmp_path: Path, lora: bool
+) -> None:
+    whole, first, second = (Run(folder, lora=lora, algorithm=RS) for _ in range(3))
+    for number in range(4):
+        whole.step(number)
+    for number in range(2):
+        first.step(number)
+    load_state(saved(first, tmp_path / "checkpoint"), second.policy, second.optimizer, ALONE)
+    for number in (2, 3):
+        second.step(number)
+    after, expected = second.weights(), whole.weights()
+    assert all(torch.equal(after[name], expected[name]) for name in expected)
+
+
+def test_rejection_sampling_trains_adapters_alone(folder: Path) -> None:
+    run = Run(folder, lora=True, algorithm=RS)
+    start = run.weights()
+    run.step(0)
+    moved = {name for name, now in run.weights().items() if not torch.equal(now, start[name])}
+    assert moved
+    assert all("lora_" in name for name in moved)
