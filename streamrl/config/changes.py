@@ -32,6 +32,7 @@ RULES: tuple[tuple[str, str | None], ...] = (
     ("model.lora.dropout", None),
     ("model.lora*", _WEIGHTS),
     ("model.dtype", None),
+    ("model.attention", None),
     ("model.gradient_checkpointing", None),
     ("data.shuffle", _TICKETS),
     ("data.*", None),  # what the files hold is compared by itself
@@ -57,6 +58,7 @@ RULES: tuple[tuple[str, str | None], ...] = (
     ("weights.*", None),
     ("checkpoint.*", None),
     ("validation.*", None),
+    ("metrics*", None),
     ("worker.*", None),
     ("learner.*", None),
 )
