@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from streamrl.transport.types import Leased
 from streamrl.transport.worker import WorkerStream
 from streamrl.wire.fingerprint import fingerprint, stop_ids
 from streamrl.wire.group import Group, GroupHeader, Sample, Span, encode_group
+from streamrl.wire.ticket import Ticket
 from tests.tiny_models import make_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,14 +109,17 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def made_up_worker(config: schema.Config, url: str, *, scale: float = 1.0) -> Iterator[None]:
-    """Answers tickets until the block ends, with rewards up to `scale`; an error in it fails the test there."""
+def made_up_worker(
+    config: schema.Config, url: str, *, scale: float = 1.0, absurd: Collection[int] = ()
+) -> Iterator[None]:
+    """Answers tickets until the block ends, with rewards up to `scale`; those of `absurd` tickets make a loss overflow.
+    An error in it fails the test there."""
     stop = threading.Event()
     errors: list[BaseException] = []
 
     def work() -> None:
         try:
-            asyncio.run(_Worker(config, url, scale).run(stop))
+            asyncio.run(_Worker(config, url, scale, absurd).run(stop))
         except BaseException as error:  # noqa: BLE001 - handed to the test
             errors.append(error)
 
@@ -131,8 +135,8 @@ def made_up_worker(config: schema.Config, url: str, *, scale: float = 1.0) -> It
 
 
 class _Worker:
-    def __init__(self, config: schema.Config, url: str, scale: float) -> None:
-        self._config, self._url, self._scale = config, url, scale
+    def __init__(self, config: schema.Config, url: str, scale: float, absurd: Collection[int]) -> None:
+        self._config, self._url, self._scale, self._absurd = config, url, scale, absurd
         self._model = transformers.AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
         tokenizer = transformers.AutoTokenizer.from_pretrained(config.model.path)
         self._end = tokenizer.eos_token_id
@@ -158,7 +162,7 @@ class _Worker:
     def _answer(self, leased: Leased, version: int, step: int) -> Group:
         ticket = leased.ticket
         rng = np.random.default_rng(ticket.number)
-        samples = tuple(self._sample(rng, ticket.token_ids.tolist(), version, step) for _ in range(ticket.num_samples))
+        samples = tuple(self._sample(rng, ticket, version, step) for _ in range(ticket.num_samples))
         header = GroupHeader(
             ticket=ticket.number,
             run_uid=ticket.run_uid,
@@ -176,14 +180,16 @@ class _Worker:
         )
         return Group(header=header, prompt_ids=ticket.token_ids, samples=samples)
 
-    def _sample(self, rng: np.random.Generator, prompt: list[int], version: int, step: int) -> Sample:
+    def _sample(self, rng: np.random.Generator, ticket: Ticket, version: int, step: int) -> Sample:
+        prompt = ticket.token_ids.tolist()
         letters = rng.integers(3, 3 + _NUM_LETTERS, rng.integers(1, self._config.sampling.max_tokens))
         tokens = [*letters.tolist(), self._end]
         with torch.no_grad():
             logits = self._model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
         logits[: self._config.sampling.min_tokens, self._end] = -torch.inf
         logp = logits.log_softmax(-1)[range(len(tokens)), tokens]
-        reward = self._scale * float(np.mean(letters == FAVOURITE))
+        scale = 1e308 if ticket.number in self._absurd else self._scale
+        reward = scale * float(np.mean(letters == FAVOURITE))
         return Sample(
             token_ids=np.array(tokens, dtype=np.int32),
             logprobs=logp.numpy(),
