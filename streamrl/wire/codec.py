@@ -15,7 +15,6 @@ import msgpack
 from streamrl.errors import WireError
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
 SCHEMA = 1
