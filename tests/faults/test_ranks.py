@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -107,7 +108,7 @@ def test_ranks_that_are_killed_at_random_cost_the_steps_since_the_checkpoint(
             await_steps(config, beyond_epoch=before, description=f"a step after a death\n{output(config)[-2000:]}")
             recoveries.append(time.monotonic() - began)
         end(config, agent)
-    p95 = sorted(recoveries)[int(0.95 * (len(recoveries) - 1))]
+    p95 = sorted(recoveries)[math.ceil(0.95 * len(recoveries)) - 1]
     audit = audit_folder(config.folder, redis_url=redis_url)
     report("T1", audit, injections=count, recovery_s=max(recoveries), wasted_steps=wasted_steps(config), p95_s=p95)
 
