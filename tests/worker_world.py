@@ -49,6 +49,7 @@ class WeightsAtOnce:
 
     def __init__(self) -> None:
         self.version = 0
+        self.unproved: set[int] = set()  # versions whose proof is on its way
         self._engine: Engine | None = None
         self._served = asyncio.Condition()
 
@@ -67,6 +68,15 @@ class WeightsAtOnce:
     async def serving(self, version: int) -> None:
         async with self._served:
             await self._served.wait_for(lambda: self.version >= max(version, 1))
+
+    async def prove(self, version: int) -> None:
+        async with self._served:
+            self.unproved.discard(version)
+            self._served.notify_all()
+
+    async def proved(self, version: int) -> None:
+        async with self._served:
+            await self._served.wait_for(lambda: not any(one <= version for one in self.unproved))
 
 
 class WorkerWorld:

@@ -1,12 +1,13 @@
 """The worker's loop: tickets in, scored groups out.
 
-    lease ─► wait for the ticket's version ─► its samples, each generated and scored (`workers.answer`) ─► deliver
-      ▲                    (one task a ticket, `max_groups_in_flight` of them, no barrier)                    │
-      └───────────────────────────────────────────────────────────────────────────────────────────────────────┘
+    lease ─► wait for the ticket's version ─► its samples, each generated and scored ─► wait for proof ─► deliver
+      ▲        (one task a ticket, no barrier; as many as `workers.admission` says)                          │
+      └──────────────────────────────────────────────────────────────────────────────────────────────────────┘
     beside it: leases renewed; weights followed; the engine and the run looked after
 
-Blocks on tickets, on the operator's pause, on the first weights, and on rewards while nobody can score. What is not
-delivered in the end is handed back, so that nobody waits for a lease to run out.
+Blocks on tickets, on the operator's pause, on the first weights, and on rewards while nobody can score. A group leaves
+only when every version that made a token of it was proved (see `proving`). What is not delivered in the end is handed
+back, so that nobody waits for a lease to run out.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class Weights(Protocol):
 
     async def serving(self, version: int) -> None: ...
 
+    async def proved(self, version: int) -> None: ...
+
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
@@ -81,7 +84,8 @@ class Rollout:
         self._tokens = Rate(window_s=10.0)
 
     async def run(self, engine: Engine, stop: asyncio.Event) -> None:
-        """Until `stop` is set or the run has ended. EngineError: run again with another engine, nothing is lost."""
+        """Until `stop` is set or the run has ended. EngineError: run again with another engine, nothing is lost.
+        LoadRejected: so it is, but what the engine made under the version it did not prove is thrown away."""
         over = asyncio.Event()
         companions: dict[str, Coroutine[Any, Any, None]] = {
             "follow weights": self._weights.follow(engine),
@@ -173,6 +177,7 @@ class Rollout:
             await self._tickets.hand_back([leased])
             return
         group = await self._answerer.answer(ticket, engine)
+        await self._weights.proved(_newest_version(group))
         header, body = encode_group(group)
         held.delivering = True
         if await self._tickets.deliver(leased, header, body):
@@ -226,3 +231,7 @@ class Rollout:
                 self._progress.note(**self._answerer.facts())
                 await asyncio.sleep(_SHOW_EVERY_S)
             await engine.check_alive()
+
+
+def _newest_version(group: Group) -> int:
+    return max((span.version for sample in group.samples for span in sample.spans), default=0)

@@ -1,8 +1,6 @@
 """A worker's life: find the run, check what it may use, start the engine, work, leave.
 
-    wait for the run ─► permissions, model, rewards ─► engine ─► rollout ─┬─► stop, or the run ended: leave
-                                                         ▲                │
-                                                         └── EngineError ─┘  paced; given up after a few in a row
+    wait for the run ─► permissions, model, rewards ─► engines, one after the other (`workers.supervise`) ─► leave
 
 Ends with 0 by returning, else by the error that ended it. What must be there is waited for with a bound; a word to stop
 is heard in every one of these waits.
@@ -13,16 +11,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 
 import redis.asyncio
 import structlog
 
 from streamrl.config import schema
 from streamrl.config.dump import config_from_json
-from streamrl.errors import ConfigError, EngineError, ResourceError, RunGone
+from streamrl.errors import ConfigError, ResourceError, RunGone
 from streamrl.telemetry.progress import Progress, Wait
 from streamrl.transport.connection import check_server, connect, connect_async
 from streamrl.transport.keys import Keys
@@ -36,8 +34,10 @@ from workers.engines.base import ENGINES, Engine, EngineSettings
 from workers.mirror_folder import mirror_folder
 from workers.model import ModelFacts, read_model
 from workers.permissions import Permissions, allowed_model
+from workers.proving import Prover
 from workers.rewards.base import Rewards, build_rewards
 from workers.rollout import Rollout
+from workers.supervise import RestartPatience, Supervisor
 from workers.tasks import unless
 from workers.weights import Patience, WeightFollower
 
@@ -46,8 +46,6 @@ log = structlog.get_logger(__name__)
 _RUN_WAIT_S = 600.0  # for a learner to make the run
 _ENDED_RUN_WAIT_S = 120.0  # for a learner to take up a run that has ended
 _RUN_POLL_S = 0.5
-_MAX_ENGINE_FAILURES = 3  # in a row, without a group delivered in between
-_FIRST_RESTART_PAUSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +125,7 @@ class _Service:
             lease_s=config.worker.lease_s,
             give_up_after_s=config.redis.give_up_after_s,
         )
-        async with self._following(stream) as weights, _started(rewards):
+        async with self._following(stream, model) as weights, _started(rewards):
             rollout = Rollout(
                 tickets=stream,
                 weights=weights,
@@ -135,7 +133,14 @@ class _Service:
                 config=config,
                 progress=self._progress,
             )
-            await self._work(rollout, model, stop)
+            supervisor = Supervisor(
+                rollout=rollout,
+                weights=weights,
+                make_engine=partial(self._engine, model),
+                progress=self._progress,
+                patience=RestartPatience(rejected_s=config.weights.give_up_after_s),
+            )
+            await supervisor.run(stop)
             await stream.leave()
 
     def _check_fingerprint(self, model: ModelFacts) -> None:
@@ -147,7 +152,7 @@ class _Service:
             )
 
     @contextlib.asynccontextmanager
-    async def _following(self, stream: WorkerStream) -> AsyncIterator[WeightFollower]:
+    async def _following(self, stream: WorkerStream, model: ModelFacts) -> AsyncIterator[WeightFollower]:
         config = self._config
         with (
             mirror_folder(self._info.uid, self._options.worker) as folder,
@@ -157,38 +162,22 @@ class _Service:
                 announcements=stream,
                 store=open_store(config.weights.store, client, self._keys),
                 mirror=Mirror(folder, run_uid=self._info.uid),
+                proof=Prover(
+                    model=model,
+                    dtype=config.weights.dtype,
+                    trust_remote_code=self._options.permissions.trust_remote_code,
+                    with_probe=config.weights.probe,
+                ),
                 progress=self._progress,
                 patience=Patience(
                     give_up_after_s=config.weights.give_up_after_s, first_version_s=config.learner.idle_timeout_s
                 ),
+                kv_cache=config.weights.kv_cache,
             )
             try:
                 yield weights
             finally:
                 weights.close()
-
-    async def _work(self, rollout: Rollout, model: ModelFacts, stop: asyncio.Event) -> None:
-        """Engines, one after the other while they die; returns when the rollout is over."""
-        failures = 0
-        while not stop.is_set():
-            delivered = rollout.counts.groups_delivered
-            engine = self._engine(model)
-            try:
-                self._progress.working("start the engine")
-                await unless(stop, engine.start())
-                if not stop.is_set():
-                    await rollout.run(engine, stop)
-                return
-            except EngineError as error:
-                failures = 1 if rollout.counts.groups_delivered > delivered else failures + 1
-                if failures >= _MAX_ENGINE_FAILURES and not stop.is_set():
-                    raise EngineError(f"the engine failed {failures} times in a row; the last time: {error}") from error
-                log.warning("engine_failed", failures_in_row=failures, error=str(error))
-                self._progress.note(engine_restarts=self._num_engines)
-            finally:
-                await engine.stop()
-            with self._progress.waiting(Wait.ENGINE):
-                await unless(stop, asyncio.sleep(_FIRST_RESTART_PAUSE_S * 2**failures * random.uniform(0.5, 1.0)))
 
     def _engine(self, model: ModelFacts) -> Engine:
         self._num_engines += 1

@@ -1,10 +1,12 @@
 """From the learner's announcements to an engine that serves them.
 
-    announcement ─► manifests back to what the mirror holds ─► fetch and patch, in a thread ─► engine.load ─► serving
+    announcement ─► manifests back to what the mirror holds ─► fetch and patch, in a thread ─► load ─► serving ─► proved
                                              (generation goes on; it pauses for the load alone)
 
 The newest version wins: those announced while another was on its way are passed over. What fails to arrive whole is
 tried again with the newest announcement, paced, for `give_up_after_s` at most; meanwhile the engine serves what it has.
+A version is served once it is loaded, and proved once the engine has answered its canary (see `proving`); until then
+what it made must not leave the worker. LoadRejected: the engine did not, and what it holds is of no use to anybody.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from streamrl.errors import WeightsError
+from streamrl.errors import LoadRejected, WeightsError
 from streamrl.telemetry.progress import Progress
 from streamrl.transport.types import Announcement
 from streamrl.versions import show
@@ -25,7 +27,8 @@ from streamrl.weights.catchup import catch_up
 from streamrl.weights.manifest import Manifest, decode_manifest
 from streamrl.weights.mirror import Mirror
 from streamrl.weights.stores import BlobStore
-from workers.engines.base import Engine
+from workers.engines.base import Engine, KvCache
+from workers.proving import Proof
 from workers.tickets import Announcements
 
 log = structlog.get_logger(__name__)
@@ -50,14 +53,23 @@ class WeightFollower:
         announcements: Announcements,
         store: BlobStore,
         mirror: Mirror,
+        proof: Proof,
         progress: Progress,
         patience: Patience,
+        kv_cache: KvCache = "salt",  # what a load does with keys and values of older versions
     ) -> None:
         self.version = 0  # what the engine serves; 0: nothing yet
+        self.attempted = 0  # the last version that an engine was to load
+        self.num_proved = 0  # versions, over all engines
+        self._proved = 0  # the newest version that the engine has proved to serve
         self._announcements = announcements
         self._store = store
         self._mirror = mirror
-        self._mirror_step = 0  # optimizer step of what the mirror holds
+        self._held: Manifest | None = None  # of what the mirror holds
+        self._kv_cache = kv_cache
+        self._proof = proof
+        self._probed: Engine | None = None  # the engine whose reloads were tried last
+        self._distrusted = False
         self._progress = progress
         self._patience = patience
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mirror")
@@ -66,19 +78,42 @@ class WeightFollower:
         self._num_loads = self._num_loads_in_flight = 0
 
     async def follow(self, engine: Engine) -> None:
-        """Keep this engine at the newest version, until cancelled. The engine is a fresh one: it serves nothing yet."""
-        self.version = 0
+        """Keep this engine at the newest version, until cancelled; whatever it serves counts for nothing afterwards."""
         if self._patching is not None:  # begun for an engine before this one, which died meanwhile
             await asyncio.wait([self._patching])
-        while True:
-            announcement = await self._next_announcement()
-            await self._fetch(announcement)
-            await self._load(engine)
+        if self._distrusted:
+            self._mirror.close()
+            self._distrusted = False
+        try:
+            while True:
+                announcement = await self._next_announcement()
+                await self._fetch(announcement)
+                await self._load(engine)
+        finally:
+            self.version = self._proved = 0
+
+    def distrust_mirror(self) -> None:
+        """Fetch everything anew, from an anchor on, when an engine is followed next."""
+        self._distrusted = True
 
     async def serving(self, version: int) -> None:
         """Wait until the engine serves this version, a newer one, or (for 0) any at all; the caller bounds the wait."""
         async with self._served:
             await self._served.wait_for(lambda: self.version >= max(version, 1))
+
+    async def proved(self, version: int) -> None:
+        """Wait until the engine has proved to serve this version or a newer one. A version that it cannot prove ends
+        `follow`, and with it whoever waits here."""
+        async with self._served:
+            await self._served.wait_for(lambda: self._proved >= version)
+
+    async def announced_beyond(self, version: int) -> None:
+        """Wait for a newer announcement; the caller bounds the wait."""
+        while True:
+            announcement = await self._announcements.latest()
+            if announcement is not None and announcement.version > version:
+                return
+            await asyncio.sleep(self._patience.poll_s)
 
     def close(self) -> None:
         """The mirror's file goes; a patch that still runs in the thread ends by itself."""
@@ -119,7 +154,7 @@ class WeightFollower:
 
         def patch() -> None:
             self._mirror.apply_path(path, self._store)
-            self._mirror_step = target.step
+            self._held = target
 
         self._patching = asyncio.get_running_loop().run_in_executor(self._thread, patch)
         await asyncio.shield(self._patching)  # a cancelled wait leaves the thread at work; `follow` waits for it
@@ -137,22 +172,43 @@ class WeightFollower:
         return found
 
     async def _load(self, engine: Engine) -> None:
-        version, step = self._mirror.version, self._mirror_step
+        manifest = self._held
+        assert manifest is not None, "the mirror holds what was fetched"
+        self.attempted = manifest.version
+        try:
+            if engine is not self._probed:
+                await self._proof.probe(engine, self._mirror.path, manifest)
+                self._probed = engine
+            await self._serve(engine, manifest)
+            await self._proof.check(engine, manifest)
+        except LoadRejected as error:
+            self._progress.note(rejected=str(error))
+            raise
+        self.num_proved += 1
+        self._progress.advanced(
+            version=manifest.version,
+            step=manifest.step,
+            loads=self._num_loads,
+            loads_in_flight=self._num_loads_in_flight,
+            rejected="",
+        )
+        async with self._served:
+            self._proved = manifest.version
+            self._served.notify_all()
+
+    async def _serve(self, engine: Engine, manifest: Manifest) -> None:
         in_flight = engine.stats().in_flight
         began = time.monotonic()
-        await engine.load(self._mirror.path, version=version, step=step)
+        await engine.load(self._mirror.path, version=manifest.version, step=manifest.step, kv_cache=self._kv_cache)
         self._num_loads += 1
         self._num_loads_in_flight += in_flight > 0
         log.info(
             "version_loaded",
-            version=show(version),
-            step=step,
+            version=show(manifest.version),
+            step=manifest.step,
             in_flight=in_flight,
             seconds=round(time.monotonic() - began, 4),
         )
-        self._progress.advanced(
-            version=version, step=step, loads=self._num_loads, loads_in_flight=self._num_loads_in_flight
-        )
         async with self._served:
-            self.version = version
+            self.version = manifest.version
             self._served.notify_all()

@@ -184,6 +184,10 @@ class Weights(Section):
     publish_every: Positive = 1  # steps
     anchor_every: Positive = 50  # versions between anchors (full copies)
     give_up_after_s: PositiveFloat = 300.0  # a publish that fails for so long ends the run
+    # Keys and values of older versions, when a worker loads a new one: kept by samples under way alone | computed anew
+    # by these too | kept, and read by later samples with the same prompt
+    kv_cache: Literal["salt", "clear", "keep"] = "salt"
+    probe: bool = True  # a worker tries whether its engine's reloads do what they must, before it serves
 
 
 class Checkpoint(Section):

@@ -17,16 +17,21 @@ import pytest
 import pytest_asyncio
 import torch
 import transformers
+from safetensors import deserialize
 
 from streamrl.config import schema
 from streamrl.errors import SampleError
 from streamrl.versions import make_version
+from streamrl.weights.format import DType, TensorMeta
+from streamrl.weights.manifest import Manifest
 from streamrl.wire.group import Span
 from tests.tiny_models import CHARACTERS, Architecture, make_model
 from tests.worker_world import worker_config
-from workers.engines.base import ENGINES, Engine, EngineSettings, Generated, SampleRequest
+from workers.engines.base import ENGINES, Engine, EngineSettings, Generated, KvCache, SampleRequest
 from workers.engines.sampling import RowState, processed_logprobs
+from workers.engines.vllm_engine import VllmEngine
 from workers.model import read_model
+from workers.proving import Prover
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -80,10 +85,11 @@ class Served:
         self._num_loads = 0
         self._num_requests = 0
 
-    async def load(self, model: int) -> int:
+    async def load(self, model: int, kv_cache: KvCache = "salt") -> int:
         """The version under which it is served."""
-        version = make_version(1, self._num_loads)
-        await self.engine.load(self.folders[model] / "model.safetensors", version=version, step=100 + self._num_loads)
+        version, step = make_version(1, self._num_loads), 100 + self._num_loads
+        weights = self.folders[model] / "model.safetensors"
+        await self.engine.load(weights, version=version, step=step, kv_cache=kv_cache)
         self._num_loads += 1
         return version
 
@@ -218,6 +224,69 @@ async def test_nothing_cached_for_older_weights_is_read_by_later_samples(served:
         response = got.token_ids.tolist()
         expected = served.expected(served.logits(2, base, response), base, response, schema.Sampling(max_tokens=4))
         assert worst(got, expected) <= TOLERANCE
+
+
+async def test_a_cleared_cache_makes_each_token_what_its_own_version_makes_of_it(served: Served) -> None:
+    first = await served.load(0)
+    asked = prompts(6, seed=2)
+    long = asyncio.gather(*(served.engine.generate(served.request(p, max_tokens=180, min_tokens=180)) for p in asked))
+    await served.sample(prompts(1, seed=3), max_tokens=20, min_tokens=20)  # by then the others have come as far
+    second = await served.load(1, "clear")
+
+    sampling = schema.Sampling(max_tokens=180, min_tokens=180)
+    for prompt, got in zip(asked, await long, strict=True):
+        assert [span.version for span in got.spans] == [first, second]
+        response, switch = got.token_ids.tolist(), got.spans[1].start
+        old, new = (served.logits(model, prompt, response) for model in (0, 1))
+        expected = served.expected(torch.cat([old[:switch], new[switch:]]), prompt, response, sampling)
+        assert worst(got, expected) <= TOLERANCE
+
+
+async def test_a_kept_cache_may_serve_older_keys_to_a_later_sample_and_its_logprobs_say_so(served: Served) -> None:
+    (base,) = np.random.default_rng(6).integers(3, 3 + len(CHARACTERS), size=(1, MAX_PROMPT)).tolist()
+    await served.load(0)
+    await served.sample([base] * 3, max_tokens=4)
+    await served.load(2, "keep")
+
+    for got in await served.sample([base] * 3, max_tokens=4):
+        response = got.token_ids.tolist()
+        sampling = schema.Sampling(max_tokens=4)
+        ways = [served.logits(2, base, response)]  # nothing was read, or so many tokens
+        for cached in (16, 32, 64, 128, 192):
+            mixed = mixed_logits(served.models[0], served.models[2], base[:cached], [*base[cached:], *response], 1)
+            ways.append(mixed[-len(response) :])
+        off = [worst(got, served.expected(logits, base, response, sampling)) for logits in ways]
+        assert min(off) <= TOLERANCE
+        if isinstance(served.engine, VllmEngine):
+            assert off[0] > 100 * TOLERANCE
+
+
+async def test_plain_logprobs_are_those_of_a_forward_pass_also_while_samples_are_in_flight(served: Served) -> None:
+    await served.load(0)
+    busy = asyncio.gather(*(served.engine.generate(served.request(p, max_tokens=64)) for p in prompts(4)))
+    await served.load(2)
+    ids = prompts(1, seed=7)[0]
+    for _ in range(2):
+        answered = await served.engine.logprobs(np.asarray(ids, dtype=np.int32))
+        expected = served.logits(2, ids[:1], ids[1:]).log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        assert np.abs(answered - expected.numpy()).max() <= TOLERANCE
+    await busy
+
+
+async def test_reloads_pass_the_probe(served: Served) -> None:
+    mirror = served.folders[1] / "model.safetensors"
+    manifest = Manifest(
+        version=make_version(1, 0), base=0, step=0, run_uid="run", tensors=tensors_of(mirror), shards=()
+    )
+    prover = Prover(model=served.facts, dtype="float32", trust_remote_code=False, with_probe=True)
+    await prover.probe(served.engine, mirror, manifest)
+    assert not (mirror.parent / "probe.safetensors").exists()
+
+
+def tensors_of(path: Path) -> tuple[TensorMeta, ...]:
+    dtypes: dict[str, DType] = {"F32": "float32", "BF16": "bfloat16"}
+    described = deserialize(path.read_bytes())
+    return tuple(TensorMeta(name=name, dtype=dtypes[t["dtype"]], shape=tuple(t["shape"])) for name, t in described)
 
 
 async def test_greedy_takes_the_likeliest_token_and_sampling_does_not_repeat_itself(served: Served) -> None:

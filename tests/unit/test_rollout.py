@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
-from streamrl.errors import EngineError, RewardError, RunGone, SampleError, TransportError
+from streamrl.errors import EngineError, LoadRejected, RewardError, RunGone, SampleError, TransportError
 from streamrl.transport.types import Leased
 from streamrl.versions import make_version
 from streamrl.wire.group import decode_header
 from tests.worker_world import FIRST_VERSION, WorkerWorld
-from workers.engines.base import SampleRequest
+from workers.engines.base import Engine, SampleRequest
 from workers.engines.double import EngineDouble
 from workers.rewards.base import ScoreItem
 
@@ -79,6 +80,41 @@ async def test_tokens_from_before_and_after_a_load_carry_their_versions() -> Non
     spans = [(span.version, span.step, span.start, span.end) for span in group.samples[0].spans]
     assert spans == [(FIRST_VERSION, 0, 0, 2), (make_version(1, 1), 1, 2, 4)]
     assert (group.header.min_version, group.header.max_version) == (FIRST_VERSION, make_version(1, 1))
+
+
+async def test_a_group_waits_until_the_version_that_made_it_is_proved() -> None:
+    world = WorkerWorld()
+    world.weights.unproved.add(FIRST_VERSION)
+    world.put(1)
+    world.start()
+    await world.until(lambda: world.engine.stats().num_tokens == 8, "the samples are made")
+    assert not world.tickets.delivered
+
+    await world.weights.prove(FIRST_VERSION)
+    await world.delivered(1)
+    await world.finish()
+
+
+async def test_what_was_made_under_a_version_that_was_refused_is_not_delivered() -> None:
+    world = WorkerWorld()
+    refused = asyncio.Event()
+
+    async def follow(engine: Engine) -> None:
+        await engine.load(Path("mirror"), version=FIRST_VERSION, step=0)
+        world.weights.unproved.add(FIRST_VERSION)
+        world.weights.version = FIRST_VERSION
+        await refused.wait()
+        raise LoadRejected("the canary is off")
+
+    world.weights.follow = follow  # type: ignore[method-assign]
+    world.put(1)
+    task = world.start()
+    await world.until(lambda: world.engine.stats().num_tokens == 8, "the samples are made")
+    refused.set()
+    with pytest.raises(LoadRejected):
+        await task
+    assert world.tickets.handed_back == [1]
+    assert not world.tickets.delivered
 
 
 async def test_no_more_tickets_are_taken_than_may_be_in_flight() -> None:

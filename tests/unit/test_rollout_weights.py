@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from streamrl.errors import EngineError, WeightsError
+from streamrl.errors import EngineError, LoadRejected, WeightsError
 from streamrl.telemetry.progress import Progress
 from streamrl.transport.types import Announcement
 from streamrl.weights.manifest import Manifest, encode_manifest
@@ -21,6 +21,7 @@ from tests.helpers import wait_until_async
 from tests.weights_world import RUN_UID, State, World, assert_holds, nudged, random_state
 from tests.worker_world import a_sample_request
 from workers.engines.double import EngineDouble
+from workers.proving import ProofDouble
 from workers.tickets import AnnouncementsDouble
 from workers.weights import Patience, WeightFollower
 
@@ -48,11 +49,13 @@ class Follower:
         self.announcements = AnnouncementsDouble()
         self.engine = EngineDouble()
         self.mirror = Mirror(folder, run_uid=RUN_UID)
+        self.proof = ProofDouble()
         self.progress = Progress(part="worker/0", role="worker")
         self.weights = WeightFollower(
             announcements=self.announcements,
             store=self.store,
             mirror=self.mirror,
+            proof=self.proof,
             progress=self.progress,
             patience=Patience(poll_s=0.01, give_up_after_s=0.5, first_version_s=0.5),
         )
@@ -177,6 +180,55 @@ async def test_an_engine_that_replaces_a_dead_one_gets_the_weights_that_are_ther
     async with follower.following(replacement):
         await follower.serves(second)
     assert [version for _, version, _ in replacement.loads] == [second.version]
+
+
+async def test_every_engine_is_probed_once_and_every_version_checked(follower: Follower) -> None:
+    async with follower.following():
+        await follower.serves(follower.publish())
+        await follower.serves(second := follower.publish())
+        async with asyncio.timeout(10):
+            await follower.weights.proved(second.version)
+    async with follower.following(EngineDouble()):
+        async with asyncio.timeout(10):
+            await follower.weights.proved(second.version)
+
+    assert follower.proof.num_probes == 2
+    assert follower.weights.num_proved == 3
+
+
+async def test_a_version_is_proved_only_after_it_is_served(follower: Follower) -> None:
+    follower.proof.held = asyncio.Event()
+    async with follower.following():
+        first = follower.publish()
+        await follower.serves(first)
+        proved = asyncio.create_task(follower.weights.proved(first.version))
+        assert not (await asyncio.wait([proved], timeout=0.05))[0]
+        follower.proof.held.set()
+        await asyncio.wait_for(proved, 10)
+
+
+async def test_a_refused_version_ends_following_and_shows_in_the_report(follower: Follower) -> None:
+    async with follower.following() as task:
+        refused = follower.publish()
+        follower.proof.refused[refused.version] = 1
+        with pytest.raises(LoadRejected):
+            await asyncio.wait_for(task, 10)
+    assert follower.weights.attempted == refused.version
+    assert "told to be refused" in str(follower.progress.report().detail["rejected"])
+
+
+async def test_a_mirror_that_is_not_trusted_is_fetched_anew_from_an_anchor(follower: Follower) -> None:
+    async with follower.following():
+        await follower.serves(follower.publish())
+        await follower.serves(newest := follower.publish())
+    follower.mirror.path.write_bytes(b"spoilt in memory")
+    follower.weights.distrust_mirror()
+    async with follower.following():
+        await follower.serves(newest)
+        async with asyncio.timeout(10):
+            await follower.weights.proved(newest.version)
+    assert_holds(follower.mirror.path, follower.world.states[newest.version])
+    assert follower.progress.report().detail["rejected"] == ""
 
 
 async def test_loads_with_samples_in_flight_are_counted(tmp_path: Path) -> None:

@@ -2,9 +2,17 @@
 
     start ──► load (a version) ──► generate, many at once ◄── load (a newer version, in mid-generation) ──► stop
 
-A `load` pauses generation only while it lasts; samples in flight keep their keys and values and go on under the new
-weights, and their spans say which token came from which version. A sample that is asked for after a load never reads
-keys or values made before it.
+A `load` pauses generation only while it lasts; samples in flight go on under the new weights, and their spans say which
+token came from which version. What becomes of keys and values made before it is said with it (`weights.kv_cache`):
+
+  salt   samples in flight keep theirs; a sample asked for after the load never reads any of them
+  clear  nothing of them is read any more: samples in flight have theirs computed anew, under the new weights
+  keep   samples in flight keep theirs, and a later sample with the same prompt may begin with them
+
+Log-probs are always those of the distribution that a token was really sampled from, so that pi / mu is right under
+each. What differs is what a version's name on a token tells. clear: a plain forward pass of that version gives the
+same log-prob. salt: so it does for all samples begun since the load. keep: for no sample for certain, since the
+prompt's keys may be of any older version, which its spans do not name.
 
 EngineError from any call means the engine is of no more use: stop it and start another. SampleError concerns one
 sample.
@@ -15,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +33,15 @@ from streamrl.errors import ConfigError
 from streamrl.wire.group import FinishReason, Span
 from workers.model import ModelFacts
 
+KvCache = Literal["salt", "clear", "keep"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
     request_id: str  # unique within the worker
     prompt_ids: npt.NDArray[np.int32]  # [P]
     sampling: schema.Sampling
+    urgent: bool = False  # before all that is not: somebody waits for the answers of an evaluation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,19 +55,26 @@ class Generated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    in_flight: int  # samples begun and not finished
+    in_flight: int  # samples asked for and not finished
     num_tokens: int  # of finished samples, since the start
+    num_made: int  # tokens, those of unfinished samples too: it stands still when the engine does
+    num_waiting: int  # samples of those in flight that the engine has not taken up yet
+    kv_used: float  # share of the room for keys and values, 0 to 1
 
 
 class Engine(Protocol):
     async def start(self) -> None:
         """Be ready to `load`, within `worker.start_timeout_s`. UserError or EngineError where that fails."""
 
-    async def load(self, weights: Path, *, version: int, step: int) -> None:
+    async def load(self, weights: Path, *, version: int, step: int, kv_cache: KvCache = "salt") -> None:
         """Serve the weights of this safetensors file from now on; it does not change until this returns."""
 
     async def generate(self, request: SampleRequest) -> Generated:
         """One sample, to its end. May be called many times at once; cancelling the call abandons the sample."""
+
+    async def logprobs(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+        """[T-1] plain log-probs of each token but the first, by the weights being served and nothing cached."""
+        ...
 
     async def check_alive(self) -> None:
         """Return soon, or raise EngineError: an engine that hangs counts as dead."""

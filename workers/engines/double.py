@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from streamrl.errors import EngineError, StreamrlError
 from streamrl.wire.group import Span
-from workers.engines.base import EngineStats, Generated, SampleRequest
+from workers.engines.base import EngineStats, Generated, KvCache, SampleRequest
 
 
 class EngineDouble:
@@ -30,6 +31,8 @@ class EngineDouble:
         self.requests: list[SampleRequest] = []
         self.loads: list[tuple[Path, int, int]] = []  # (weights, version, step)
         self.started = self.stopped = False
+        self.waiting = 0  # what `stats` says of the queue and of the cache
+        self.kv_used = 0.0
         self._num_tokens = num_tokens
         self._trouble = trouble
         self._dead: EngineError | None = None
@@ -42,7 +45,7 @@ class EngineDouble:
     async def start(self) -> None:
         self.started = True
 
-    async def load(self, weights: Path, *, version: int, step: int) -> None:
+    async def load(self, weights: Path, *, version: int, step: int, kv_cache: KvCache = "salt") -> None:
         self._check()
         self.loads.append((weights, version, step))
 
@@ -62,6 +65,10 @@ class EngineDouble:
         self._finished_tokens += self._num_tokens
         return self._sample(request, begun_under)
 
+    async def logprobs(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+        self._check()
+        return np.full(len(token_ids) - 1, -0.5, dtype=np.float32)
+
     async def check_alive(self) -> None:
         self._check()
 
@@ -69,7 +76,13 @@ class EngineDouble:
         self.stopped = True
 
     def stats(self) -> EngineStats:
-        return EngineStats(in_flight=self._in_flight, num_tokens=self._finished_tokens)
+        return EngineStats(
+            in_flight=self._in_flight,
+            num_tokens=self._finished_tokens,
+            num_made=self._finished_tokens,
+            num_waiting=self.waiting,
+            kv_used=self.kv_used,
+        )
 
     def release(self) -> None:
         """Let all samples that wait finish, and those that come."""

@@ -6,9 +6,8 @@ What is decided here, and why:
 
 - One request a sample, and only its final output: with n > 1 vLLM's last output need not hold all samples.
 - Log-probs are the *processed* ones, of the distribution really sampled from.
-- A load keeps the requests in flight with their keys and values. New requests never read what was cached before the
-  load: the cache's salt is the version under which a request was made (the cache itself cannot be emptied while
-  requests hold blocks of it).
+- The cache at a load. salt: from now on requests have another salt. clear: vLLM's own reset, which sends what runs back
+  to the queue, to be prefilled again. keep: neither.
 - Weights come by reload alone, so vLLM starts with dummy ones. No sample may be asked for before the first `load`.
 - Samples carry no seed: a seeded request whose prompt is prefilled in two parts kills vLLM 0.32's engine on CPUs.
 - On a CPU, and not tensor-parallel, the model runs inside the EngineCore process: a third process costs 10 s more
@@ -20,35 +19,31 @@ Blocks on vLLM's start (`worker.start_timeout_s`), and on a load or sign of life
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import os
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from difflib import get_close_matches
 from functools import partial
-from importlib.metadata import EntryPoint, entry_points
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from streamrl.config import schema
-from streamrl.errors import ConfigError, EngineError, ResourceError, SampleError
+from streamrl.errors import EngineError, ResourceError, SampleError
 from streamrl.wire.group import FinishReason, Span
-from workers.engines.base import EngineSettings, EngineStats, Generated, SampleRequest
-from workers.vllm_plugin import OWNER_VARIABLE, WEIGHT_TRANSFER_BACKEND
+from workers.engines.base import EngineSettings, EngineStats, Generated, KvCache, SampleRequest
+from workers.engines.vllm_start import build_llm, check_installed
+from workers.engines.vllm_watch import StepWatch
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
-    from vllm.outputs import CompletionOutput
+    from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _ANSWER_S = 120.0  # the engine answers between two steps; none takes so long
 _STOP_S = 5
-_CPU_KV_CACHE_BYTES = 1 << 30  # vLLM's own default on a CPU is nearly all memory
-_MAX_SEQUENCES = 1024
+_SOON, _SOONER, _SOONEST = 2, 1, 0  # vLLM's priorities: training, evaluation, canaries
 
 
 class VllmEngine:
@@ -58,9 +53,12 @@ class VllmEngine:
         # The processes that vLLM starts die with the thread that started them (see vllm_plugin), so it must stay.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm")
         self._llm: AsyncLLM | None = None
+        self._watch = StepWatch()
         self._version = 0
+        self._salt = ""  # requests read from the cache only what requests of the same salt put there
         self._in_flight = 0
         self._num_tokens = 0
+        self._num_canaries = 0
 
     async def start(self) -> None:
         timeout_s = self._settings.config.worker.start_timeout_s
@@ -74,18 +72,20 @@ class VllmEngine:
 
     def _build(self) -> None:
         # Not as the executor's result: its future would keep the engine until the interpreter falls apart.
-        self._llm = _build(self._settings)
+        self._llm, self._watch = build_llm(self._settings)
 
-    async def load(self, weights: Path, *, version: int, step: int) -> None:
+    async def load(self, weights: Path, *, version: int, step: int, kv_cache: KvCache = "salt") -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         async with self._answering(f"load version {version}") as llm:
             # Not llm.pause_generation: it sleeps for 20 ms with the engine paused.
-            await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+            await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=kv_cache == "clear")
             await llm.start_weight_update()
             await llm.update_weights(WeightTransferUpdateRequest(update_info={"path": str(weights)}))
             await llm.finish_weight_update(f"{version}:{step}")
             self._version = version
+            if kv_cache == "salt":
+                self._salt = str(version)
             await llm.resume_generation()
 
     async def generate(self, request: SampleRequest) -> Generated:
@@ -97,6 +97,16 @@ class VllmEngine:
             self._in_flight -= 1
         self._num_tokens += len(output.token_ids)
         return self._generated(output, request.sampling)
+
+    async def logprobs(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+        self._num_canaries += 1
+        async with self._answering("give log-probs"):
+            output = await self._final(token_ids, _canary_params(), f"canary-{self._num_canaries}", _SOONEST)
+        positions = output.prompt_logprobs
+        assert positions is not None, "log-probs of the prompt were asked for"
+        ids = token_ids.tolist()
+        values = [at[token].logprob for at, token in zip(positions[1:], ids[1:], strict=True) if at is not None]
+        return np.minimum(np.asarray(values, dtype=np.float32), 0.0)
 
     async def check_alive(self) -> None:
         async with self._answering("say that it lives") as llm:
@@ -110,7 +120,13 @@ class VllmEngine:
         self._thread.shutdown(wait=llm is not None)
 
     def stats(self) -> EngineStats:
-        return EngineStats(in_flight=self._in_flight, num_tokens=self._num_tokens)
+        return EngineStats(
+            in_flight=self._in_flight,
+            num_tokens=self._num_tokens,
+            num_made=self._watch.num_made,
+            num_waiting=max(0, self._in_flight - self._watch.num_running),
+            kv_used=self._watch.kv_used,
+        )
 
     @asynccontextmanager
     async def _answering(self, what: str) -> AsyncIterator[AsyncLLM]:
@@ -125,12 +141,28 @@ class VllmEngine:
             raise EngineError(f"vLLM could not {what}: {error}") from error
 
     async def _complete(self, request: SampleRequest) -> CompletionOutput:
+        priority = _SOONER if request.urgent else _SOON
+        output = await self._final(
+            request.prompt_ids, self._params(request.sampling), request.request_id, priority, cached=True
+        )
+        return output.outputs[0]
+
+    async def _final(
+        self,
+        token_ids: npt.NDArray[np.int32],
+        params: SamplingParams,
+        request_id: str,
+        priority: int,
+        *,
+        cached: bool = False,
+    ) -> RequestOutput:
         from vllm.exceptions import VLLMValidationError
         from vllm.inputs.engine import tokens_input
 
         assert self._llm is not None, "the engine was not started"
-        prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=str(self._version))
-        outputs = self._llm.generate(prompt, self._params(request.sampling), request.request_id)
+        salt = self._salt or None if cached else None
+        prompt = tokens_input(token_ids.tolist(), cache_salt=salt)
+        outputs = self._llm.generate(prompt, params, request_id, priority=priority)
         try:
             final = [output async for output in outputs]  # to the end: what is left half-read is aborted, at a cost
         except (VLLMValidationError, ValueError) as error:
@@ -139,7 +171,7 @@ class VllmEngine:
             raise EngineError(f"vLLM failed: {type(error).__name__}: {error}") from error
         if not final or not final[-1].finished:
             raise EngineError("vLLM ended a request without its output")
-        return final[-1].outputs[0]
+        return final[-1]
 
     def _params(self, sampling: schema.Sampling) -> SamplingParams:
         from vllm import SamplingParams
@@ -176,108 +208,16 @@ class VllmEngine:
         )
 
 
-def check_installed(
-    *, find: Callable[[str], object | None] = find_spec, plugins: Iterable[EntryPoint] | None = None
-) -> None:
-    """ResourceError without vLLM, or where vLLM would not find our part of it."""
-    if find("vllm") is None:
-        raise ResourceError(
-            "worker.engine=vllm but vLLM is not installed: pip install 'streamrl[worker-cpu]' (or worker-gpu), "
-            "or set worker.engine=transformers"
-        )
-    if plugins is None:
-        plugins = entry_points(group="vllm.general_plugins")
-    if not any(plugin.value.startswith("workers.vllm_plugin:") for plugin in plugins):
-        raise ResourceError(
-            "vLLM does not know of streamrl's weight transfer, which it finds through an entry point of the installed "
-            "package: run from an installation (pip install -e .), not from a bare checkout"
-        )
+def _canary_params() -> SamplingParams:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
-
-def _build(settings: EngineSettings) -> AsyncLLM:
-    """Runs in the engine's own thread: imports vLLM, starts its processes, returns when the model stands."""
-    os.environ.update(_environment(settings.config.worker))
-    try:
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.platforms import current_platform
-        from vllm.v1.engine.async_llm import AsyncLLM
-        from vllm.v1.executor.abstract import Executor
-    except ImportError as error:
-        raise ResourceError(f"worker.engine=vllm, but vLLM cannot be imported: {error}") from error
-
-    arguments = engine_args(settings, on_cpu=current_platform.is_cpu())
-    refuse_unknown(arguments, [field.name for field in dataclasses.fields(AsyncEngineArgs)])
-    os.environ.update(_platform_environment(arguments, settings.config.worker, on_cpu=current_platform.is_cpu()))
-    try:
-        config = AsyncEngineArgs(**arguments).create_engine_config()
-    except (ValueError, TypeError, OSError) as error:
-        raise ConfigError(f"vLLM refuses this model or worker.engine_args: {error}") from error
-    try:
-        return AsyncLLM(config, Executor.get_class(config), log_stats=False, log_requests=False)
-    except Exception as error:  # vLLM's own errors share no base
-        raise EngineError(f"vLLM did not start: {error}") from error
-
-
-def refuse_unknown(arguments: Iterable[str], known: Sequence[str]) -> None:
-    for name in arguments:
-        if name not in known:
-            nearest = get_close_matches(name, known, n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            raise ConfigError(f"worker.engine_args.{name}: vLLM has no such argument{hint}")
-
-
-def _environment(worker: schema.Worker) -> dict[str, str]:
-    """What must stand before vLLM is imported; its processes inherit it."""
-    wanted = {
-        OWNER_VARIABLE: str(os.getpid()),
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-    }
-    if worker.threads:
-        wanted["OMP_NUM_THREADS"] = str(worker.threads)
-    return wanted
-
-
-def _platform_environment(arguments: Mapping[str, Any], worker: schema.Worker, *, on_cpu: bool) -> dict[str, str]:
-    wanted = {}
-    if arguments["enforce_eager"]:
-        # Even then vLLM compiles a helper of the sampler: 10 s in the middle of the first batch, for nothing.
-        wanted["TORCHDYNAMO_DISABLE"] = "1"
-    if on_cpu and arguments.get("tensor_parallel_size", 1) == 1:
-        wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # what vLLM calls this: the model runs in the EngineCore process
-    if on_cpu and worker.threads:
-        wanted["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    return wanted
-
-
-def engine_args(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
-    """Ours, the user's over our defaults; what correctness hangs on is not for the user to change."""
-    config = settings.config
-    sampling = config.sampling.num_samples * config.worker.max_groups_in_flight
-    defaults: dict[str, Any] = {
-        "max_model_len": settings.max_length,
-        "max_num_seqs": min(sampling, _MAX_SEQUENCES),
-        "enforce_eager": on_cpu,
-    }
-    if on_cpu:
-        defaults["kv_cache_memory_bytes"] = _CPU_KV_CACHE_BYTES
-    fixed: dict[str, Any] = {
-        "model": settings.model.path,
-        "trust_remote_code": settings.trust_remote_code,
-        "dtype": config.weights.dtype,
-        "seed": settings.seed,
-        "load_format": "dummy",
-        "generation_config": "vllm",  # none of the model's own: sampling is the run's alone
-        "logprobs_mode": "processed_logprobs",
-        "weight_transfer_config": {"backend": WEIGHT_TRANSFER_BACKEND},
-        "disable_log_stats": True,
-    }
-    for name in config.worker.engine_args:
-        if name in fixed:
-            raise ConfigError(f"worker.engine_args.{name}: streamrl sets this itself; remove it")
-    return {**defaults, **config.worker.engine_args, **fixed}
+    return SamplingParams(
+        max_tokens=1,  # vLLM makes at least one
+        prompt_logprobs=0,  # of the given tokens alone; with these vLLM reads nothing from its cache
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
 
 
 def _sampled_logprobs(output: CompletionOutput) -> np.ndarray[Any, np.dtype[np.float32]]:  # [T]

@@ -1,0 +1,78 @@
+"""A reload that silently does nothing, on real vLLM: the repair of the tied head taken out, and caught by the probe."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import deserialize
+
+import workers
+from streamrl.config import schema
+from streamrl.errors import LoadRejected
+from streamrl.versions import make_version
+from streamrl.weights.format import DType, TensorMeta
+from streamrl.weights.manifest import Manifest
+from tests.tiny_models import make_model
+from tests.worker_world import worker_config
+from workers.engines.base import EngineSettings
+from workers.engines.vllm_engine import VllmEngine
+from workers.model import read_model
+from workers.proving import Prover
+
+REPAIR = "head.quant_method.process_weights_after_loading(head)"
+
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture
+def environment() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    os.environ.clear()  # vLLM is told, and tells its processes, through the environment
+    os.environ.update(before)
+
+
+def without_the_repair(folder: Path) -> Path:
+    """Our code for vLLM's own processes, which import it anew; this process has the whole one already."""
+    shutil.copytree(Path(workers.__file__).parent, folder / "workers")
+    source = folder / "workers" / "weight_transfer.py"
+    whole = source.read_text()
+    assert whole.count(REPAIR) == 1
+    source.write_text(whole.replace(REPAIR, "pass"))
+    return folder
+
+
+@pytest.mark.usefixtures("environment")
+@pytest.mark.parametrize("repaired", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_a_head_that_keeps_the_old_embedding_is_caught(
+    tmp_path: Path, dtype: DType, repaired: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_model(tmp_path / "model", tied=True, dtype=getattr(torch, dtype))
+    mirror = folder / "model.safetensors"
+    if not repaired:
+        monkeypatch.syspath_prepend(without_the_repair(tmp_path / "code"))
+    config = worker_config(threads=1, engine_args={"kv_cache_memory_bytes": 64 << 20}).model_copy(
+        update={"weights": schema.Weights(dtype=dtype)}
+    )
+    facts = read_model(str(folder), trust_remote_code=False)
+    engine = VllmEngine(EngineSettings(model=facts, config=config, trust_remote_code=False, seed=1))
+    tensors = tuple(
+        TensorMeta(name=name, dtype=dtype, shape=tuple(t["shape"])) for name, t in deserialize(mirror.read_bytes())
+    )
+    manifest = Manifest(version=make_version(1, 0), base=0, step=0, run_uid="run", tensors=tensors, shards=())
+    prover = Prover(model=facts, dtype=dtype, trust_remote_code=False, with_probe=True)
+    try:
+        await engine.start()
+        if repaired:
+            await prover.probe(engine, mirror, manifest)
+        else:
+            with pytest.raises(LoadRejected, match="does not serve what it was told to load"):
+                await prover.probe(engine, mirror, manifest)
+    finally:
+        await engine.stop()

@@ -1,0 +1,165 @@
+"""What a worker does when its engine dies, or does not serve what it was told to load."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from streamrl.errors import EngineError, LoadRejected
+from streamrl.telemetry.progress import Progress
+from tests.helpers import wait_until_async
+from workers.engines.base import Engine
+from workers.engines.double import EngineDouble
+from workers.rollout import Counts
+from workers.supervise import RestartPatience, Supervisor
+
+Outcome = Callable[["Versions"], Exception | None]
+
+
+class Versions:
+    """Counts what it is told; a newer version comes when a test says so."""
+
+    def __init__(self) -> None:
+        self.attempted = self.num_proved = self.num_distrusted = 0
+        self.newer = asyncio.Event()
+
+    def distrust_mirror(self) -> None:
+        self.num_distrusted += 1
+
+    async def announced_beyond(self, version: int) -> None:
+        await self.newer.wait()
+
+
+class Work:
+    """A rollout whose runs end as they are told to."""
+
+    def __init__(self, versions: Versions, *outcomes: Outcome) -> None:
+        self.counts = Counts()
+        self.engines: list[Engine] = []
+        self._versions = versions
+        self._outcomes = list(outcomes)
+
+    async def run(self, engine: Engine, stop: asyncio.Event) -> None:
+        self.engines.append(engine)
+        error = self._outcomes.pop(0)(self._versions) if self._outcomes else None
+        if isinstance(error, Exception):
+            raise error
+
+
+def rejected(versions: Versions) -> Exception:
+    return LoadRejected("the canary is off")
+
+
+def rejected_after_a_proof(versions: Versions) -> Exception:
+    versions.num_proved += 1
+    return LoadRejected("the canary is off")
+
+
+def died(versions: Versions) -> Exception:
+    return EngineError("out of memory")
+
+
+class Scene:
+    def __init__(self, *outcomes: Outcome, rejected_s: float = 10.0) -> None:
+        self.versions = Versions()
+        self.work = Work(self.versions, *outcomes)
+        self.made: list[EngineDouble] = []
+        self.progress = Progress(part="worker/0", role="worker")
+        self.supervisor = Supervisor(
+            rollout=self.work,
+            weights=self.versions,
+            make_engine=self._make,
+            progress=self.progress,
+            patience=RestartPatience(first_pause_s=0.001, rejected_s=rejected_s),
+        )
+        self.stop = asyncio.Event()
+
+    def _make(self) -> Engine:
+        self.made.append(EngineDouble())
+        return self.made[-1]
+
+    async def run(self) -> None:
+        await asyncio.wait_for(self.supervisor.run(self.stop), 10)
+
+
+async def test_an_engine_that_dies_is_stopped_and_another_one_takes_its_place() -> None:
+    scene = Scene(died)
+    await scene.run()
+    assert [engine.stopped for engine in scene.made] == [True, True]
+    assert scene.work.engines == scene.made
+    assert scene.progress.report().detail["engine_restarts"] == 1
+
+
+async def test_engines_that_die_one_after_the_other_end_the_worker_and_the_error_says_why() -> None:
+    scene = Scene(died, died, died)
+    with pytest.raises(EngineError, match=r"3 times in a row.*out of memory"):
+        await scene.run()
+    assert all(engine.stopped for engine in scene.made)
+
+
+async def test_an_engine_that_delivered_before_it_died_begins_the_count_anew() -> None:
+    def delivered_then_died(versions: Versions) -> Exception:
+        scene.work.counts.groups_delivered += 1
+        return EngineError("out of memory")
+
+    scene = Scene(*[delivered_then_died] * 5)
+    await scene.run()
+    assert len(scene.made) == 6
+
+
+async def test_a_refused_load_is_tried_with_weights_fetched_anew() -> None:
+    scene = Scene(rejected)
+    await scene.run()
+    assert scene.versions.num_distrusted == 1
+    assert len(scene.made) == 1
+
+
+async def test_a_load_refused_twice_is_tried_with_another_engine() -> None:
+    scene = Scene(rejected, rejected)
+    await scene.run()
+    assert scene.versions.num_distrusted == 2
+    assert scene.work.engines == [scene.made[0], scene.made[0], scene.made[1]]
+    assert scene.made[0].stopped
+
+
+async def test_refused_by_another_engine_too_nothing_is_made_before_a_newer_version() -> None:
+    scene = Scene(rejected, rejected, rejected)
+    task = asyncio.create_task(scene.run())
+
+    async def waits() -> bool:
+        return scene.progress.report().doing == "weights"
+
+    await wait_until_async(waits, description="the worker waits for other weights")
+    assert len(scene.work.engines) == 3
+
+    scene.versions.newer.set()
+    await task
+    assert len(scene.work.engines) == 4
+    assert len(scene.made) == 2
+
+
+async def test_without_a_newer_version_the_worker_ends_and_says_what_was_refused() -> None:
+    scene = Scene(rejected, rejected, rejected, rejected_s=0.05)
+    with pytest.raises(LoadRejected, match=r"weights\.give_up_after_s.*the canary is off"):
+        await scene.run()
+
+
+async def test_a_version_proved_in_between_begins_the_count_of_refusals_anew() -> None:
+    scene = Scene(*[rejected_after_a_proof] * 4)
+    await scene.run()
+    assert len(scene.made) == 1
+
+
+async def test_a_word_to_stop_ends_the_wait_for_other_weights() -> None:
+    scene = Scene(rejected, rejected, rejected)
+    task = asyncio.create_task(scene.run())
+
+    async def waits() -> bool:
+        return scene.progress.report().doing == "weights"
+
+    await wait_until_async(waits, description="the worker waits for other weights")
+    scene.stop.set()
+    await task
+    assert len(scene.work.engines) == 3

@@ -1,0 +1,158 @@
+"""The transformers engine's batch: rows that come, grow by a token a step, and go. One thread owns it.
+
+admit ─► waiting ─► step: a token for every row, the first one of those there is room for ─► finished rows
+                      ▲ between two steps: load, drop_abandoned
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from streamrl.wire.group import FinishReason, Span
+from workers.engines.base import EngineSettings, Generated, SampleRequest
+from workers.engines.hf_model import load_weights, token_logprobs
+from workers.engines.kv_batch import KvBatch
+from workers.engines.sampling import RowState, choose, processed_logprobs
+
+_MAX_ROWS = 256
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """A sample at work."""
+
+    request: SampleRequest
+    max_tokens: int
+    done: asyncio.Future[Generated]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    stop_string: str = ""  # the one that ended it
+    abandoned: bool = False  # set by the event loop, read between steps
+
+    def state(self) -> RowState:
+        sampling = self.request.sampling
+        penalised = sampling.repetition_penalty != 1.0
+        seen = [*self.request.prompt_ids.tolist(), *self.token_ids] if penalised else ()
+        return RowState(sampling=sampling, num_tokens=len(self.token_ids), seen=seen)
+
+    def append(self, token_id: int, logprob: float, version: int, step: int) -> None:
+        at = len(self.token_ids)
+        start = at
+        if self.spans and self.spans[-1].version == version:
+            start = self.spans.pop().start
+        self.spans.append(Span(version=version, step=step, start=start, end=at + 1))
+        self.token_ids.append(token_id)
+        self.logprobs.append(min(logprob, 0.0))
+
+
+class Decoder:
+    def __init__(self, model: nn.Module, settings: EngineSettings) -> None:
+        self.rows: list[Row] = []
+        self.waiting: list[Row] = []
+        self.num_made = 0  # tokens
+        self._model = model
+        self._facts = settings.model
+        device = next(model.parameters()).device
+        self._generator = torch.Generator(device=device).manual_seed(settings.seed)
+        self._batch = KvBatch(model, device)
+        self._version, self._step = 0, 0
+
+    @property
+    def idle(self) -> bool:
+        return not (self.rows or self.waiting)
+
+    def admit(self, row: Row) -> None:
+        """It begins with the next step that has room; urgent ones before others."""
+        at = sum(other.request.urgent for other in self.waiting) if row.request.urgent else len(self.waiting)
+        self.waiting.insert(at, row)
+
+    def load(self, weights: Path, *, version: int, step: int) -> None:
+        load_weights(self._model, weights)
+        self._version, self._step = version, step
+
+    def recompute(self) -> None:
+        """Keys and values of all rows, under the weights of now."""
+        self._batch.keep([])
+        if self.rows:
+            # The last token of each row is fed in by the next step.
+            self._batch.add([[*row.request.prompt_ids.tolist(), *row.token_ids[:-1]] for row in self.rows])
+
+    def logprobs(self, token_ids: list[int]) -> list[float]:  # [T-1]
+        return token_logprobs(self._model, token_ids)
+
+    def drop_abandoned(self) -> None:
+        self.waiting = [row for row in self.waiting if not row.abandoned]
+        self._keep([i for i, row in enumerate(self.rows) if not row.abandoned])
+
+    def step(self) -> list[tuple[Row, Generated]]:
+        """Rows that this step finished."""
+        logits = []
+        if self.rows:
+            last = torch.tensor([row.token_ids[-1] for row in self.rows], device=self._generator.device)
+            logits.append(self._batch.step(last))
+        if new := self.waiting[: _MAX_ROWS - len(self.rows)]:
+            del self.waiting[: len(new)]
+            logits.append(self._batch.add([row.request.prompt_ids.tolist() for row in new]))
+            self.rows += new
+        return self._extend(torch.cat(logits)) if logits else []
+
+    def _extend(self, logits: torch.Tensor) -> list[tuple[Row, Generated]]:  # [B, V]
+        states = [row.state() for row in self.rows]
+        logprobs = processed_logprobs(logits, states, self._facts.stop_ids)
+        tokens = choose(logprobs, states, self._generator)
+        chosen = logprobs.gather(1, tokens[:, None])[:, 0]
+        going_on, finished = [], []
+        for i, (row, token_id, logprob) in enumerate(zip(self.rows, tokens.tolist(), chosen.tolist(), strict=True)):
+            row.append(token_id, logprob, self._version, self._step)
+            if (reason := self._finish_reason(row)) is None:
+                going_on.append(i)
+            else:
+                finished.append((row, self._generated(row, reason)))
+        self.num_made += len(self.rows)
+        self._keep(going_on)
+        return finished
+
+    def _keep(self, kept: list[int]) -> None:
+        if len(kept) < len(self.rows):
+            self.rows = [self.rows[i] for i in kept]
+            self._batch.keep(kept)
+
+    def _finish_reason(self, row: Row) -> FinishReason | None:
+        if row.token_ids[-1] in self._facts.stop_ids:
+            return "stop"
+        if row.request.sampling.stop and len(row.token_ids) > row.request.sampling.min_tokens:
+            row.stop_string = self._completed_stop_string(row)
+            if row.stop_string:
+                return "stop"
+        return "length" if len(row.token_ids) >= row.max_tokens else None
+
+    def _completed_stop_string(self, row: Row) -> str:
+        """The stop string that the last token completed, if it did."""
+        stop = row.request.sampling.stop
+        # A token may hold no whole character, so that a string may be spread over more tokens than it is long.
+        tail = row.token_ids[-4 * max(map(len, stop)) - 8 :]
+        before, after = self._decode_text(tail[:-1]), self._decode_text(tail)
+        return next((s for s in stop if after.find(s, max(0, len(before) - len(s) + 1)) >= 0), "")
+
+    def _decode_text(self, token_ids: list[int]) -> str:
+        text: str = self._facts.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+    def _generated(self, row: Row, reason: FinishReason) -> Generated:
+        text = self._decode_text(row.token_ids)
+        if row.stop_string:
+            text = text[: text.rindex(row.stop_string)]
+        return Generated(
+            token_ids=np.asarray(row.token_ids, dtype=np.int32),
+            logprobs=np.asarray(row.logprobs, dtype=np.float32),
+            text=text,
+            finish_reason=reason,
+            spans=tuple(row.spans),
+        )

@@ -1,0 +1,52 @@
+"""A plain transformers model whose weights come from a mirror: what the transformers engine generates with, and what a
+worker holds its engine's answers against.
+
+The model's folder gives the configuration alone. Blocks on memory: as much as the model has.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from streamrl.errors import DataError, WeightsError
+from workers.model import ModelFacts
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def build_model(model: ModelFacts, *, dtype: str, trust_remote_code: bool) -> nn.Module:
+    """On the CPU, with whatever was in its memory for weights: load them before use."""
+    try:
+        config = AutoConfig.from_pretrained(model.path, trust_remote_code=trust_remote_code)
+        with no_init_weights():
+            built = AutoModelForCausalLM.from_config(config, dtype=_DTYPES[dtype], trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise DataError(f"model {model.path!r} cannot be built: {error}") from error
+    built.tie_weights()
+    evaluated: nn.Module = built.eval()
+    return evaluated
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """All parameters, in place; a tied head is the embedding itself and comes with it."""
+    with safe_open(path, framework="pt") as file, torch.no_grad():
+        parameters = dict(model.named_parameters())
+        if missing := parameters.keys() - set(file.keys()):
+            raise WeightsError(f"{path} lacks {len(missing)} parameters, {min(missing)} for one")
+        for name, parameter in parameters.items():
+            parameter.copy_(file.get_tensor(name))
+
+
+def token_logprobs(model: nn.Module, token_ids: list[int]) -> list[float]:  # [T-1]
+    """Of each token but the first, given those before it: plain log-softmax, in fp32."""
+    ids = torch.tensor([token_ids], device=next(model.parameters()).device)
+    with torch.inference_mode():
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        values: list[float] = logits.log_softmax(dim=-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
+    return values

@@ -1,0 +1,131 @@
+"""How a vLLM engine comes to be: what it needs installed, its arguments, its environment, its processes.
+
+Blocks on vLLM's start, in the thread of whoever calls `build_llm`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from streamrl.config import schema
+from streamrl.errors import ConfigError, EngineError, ResourceError
+from workers.engines.base import EngineSettings
+from workers.engines.vllm_watch import StepWatch, watch_steps
+from workers.vllm_plugin import OWNER_VARIABLE, WEIGHT_TRANSFER_BACKEND
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+_CPU_KV_CACHE_BYTES = 1 << 30  # vLLM's own default on a CPU is nearly all memory
+_MAX_SEQUENCES = 1024
+
+
+def check_installed(
+    *, find: Callable[[str], object | None] = find_spec, plugins: Iterable[EntryPoint] | None = None
+) -> None:
+    """ResourceError without vLLM, or where vLLM would not find our part of it."""
+    if find("vllm") is None:
+        raise ResourceError(
+            "worker.engine=vllm but vLLM is not installed: pip install 'streamrl[worker-cpu]' (or worker-gpu), "
+            "or set worker.engine=transformers"
+        )
+    if plugins is None:
+        plugins = entry_points(group="vllm.general_plugins")
+    if not any(plugin.value.startswith("workers.vllm_plugin:") for plugin in plugins):
+        raise ResourceError(
+            "vLLM does not know of streamrl's weight transfer, which it finds through an entry point of the installed "
+            "package: run from an installation (pip install -e .), not from a bare checkout"
+        )
+
+
+def build_llm(settings: EngineSettings) -> tuple[AsyncLLM, StepWatch]:
+    """Imports vLLM, starts its processes, returns when the model stands."""
+    os.environ.update(_environment(settings.config.worker))
+    try:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.executor.abstract import Executor
+    except ImportError as error:
+        raise ResourceError(f"worker.engine=vllm, but vLLM cannot be imported: {error}") from error
+
+    arguments = engine_args(settings, on_cpu=current_platform.is_cpu())
+    refuse_unknown(arguments, [field.name for field in dataclasses.fields(AsyncEngineArgs)])
+    os.environ.update(_platform_environment(arguments, settings.config.worker, on_cpu=current_platform.is_cpu()))
+    try:
+        config = AsyncEngineArgs(**arguments).create_engine_config()
+    except (ValueError, TypeError, OSError) as error:
+        raise ConfigError(f"vLLM refuses this model or worker.engine_args: {error}") from error
+    try:
+        llm = AsyncLLM(config, Executor.get_class(config), log_stats=True, log_requests=False)
+    except Exception as error:  # vLLM's own errors share no base
+        raise EngineError(f"vLLM did not start: {error}") from error
+    return llm, watch_steps(llm)
+
+
+def refuse_unknown(arguments: Iterable[str], known: Sequence[str]) -> None:
+    for name in arguments:
+        if name not in known:
+            nearest = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise ConfigError(f"worker.engine_args.{name}: vLLM has no such argument{hint}")
+
+
+def _environment(worker: schema.Worker) -> dict[str, str]:
+    """What must stand before vLLM is imported; its processes inherit it."""
+    wanted = {
+        OWNER_VARIABLE: str(os.getpid()),
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    }
+    if worker.threads:
+        wanted["OMP_NUM_THREADS"] = str(worker.threads)
+    return wanted
+
+
+def _platform_environment(arguments: Mapping[str, Any], worker: schema.Worker, *, on_cpu: bool) -> dict[str, str]:
+    wanted = {}
+    if arguments["enforce_eager"]:
+        # Even then vLLM compiles a helper of the sampler: 10 s in the middle of the first batch, for nothing.
+        wanted["TORCHDYNAMO_DISABLE"] = "1"
+    if on_cpu and arguments.get("tensor_parallel_size", 1) == 1:
+        wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # what vLLM calls this: the model runs in the EngineCore process
+    if on_cpu and worker.threads:
+        wanted["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    return wanted
+
+
+def engine_args(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
+    """Ours, the user's over our defaults; what correctness hangs on is not for the user to change."""
+    config = settings.config
+    sampling = config.sampling.num_samples * config.worker.max_groups_in_flight
+    defaults: dict[str, Any] = {
+        "max_model_len": settings.max_length,
+        "max_num_seqs": min(sampling, _MAX_SEQUENCES),
+        "enforce_eager": on_cpu,
+    }
+    if on_cpu:
+        defaults["kv_cache_memory_bytes"] = _CPU_KV_CACHE_BYTES
+    fixed: dict[str, Any] = {
+        "model": settings.model.path,
+        "trust_remote_code": settings.trust_remote_code,
+        "dtype": config.weights.dtype,
+        "seed": settings.seed,
+        "load_format": "dummy",
+        "generation_config": "vllm",  # none of the model's own: sampling is the run's alone
+        "logprobs_mode": "processed_logprobs",
+        "weight_transfer_config": {"backend": WEIGHT_TRANSFER_BACKEND},
+        "scheduling_policy": "priority",
+    }
+    for name in config.worker.engine_args:
+        if name in fixed:
+            raise ConfigError(f"worker.engine_args.{name}: streamrl sets this itself; remove it")
+    return {**defaults, **config.worker.engine_args, **fixed}

@@ -1,0 +1,137 @@
+"""Engines, one after the other: what happens when one dies, hangs, or does not serve what it was told to load.
+
+    engine ─► rollout ─┬─► stop, or the run ended: leave
+       ▲               ├─► EngineError: another engine, paced; given up after a few in a row without a group between
+       │               └─► LoadRejected: 1. weights fetched anew    2. and another engine
+       └───────────────────────────────  3. nothing is delivered, which the report says, until a newer version is proved
+
+However it ends, `rollout` has handed its tickets back. Blocks on the engine's start, and while nothing may be delivered
+on newer versions, for `weights.give_up_after_s` at most; a word to stop is heard in every wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+
+from streamrl.errors import EngineError, LoadRejected
+from streamrl.telemetry.progress import Progress, Wait
+from workers.engines.base import Engine
+from workers.rollout import Counts
+from workers.tasks import unless
+
+log = structlog.get_logger(__name__)
+
+_MAX_ENGINE_FAILURES = 3  # in a row, without a group delivered in between
+
+
+class Work(Protocol):
+    """What is used of `workers.rollout.Rollout`."""
+
+    counts: Counts
+
+    async def run(self, engine: Engine, stop: asyncio.Event) -> None: ...
+
+
+class Versions(Protocol):
+    """What is used of `workers.weights.WeightFollower`."""
+
+    attempted: int
+    num_proved: int
+
+    def distrust_mirror(self) -> None: ...
+
+    async def announced_beyond(self, version: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartPatience:
+    first_pause_s: float = 1.0  # before another engine; doubled each time
+    rejected_s: float  # how long nothing may be proved before the worker ends
+
+
+class Supervisor:
+    def __init__(
+        self,
+        *,
+        rollout: Work,
+        weights: Versions,
+        make_engine: Callable[[], Engine],
+        progress: Progress,
+        patience: RestartPatience,
+    ) -> None:
+        self._rollout = rollout
+        self._weights = weights
+        self._make_engine = make_engine
+        self._progress = progress
+        self._patience = patience
+        self._failures = 0  # of engines, in a row
+        self._rejections = 0  # of versions, in a row
+        self._rejected_since = 0.0
+        self._num_restarts = 0
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Returns when the rollout is over."""
+        engine: Engine | None = None
+        try:
+            while not stop.is_set():
+                delivered, proved = self._rollout.counts.groups_delivered, self._weights.num_proved
+                try:
+                    if engine is None:
+                        engine = self._make_engine()
+                        self._progress.working("start the engine")
+                        await unless(stop, engine.start())
+                    if not stop.is_set():
+                        await self._rollout.run(engine, stop)
+                    return
+                except LoadRejected as error:
+                    if await self._survive_rejection(error, stop, again=self._weights.num_proved == proved):
+                        continue
+                except EngineError as error:
+                    self._note_failure(error, stop, again=self._rollout.counts.groups_delivered == delivered)
+                await engine.stop()
+                engine = None
+                await self._pause(stop)
+        finally:
+            if engine is not None:
+                await engine.stop()
+
+    def _note_failure(self, error: EngineError, stop: asyncio.Event, *, again: bool) -> None:
+        self._failures = self._failures + 1 if again else 1
+        if self._failures >= _MAX_ENGINE_FAILURES and not stop.is_set():
+            raise EngineError(f"the engine failed {self._failures} times in a row; the last time: {error}") from error
+        log.warning("engine_failed", failures_in_row=self._failures, error=str(error))
+
+    async def _survive_rejection(self, error: LoadRejected, stop: asyncio.Event, *, again: bool) -> bool:
+        """Whether the same engine goes on."""
+        self._rejections = self._rejections + 1 if again else 1
+        if self._rejections == 1:
+            self._rejected_since = time.monotonic()
+        log.error("load_rejected", rejections_in_row=self._rejections, error=str(error))
+        self._weights.distrust_mirror()
+        if self._rejections <= 2:
+            return self._rejections == 1
+        left_s = self._patience.rejected_s - (time.monotonic() - self._rejected_since)
+        with self._progress.waiting(Wait.WEIGHTS):
+            try:
+                async with asyncio.timeout(max(0.0, left_s)):
+                    await unless(stop, self._weights.announced_beyond(self._weights.attempted))
+            except TimeoutError:
+                raise LoadRejected(
+                    f"for {self._patience.rejected_s:g} s (weights.give_up_after_s) the engine proved no version; "
+                    f"nothing it made was delivered. The last refusal: {error}"
+                ) from error
+        return True
+
+    async def _pause(self, stop: asyncio.Event) -> None:
+        self._num_restarts += 1
+        self._progress.note(engine_restarts=self._num_restarts)
+        pause_s = self._patience.first_pause_s * 2**self._failures * random.uniform(0.5, 1.0)
+        with self._progress.waiting(Wait.ENGINE):
+            await unless(stop, asyncio.sleep(pause_s))
