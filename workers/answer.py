@@ -78,6 +78,7 @@ class Answerer:
             request_id=f"{ticket.purpose}-{ticket.number}-{self._num_requests}",
             prompt_ids=ticket.token_ids,
             sampling=self._config.sampling if ticket.purpose == "train" else self._config.validation.sampling,
+            urgent=ticket.purpose == "eval",
         )
         try:
             generated = await engine.generate(request)

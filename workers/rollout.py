@@ -25,15 +25,18 @@ from streamrl.errors import TransportError
 from streamrl.telemetry.progress import Progress, Wait
 from streamrl.transport.types import Leased
 from streamrl.wire.group import Group, encode_group
+from workers.admission import num_to_take
 from workers.answer import Answerer
 from workers.engines.base import Engine
 from workers.rates import Rate
+from workers.stall import StallWatch
 from workers.tasks import cancel_all, run_beside, unless
 from workers.tickets import Tickets
 
 log = structlog.get_logger(__name__)
 
 _LEASE_BLOCK_MS = 500  # so that a word to stop or to pause is heard soon
+_ROOM_EVERY_S = 0.02  # the engine begins what was queued with its next step
 _CONTROL_EVERY_S = 1.0
 _RUN_EVERY_S = 1.0
 _REWARDS_EVERY_S = 0.1
@@ -78,6 +81,7 @@ class Rollout:
         self._weights = weights
         self._answerer = answerer
         self._settings = config.worker
+        self._samples_per_ticket = config.sampling.num_samples
         self._version_wait_s = config.weights.give_up_after_s
         self._progress = progress
         self._groups: dict[asyncio.Task[None], _Held] = {}
@@ -127,14 +131,20 @@ class Rollout:
         """Keep the hands full for a while."""
         until = time.monotonic() + seconds
         while not over.is_set() and time.monotonic() < until:
-            free = self._settings.max_groups_in_flight - len(self._groups)
-            if free > 0:
-                for leased in await self._lease(free):
+            most = num_to_take(
+                engine.stats(),
+                num_at_work=len(self._groups),
+                samples_per_ticket=self._samples_per_ticket,
+                most=self._settings.max_groups_in_flight,
+            )
+            if most:
+                for leased in await self._lease(most):
                     held = _Held(leased=leased)
                     task = asyncio.create_task(self._fulfil(held, engine), name=f"ticket {leased.ticket.number}")
                     self._groups[task] = held
-            else:
-                await asyncio.wait(self._groups, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if self._groups:
+                # Even with room left: what was taken just now must reach the engine before its queue says anything.
+                await asyncio.wait(self._groups, timeout=_ROOM_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
             self._reap()
 
     async def _sit_out(self, outage: str, over: asyncio.Event) -> None:
@@ -224,12 +234,20 @@ class Rollout:
         await asyncio.Event().wait()  # a companion does not end by itself
 
     async def _watch_engine(self, engine: Engine) -> None:
+        stall = StallWatch(limit_s=self._settings.stall_s)
         while True:
             until = time.monotonic() + _ALIVE_EVERY_S
             while time.monotonic() < until:
-                self._progress.note(in_flight=engine.stats().in_flight, tokens_per_s=round(self._tokens.per_second()))
+                stats = engine.stats()
+                stall.look(stats)
+                self._progress.note(
+                    in_flight=stats.in_flight,
+                    waiting=stats.num_waiting,
+                    kv_used=round(stats.kv_used, 3),
+                    tokens_per_s=round(self._tokens.per_second()),
+                )
                 self._progress.note(**self._answerer.facts())
-                await asyncio.sleep(_SHOW_EVERY_S)
+                await asyncio.sleep(min(_SHOW_EVERY_S, self._settings.stall_s / 4))
             await engine.check_alive()
 
 

@@ -68,7 +68,8 @@ class TicketsDouble:
     async def lease(self, *, max_tickets: int, block_ms: int) -> list[Leased]:
         if not self.waiting:
             await asyncio.sleep(min(block_ms, 10) / 1000)
-        taken, self.waiting = self.waiting[:max_tickets], self.waiting[max_tickets:]
+        taken = self.waiting[:max_tickets]
+        del self.waiting[:max_tickets]  # in place: several workers may have it
         return [self._leased(ticket) for ticket in taken]
 
     async def renew(self, leased: Sequence[Leased]) -> list[Leased]:

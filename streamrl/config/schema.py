@@ -230,6 +230,7 @@ class Worker(Section):
     threads: NonNegative = 0  # CPU threads of the engine; 0: the engine's choice
     engine_args: dict[str, str | int | float | bool] = {}  # passed on to vLLM
     start_timeout_s: PositiveFloat = 300.0
+    stall_s: PositiveFloat = 120.0  # an engine that makes no token for so long while it should is started anew
 
 
 class Learner(Section):

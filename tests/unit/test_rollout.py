@@ -130,6 +130,55 @@ async def test_no_more_tickets_are_taken_than_may_be_in_flight() -> None:
     await world.finish()
 
 
+async def test_a_worker_takes_no_more_than_its_engine_can_soon_begin() -> None:
+    world = WorkerWorld(engine=EngineDouble(hold=True, capacity=4), max_groups_in_flight=32)
+    for number in range(20):
+        world.put(number, num_samples=4)
+    world.start()
+    await world.until(lambda: len(world.engine.requests) >= 8, "the engine is full, and a ticket waits")
+    await world.until(lambda: world.progress.report().detail.get("waiting") == 4, "the worker has looked again")
+    assert len(world.engine.requests) == 8
+
+    world.engine.release()
+    await world.delivered(20)
+    await world.finish()
+
+
+async def test_a_worker_whose_cache_is_nearly_full_takes_nothing_more() -> None:
+    world = WorkerWorld(engine=EngineDouble(hold=True), max_groups_in_flight=32)
+    world.engine.kv_used = 0.9
+    world.put(1)
+    world.put(2)
+    world.start()
+    await world.until(lambda: world.progress.report().detail.get("in_flight") == 2, "the worker has looked again")
+    assert [ticket.number for ticket in world.tickets.waiting] == [2]
+    await world.finish()
+
+
+async def test_workers_share_the_tickets_by_their_speed() -> None:
+    fast = WorkerWorld(engine=EngineDouble(capacity=4, sample_s=0.005), max_groups_in_flight=32)
+    slow = WorkerWorld(engine=EngineDouble(capacity=4, sample_s=0.04), max_groups_in_flight=32)
+    slow.tickets.waiting = fast.tickets.waiting
+    for number in range(60):
+        fast.put(number, num_samples=4)
+    for world in (fast, slow):
+        world.start()
+    await fast.until(
+        lambda: len(fast.tickets.delivered) + len(slow.tickets.delivered) == 60, "all tickets are delivered"
+    )
+    for world in (fast, slow):
+        await world.finish()
+    assert 2 <= len(slow.tickets.delivered) <= 20
+
+
+async def test_an_engine_that_answers_and_makes_no_token_is_given_up() -> None:
+    world = WorkerWorld(engine=EngineDouble(hold=True), stall_s=0.1)
+    world.put(1)
+    with pytest.raises(EngineError, match=r"made no token .* 2 samples were in flight \(worker\.stall_s = 0\.1\)"):
+        await asyncio.wait_for(world.start(), 10)
+    assert world.tickets.handed_back == [1]
+
+
 def refuse_some(count: int) -> EngineDouble:
     """Refuses the first `count` samples."""
     left = [count]
@@ -185,7 +234,10 @@ async def test_evaluation_tickets_are_sampled_as_validation_says() -> None:
     await world.delivered(2)
     await world.finish()
 
-    assert {request.sampling.greedy for request in world.engine.requests} == {True, False}
+    assert {(request.sampling.greedy, request.urgent) for request in world.engine.requests} == {
+        (True, True),
+        (False, False),
+    }
 
 
 async def test_a_reward_that_cannot_be_had_is_a_failed_sample_and_never_a_number() -> None:

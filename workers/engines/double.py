@@ -17,7 +17,8 @@ from workers.engines.base import EngineStats, Generated, KvCache, SampleRequest
 class EngineDouble:
     """Answers at once, or when told to.
 
-    With `hold=True` samples wait for `release`; a load that comes in between shows in their spans, as in a real engine.
+    `capacity` samples are at work at a time, each for `sample_s`. With `hold=True` samples wait for `release`; a load
+    that comes in between shows in their spans, as in a real engine.
     `trouble` may return the error that a request meets.
     """
 
@@ -26,17 +27,21 @@ class EngineDouble:
         *,
         num_tokens: int = 4,
         hold: bool = False,
+        capacity: int = 1 << 30,
+        sample_s: float = 0.0,
         trouble: Callable[[SampleRequest], StreamrlError | None] = lambda request: None,
     ) -> None:
         self.requests: list[SampleRequest] = []
         self.loads: list[tuple[Path, int, int]] = []  # (weights, version, step)
         self.started = self.stopped = False
-        self.waiting = 0  # what `stats` says of the queue and of the cache
-        self.kv_used = 0.0
+        self.kv_used = 0.0  # what `stats` says of the cache
         self._num_tokens = num_tokens
         self._trouble = trouble
         self._dead: EngineError | None = None
         self._free = asyncio.Event()
+        self._places = asyncio.Semaphore(capacity)
+        self._capacity = capacity
+        self._sample_s = sample_s
         self._in_flight = 0
         self._finished_tokens = 0
         if not hold:
@@ -57,6 +62,8 @@ class EngineDouble:
         self._in_flight += 1
         try:
             await self._free.wait()
+            async with self._places:
+                await asyncio.sleep(self._sample_s)
         finally:
             self._in_flight -= 1
         self._check()
@@ -80,7 +87,7 @@ class EngineDouble:
             in_flight=self._in_flight,
             num_tokens=self._finished_tokens,
             num_made=self._finished_tokens,
-            num_waiting=self.waiting,
+            num_waiting=max(0, self._in_flight - self._capacity),
             kv_used=self.kv_used,
         )
 

@@ -1,0 +1,33 @@
+"""When an engine counts as hanging."""
+
+from __future__ import annotations
+
+import pytest
+
+from streamrl.errors import EngineError
+from workers.engines.base import EngineStats
+from workers.stall import StallWatch
+
+
+def stats(*, in_flight: int, num_made: int) -> EngineStats:
+    return EngineStats(in_flight=in_flight, num_tokens=0, num_made=num_made, num_waiting=0, kv_used=0.0)
+
+
+def test_tokens_that_come_at_all_keep_an_engine_alive() -> None:
+    now = [0.0]
+    watch = StallWatch(limit_s=10.0, clock=lambda: now[0])
+    for number in range(10):
+        now[0] += 9.0
+        watch.look(stats(in_flight=4, num_made=number + 1))
+
+
+def test_an_idle_engine_owes_no_tokens_and_its_time_begins_with_the_next_sample() -> None:
+    now = [0.0]
+    watch = StallWatch(limit_s=10.0, clock=lambda: now[0])
+    now[0] = 100.0
+    watch.look(stats(in_flight=0, num_made=0))
+    now[0] = 109.0
+    watch.look(stats(in_flight=1, num_made=0))
+    now[0] = 111.0
+    with pytest.raises(EngineError, match="made no token for 11 s while 1 samples"):
+        watch.look(stats(in_flight=1, num_made=0))
