@@ -44,6 +44,11 @@ def a_sample_request(**sampling: Any) -> SampleRequest:
     )
 
 
+def a_score_item() -> ScoreItem:
+    none = np.empty(0, dtype=np.int32)
+    return ScoreItem(prompt="", completion="", prompt_ids=none, token_ids=none)
+
+
 class WeightsAtOnce:
     """The double of the follower: loads one version and is done; `serve` moves it on by hand."""
 

@@ -38,6 +38,7 @@ log = structlog.get_logger(__name__)
 @click.option("--allow-host", multiple=True, metavar="HOST", help="The run may use reward servers on this host.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that the model's folder brings along.")
 @click.option("--local-reward-url", help="The reward server that the run's configuration calls `local`.")
+@click.option("--http", metavar="HOST:PORT", help="Answer /livez, /readyz and /metrics there; port 0: any free one.")
 @click.option("--log-file", type=click.Path(dir_okay=False, path_type=Path), help="JSON lines go to this file.")
 def main(
     redis_url: str,
@@ -49,6 +50,7 @@ def main(
     allow_host: tuple[str, ...],
     trust_remote_code: bool,
     local_reward_url: str | None,
+    http: str | None,
     log_file: Path | None,
 ) -> None:
     """Generate rollouts for a run: tickets from Redis, samples from the engine, rewards, groups back to Redis.
@@ -70,6 +72,7 @@ def main(
         ),
         model=model,
         local_reward_url=local_reward_url,
+        http=http,
     )
     configure_logging(f"worker/{options.worker}", log_file)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for each of hundreds of requests a second

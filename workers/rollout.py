@@ -27,7 +27,7 @@ from streamrl.transport.types import Leased
 from streamrl.wire.group import Group, encode_group
 from workers.admission import num_to_take
 from workers.answer import Answerer
-from workers.engines.base import Engine
+from workers.engines.base import Engine, EngineStats
 from workers.rates import Rate
 from workers.stall import StallWatch
 from workers.tasks import cancel_all, run_beside, unless
@@ -86,11 +86,18 @@ class Rollout:
         self._progress = progress
         self._groups: dict[asyncio.Task[None], _Held] = {}
         self._tokens = Rate(window_s=10.0)
+        self._engine: Engine | None = None
+
+    @property
+    def engine_stats(self) -> EngineStats | None:
+        """Of the engine at work; None where there is none."""
+        return None if self._engine is None else self._engine.stats()
 
     async def run(self, engine: Engine, stop: asyncio.Event) -> None:
         """Until `stop` is set or the run has ended. EngineError: run again with another engine, nothing is lost.
         LoadRejected: so it is, but what the engine made under the version it did not prove is thrown away."""
         over = asyncio.Event()
+        self._engine = engine
         companions: dict[str, Coroutine[Any, Any, None]] = {
             "follow weights": self._weights.follow(engine),
             "renew leases": self._renew(),
@@ -105,6 +112,8 @@ class Rollout:
         except BaseException:
             await self._abandon()
             raise
+        finally:
+            self._engine = None
         await self._abandon()
 
     async def _work(self, engine: Engine, stop: asyncio.Event, over: asyncio.Event) -> None:

@@ -31,6 +31,7 @@ from streamrl.weights.mirror import Mirror
 from streamrl.weights.stores import open_store
 from workers.answer import Answerer
 from workers.engines.base import ENGINES, Engine, EngineSettings
+from workers.health import Health, Parts, WatchedRewards
 from workers.mirror_folder import mirror_folder
 from workers.model import ModelFacts, read_model
 from workers.permissions import Permissions, allowed_model
@@ -58,6 +59,7 @@ class Options:
     permissions: Permissions
     model: str | None = None  # instead of the run's
     local_reward_url: str | None = None
+    http: str | None = None  # HOST:PORT to answer probes and metrics on
 
 
 async def serve(options: Options, stop: asyncio.Event) -> None:
@@ -65,13 +67,31 @@ async def serve(options: Options, stop: asyncio.Event) -> None:
     progress = Progress(part=f"worker/{options.worker}", role="worker")
     keys = Keys(options.run)
     await asyncio.to_thread(_check_server, options.redis_url)
-    async with connect_async(options.redis_url, schema.Redis()) as client, report_progress(client, keys, progress):
+    health = Health(progress)
+    async with (
+        _answering(health, options.http),
+        connect_async(options.redis_url, schema.Redis()) as client,
+        report_progress(client, keys, progress),
+    ):
         try:
             info = await _await_run(client, keys, options, stop, progress)
             if info is not None:
-                await _Service(options, keys, config_from_json(info.config_json), info, progress).run(client, stop)
+                await _Service(options, keys, config_from_json(info.config_json), info, health).run(client, stop)
         except RunGone:
             log.info("run_gone", run=options.run)
+
+
+@contextlib.asynccontextmanager
+async def _answering(health: Health, address: str | None) -> AsyncIterator[None]:
+    if address is None:
+        yield
+        return
+    from workers.http import parse_address, serving  # starlette and uvicorn: only where they are asked for
+
+    async with serving(health, parse_address(address)) as where:
+        log.info("answering_http", address=where)
+        health.progress.note(http=where)
+        yield
 
 
 def _check_server(url: str) -> None:
@@ -103,12 +123,13 @@ async def _await_run(
 class _Service:
     """A worker of a run that is known."""
 
-    def __init__(self, options: Options, keys: Keys, config: schema.Config, info: RunInfo, progress: Progress) -> None:
+    def __init__(self, options: Options, keys: Keys, config: schema.Config, info: RunInfo, health: Health) -> None:
         self._options = options
         self._keys = keys
         self._config = config
         self._info = info
-        self._progress = progress
+        self._health = health
+        self._progress = health.progress
         self._num_engines = 0
 
     async def run(self, client: redis.asyncio.Redis, stop: asyncio.Event) -> None:
@@ -126,13 +147,15 @@ class _Service:
             give_up_after_s=config.redis.give_up_after_s,
         )
         async with self._following(stream, model) as weights, _started(rewards):
+            watched = WatchedRewards(rewards)
             rollout = Rollout(
                 tickets=stream,
                 weights=weights,
-                answerer=Answerer(rewards=rewards, config=config, worker=options.worker, fingerprint=model.fingerprint),
+                answerer=Answerer(rewards=watched, config=config, worker=options.worker, fingerprint=model.fingerprint),
                 config=config,
                 progress=self._progress,
             )
+            self._health.parts = Parts(work=rollout, weights=weights, rewards=watched, stall_s=config.worker.stall_s)
             supervisor = Supervisor(
                 rollout=rollout,
                 weights=weights,

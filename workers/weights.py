@@ -92,6 +92,11 @@ class WeightFollower:
         finally:
             self.version = self._proved = 0
 
+    @property
+    def proved_version(self) -> int:
+        """0: none of the engine that is followed."""
+        return self._proved
+
     def distrust_mirror(self) -> None:
         """Fetch everything anew, from an anchor on, when an engine is followed next."""
         self._distrusted = True

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import redis
@@ -140,7 +141,7 @@ def test_tickets_become_groups_of_the_published_version_and_sigterm_ends_the_wor
     learner = make_learner()
     version = learner.publish(models[1]).version
     learner.issue(*PROMPTS, num_samples=3, min_version=version)
-    process = workers.start("--model", str(models[0]))
+    process = workers.start("--model", str(models[0]), "--http", "127.0.0.1:0")
 
     groups = learner.groups(4)
     assert sorted(group.header.ticket for group in groups) == [0, 1, 2, 3]
@@ -156,6 +157,10 @@ def test_tickets_become_groups_of_the_published_version_and_sigterm_ends_the_wor
         lambda: {r.part: r.detail.get("version") for r in read_reports(client, keys)} == {part: newer},
         description="the worker reports the version that it serves",
     )
+
+    (report,) = read_reports(client, keys)
+    assert httpx.get(f"http://{report.detail['http']}/readyz").status_code == 200
+    assert "streamrl_worker_groups_delivered_total 5.0" in httpx.get(f"http://{report.detail['http']}/metrics").text
 
     before = descendants(process.pid)
     process.send_signal(signal.SIGTERM)

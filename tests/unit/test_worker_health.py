@@ -1,0 +1,181 @@
+"""What a worker says of itself over HTTP: yes only where it is true, and the reasons where it is not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from streamrl.errors import ConfigError, ResourceError, RewardError
+from streamrl.telemetry.progress import Progress, Wait
+from streamrl.versions import make_version
+from tests.worker_world import a_score_item
+from workers.engines.base import EngineStats
+from workers.health import Health, Parts, WatchedRewards
+from workers.http import make_app, parse_address, serving
+from workers.rewards.base import FakeReward, Rewards, ScoreItem, Weighted
+from workers.rollout import Counts
+
+
+class World:
+    """A worker at work, whose parts say what a test tells them to."""
+
+    def __init__(self, judge: Callable[[ScoreItem], float] = lambda item: 1.0) -> None:
+        self.now = 1000.0
+        self.progress = Progress(part="worker/0", role="worker", clock=lambda: self.now)
+        self.health = Health(self.progress, clock=lambda: self.now)
+        self.counts = Counts(groups_delivered=7)
+        self.engine_stats: EngineStats | None = stats()
+        self.num_proved, self.proved_version = 1, make_version(1, 0)
+        self.rewards = WatchedRewards(
+            Rewards({"made_up": Weighted(reward=FakeReward(judge), weight=1.0)}), clock=lambda: self.now
+        )
+
+    def found_its_run(self) -> None:
+        self.health.parts = Parts(work=self, weights=self, rewards=self.rewards, stall_s=120.0)
+        self.progress.working("generate")
+
+    async def get(self, path: str) -> httpx.Response:
+        transport = httpx.ASGITransport(app=make_app(self.health))
+        async with httpx.AsyncClient(transport=transport, base_url="http://worker") as client:
+            return await client.get(path)
+
+
+def stats(**changes: Any) -> EngineStats:
+    fields = {"in_flight": 4, "num_tokens": 0, "num_made": 0, "num_waiting": 1, "kv_used": 0.5}
+    return EngineStats(**{**fields, **changes})
+
+
+@pytest.fixture
+def world() -> World:
+    made = World()
+    made.found_its_run()
+    return made
+
+
+async def test_a_worker_that_generates_is_alive_and_ready(world: World) -> None:
+    assert (await world.get("/livez")).status_code == 200
+    ready = await world.get("/readyz")
+    assert (ready.status_code, ready.json()["reasons"]) == (200, [])
+
+
+async def test_a_worker_that_starts_is_alive_and_not_ready() -> None:
+    world = World()
+    assert (await world.get("/livez")).status_code == 200
+    ready = await world.get("/readyz")
+    assert (ready.status_code, ready.json()["reasons"]) == (503, ["starting: start"])
+
+
+async def test_without_an_engine_or_a_proved_version_nothing_is_ready(world: World) -> None:
+    world.proved_version = 0
+    world.progress.note(rejected="the canary is off")
+    assert "the canary is off" in (await world.get("/readyz")).json()["reasons"][0]
+    world.engine_stats = None
+    assert "no engine is at work" in (await world.get("/readyz")).json()["reasons"][0]
+    assert (await world.get("/livez")).status_code == 200
+
+
+async def test_an_engine_that_makes_no_token_is_first_not_ready_and_then_not_alive(world: World) -> None:
+    world.now += 130.0
+    assert (await world.get("/readyz")).status_code == 503
+    assert (await world.get("/livez")).status_code == 200
+    world.now += 300.0
+    assert "nothing got on for 430 s" in (await world.get("/livez")).json()["reasons"][0]
+
+    world.engine_stats = stats(num_made=1)
+    assert (await world.get("/livez")).status_code == 200
+    assert (await world.get("/readyz")).status_code == 200
+
+
+async def test_a_worker_without_tickets_is_ready_however_long_it_waits(world: World) -> None:
+    world.engine_stats = stats(in_flight=0)
+    with world.progress.waiting(Wait.TICKETS):
+        world.now += 10_000.0
+        assert (await world.get("/livez")).status_code == 200
+        assert (await world.get("/readyz")).status_code == 200
+
+
+async def test_a_reward_source_out_of_reach_is_a_reason_until_a_score_comes() -> None:
+    refusing = True
+
+    def judge(item: ScoreItem) -> float:
+        if refusing:
+            raise RewardError("connection refused")
+        return 1.0
+
+    world = World(judge)
+    world.found_its_run()
+    with pytest.raises(RewardError):
+        await world.rewards.score(a_score_item())
+    assert "connection refused" in (await world.get("/readyz")).json()["reasons"][0]
+    refusing = False
+    await world.rewards.score(a_score_item())
+    assert (await world.get("/readyz")).status_code == 200
+
+
+async def test_a_source_that_says_it_is_out_is_a_reason_before_any_sample_needs_it() -> None:
+    class Out(Rewards):
+        def outage(self) -> str | None:
+            return "reward server: down for 12 s"
+
+    world = World()
+    world.rewards = WatchedRewards(Out({}), clock=lambda: world.now)
+    world.found_its_run()
+    assert (await world.get("/readyz")).json()["reasons"] == ["rewards: reward server: down for 12 s"]
+
+
+async def test_a_score_that_does_not_come_is_a_reason() -> None:
+    class Never:
+        async def score(self, item: ScoreItem) -> Any:
+            await asyncio.Event().wait()
+
+        def outage(self) -> str | None:
+            return None
+
+        def facts(self) -> dict[str, int | float | str]:
+            return {}
+
+    world = World()
+    world.rewards = WatchedRewards(Never(), clock=lambda: world.now)
+    world.found_its_run()
+    task = asyncio.create_task(world.rewards.score(a_score_item()))
+    await asyncio.sleep(0)
+    world.now += 61.0
+    world.engine_stats = stats(in_flight=0)
+    assert (await world.get("/readyz")).json()["reasons"] == ["rewards: a sample has waited 61 s for its score"]
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert world.rewards.num_pending == 0
+
+
+async def test_metrics_are_those_of_the_moment(world: World) -> None:
+    text = (await world.get("/metrics")).text
+    assert "streamrl_worker_groups_delivered_total 7.0" in text
+    assert "streamrl_worker_kv_cache_used 0.5" in text
+    assert "streamrl_worker_ready 1.0" in text
+    world.counts.groups_delivered = 8
+    assert "streamrl_worker_groups_delivered_total 8.0" in (await world.get("/metrics")).text
+
+
+async def test_several_workers_of_a_machine_listen_side_by_side_and_a_taken_port_is_said(world: World) -> None:
+    async with serving(world.health, ("127.0.0.1", 0)) as one, serving(world.health, ("127.0.0.1", 0)) as other:
+        assert one != other
+        async with httpx.AsyncClient() as client:
+            assert (await client.get(f"http://{one}/livez")).status_code == 200
+            assert (await client.get(f"http://{other}/readyz")).json()["part"] == "worker/0"
+        with pytest.raises(ResourceError, match=r"--http: cannot take port .* or 0 for any free one"):
+            async with serving(world.health, parse_address(one)):
+                pass
+
+
+@pytest.mark.parametrize("text", ["9400", "host:", ":9400", "host:port", "host:70000"])
+def test_an_address_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"must be HOST:PORT"):
+        parse_address(text)
+
+
+def test_a_host_with_colons_stands_in_brackets() -> None:
+    assert parse_address("[::1]:9400") == ("::1", 9400)

@@ -1,0 +1,153 @@
+"""A worker over HTTP: /livez and /readyz for whoever restarts it and sends it work, /metrics for Prometheus.
+
+Off unless asked for (`--http HOST:PORT`): a worker takes its work from Redis, where its report lies too, so nothing
+needs to listen. Port 0 takes any free one, so that several workers share a machine, and the report says which. It runs
+on the worker's own event loop: a loop that hangs answers no probe. 200: yes; 503: no, with the reasons as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterator
+
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from streamrl.errors import ConfigError, ResourceError
+from workers.health import Health
+
+_STOP_S = 1
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """HOST:PORT; [HOST]:PORT where the host has colons of its own."""
+    host, colon, port = text.rpartition(":")
+    if not (colon and host and port.isdecimal() and int(port) < 1 << 16):
+        raise ConfigError(f"--http {text!r}: must be HOST:PORT, such as 127.0.0.1:9400; port 0 takes any free one")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+@contextlib.asynccontextmanager
+async def serving(health: Health, address: tuple[str, int]) -> AsyncIterator[str]:
+    """Answers while the context lasts; where, as HOST:PORT."""
+    bound = _bind(*address)
+    config = uvicorn.Config(
+        make_app(health),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=_STOP_S,
+    )
+    server = _Server(config)
+    task = asyncio.create_task(server.serve(sockets=[bound]), name="http")
+    host, port = bound.getsockname()[:2]
+    try:
+        yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    finally:
+        server.should_exit = True
+        await task
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the worker's, which ends this server in its own time."""
+        yield
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Before anything slow is done."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ResourceError(f"--http: no such host {host!r}: {error.strerror}") from None
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise ResourceError(
+            f"--http: cannot take port {port} of {host}: {error.strerror}; choose another one, or 0 for any free one"
+        ) from None
+    return bound
+
+
+def make_app(health: Health) -> Starlette:
+    registry = CollectorRegistry()
+    registry.register(_Figures(health))
+
+    async def live(request: Request) -> Response:
+        return _answer(health, health.against_alive())
+
+    async def ready(request: Request) -> Response:
+        return _answer(health, health.against_ready())
+
+    async def metrics(request: Request) -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    return Starlette(routes=[Route("/livez", live), Route("/readyz", ready), Route("/metrics", metrics)])
+
+
+def _answer(health: Health, reasons: list[str]) -> Response:
+    report = health.progress.report()
+    return JSONResponse(
+        {
+            "ok": not reasons,
+            "reasons": reasons,
+            "part": report.part,
+            "state": report.state,
+            "doing": report.doing,
+            "progress_age_s": round(health.progress_age_s(), 1),
+        },
+        status_code=503 if reasons else 200,
+    )
+
+
+class _Figures(Collector):
+    """Read when they are asked for."""
+
+    def __init__(self, health: Health) -> None:
+        self._health = health
+
+    def collect(self) -> Iterator[Metric]:
+        health, parts = self._health, self._health.parts
+        yield _gauge("progress_age_seconds", "since the worker last got on", health.progress_age_s())
+        yield _gauge("ready", "1 where groups come out of it", not health.against_ready())
+        if parts is None:
+            return
+        detail = health.progress.report().detail
+        counts = parts.work.counts
+        yield _counter("groups_delivered", "groups that went out", counts.groups_delivered)
+        yield _counter("groups_failed", "tickets reported as failed", counts.groups_failed)
+        yield _counter("groups_late", "groups whose ticket was not ours any more", counts.groups_late)
+        yield _counter("samples_failed", "samples without text or score", counts.samples_failed)
+        yield _counter("versions_proved", "weight versions that an engine proved to serve", parts.weights.num_proved)
+        yield _counter(
+            "engine_restarts", "engines that took another one's place", int(detail.get("engine_restarts", 0))
+        )
+        yield _gauge("weights_step", "optimizer step of the weights being served", float(detail.get("step", 0)))
+        yield _gauge("scores_pending", "samples that wait for a score", parts.rewards.num_pending)
+        if (stats := parts.work.engine_stats) is not None:
+            yield _gauge("engine_tokens", "tokens made since this engine's start", stats.num_made)
+            yield _gauge("samples_in_flight", "samples asked of the engine", stats.in_flight)
+            yield _gauge("samples_waiting", "of these, not begun", stats.num_waiting)
+            yield _gauge("kv_cache_used", "share of the room for keys and values", stats.kv_used)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"streamrl_worker_{name}", text, value=float(value))
+
+
+def _counter(name: str, text: str, value: int) -> Metric:
+    return CounterMetricFamily(f"streamrl_worker_{name}", text, value=value)
