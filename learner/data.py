@@ -18,12 +18,15 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 import xxhash
 from jinja2 import TemplateError
 
 from streamrl.config import schema
 from streamrl.data.prompts import PromptRow, read_prompts
 from streamrl.errors import DataError
+
+log = structlog.get_logger(__name__)
 
 _BATCH = 1024  # texts that the tokenizer gets at once
 _CACHED_EPOCHS = 2  # around the end of a pass, tickets of two passes are asked for by turns
@@ -35,6 +38,8 @@ class Tokenizer(Protocol):
     chat_template: Any
 
     def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]: ...
+
+    def decode(self, token_ids: list[int]) -> str: ...
 
     def apply_chat_template(self, conversation: list[Any], *, tokenize: bool, add_generation_prompt: bool) -> Any: ...
 
@@ -56,10 +61,13 @@ class NumSkipped:
 class PromptSet:
     """All usable prompts of a file, in its order, and the tickets' order over them."""
 
-    def __init__(self, rows: Sequence[Prompt], *, seed: int, shuffle: bool, num_skipped: NumSkipped) -> None:
+    def __init__(
+        self, rows: Sequence[Prompt], *, seed: int, shuffle: bool, num_skipped: NumSkipped, num_truncated: int = 0
+    ) -> None:
         assert rows, "a prompt set holds at least one prompt"
         self.rows = tuple(rows)
         self.num_skipped = num_skipped
+        self.num_truncated = num_truncated
         self._seed = seed
         self._shuffle = shuffle
         self._permutations: dict[int, npt.NDArray[np.intp]] = {}  # by pass over the data, the latest few
@@ -78,7 +86,16 @@ class PromptSet:
                 f"{key}: no prompt of {path} can be used: {skipped.malformed} are malformed and {skipped.overlong} "
                 f"longer than data.max_prompt_tokens={data.max_prompt_tokens}"
             )
-        return cls(rows, seed=seed, shuffle=data.shuffle, num_skipped=skipped)
+        if skipped.malformed or skipped.overlong or reader.num_truncated:
+            log.warning(
+                "prompts left out or cut",
+                key=key,
+                used=len(rows),
+                malformed=skipped.malformed,
+                overlong=skipped.overlong,
+                truncated=reader.num_truncated,
+            )
+        return cls(rows, seed=seed, shuffle=data.shuffle, num_skipped=skipped, num_truncated=reader.num_truncated)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -122,6 +139,7 @@ class _Reader:
         self._data = data
         self.num_malformed = 0
         self.num_overlong = 0
+        self.num_truncated = 0
 
     def read(self, rows: Sequence[PromptRow]) -> Iterator[Prompt]:
         for start in range(0, len(rows), _BATCH):
@@ -131,6 +149,10 @@ class _Reader:
             chats = self._encode([text for row, text in batch if row.messages is not None], add_special_tokens=False)
             for row, text in batch:
                 token_ids = next(plain if row.messages is None else chats)
+                if len(token_ids) > self._data.max_prompt_tokens and self._data.overlong == "truncate":
+                    self.num_truncated += 1
+                    token_ids = list(token_ids[-self._data.max_prompt_tokens :])
+                    text = self._tokenizer.decode(token_ids)
                 if self._fits(row, token_ids):
                     ids = np.asarray(token_ids, dtype=np.int32)
                     yield Prompt(line=row.line, text=text, token_ids=ids, fields=row.fields)
@@ -164,7 +186,7 @@ class _Reader:
         if self._data.overlong == "error":
             raise DataError(
                 f"{self._path}:{row.line}: the prompt has {len(token_ids)} tokens, data.max_prompt_tokens is {limit}; "
-                f"raise it, or set data.overlong=skip"
+                f"raise it, or set data.overlong=skip or truncate"
             )
         self.num_overlong += 1
         return False

@@ -50,7 +50,8 @@ class Data(Section):
     train: str  # JSONL of prompts: {"text"|"prompt"|"messages": ..., further fields go to the rewards}
     validation: str | None = None
     max_prompt_tokens: Positive = 1024
-    overlong: Literal["error", "skip"] = "error"  # a prompt over max_prompt_tokens
+    # A prompt over max_prompt_tokens; truncate: its last tokens are the prompt, what they say is what rewards see
+    overlong: Literal["error", "skip", "truncate"] = "error"
     malformed: Literal["error", "skip"] = "error"  # a line that is not a prompt; skipped ones are counted
     shuffle: bool = True
 

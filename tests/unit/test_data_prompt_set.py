@@ -22,6 +22,9 @@ class CharTokenizer:
         start = [1] if add_special_tokens else []
         return {"input_ids": [start + [ord(c) for c in t.strip()] for t in text]}
 
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(map(chr, token_ids))
+
     def apply_chat_template(self, conversation: list[Any], *, tokenize: bool, add_generation_prompt: bool) -> str:
         assert not tokenize
         if conversation[0]["role"] != "user":
@@ -71,6 +74,14 @@ def test_overlong_prompts_are_skipped_and_counted_where_asked_for(tmp_path: Path
                    malformed="skip")  # fmt: skip
     assert [row.text for row in prompts.rows] == ["a"]
     assert prompts.num_skipped == NumSkipped(malformed=1, overlong=1)
+
+
+def test_overlong_prompts_keep_their_end_where_asked_for_and_are_counted(tmp_path: Path) -> None:
+    prompts = load(write(tmp_path, '{"text": "a"}', '{"text": "abcdef"}'), max_prompt_tokens=4, overlong="truncate")
+    whole = load(write(tmp_path, '{"text": "abcdef"}'), max_prompt_tokens=99)
+    assert prompts.rows[1].token_ids.tolist() == whole.rows[0].token_ids.tolist()[-4:]
+    assert prompts.rows[1].text == "cdef"
+    assert (prompts.num_truncated, prompts.num_skipped.overlong) == (1, 0)
 
 
 def test_a_set_without_usable_prompts_is_an_error(tmp_path: Path) -> None:
