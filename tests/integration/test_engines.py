@@ -52,11 +52,13 @@ class Case:
         return f"{self.engine}-{self.architecture}-{'tied' if self.tied else 'untied'}"
 
 
-CASES = [
+CASES: list[Any] = [
     Case(engine="transformers", architecture="qwen2", tied=True),
     Case(engine="transformers", architecture="llama", tied=False),
     Case(engine="vllm", architecture="qwen2", tied=True),
     Case(engine="vllm", architecture="llama", tied=False),
+    pytest.param(Case(engine="vllm", architecture="qwen2", tied=False), marks=pytest.mark.long),
+    pytest.param(Case(engine="vllm", architecture="llama", tied=True), marks=pytest.mark.long),
 ]
 
 
@@ -224,6 +226,26 @@ async def test_nothing_cached_for_older_weights_is_read_by_later_samples(served:
         response = got.token_ids.tolist()
         expected = served.expected(served.logits(2, base, response), base, response, schema.Sampling(max_tokens=4))
         assert worst(got, expected) <= TOLERANCE
+
+
+async def test_two_hundred_sequences_that_a_load_comes_across_agree_with_the_versions_that_made_them(
+    served: Served,
+) -> None:
+    first = await served.load(0)
+    asked, sampling = prompts(200, seed=8), schema.Sampling(max_tokens=64, min_tokens=8)
+    making = asyncio.gather(*(served.engine.generate(served.request(p, max_tokens=64, min_tokens=8)) for p in asked))
+    await served.sample(prompts(1, seed=3), max_tokens=16, min_tokens=16)  # by then many have come as far
+    second = await served.load(1)
+
+    made = await making
+    assert {span.version for got in made for span in got.spans} == {first, second}
+    for prompt, got in zip(asked, made, strict=True):
+        response = got.token_ids.tolist()
+        if len(got.spans) == 2:
+            logits = mixed_logits(served.models[0], served.models[1], prompt, response, got.spans[1].start)
+        else:
+            logits = served.logits(0 if got.spans[0].version == first else 1, prompt, response)
+        assert worst(got, served.expected(logits, prompt, response, sampling)) <= TOLERANCE
 
 
 async def test_a_cleared_cache_makes_each_token_what_its_own_version_makes_of_it(served: Served) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -17,8 +18,9 @@ import pytest
 import redis
 
 from streamrl.config import schema
-from streamrl.transport.keys import Keys
+from streamrl.transport.keys import WORKERS, Keys
 from streamrl.transport.reports import read_reports
+from streamrl.transport.snapshot import snapshot
 from streamrl.wire.group import Group
 from tests.helpers import wait_until
 from tests.made_up_learner import MadeUpLearner
@@ -198,6 +200,52 @@ def test_a_killed_worker_loses_no_ticket_to_the_one_that_takes_its_place(
     workers.start("--model", str(models[0]), number=1)
     rest = learner.groups(39)
     assert len({group.header.ticket for group in rest}) == 39
+    assert not learner.stream.present_tickets("train")
+
+
+def test_sigterm_in_mid_work_ends_the_worker_soon_after_its_grace_and_no_ticket_waits_for_a_lease(
+    make_learner: MakeLearner, workers: Workers, models: list[Path], client: redis.Redis, keys: Keys
+) -> None:
+    grace_s = 0.5
+    learner = make_learner(grace_s=grace_s, max_groups_in_flight=64)
+    learner.publish(models[0])
+    process = workers.start("--model", str(models[0]))
+    learner.issue(PROMPTS[0], num_samples=1)
+    learner.groups(1, timeout_s=120.0)
+    learner.issue(*(PROMPTS * 250), first=100, num_samples=3)
+    learner.groups(4)
+
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(grace_s + 3.0) == 0
+    streams = snapshot(client, keys).streams["train"]
+    assert streams.num_tickets > 0
+    assert streams.leased_by.get(f"{workers.name}-0", 0) == 0 or _idle_is_over(client, keys)
+
+
+def _idle_is_over(client: redis.Redis, keys: Keys) -> bool:
+    """What was handed back stays pending under its old name, idle for so long that anybody may claim it at once."""
+    pending: Any = client.xpending_range(keys.tickets("train"), WORKERS, min="-", max="+", count=1000)
+    return all(entry["time_since_delivered"] >= 60_000 for entry in pending)
+
+
+@pytest.mark.long
+def test_killed_again_and_again_two_workers_deliver_every_ticket_exactly_once(
+    make_learner: MakeLearner, workers: Workers, models: list[Path]
+) -> None:
+    rng = random.Random(0)
+    learner = make_learner(lease_s=2.0, max_groups_in_flight=8)
+    learner.publish(models[0])
+    alive_now = [workers.start("--model", str(models[0]), number=number) for number in range(2)]
+    delivered: list[int] = []
+    for kill in range(20):
+        learner.issue(*(PROMPTS * 8), first=1000 * kill, num_samples=3)
+        delivered += [group.header.ticket for group in learner.groups(rng.randint(1, 24), timeout_s=120.0)]
+        victim = alive_now.pop(rng.randrange(2))
+        victim.kill()
+        victim.wait()
+        alive_now.append(workers.start("--model", str(models[0]), number=2 + kill))
+    delivered += [group.header.ticket for group in learner.groups(20 * 32 - len(delivered), timeout_s=120.0)]
+    assert sorted(delivered) == [1000 * kill + number for kill in range(20) for number in range(32)]
     assert not learner.stream.present_tickets("train")
 
 
