@@ -44,11 +44,16 @@ def train(model: transformers.LlamaForCausalLM, *, lr: float, num_steps: int) ->
     """The state after each step, as it would be published; a new array each time."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.1)
     for _ in range(num_steps):
-        ids = torch.randint(model.config.vocab_size, (1, _LENGTH))
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_once(model, optimizer, num_tokens=_LENGTH)
         yield bits_of(model)
+
+
+def train_once(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, num_tokens: int) -> None:
+    """One step on random tokens."""
+    ids = torch.randint(model.config.vocab_size, (1, num_tokens))
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def bits_of(model: torch.nn.Module) -> State:

@@ -32,11 +32,11 @@ from streamrl.weights.format import TensorMeta
 from streamrl.weights.manifest import Manifest
 from streamrl.weights.mirror import Mirror
 from streamrl.weights.redis_store import RedisStore
+from streamrl.weights.retention import AnchorPace
 from streamrl.weights.stores import MemoryStore
 
 _LEARNING_RATES = (1e-6, 1e-5)
 _NUM_BEHIND = 100  # versions
-_ANCHOR_EVERY = schema.Weights.model_fields["anchor_every"].default
 
 
 def bench(*, quick: bool, say: Say) -> list[Line]:
@@ -51,6 +51,8 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
     fast, _ = _trained(_LEARNING_RATES[1], quick=quick, say=say)
     lines += _size(_LEARNING_RATES[1], fast)
     del fast
+    say("steps of a learner that publishes, and of one that does not")
+    lines += _steps(quick=quick, say=say)
     num_trials = 1_000 if quick else 10_000
     say(f"{num_trials:,} corrupted versions")
     return lines + _corruption(num_trials)
@@ -66,6 +68,12 @@ def _trained(lr: float, *, quick: bool, say: Say) -> tuple[list[State], list[Ten
     states: deque[State] = deque([bits_of(model)], maxlen=num_kept)
     states.extend(train(model, lr=lr, num_steps=num_steps))
     return list(states), tensors_of(model)
+
+
+def _steps(*, quick: bool, say: Say) -> list[Line]:
+    from bench.publish_steps import bench_steps  # torch
+
+    return bench_steps(quick=quick, say=say)
 
 
 def _size(lr: float, states: list[State]) -> list[Line]:
@@ -154,8 +162,8 @@ class _Turn:
 
 
 def _late_joiner(states: list[State], tensors: list[TensorMeta], *, quick: bool) -> list[Line]:
-    """Its way by the nearest anchor, as far back as there can be one, against an anchor of the newest state itself;
-    both through the store that runs have by default."""
+    """Its way, where it is longest, against an anchor of the newest state itself; both through the store that runs
+    have by default."""
     with (
         tempfile.TemporaryDirectory(prefix="bench-") as folder,
         EmbeddedRedis.start(Path(folder)) as server,
@@ -180,21 +188,30 @@ def _late_joiner(states: list[State], tensors: list[TensorMeta], *, quick: bool)
             better="lower",
         ),
         Fact(name="deltas on its way, after an anchor", value=len(path) - 1, unit=""),
+        Fact(name="versions between anchors", value=_distance(publishing), unit=""),
         Fact(name="anchor load from Redis", value=rounds.median("anchor"), unit="s"),
         Fact(name="anchor and deltas from Redis", value=rounds.median("path"), unit="s"),
     ]
 
 
 def _publish_many(publishing: Publishing, states: list[State]) -> tuple[Manifest, Manifest, Manifest]:
-    """The oldest version, the newest, whose anchor is as old as can be, and an anchor with the same state."""
+    """The oldest version, the last one before an anchor comes, and an anchor with its state."""
+    settings = schema.Weights()
+    pace = AnchorPace(every=settings.anchor_every, share=settings.anchor_share)
     rng = np.random.default_rng(0)
     share = np.mean([(states[-1][name] != states[-2][name]).mean() for name in states[-1]])
     state = dict(states[-1])
-    oldest = publishing.publish(state, anchor=True)
-    for number in range(1, _NUM_BEHIND + 1):
+    newest = oldest = publishing.publish_at_pace(state, pace)
+    while len(publishing.manifests) <= _NUM_BEHIND or not pace.due:
         state = {name: _nudged(bits, share, rng) for name, bits in state.items()}
-        newest = publishing.publish(state, anchor=number == _NUM_BEHIND - _ANCHOR_EVERY + 1)
+        newest = publishing.publish_at_pace(state, pace)
     return oldest, newest, publishing.publish(state, anchor=True)
+
+
+def _distance(publishing: Publishing) -> float:
+    """Between the last two anchors of the chain."""
+    anchors = [number for number, one in enumerate(publishing.manifests.values()) if one.as_anchor() is not None]
+    return anchors[-2] - anchors[-3]
 
 
 def _nudged(bits: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:

@@ -19,6 +19,7 @@ import torch
 from learner.algorithms import make_algorithm
 from learner.algorithms.base import Algorithm
 from learner.checkpoint import CheckpointRoot
+from learner.companion import Beside
 from learner.conductor import Conductor
 from learner.data import PromptSet
 from learner.distributed import World
@@ -50,7 +51,7 @@ from streamrl.transport.learner import LearnerStream
 from streamrl.transport.reports import ReportWriter
 from streamrl.transport.seam import GroupStream
 from streamrl.transport.types import RunState
-from streamrl.weights.stores import open_store
+from streamrl.weights.stores import budget_in_redis, open_store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +130,11 @@ def _lead(
     takeover: bool,
 ) -> RunState:
     """Rank 0: become the learner of the run, do the work, and say how it ended."""
-    check_server(server.client, max_backlog_bytes=around.config.redis.max_backlog_bytes)
+    check_server(
+        server.client,
+        max_backlog_bytes=around.config.redis.max_backlog_bytes,
+        max_store_bytes=budget_in_redis(around.config.weights),
+    )
     take = partial(take_lease, around.config, server.client, server.keys, holder=server.holder)
     take(takeover=takeover)
     keeper = LeaseKeeper(take, lease_s=around.config.learner.lease_s)
@@ -201,7 +206,7 @@ def work(
     # What is here stays. The collector would look through all of it again after every few thousand groups.
     gc.collect()
     gc.freeze()
-    with around.watchdog.watching():
+    with around.watchdog.watching(), publisher.working():
         state = loop.run()
     around.progress.stopping()
     return state
@@ -231,6 +236,7 @@ def _make_publisher(
         store=open_store(around.config.weights.store, server.client, server.keys),
         announcer=announcer,
         canary_ids=np.array(start.canary_ids, dtype=np.int32),
+        beside=Beside("publisher"),
     )
 
 

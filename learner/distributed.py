@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import numpy as np
@@ -31,6 +31,13 @@ class World:
     rank: int
     size: int
     device: torch.device
+    group: dist.ProcessGroup | None = None  # None: the one of the loop
+
+    def beside(self, *, timeout_s: float) -> World:
+        """The same ranks, for a thread beside the loop: what they say to each other never meets what the loop says."""
+        if self.size == 1:
+            return self
+        return replace(self, group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
 
     @property
     def is_main(self) -> bool:
@@ -45,9 +52,9 @@ class World:
             assert values is not None
             return values
         length = torch.tensor([0 if values is None else len(values)])
-        dist.broadcast(length, src=0)
+        dist.broadcast(length, src=0, group=self.group)
         payload = torch.zeros(int(length), dtype=torch.int64) if values is None else torch.from_numpy(values)
-        dist.broadcast(payload, src=0)
+        dist.broadcast(payload, src=0, group=self.group)
         return payload.numpy()
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
@@ -68,19 +75,19 @@ class World:
         if self.size == 1:
             return [data]
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(data)]))
+        dist.all_gather(lengths, torch.tensor([len(data)]), group=self.group)
         room = max(int(n) for n in lengths)
         mine = torch.zeros(room, dtype=torch.uint8)
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
         parts = [torch.zeros(room, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(parts, mine)
+        dist.all_gather(parts, mine, group=self.group)
         return [part[: int(n)].numpy().tobytes() for part, n in zip(parts, lengths, strict=True)]
 
     def _reduce(self, values: npt.NDArray[np.float64], op: dist.ReduceOp.RedOpType) -> npt.NDArray[np.float64]:
         if self.size == 1:
             return values
         tensor = torch.from_numpy(np.array(values, dtype=np.float64))
-        dist.all_reduce(tensor, op=op)
+        dist.all_reduce(tensor, op=op, group=self.group)
         return tensor.numpy()
 
 

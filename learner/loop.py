@@ -5,7 +5,7 @@
     │                                                                                    │
     │                                    AdamW ◄── guard, clip ◄── gradients of packed micro-batches
     │                                      │
-    └── settle, record ◄── checkpoint ◄── publish: every rank its own runs of the weights
+    └── settle, record ◄── checkpoint ◄── publish: a copy of every rank's own runs; the rest beside the next steps
 
 A round is one plan. Rank 0 decides within about a second, with IDLE when there is nothing to do, so that no rank waits
 for long without a reason that the monitor shows. All ranks follow the same plan under the same settings, so decisions
@@ -30,7 +30,7 @@ from learner.lag import oldest_trained_step
 from learner.model import Policy, Speech
 from learner.optim import Update, learning_rate, update
 from learner.plan import Kind, Plan, Verdict
-from learner.publish import Publisher
+from learner.publish import Published, Publisher
 from learner.record import Timers
 from learner.replayed import Unpublished
 from learner.save import Saver
@@ -105,13 +105,14 @@ class Loop:
 
     def _train(self) -> Kind:
         while True:
+            self._note(self._publisher.settle())
             plan = self._agree(Conductor.next_plan)
             match plan.kind:
                 case Kind.STEP:
                     self._train_on(plan)
                 case Kind.IDLE:
                     if self._publisher.failing:
-                        self._publish()
+                        self._publisher.begin(self._step)
                 case Kind.COMMIT:
                     self._save()
                 case _:
@@ -119,6 +120,7 @@ class Loop:
 
     def _close(self) -> Kind:
         """Workers get the last weights, and show how good they are."""
+        self._await_publisher()
         latest = self._publisher.latest
         if (latest is None or latest.step != self._step) and self._publish_at_last() is Kind.STOP:
             return Kind.STOP
@@ -166,7 +168,7 @@ class Loop:
             return
         self._step += 1
         if self._step % self._config.weights.publish_every == 0:
-            self._publish()
+            self._publish_beside()
         self._validate_beside()
         metrics = tally.metrics(self._world)
         self._consumed_samples += int(metrics["train_rollouts/rollout_size"])
@@ -223,9 +225,37 @@ class Loop:
             )
 
     def _publish(self) -> bool:
+        """Now, and wait for it."""
         self._progress.working("publish")
         with self._timers.measure("publish"):
-            published = self._publisher.publish(self._step)
+            self._publisher.begin(self._step)
+            return self._await_publisher()
+
+    def _publish_beside(self) -> None:
+        """While training goes on, unless that would take it further ahead of the workers' weights than lag.max_steps.
+
+        A version that is still on its way is not waited for either: the next step's weights go out instead.
+        """
+        self._progress.working("publish")
+        with self._timers.measure("publish"):
+            self._note(self._publisher.settle())
+            if self._publisher.busy and self._is_far_ahead():
+                self._await_publisher()
+            if not self._publisher.busy:
+                self._publisher.begin(self._step)
+            if self._is_far_ahead():
+                self._await_publisher()
+
+    def _is_far_ahead(self) -> bool:
+        latest = self._publisher.latest
+        return latest is None or self._step - latest.step > self._config.lag.max_steps
+
+    def _await_publisher(self) -> bool:
+        """Whether what was on its way got out. However long that takes, `weights.give_up_after_s` ends it."""
+        with self._progress.waiting(Wait.WEIGHTS):
+            return self._note(self._publisher.finish(self._parts.watchdog.beat))
+
+    def _note(self, published: Published | None) -> bool:
         if published is None:
             return False
         if self._conductor is not None:

@@ -1,50 +1,47 @@
-"""Weights out: every rank encodes what it holds, rank 0 announces the whole.
+"""Weights out: every rank encodes what it holds, rank 0 announces the whole, and training goes on meanwhile.
 
-    parameters ─ cast ─ encode against the base ─ put blob ─┐ every rank, its own runs only
-                                                            ▼
-         canary ─ gather records ─ manifest ─ announce      rank 0, one fenced script
-                                                │
-           advance the base  ◄── all ranks ok ──┴── else: keep the base, try again in the next round
+    loop      begin: canary, copy ─────► next step ──────► settle: the base has moved, or not ─► begin ...
+                        │                                    ▲
+    thread              └─► encode ─ put ─ gather ─ announce ┘                                 (`shipping`)
 
-A publish that fails anywhere changes nothing anywhere: the base stays, the number is never used again, and the next
-attempt is made against the same base with whatever the weights are by then. Blocks on the store, on Redis and on the
-other ranks, each within its own bounds; `give_up_after_s` bounds how long attempts may fail before the run ends.
+The loop itself waits for the canary's forward pass and for a copy of the weights on the host. One version is on its way
+at a time. A publish that fails anywhere changes nothing anywhere: the base stays, the number is never used again, and
+the next attempt is made against the same base with whatever the weights are by then.
+
+Whatever the thread waits for, `give_up_after_s` bounds how long the run goes on without a version getting out.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-import structlog
-import torch
 
+from learner.companion import AtOnce, Beside
 from learner.distributed import World
+from learner.hostcopy import HostCopy
 from learner.lora import merged_parameters
 from learner.model import Policy, evaluating, probe
 from learner.packing import pack
+from learner.shipping import Announcer, Cargo, Shipped, Shipper
 from learner.sweep import Sweeper
-from learner.tensors import held
 from streamrl.config import schema
-from streamrl.errors import Fenced, StreamrlError, TrainingError
-from streamrl.transport.types import Announcement
-from streamrl.versions import make_version, show
-from streamrl.weights.encoder import ShardEncoder
-from streamrl.weights.format import HeldRange, TensorMeta
-from streamrl.weights.manifest import Canary, Manifest, ShardRecord, decode_record, encode_manifest, encode_record
-from streamrl.weights.stores import BlobStore
+from streamrl.errors import ResourceError, TrainingError
+from streamrl.versions import make_version
+from streamrl.weights.format import TensorMeta
+from streamrl.weights.manifest import Canary
+from streamrl.weights.retention import AnchorPace
+from streamrl.weights.stores import BlobStore, budget_in_redis
 
-log = structlog.get_logger(__name__)
-
-
-class Announcer(Protocol):
-    """What publishing needs of rank 0's stream."""
-
-    def announce(self, announcement: Announcement, *, keep: list[int]) -> None: ...
+_SLICE_S = 1.0
+_SPARE_S = 60.0  # the loop, which says why it gives up, comes before the timeout of a collective, which does not
+_LAST_S = 10.0  # for a version that is on its way when the loop ends early
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +53,7 @@ class Published:
 
 
 class Publisher:
-    """On every rank; `publish` is a collective."""
+    """On every rank; all of it is collective."""
 
     def __init__(
         self,
@@ -69,22 +66,38 @@ class Publisher:
         store: BlobStore,
         announcer: Announcer | None,  # rank 0 has one
         canary_ids: npt.NDArray[np.int32],  # [T]
+        beside: Beside | AtOnce,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._policy, self._settings, self._world = policy, config.weights, world
-        self._run_uid, self._epoch = run_uid, epoch
-        self._store, self._announcer, self._clock = store, announcer, clock
-        self._canary_ids = canary_ids
-        self._encoder = ShardEncoder()
-        self._sweeper = Sweeper(store=store, run_uid=run_uid, epoch=epoch, clock=clock) if world.is_main else None
-        self._next_n = 0
-        self._tensors = tuple(
+        self._epoch, self._canary_ids, self._beside, self._clock = epoch, canary_ids, beside, clock
+        tensors = tuple(
             TensorMeta(name=name, dtype=config.weights.dtype, shape=tuple(parameter.shape))
             for name, parameter in merged_parameters(policy.model)
         )
-        self._num_deltas = 0  # since the last anchor
-        self._failing_since: float | None = None
+        max_bytes = budget_in_redis(config.weights)
+        if max_bytes:
+            _refuse_too_large(sum(tensor.num_bytes for tensor in tensors), config.weights)
+        sweeper = Sweeper(store=store, run_uid=run_uid, epoch=epoch, max_bytes=max_bytes, clock=clock)
+        self._shipper = Shipper(
+            world=world.beside(timeout_s=config.weights.give_up_after_s + _SPARE_S),
+            run_uid=run_uid,
+            tensors=tensors,
+            store=store,
+            announcer=announcer,
+            sweeper=sweeper if world.is_main else None,
+        )
+        self._copy = HostCopy(config.weights.dtype)
+        self._pace = AnchorPace(every=config.weights.anchor_every, share=config.weights.anchor_share)
+        self._next_n = 0
+        self._under_way: Future[Shipped | None] | None = None
+        self._failed = False
+        self._trying_since: float | None = None  # since the first attempt after the last success
         self.latest: Published | None = None
+
+    def working(self) -> AbstractContextManager[None]:
+        """The thread works inside."""
+        return self._beside.working(join_s=_LAST_S)
 
     @property
     def last_n(self) -> int:
@@ -92,86 +105,75 @@ class Publisher:
         return self._next_n - 1
 
     @property
+    def busy(self) -> bool:
+        """A version is on its way: `settle` before the next."""
+        return self._under_way is not None
+
+    @property
     def failing(self) -> bool:
         """The last attempt failed: try again soon."""
-        return self._failing_since is not None
+        return self._failed and not self.busy
 
-    def publish(self, step: int) -> Published | None:
-        """One attempt; None when it failed somewhere, which all ranks then know."""
-        version = make_version(self._epoch, self._next_n)
+    def begin(self, step: int) -> None:
+        """Send the weights as they are on their way."""
+        assert not self.busy, "one version is on its way at a time"
+        base = None if self._pace.alone else self.latest
+        cargo = Cargo(
+            version=make_version(self._epoch, self._next_n),
+            step=step,
+            base=base.version if base else 0,
+            beside=base is not None and self._pace.due,
+            canary=self._canary(),
+            ranges=self._copy.take(self._policy.model),
+        )
         self._next_n += 1
-        base = self.latest if self._num_deltas + 1 < self._settings.anchor_every else None
-        canary = self._canary()
-        mine = self._store_shard(version, anchor=base is None)
-        records = self._world.gather_bytes(b"" if mine is None else encode_record(mine))
-        announced = all(records) and self._announce(version, step, base, records, canary)
-        if not self._world.all_agree(announced):
-            self._note_failure(version)
+        if self._trying_since is None:
+            self._trying_since = self._clock()
+        self._under_way = self._beside.submit(lambda: self._shipper.ship(cargo))
+
+    def settle(self, *, wait_s: float = 0.0) -> Published | None:
+        """What came of the version on its way: published, or None: not yet (`busy`) or failed (`failing`)."""
+        if self._under_way is None:
             return None
-        self._encoder.advance()
-        self._failing_since = None
-        self._num_deltas = 0 if base is None else self._num_deltas + 1
-        self.latest = _summary(version, step, records)
+        wait([self._under_way], timeout=wait_s)
+        all_done = self._world.all_agree(self._under_way.done())
+        shipped = self._under_way.result() if all_done else None
+        if shipped is None:
+            self._failed = all_done
+            self._under_way = None if all_done else self._under_way
+            self._give_up_in_time()
+            return None
+        self._under_way, self._failed, self._trying_since = None, False, None
+        self._pace.announced(delta_bytes=shipped.num_bytes, anchor_bytes=shipped.anchor_bytes)
+        self.latest = Published(
+            version=shipped.cargo.version,
+            step=shipped.cargo.step,
+            num_bytes=shipped.num_bytes,
+            changed_fraction=shipped.changed_fraction,
+        )
         return self.latest
 
-    def _store_shard(self, version: int, *, anchor: bool) -> ShardRecord | None:
-        """Encode and put this rank's share; None when that did not work this time."""
-        try:
-            shard = self._encoder.encode(list(self._ranges()), anchor=anchor)
-            record = shard.record(run_uid=self._run_uid, version=version, rank=self._world.rank)
-            self._store.put(record.blob_name, shard.blob)
-        except StreamrlError as error:
-            log.warning("weights not stored", version=show(version), error=str(error))
-            return None
-        return record
+    def finish(self, beat: Callable[[], None] = lambda: None) -> Published | None:
+        """Wait for the version on its way, if there is one."""
+        published = None
+        while self.busy:
+            beat()
+            published = self.settle(wait_s=_SLICE_S)
+        return published
 
-    def _announce(self, version: int, step: int, base: Published | None, records: list[bytes], canary: Canary) -> bool:
-        """Rank 0 tells the workers; elsewhere there is nothing that could fail."""
-        if self._announcer is None or self._sweeper is None:
-            return True
-        manifest = Manifest(
-            version=version,
-            base=base.version if base else 0,
-            step=step,
-            run_uid=self._run_uid,
-            tensors=self._tensors,
-            shards=tuple(decode_record(record) for record in records),
-            canary=canary,
-        )
-        keep = self._sweeper.kept_with(manifest)
-        announcement = Announcement(version=version, base=manifest.base, step=step, manifest=encode_manifest(manifest))
-        try:
-            self._announcer.announce(announcement, keep=sorted(keep))
-        except Fenced:
-            raise
-        except StreamrlError as error:
-            log.warning("weights not announced", version=show(version), error=str(error))
-            return False
-        self._sweeper.announced(manifest)
-        return True
+    def publish(self, step: int) -> Published | None:
+        """Now, and wait for it."""
+        self.begin(step)
+        return self.finish()
 
-    def _note_failure(self, version: int) -> None:
-        now = self._clock()
-        if self._failing_since is None:
-            self._failing_since = now
-        failing_s = now - self._failing_since
-        log.warning("publish failed; the next attempt has the same base", version=show(version), failing_s=failing_s)
-        if failing_s > self._settings.give_up_after_s:
+    def _give_up_in_time(self) -> None:
+        assert self._trying_since is not None, "an attempt was begun"
+        trying_s = float(self._world.largest(np.array([self._clock() - self._trying_since]))[0])
+        if trying_s > self._settings.give_up_after_s:
             raise TrainingError(
-                f"no weights could be published for {failing_s:.0f} s (weights.give_up_after_s = "
+                f"no weights could be published for {trying_s:.0f} s (weights.give_up_after_s = "
                 f"{self._settings.give_up_after_s:.0f}); is weights.store {self._settings.store!r} there, with room?"
             )
-
-    def _ranges(self) -> Iterator[HeldRange]:
-        dtype = getattr(torch, self._settings.dtype)
-        for name, parameter in merged_parameters(self._policy.model):
-            run = held(parameter, shape=parameter.shape)
-            if len(run.values):
-                # A copy: the encoder keeps it, the optimizer goes on writing to the parameter.
-                served = run.values.to(device="cpu", dtype=dtype, copy=True)
-                integers = torch.int16 if dtype == torch.bfloat16 else torch.int32
-                bits = served.view(integers).numpy()
-                yield HeldRange(tensor=name, start=run.start, bits=bits.view(f"<u{bits.itemsize}"))
 
     def _canary(self) -> Canary:
         """What the learner itself thinks of a few tokens: a forward pass in fp32 on all ranks, since FSDP gathers."""
@@ -181,12 +183,13 @@ class Publisher:
         return Canary(token_ids=tuple(self._canary_ids.tolist()), logprobs=tuple(logprobs.tolist()))
 
 
-def _summary(version: int, step: int, records: list[bytes]) -> Published:
-    shards = [decode_record(record) for record in records]
-    ranges = [r for shard in shards for r in shard.ranges]
-    return Published(
-        version=version,
-        step=step,
-        num_bytes=sum(shard.num_bytes for shard in shards),
-        changed_fraction=sum(r.num_changed for r in ranges) / max(1, sum(r.length for r in ranges)),
-    )
+def _refuse_too_large(model_bytes: int, settings: schema.Weights) -> None:
+    """The newest anchor with its deltas, of which the last may be as large, and the next one, which must be there
+    before the other may go."""
+    needed = math.ceil(model_bytes * (3 + settings.anchor_share))
+    if needed > settings.max_store_bytes:
+        raise ResourceError(
+            f"weights.max_store_bytes = {settings.max_store_bytes}: this model's weights need {needed} bytes in Redis "
+            f"(three copies of {model_bytes} bytes, and deltas); raise it, or set weights.store to a shared directory "
+            "or an object store"
+        )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import BinaryIO
 
@@ -160,13 +160,25 @@ class Unpublished:
     def __init__(self, epoch: int) -> None:
         self._epoch = epoch
         self.last_n = -1
+        self.busy = False
         self.latest: Published | None = None
 
-    def publish(self, step: int) -> Published:
+    def working(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def begin(self, step: int) -> None:
         self.last_n += 1
         version = make_version(self._epoch, self.last_n)
         self.latest = Published(version=version, step=step, num_bytes=0, changed_fraction=0.0)
-        return self.latest
+        self.busy = True
+
+    def settle(self, *, wait_s: float = 0.0) -> Published | None:
+        """Whatever was begun is out."""
+        was_busy, self.busy = self.busy, False
+        return self.latest if was_busy else None
+
+    def finish(self, beat: Callable[[], None]) -> Published | None:
+        return self.settle()
 
 
 def versions_of(recording: Recording) -> list[tuple[int, int]]:

@@ -2,12 +2,15 @@
 
 Nobody pins a version: the last two anchors and what builds on them are kept, the rest goes after a grace, for workers
 that are in the middle of reading it. What failed attempts and earlier epochs left in the store goes the same way.
-Blocks on the store; a deletion that fails is tried again at the next sweep.
+
+A store with a budget comes first: without room for the next version, what is not needed goes without a grace, the
+oldest first, and then the older of the two anchors with its deltas. A worker in the middle of those finds a hole and
+takes the newest. Blocks on the store; a deletion that fails is tried again at the next sweep.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 import structlog
 
@@ -23,32 +26,77 @@ log = structlog.get_logger(__name__)
 
 
 class Sweeper:
-    def __init__(self, *, store: BlobStore, run_uid: str, epoch: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        *,
+        store: BlobStore,
+        run_uid: str,
+        epoch: int,
+        max_bytes: int = 0,  # in the store, of this run; 0: no limit
+        clock: Callable[[], float],
+    ) -> None:
         self._store, self._run_uid, self._epoch, self._clock = store, run_uid, epoch, clock
-        self._bases: dict[int, int] = {}  # by announced version; 0: an anchor
+        self._max_bytes = max_bytes
+        self._anchors: dict[int, bool] = {}  # announced version -> whether it has an anchor
         self._blobs: dict[int, frozenset[str]] = {}
         self._unneeded_since: dict[str, float] = {}
         self._next_sweep = clock()
 
     def kept_with(self, manifest: Manifest) -> frozenset[int]:
         """The versions that stay when this one is announced, itself among them."""
-        return retained({**self._bases, manifest.version: manifest.base})
+        return retained({**self._anchors, manifest.version: manifest.as_anchor() is not None})
 
     def announced(self, manifest: Manifest) -> None:
         keep = self.kept_with(manifest)
-        self._bases[manifest.version] = manifest.base
-        self._blobs[manifest.version] = frozenset(shard.blob_name for shard in manifest.shards)
-        self._bases = {version: base for version, base in self._bases.items() if version in keep}
+        self._anchors[manifest.version] = manifest.as_anchor() is not None
+        self._blobs[manifest.version] = manifest.blob_names
+        self._anchors = {version: anchor for version, anchor in self._anchors.items() if version in keep}
         self._blobs = {version: names for version, names in self._blobs.items() if version in keep}
         if self._clock() >= self._next_sweep:
             self._next_sweep = self._clock() + _EVERY_S
             self._sweep()
 
+    def make_room(self, num_bytes: int) -> bool:
+        """For blobs of this size; False when the budget has none, whatever is deleted."""
+        if not self._max_bytes:
+            return True
+        try:
+            sizes = self._store.list(prefix=f"{self._run_uid}/")
+            excess = sum(sizes.values()) + num_bytes - self._max_bytes
+            excess -= self._delete(self._unneeded(sizes), sizes, excess)
+            if excess > 0:
+                self._forget_older_anchor()
+                excess -= self._delete(self._unneeded(sizes), sizes, excess)
+        except StreamrlError as error:
+            log.warning("no room made for weights", error=str(error))
+            return False
+        if excess > 0:
+            log.warning("weights.max_store_bytes has no room for a version", num_bytes=num_bytes, lacking=excess)
+        return excess <= 0
+
+    def _delete(self, names: list[str], sizes: Mapping[str, int], excess: int) -> int:
+        """Bytes that were freed: of blobs in order, until the excess is gone."""
+        freed = 0
+        for name in sorted(names, key=_age):
+            if freed >= excess:
+                break
+            self._store.delete(name)
+            self._unneeded_since.pop(name, None)
+            freed += sizes[name]
+        return freed
+
+    def _forget_older_anchor(self) -> None:
+        newest = max((version for version, anchor in self._anchors.items() if anchor), default=0)
+        self._anchors = {version: anchor for version, anchor in self._anchors.items() if version >= newest}
+        self._blobs = {version: names for version, names in self._blobs.items() if version >= newest}
+
+    def _unneeded(self, names: Iterable[str]) -> list[str]:
+        needed = frozenset[str]().union(*self._blobs.values())
+        return collectable(names, keep=needed, run_uid=self._run_uid, epoch=self._epoch)
+
     def _sweep(self) -> None:
         try:
-            names = self._store.list(prefix=f"{self._run_uid}/")
-            needed = frozenset().union(*self._blobs.values())
-            unneeded = collectable(names, keep=needed, run_uid=self._run_uid, epoch=self._epoch)
+            unneeded = self._unneeded(self._store.list(prefix=f"{self._run_uid}/"))
             now = self._clock()
             self._unneeded_since = {name: self._unneeded_since.get(name, now) for name in unneeded}
             for name, since in self._unneeded_since.items():
@@ -56,3 +104,10 @@ class Sweeper:
                     self._store.delete(name)
         except StreamrlError as error:
             log.warning("old weights not deleted", error=str(error))
+
+
+def _age(name: str) -> tuple[str, int]:
+    """Oldest first: the epoch, the number within it."""
+    _, epoch, rest = name.split("/", 2)
+    number = rest.partition("-")[0]
+    return epoch, int(number) if number.isdigit() else -1

@@ -10,9 +10,16 @@ import numpy.typing as npt
 from safetensors import deserialize
 
 from streamrl.versions import make_version
-from streamrl.weights.encoder import ShardEncoder
+from streamrl.weights.encoder import EncodedShard, ShardEncoder, encode_whole
 from streamrl.weights.format import BITS, HeldRange, TensorMeta
-from streamrl.weights.manifest import Manifest, decode_manifest, decode_record, encode_manifest, encode_record
+from streamrl.weights.manifest import (
+    Manifest,
+    ShardRecord,
+    decode_manifest,
+    decode_record,
+    encode_manifest,
+    encode_record,
+)
 from streamrl.weights.stores import BlobStore
 
 Bits = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
@@ -58,15 +65,15 @@ class World:
         self._epoch = epoch
         self._last = 0
 
-    def publish(self, state: State, *, anchor: bool = False) -> Manifest:
+    def publish(self, state: State, *, anchor: bool = False, beside: bool = False) -> Manifest:
         anchor = anchor or not self.manifests
         version = make_version(self._epoch, len(self.manifests))
-        records = []
+        records, whole = [], []
         for rank, encoder in enumerate(self._encoders):
-            shard = encoder.encode(self._held(state, rank), anchor=anchor)
-            record = shard.record(run_uid=RUN_UID, version=version, rank=rank)
-            self.store.put(record.blob_name, shard.blob)
-            records.append(decode_record(encode_record(record)))
+            held = self._held(state, rank)
+            records.append(self._put(encoder.encode(held, anchor=anchor), version, rank))
+            if beside:
+                whole.append(self._put(encode_whole(held), version, rank))
         manifest = Manifest(
             version=version,
             base=0 if anchor else self._last,
@@ -74,6 +81,7 @@ class World:
             run_uid=RUN_UID,
             tensors=self.tensors,
             shards=tuple(records),
+            anchor=tuple(whole),
         )
         announced = decode_manifest(encode_manifest(manifest))
         assert announced == manifest
@@ -81,6 +89,11 @@ class World:
             encoder.advance()
         self.manifests[version], self.states[version], self._last = announced, state, version
         return announced
+
+    def _put(self, shard: EncodedShard, version: int, rank: int) -> ShardRecord:
+        record = shard.record(run_uid=RUN_UID, version=version, rank=rank)
+        self.store.put(record.blob_name, shard.blob)
+        return decode_record(encode_record(record))
 
     def _held(self, state: State, rank: int) -> list[HeldRange]:
         held = []

@@ -1,7 +1,7 @@
 """From the learner's announcements to an engine that serves them.
 
-    announcement ─► manifests back to what the mirror holds ─► fetch and patch, in a thread ─► load ─► serving ─► proved
-                                             (generation goes on; it pauses for the load alone)
+    announcement ─► manifests: the way of the fewest bytes ─► fetch and patch, in a thread ─► load ─► serving ─► proved
+                                       (generation goes on; it pauses for the load alone)
 
 The newest version wins: those announced while another was on its way are passed over. What fails to arrive whole is
 tried again with the newest announcement, paced, for `give_up_after_s` at most; meanwhile the engine serves what it has.
@@ -19,11 +19,11 @@ from dataclasses import dataclass
 
 import structlog
 
-from streamrl.errors import LoadRejected, WeightsError
+from streamrl.errors import LoadRejected, RunGone, TransportError, WeightsError
 from streamrl.telemetry.progress import Progress
 from streamrl.transport.types import Announcement
 from streamrl.versions import show
-from streamrl.weights.catchup import catch_up
+from streamrl.weights.catchup import CatchUp
 from streamrl.weights.manifest import Manifest, decode_manifest
 from streamrl.weights.mirror import Mirror
 from streamrl.weights.stores import BlobStore
@@ -143,7 +143,9 @@ class WeightFollower:
         while self._mirror.version < announcement.version:
             try:
                 await self._patch(announcement)
-            except WeightsError as error:
+            except RunGone:
+                raise
+            except (WeightsError, TransportError) as error:  # lost or damaged, or a store that is away for now
                 if time.monotonic() > deadline:
                     raise
                 log.warning("version_not_fetched", version=show(announcement.version), error=str(error))
@@ -155,7 +157,11 @@ class WeightFollower:
 
     async def _patch(self, announcement: Announcement) -> None:
         target = decode_manifest(announcement.manifest)
-        path = catch_up(self._mirror.version, target, (await self._manifests_before(target)).get)
+        way = CatchUp(self._mirror.version, target)
+        while way.wants is not None:
+            encoded = await self._announcements.manifest(way.wants)
+            way.tell(None if encoded is None else decode_manifest(encoded))
+        path = way.path()
 
         def patch() -> None:
             self._mirror.apply_path(path, self._store)
@@ -163,18 +169,6 @@ class WeightFollower:
 
         self._patching = asyncio.get_running_loop().run_in_executor(self._thread, patch)
         await asyncio.shield(self._patching)  # a cancelled wait leaves the thread at work; `follow` waits for it
-
-    async def _manifests_before(self, target: Manifest) -> dict[int, Manifest]:
-        """Back to the version that the mirror holds, or else to an anchor; shorter where one is missing."""
-        found: dict[int, Manifest] = {}
-        base = target.base
-        while base not in (0, self._mirror.version):
-            encoded = await self._announcements.manifest(base)
-            if encoded is None:
-                break
-            found[base] = decode_manifest(encoded)
-            base = found[base].base
-        return found
 
     async def _load(self, engine: Engine) -> None:
         manifest = self._held

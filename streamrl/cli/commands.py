@@ -29,6 +29,7 @@ COMMANDS: Mapping[str, Entry] = {
     "doctor": Entry("streamrl.cli.doctor:doctor", "Whether a configuration can run here, before it does."),
     "runs": Entry("streamrl.cli.runs:runs", "List the runs of a Redis, or remove one."),
     "plot": Entry("streamrl.cli.plot:plot", "The curves of a run as a PNG."),
+    "weights": Entry("streamrl.cli.weights:weights", "List, show, verify or pull the versions of a run's weights."),
     "audit": Entry("streamrl.cli.audit:audit", "Account for every ticket of a run: none lost, none twice."),
     "groups": Entry("streamrl.cli.groups:groups", "Read rollouts of a live run or a recording, as people read."),
     "record": Entry("streamrl.cli.record:record", "Save the groups of a live run; export what was saved."),

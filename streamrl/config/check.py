@@ -22,6 +22,7 @@ EMBEDDED_REDIS = "embedded"
 
 _REWARD_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
 _MAX_TIME = re.compile(r"(\d+):([01]\d|2[0-3]):([0-5]\d):([0-5]\d)\Z")
+_OBJECT_STORE = re.compile(r"(?P<scheme>[a-z][a-z0-9+-]*)://[^/\s]\S*\Z")
 
 Where = Callable[[str], str | None]
 
@@ -276,8 +277,18 @@ def _places(config: Config) -> Iterator[Problem]:
             value=url,
             remedy=f"must be redis://host:port/0, rediss://host:port/0, unix:///path or {EMBEDDED_REDIS}",
         )
-    if store != "redis:" and not store.removeprefix("file:").startswith("/"):
-        yield Problem(key="weights.store", value=store, remedy="must be redis: or file:/a/path that all machines share")
+    if store != "redis:" and not store.removeprefix("file:").startswith("/") and not is_object_store(store):
+        yield Problem(
+            key="weights.store",
+            value=store,
+            remedy="must be redis:, file:/a/path that all machines share, or an object store such as s3://bucket/folder",
+        )
+
+
+def is_object_store(url: str) -> bool:
+    """Whether it is the URL of a place that fsspec may know, and that can be written to."""
+    match = _OBJECT_STORE.match(url)
+    return match is not None and match["scheme"] not in ("file", "http", "https", "redis", "rediss", "unix")
 
 
 def _is_url(text: str, schemes: tuple[str, ...]) -> bool:

@@ -180,11 +180,13 @@ class Lag(Section):
 
 
 class Weights(Section):
-    store: str = "redis:"  # where blobs go: `redis:`, `file:/path`
+    store: str = "redis:"  # where blobs go: `redis:`, `file:/path`, or what fsspec knows: `s3://bucket/folder`
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # what is published and served
     publish_every: Positive = 1  # steps
-    anchor_every: Positive = 50  # versions between anchors (full copies)
-    give_up_after_s: PositiveFloat = 300.0  # a publish that fails for so long ends the run
+    anchor_every: Positive = 50  # versions between anchors (full copies) at most; or as soon as ...
+    anchor_share: PositiveFloat = 0.1  # ... the deltas since the last one weigh more than this share of it
+    max_store_bytes: Positive = 16_000_000_000  # of blobs in Redis; other stores are as large as they are
+    give_up_after_s: PositiveFloat = 300.0  # without a version getting out for so long, the run ends
     # Keys and values of older versions, when a worker loads a new one: kept by samples under way alone | computed anew
     # by these too | kept, and read by later samples with the same prompt
     kv_cache: Literal["salt", "clear", "keep"] = "salt"

@@ -11,13 +11,15 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from streamrl.config.check import EMBEDDED_REDIS, check_config
+from streamrl.config.check import EMBEDDED_REDIS, check_config, is_object_store
 from streamrl.config.files import check_files
 from streamrl.config.load import Loaded
 from streamrl.config.schema import Config, RewardServer
 from streamrl.errors import ResourceError
 from streamrl.transport.connection import check_server, connect
 from streamrl.transport.embedded import find_server
+from streamrl.weights.object_store import ObjectStore
+from streamrl.weights.stores import budget_in_redis
 
 
 def check_before_start(loaded: Loaded) -> None:
@@ -25,6 +27,8 @@ def check_before_start(loaded: Loaded) -> None:
     config = loaded.config
     check_config(config, loaded.origin)
     check_packages(config)
+    if is_object_store(config.weights.store):
+        ObjectStore.open(config.weights.store)
     check_files(config)
     if config.reward_server is not None and config.reward_server.port:
         _check_port(config.reward_server)
@@ -32,7 +36,11 @@ def check_before_start(loaded: Loaded) -> None:
         find_server()
     else:
         with connect(config.redis.url, config.redis) as client:
-            check_server(client, max_backlog_bytes=config.redis.max_backlog_bytes)
+            check_server(
+                client,
+                max_backlog_bytes=config.redis.max_backlog_bytes,
+                max_store_bytes=budget_in_redis(config.weights),
+            )
 
 
 def check_packages(config: Config) -> None:

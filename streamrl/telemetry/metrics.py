@@ -75,9 +75,9 @@ METRICS: Mapping[str, str] = {
     "throughput/tflop_per_s": "the same per second in timers/train, of all ranks together",
     "throughput/mfu": "the same as a share of what the GPUs could do, where that is known",
     "throughput/samples_per_s": "trained samples per second of the whole step",
-    "weights/version": "number of the version published after the step",
-    "weights/num_bytes": "bytes of the published version",
-    "weights/changed_fraction": "share of elements that changed",
+    "weights/version": "number of the newest version that was out when the step was recorded",
+    "weights/num_bytes": "bytes of that version, as a worker that follows fetches them",
+    "weights/changed_fraction": "share of elements that changed with it",
 }
 
 _FAMILIES = (

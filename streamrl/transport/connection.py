@@ -98,15 +98,16 @@ def bounded_block_ms(client: AnyClient, wanted_ms: int) -> int:
     return max(1, min(wanted_ms, longest))
 
 
-def check_server(client: redis.Redis, *, max_backlog_bytes: int = 0) -> None:
-    """ResourceError when the server is too old, would evict keys of a run, or may not hold as many bytes of groups."""
+def check_server(client: redis.Redis, *, max_backlog_bytes: int = 0, max_store_bytes: int = 0) -> None:
+    """ResourceError when the server is too old, would evict keys of a run, or may not hold what the settings allow."""
     info = repeat(client.info, attempts=Attempts(client, "say what it is"))
     _check_info(server_name(client), info)
     limit = info.get("maxmemory", 0)
-    if limit and max_backlog_bytes > limit:
+    if limit and max_backlog_bytes + max_store_bytes > limit:
+        weights = f" and weights.max_store_bytes = {max_store_bytes}" if max_store_bytes else ""
         raise ResourceError(
-            f"redis.max_backlog_bytes = {max_backlog_bytes}: Redis at {server_name(client)} may use {limit} bytes in "
-            "all (maxmemory); set it well below that, for weights take room too, or raise maxmemory"
+            f"redis.max_backlog_bytes = {max_backlog_bytes}{weights}: Redis at {server_name(client)} may use {limit} "
+            "bytes in all (maxmemory); set them well below that, or raise maxmemory"
         )
 
 

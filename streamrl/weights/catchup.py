@@ -1,9 +1,12 @@
-"""Which manifests lead a worker from the version it has to the one it wants.
+"""Which manifests lead a worker from the version it has to the one it wants: the cheapest way, by bytes.
 
-    anchor 6.50 ◄── 6.51 ◄── 6.52 ◄── 6.53        have 6.51: 6.52, 6.53
-                                                  have 6.12, or none: 6.50, 6.51, 6.52, 6.53
+    anchor 6.48 ◄── 6.49 ◄── 6.50 ◄── 6.51 ◄── 6.52      have 6.51: 6.52
+                           + anchor                      have 6.12, or none: the anchor of 6.50, 6.51, 6.52
 
-Blocks on nothing but the caller's look-up of manifests.
+A byte of a delta counts as DELTA_WEIGHT bytes of an anchor, for so much longer it takes to apply. Over a slow network
+all bytes take alike, so there a way may be taken that has up to so many times the bytes of another, but no more.
+
+Blocks on nothing: who follows looks the manifests up (`CatchUp.wants`), in whatever way it waits.
 """
 
 from __future__ import annotations
@@ -14,23 +17,65 @@ from streamrl.errors import WeightsError
 from streamrl.versions import show
 from streamrl.weights.manifest import Manifest
 
+DELTA_WEIGHT = 4
 _MAX_PATH = 4096  # versions; far above any sensible distance between anchors
 
 
-def catch_up(have: int, target: Manifest, manifests: Callable[[int], Manifest | None]) -> list[Manifest]:
-    """Deltas from `have` (0: nothing), else the nearest anchor and the deltas after it, in the order to apply them.
+class CatchUp:
+    """From `have` (0: nothing) to the target; tell it each manifest that it wants, until it wants no more."""
 
-    Empty when `have` is the target or newer. A hole in the chain is a WeightsError: try again with the newest
-    announcement, since the next anchor starts a chain without holes.
-    """
-    if have >= target.version:
-        return []
-    path = [target]
-    while (base := path[-1].base) not in (0, have):
-        manifest = manifests(base)
-        if manifest is None or manifest.version != base:
-            raise WeightsError(f"version {show(base)}, which leads to {show(target.version)}, is not there any more")
-        path.append(manifest)
-        if len(path) > _MAX_PATH:
-            raise WeightsError(f"more than {_MAX_PATH} versions lead to {show(target.version)} without an anchor")
-    return path[::-1]
+    def __init__(self, have: int, target: Manifest) -> None:
+        self._have, self._target = have, target
+        self._walked: list[Manifest] = []  # from the target back
+        self._walked_cost = 0
+        self._best: list[Manifest] | None = None
+        self._best_cost = 0
+        self.wants: int | None = None  # the version whose manifest is looked for next
+        if have < target.version:
+            self.tell(target)
+
+    def tell(self, manifest: Manifest | None) -> None:
+        """None: it is not there any more."""
+        if manifest is None or (self._walked and manifest.version != self.wants):
+            self.wants = None
+            return
+        anchor = manifest.as_anchor()
+        if anchor is not None:
+            self._consider([anchor, *self._walked[::-1]], self._walked_cost + anchor.num_bytes)
+        self._walked.append(manifest)
+        self._walked_cost += DELTA_WEIGHT * manifest.num_bytes
+        if self._have and manifest.base == self._have:
+            self._consider(self._walked[::-1], self._walked_cost)
+        self.wants = manifest.base if self._may_be_shorter_by(manifest.base) else None
+        if self.wants and len(self._walked) > _MAX_PATH:
+            raise WeightsError(f"more than {_MAX_PATH} versions lead to {show(self._target.version)} without an anchor")
+
+    def path(self) -> list[Manifest]:
+        """In the order to apply them, an anchor first or not at all; empty when `have` is the target or newer.
+
+        A hole in the chain is a WeightsError: try again with the newest announcement, since an anchor starts a chain
+        without holes.
+        """
+        if self._best is None and self._walked:
+            missing = show(self._walked[-1].base)
+            raise WeightsError(f"version {missing}, which leads to {show(self._target.version)}, is not there any more")
+        return self._best or []
+
+    def _consider(self, path: list[Manifest], cost: int) -> None:
+        if self._best is None or cost <= self._best_cost:
+            self._best, self._best_cost = path, cost
+
+    def _may_be_shorter_by(self, base: int) -> bool:
+        """Whether looking further back can still find a way, or a shorter one."""
+        if base in (0, self._have):
+            return False
+        # An older anchor is no smaller; only deltas all the way from what we have may be.
+        return self._best is None or (base > self._have > 0 and self._walked_cost < self._best_cost)
+
+
+def catch_up(have: int, target: Manifest, manifests: Callable[[int], Manifest | None]) -> list[Manifest]:
+    """`CatchUp` for who need not wait to look a manifest up."""
+    way = CatchUp(have, target)
+    while way.wants is not None:
+        way.tell(manifests(way.wants))
+    return way.path()

@@ -26,7 +26,7 @@ from streamrl.weights.format import (
 )
 
 if TYPE_CHECKING:
-    from streamrl.weights.manifest import Canary, Manifest
+    from streamrl.weights.manifest import Canary, Manifest, ShardRecord
 
 _MAX_NAME_CHARS = 1024
 _RESERVED_NAME = "__metadata__"  # means something else in a safetensors header
@@ -36,21 +36,35 @@ def check_coherent(manifest: Manifest) -> None:
     """Nothing, or one WeightsError that says what is wrong."""
     if not 0 <= manifest.base < manifest.version or epoch_of(manifest.version) < 1:
         raise WeightsError(f"version {manifest.version} cannot build on {manifest.base}")
+    if manifest.anchor and not manifest.base:
+        raise WeightsError(f"version {show(manifest.version)} is an anchor, and has another beside it")
     tensors = _check_tensors(manifest.tensors)
+    digests = _check_shards(manifest, manifest.shards, tensors, anchor=manifest.base == 0)
+    if manifest.anchor:
+        whole = _check_shards(manifest, manifest.anchor, tensors, anchor=True)
+        if any(digests.get(key, digest) != digest for key, digest in whole.items()):
+            raise WeightsError(f"version {show(manifest.version)}: the delta and the anchor beside it disagree")
+    if manifest.canary is not None:
+        _check_canary(manifest.canary)
+
+
+def _check_shards(
+    manifest: Manifest, shards: tuple[ShardRecord, ...], tensors: Mapping[str, TensorMeta], *, anchor: bool
+) -> dict[tuple[str, int, int], bytes]:
+    """The digest of the state of each range (tensor, start, length)."""
     by_tensor: dict[str, list[RangeDigest]] = defaultdict(list)
-    for shard in manifest.shards:
+    for shard in shards:
         check_blob_name(shard.blob_name)
         if sum(part.num_bytes for part in shard.ranges) != shard.num_bytes or len(shard.digest) != DIGEST_BYTES:
             raise WeightsError(f"the ranges of blob {shard.blob_name} do not add up to it")
         for part in shard.ranges:
             if part.tensor not in tensors:
                 raise WeightsError(f"a range of an unknown tensor: {part.tensor!r:.200}")
-            _check_range(part, tensors[part.tensor], anchor=manifest.base == 0)
+            _check_range(part, tensors[part.tensor], anchor=anchor)
             by_tensor[part.tensor].append(part)
     for tensor in manifest.tensors:
         _check_cover(tensor, by_tensor[tensor.name], version=manifest.version)
-    if manifest.canary is not None:
-        _check_canary(manifest.canary)
+    return {(r.tensor, r.start, r.length): r.digest for parts in by_tensor.values() for r in parts}
 
 
 def _check_tensors(tensors: tuple[TensorMeta, ...]) -> Mapping[str, TensorMeta]:

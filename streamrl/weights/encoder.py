@@ -85,14 +85,9 @@ class ShardEncoder:
         else:
             self._check_layout(pieces)
             parts = [self._encode_change(tensor, start, bits) for tensor, start, bits in pieces]
-        blob = b"".join(part.payload for part in parts)
-        self._pending = list(_detached(parts, blob))
-        return EncodedShard(
-            blob=blob,
-            ranges=tuple(part.said for part in parts),
-            num_changed=sum(part.said.num_changed for part in parts),
-            num_elements=sum(part.said.length for part in parts),
-        )
+        shard = _joined(parts)
+        self._pending = list(_detached(parts, shard.blob))
+        return shard
 
     def advance(self) -> None:
         """The version is announced: what was encoded last is now the base."""
@@ -137,6 +132,20 @@ class ShardEncoder:
             return _Part(said=said, payload=payload, positions=None, bits=bits if coding is Coding.RAW else bits.copy())
         # 32 bits are enough within a part, and these are kept until `advance`.
         return _Part(said=said, payload=payload, positions=positions.astype(np.int32), bits=changed)
+
+
+def encode_whole(ranges: Sequence[HeldRange]) -> EncodedShard:
+    """All bits, to lie beside a delta of the same state as its anchor; no encoder remembers it."""
+    return _joined([_encode_whole(tensor, start, bits) for tensor, start, bits in _split(ranges)])
+
+
+def _joined(parts: Sequence[_Part]) -> EncodedShard:
+    return EncodedShard(
+        blob=b"".join(part.payload for part in parts),
+        ranges=tuple(part.said for part in parts),
+        num_changed=sum(part.said.num_changed for part in parts),
+        num_elements=sum(part.said.length for part in parts),
+    )
 
 
 def _split(ranges: Sequence[HeldRange]) -> Iterator[tuple[str, int, Bits]]:

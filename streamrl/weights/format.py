@@ -9,7 +9,9 @@ count, so NaN payloads and negative zeros survive. The elements of a tensor are 
 flat coordinates, which do not depend on how many ranks hold it. A tensor with a zero in its shape has no elements.
 
 **Versions.** `epoch << 32 | n`. An *anchor* (base 0) holds all bits. A *delta* holds what changed against the version
-that it names as its base; the base is always smaller, so a chain of deltas ends at an anchor.
+that it names as its base; the base is always smaller, so a chain of deltas ends at an anchor. A delta may have an
+anchor *beside* it: all bits of the very same state, in blobs of their own, for readers that come from afar. Who has the
+base takes the delta. Anchor beside or by itself: what is said of anchors holds for both.
 
 **Ranges.** Every rank of the learner holds ranges `[start, start + length)` of tensors, at most MAX_RANGE_ELEMENTS long
 (longer ones are cut, so that memory on both sides is bounded). Together the ranges of a version cover every element of
@@ -32,9 +34,10 @@ elements. Each has one coding:
       Bytes of one significance lie together, because they compress alike. Differences beat xor, since an optimizer's
       step moves most changed values to a neighbour: z is then 1 or 2.
 
-**Blobs.** What one rank publishes of one version: the codings of its ranges, back to back in the order of the manifest.
-A blob is named `{run_uid}/{epoch:06d}/{n}-{rank}-{digest of the blob in hex}`. Names follow BLOB_NAME and have no empty
-part and none that begins with a dot. Nobody overwrites a blob: other bytes under its name are an error.
+**Blobs.** What one rank publishes of one version, delta and anchor apart: the codings of its ranges, back to back in
+the order of the manifest. A blob is named `{run_uid}/{epoch:06d}/{n}-{rank}-{digest of the blob in hex}`. Names follow
+BLOB_NAME and have no empty part and none that begins with a dot. Nobody overwrites a blob: other bytes under its name
+are an error.
 
 **Manifest.** `SRLWGT01`, the digest of what follows, and one zstd frame that states its content size (at most
 MAX_MANIFEST_BYTES) and expands to a msgpack map:
@@ -47,6 +50,7 @@ MAX_MANIFEST_BYTES) and expands to a msgpack map:
     ranks       u8 per tensor: number of dimensions
     num_dims, dims    u64 per dimension, tensor after tensor
     shards      a list of records, one per blob
+    anchor      likewise, of the anchor beside a delta; empty: there is none
     canary      a map: num_tokens (0: there is none), token_ids i32 each, logprobs f64 each, one fewer than tokens
 
 A record is itself such a map, packed into bytes (a rank sends it to rank 0 in this form):
@@ -57,9 +61,10 @@ A record is itself such a map, packed into bytes (a rank sends it to rank 0 in t
     num_ranges, and per range: tensors u32 (index into names), starts u64, lengths u32, codings u8,
                 num_changed u32, sizes u32 (bytes in the blob), digests 16 bytes
 
-**Reading a version.** Take the manifest of its anchor and of the deltas after it. For each, fetch the blobs, check
-their digests, and apply every range. Then compare the digests of the ranges with those in the last manifest: if they
-agree, the bits are those that the learner published, whatever way they came.
+**Reading a version.** Take an anchor, of this version or an older one, and the deltas after it. For each, fetch the
+blobs, check their digests, and apply every range, in any order within a version, and in the order of versions within a
+range. Then compare the digests of the ranges with those in the last manifest: if they agree, the bits are those that
+the learner published, whatever way they came.
 """
 
 from __future__ import annotations

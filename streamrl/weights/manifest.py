@@ -6,7 +6,7 @@ A manifest that was encoded or decoded here is coherent (see `coherence`): whoev
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import zstandard
@@ -65,7 +65,22 @@ class Manifest:
     run_uid: str
     tensors: tuple[TensorMeta, ...]
     shards: tuple[ShardRecord, ...]
+    anchor: tuple[ShardRecord, ...] = ()  # of a delta: all bits of the same state beside it, for who comes from afar
     canary: Canary | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(shard.num_bytes for shard in self.shards)
+
+    @property
+    def blob_names(self) -> frozenset[str]:
+        return frozenset(shard.blob_name for shard in (*self.shards, *self.anchor))
+
+    def as_anchor(self) -> Manifest | None:
+        """The same version without a base, where all its bits are there."""
+        if self.base == 0:
+            return self
+        return replace(self, base=0, shards=self.anchor, anchor=()) if self.anchor else None
 
 
 def encode_record(record: ShardRecord) -> bytes:
@@ -159,6 +174,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
             "num_dims": len(dims),
             "dims": np.array(dims, dtype="<u8").tobytes(),
             "shards": [encode_record(record) for record in manifest.shards],
+            "anchor": [encode_record(record) for record in manifest.anchor],
             "canary": _canary_fields(manifest.canary or Canary(token_ids=(), logprobs=())),
         }
     )
@@ -198,20 +214,25 @@ def _read_manifest(f: Fields) -> Manifest:
         TensorMeta(name=name, dtype=DTYPES[dtype], shape=tuple(dims[end - rank : end]))
         for name, dtype, rank, end in zip(names, dtypes.tolist(), ranks.tolist(), ends, strict=True)
     )
-    records = f.list("shards")
-    if not all(isinstance(record, bytes) for record in records):
-        raise WeightsError("a manifest's shards must be bytes")
     manifest = Manifest(
         version=f.integer("version", low=1),
         base=f.integer("base", low=0),
         step=f.integer("step", low=0),
         run_uid=f.text("run_uid", max_chars=64),
         tensors=tensors,
-        shards=tuple(decode_record(record) for record in records),
+        shards=_read_records(f, "shards"),
+        anchor=_read_records(f, "anchor"),
         canary=_read_canary(f),
     )
     f.done()
     return manifest
+
+
+def _read_records(f: Fields, name: str) -> tuple[ShardRecord, ...]:
+    records = f.list(name)
+    if not all(isinstance(record, bytes) for record in records):
+        raise WeightsError("the records in a manifest must be bytes")
+    return tuple(decode_record(record) for record in records)
 
 
 def _names(f: Fields) -> list[str]:

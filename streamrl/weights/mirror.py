@@ -1,11 +1,15 @@
 """The worker's side: a host copy of the weights, as a safetensors file in shared memory that is patched in place.
 
-    manifests ─► fetch blobs, check their digests ─► patch the file ─► check the state's digests ─► version
+    manifests ─► fetch blobs ahead, check their digests ─► patch the file ─► check the state's digests ─► version
                           (generation goes on all the while; pausing it is for the load alone)
 
-What is proved: after the last patch, every range of every tensor that was touched is digested again from the file and
-compared with the manifest. A range of an untouched tensor was proved by an earlier manifest; if its digest is not the
-same still, it is digested again too. So `version` other than 0 means: these bits are the learner's, all of them.
+A worker far behind has many deltas to apply. All of them go to one stretch of a tensor, and then to the next
+(`columns`), so that memory is read once; the states in between never exist as a whole, and nobody could serve them.
+
+What is proved: each blob is the one that its manifest names; and after the last patch, every range of every tensor that
+was touched is digested again from the file and compared with the last manifest. A range of an untouched tensor was
+proved by an earlier manifest; if its digest is not the same still, it is digested again too. So `version` other than 0
+means: these bits are the learner's, all of them, whatever way they came.
 
 The engine that loads the file must not read it while `apply` runs: that is for the caller to arrange. One thread at a
 time may use a mirror.
@@ -16,7 +20,9 @@ first anchor comes. Blocks on the store, and on nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +31,14 @@ import zstandard
 from streamrl.errors import ResourceError, TransportError, WeightsError
 from streamrl.versions import show
 from streamrl.weights import tensorfile
+from streamrl.weights.columns import columns
 from streamrl.weights.delta import decode_sparse
+from streamrl.weights.fetching import AHEAD_BYTES, fetch_ahead
 from streamrl.weights.format import Bits, Coding, RangeDigest, TensorMeta, digest_of
 from streamrl.weights.manifest import Manifest, ShardRecord
 from streamrl.weights.stores import BlobStore
 
-_FETCHES = 2  # a flip on the wire is gone with the second; one in the store is not
-
+Fetched = Generator[tuple[ShardRecord, bytes]]
 Layout = Mapping[str, TensorMeta]
 
 
@@ -44,6 +51,7 @@ class Mirror:
         *,
         expected: Sequence[TensorMeta] | None = None,  # from the model's own configuration; others are refused
         run_uid: str | None = None,  # manifests of another run are refused
+        ahead_bytes: int = AHEAD_BYTES,  # of blobs that may be held in memory, besides the one that is wanted next
     ) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -52,7 +60,7 @@ class Mirror:
         self.path = folder / "mirror.safetensors"
         self.version = 0
         self._expected = None if expected is None else _layout(expected)
-        self._run_uid = run_uid
+        self._run_uid, self._ahead_bytes = run_uid, ahead_bytes
         self._layout: Layout = {}
         self._views: Mapping[str, Bits] = {}  # [num_elements] each, into the file
         self._proved: dict[tuple[str, int], tuple[int, bytes]] = {}  # (tensor, start) -> (length, digest)
@@ -70,12 +78,10 @@ class Mirror:
         """As `apply` for each in turn (see `catch_up`), but only the state at the end is proved: much faster."""
         touched: set[str] = set()
         reached: Manifest | None = None
-        have = self.version
         try:
-            for manifest in manifests:
-                self._refuse_unfit(manifest, have=have)
-                self._patch(manifest, store, touched)
-                reached, have = manifest, manifest.version
+            self._refuse_unfit(manifests)
+            for manifest in self._follow(manifests, store, touched):
+                reached = manifest
         except TransportError:
             if reached is not None:
                 self._prove(reached, touched)
@@ -93,32 +99,55 @@ class Mirror:
         self._proved.clear()
         self.path.unlink(missing_ok=True)
 
-    def _refuse_unfit(self, manifest: Manifest, *, have: int) -> None:
-        name = f"version {show(manifest.version)}"
-        held = show(have) if have else "nothing"
-        if self._run_uid not in (None, manifest.run_uid):
-            raise WeightsError(f"{name} belongs to run {manifest.run_uid!r}, not to {self._run_uid!r}")
-        if manifest.version <= have:
-            raise WeightsError(f"{name} is not newer than {held}, which the mirror holds")
-        if manifest.base not in (0, have):
-            raise WeightsError(f"{name} is a delta on {show(manifest.base)}, the mirror holds {held}")
-        layout = _layout(manifest.tensors)
-        if self._expected is not None and layout != self._expected:
-            raise WeightsError(f"{name} is not of this model: {_first_difference(layout, self._expected)}")
-        if manifest.base and layout != self._layout:
-            raise WeightsError(f"{name} is a delta on other tensors: {_first_difference(layout, self._layout)}")
+    def _refuse_unfit(self, manifests: Sequence[Manifest]) -> None:
+        """Before anything is fetched or written."""
+        have, layout = self.version, self._layout
+        for number, manifest in enumerate(manifests):
+            name = f"version {show(manifest.version)}"
+            held = show(have) if have else "nothing"
+            if self._run_uid not in (None, manifest.run_uid):
+                raise WeightsError(f"{name} belongs to run {manifest.run_uid!r}, not to {self._run_uid!r}")
+            if manifest.version <= have:
+                raise WeightsError(f"{name} is not newer than {held}, which the mirror holds")
+            if manifest.base != have and (manifest.base or number):
+                raise WeightsError(f"{name} is a delta on {show(manifest.base)}, the mirror holds {held}")
+            given = _layout(manifest.tensors)
+            if self._expected is not None and given != self._expected:
+                raise WeightsError(f"{name} is not of this model: {_first_difference(given, self._expected)}")
+            if manifest.base and given != layout:
+                raise WeightsError(f"{name} is a delta on other tensors: {_first_difference(given, layout)}")
+            have, layout = manifest.version, given
 
-    def _patch(self, manifest: Manifest, store: BlobStore, touched: set[str]) -> None:
-        blobs: Iterable[tuple[ShardRecord, bytes]] = _fetched(manifest, store)
-        if manifest.base:
-            blobs = list(blobs)  # small: with all of them here, no trouble of the store can leave half a delta
-        for shard, blob in blobs:
+    def _follow(self, manifests: Sequence[Manifest], store: BlobStore, touched: set[str]) -> Iterator[Manifest]:
+        """Patch the file; gives each version that is in it at a time, none of them proved."""
+        shards = (shard for manifest in manifests for shard in manifest.shards)
+        with closing(fetch_ahead(shards, store, ahead_bytes=self._ahead_bytes)) as fetched:
+            for batch in _batches(manifests, self._ahead_bytes):
+                if batch[0].base == 0:
+                    self._write_anchor(batch[0], fetched, touched)
+                    yield batch[0]
+                    continue
+                whole, blobs, trouble = _collect(batch, fetched)
+                if whole:
+                    self._write_deltas(whole, blobs, touched)
+                    yield whole[-1]
+                if trouble is not None:
+                    raise trouble
+
+    def _write_anchor(self, manifest: Manifest, fetched: Fetched, touched: set[str]) -> None:
+        for shard, blob in islice(fetched, len(manifest.shards)):
             self.version = 0  # until it is proved again
             self._prepare(manifest.tensors)
             for part, place in shard.parts():
-                if part.coding is not Coding.SAME:
-                    self._write(part, memoryview(blob)[place])
-                    touched.add(part.tensor)
+                self._write(part, memoryview(blob)[place])
+                touched.add(part.tensor)
+
+    def _write_deltas(self, manifests: Sequence[Manifest], blobs: Mapping[str, bytes], touched: set[str]) -> None:
+        self.version = 0
+        for column in columns(manifests):
+            for piece in column:
+                self._write(piece.said, memoryview(blobs[piece.blob_name])[piece.place])
+                touched.add(piece.said.tensor)
 
     def _prepare(self, tensors: Sequence[TensorMeta]) -> None:
         layout = _layout(tensors)
@@ -140,7 +169,7 @@ class Mirror:
             dtype=target.dtype,
             decompressor=self._decompressor,
         )
-        target[positions] += differences
+        np.add.at(target, positions, differences)  # positions are distinct; twice as fast as reading and writing
 
     def _prove(self, manifest: Manifest, touched: set[str]) -> None:
         proved: dict[tuple[str, int], tuple[int, bytes]] = {}
@@ -175,14 +204,30 @@ def _first_difference(given: Layout, wanted: Layout) -> str:
     return "the same tensors"
 
 
-def _fetched(manifest: Manifest, store: BlobStore) -> Iterator[tuple[ShardRecord, bytes]]:
-    for shard in manifest.shards:
-        yield shard, _fetch(shard, store)
+def _batches(manifests: Sequence[Manifest], max_bytes: int) -> Iterator[list[Manifest]]:
+    """An anchor by itself; deltas together, as many as are held in memory at a time."""
+    batch: list[Manifest] = []
+    num_bytes = 0
+    for manifest in manifests:
+        if batch and (batch[0].base == 0 or num_bytes + manifest.num_bytes > max_bytes):
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(manifest)
+        num_bytes += manifest.num_bytes
+    if batch:
+        yield batch
 
 
-def _fetch(shard: ShardRecord, store: BlobStore) -> bytes:
-    for _ in range(_FETCHES):
-        blob = store.get(shard.blob_name)
-        if len(blob) == shard.num_bytes and digest_of(blob) == shard.digest:
-            return blob
-    raise WeightsError(f"blob {shard.blob_name} does not agree with its digest, fetched {_FETCHES} times")
+def _collect(
+    batch: Sequence[Manifest], fetched: Fetched
+) -> tuple[list[Manifest], dict[str, bytes], TransportError | None]:
+    """(those of which all is here, blobs by name, why not all are): no trouble of the store can leave half a delta."""
+    blobs: dict[str, bytes] = {}
+    whole: list[Manifest] = []
+    try:
+        for manifest in batch:
+            blobs.update((shard.blob_name, blob) for shard, blob in islice(fetched, len(manifest.shards)))
+            whole.append(manifest)
+    except TransportError as error:
+        return whole, blobs, error
+    return whole, blobs, None

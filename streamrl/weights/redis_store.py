@@ -96,10 +96,10 @@ class RedisStore:
         self._ask("delete a blob", partial(self._client.hdel, self._keys.blobs, name))
         crashpoint("blob.deleted")
 
-    def list(self, prefix: str = "") -> list[str]:
-        found: Any = self._ask("list blobs", partial(self._client.hkeys, self._keys.blobs))
-        names = sorted(name.decode(errors="replace") for name in found)
-        return [name for name in names if name.startswith(prefix)]
+    def list(self, prefix: str = "") -> dict[str, int]:
+        found: Any = self._ask("list blobs", partial(self._client.hgetall, self._keys.blobs))
+        names = {name.decode(errors="replace"): packed for name, packed in found.items()}
+        return {name: self._size(name, packed) for name, packed in sorted(names.items()) if name.startswith(prefix)}
 
     def _note(self, name: str, index: _Index) -> None:
         packed = pack(
@@ -114,8 +114,15 @@ class RedisStore:
 
     def _index(self, name: str) -> _Index | None:
         packed: Any = self._ask("read a blob", partial(self._client.hget, self._keys.blobs, name))
-        if packed is None:
-            return None
+        return None if packed is None else self._read(name, packed)
+
+    def _size(self, name: str, packed: bytes) -> int:
+        try:
+            return self._read(name, packed).num_bytes
+        except WeightsError:  # to be listed all the same
+            return 0
+
+    def _read(self, name: str, packed: bytes) -> _Index:
         try:
             f = unpack(packed, max_bytes=1024)
             index = _Index(

@@ -1,9 +1,10 @@
-"""Where blobs lie: Redis, a shared directory, or memory. Selected by `weights.store`.
+"""Where blobs lie: Redis, a shared directory, an object store, or memory. Selected by `weights.store`.
 
 A blob is there whole or not at all. What a crash in the middle of a `put` leaves behind is never given out, but listed,
 so that it is collected like any other blob that nobody needs.
 
-Blocks on Redis (within its bounds, see `transport.connection`) or on the file system. All calls may be repeated.
+Blocks on Redis (within its bounds, see `transport.connection`), on the file system or on the object store. All calls
+may be repeated, and made from several threads.
 """
 
 from __future__ import annotations
@@ -14,17 +15,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from streamrl.config.check import is_object_store
 from streamrl.crashpoints import crashpoint
 from streamrl.durable import fsync_folder
 from streamrl.errors import ConfigError, TransportError, WeightsError
 from streamrl.weights.format import check_blob_name
+from streamrl.weights.object_store import ObjectStore
 from streamrl.weights.redis_store import RedisStore
 
 if TYPE_CHECKING:
     import redis
 
+    from streamrl.config import schema
     from streamrl.transport.keys import Keys
 
+REDIS_URL = "redis:"
 _UNFINISHED = ".part"  # ends the name of what is being written
 
 
@@ -39,18 +44,29 @@ class BlobStore(Protocol):
     def delete(self, name: str) -> None:
         """What is not there is deleted already."""
 
-    def list(self, prefix: str = "") -> list[str]:
-        """Names that begin so, in order; those of unfinished writes too."""
+    def list(self, prefix: str = "") -> dict[str, int]:
+        """Names that begin so, in order, with their bytes; those of unfinished writes too."""
 
 
 def open_store(url: str, client: redis.Redis, keys: Keys) -> BlobStore:
     """The store that `weights.store` names. Only the file system is touched, and that not yet."""
-    if url == "redis:":
+    if url == REDIS_URL:
         return RedisStore(client, keys)
-    folder = url.removeprefix("file:").removeprefix("//")
-    if url.startswith("file:") and folder:
-        return FileStore(Path(folder))
-    raise ConfigError(f"weights.store: {url!r} is no store; write redis: or file:/path/to/a/shared/directory")
+    if url.startswith("file:"):
+        folder = url.removeprefix("file:").removeprefix("//")
+        if folder:
+            return FileStore(Path(folder))
+    elif is_object_store(url):
+        return ObjectStore.open(url)
+    raise ConfigError(
+        f"weights.store: {url!r} is no store; write redis:, file:/path/to/a/shared/directory, or the URL of an object "
+        "store such as s3://bucket/folder"
+    )
+
+
+def budget_in_redis(settings: schema.Weights) -> int:
+    """Bytes that blobs may take there; 0: they lie elsewhere."""
+    return settings.max_store_bytes if settings.store == REDIS_URL else 0
 
 
 class MemoryStore:
@@ -74,8 +90,8 @@ class MemoryStore:
         check_blob_name(name)
         self.blobs.pop(name, None)
 
-    def list(self, prefix: str = "") -> list[str]:
-        return sorted(name for name in self.blobs if name.startswith(prefix))
+    def list(self, prefix: str = "") -> dict[str, int]:
+        return {name: len(data) for name, data in sorted(self.blobs.items()) if name.startswith(prefix)}
 
 
 class FileStore:
@@ -110,11 +126,10 @@ class FileStore:
             path.unlink(missing_ok=True)
         crashpoint("blob.deleted")
 
-    def list(self, prefix: str = "") -> list[str]:
+    def list(self, prefix: str = "") -> dict[str, int]:
         with self._bounded("be listed"):
-            files = [path for path in self._root.rglob("*") if path.is_file()]
-        names = sorted(path.relative_to(self._root).as_posix() for path in files)
-        return [name for name in names if name.startswith(prefix)]
+            sizes = {path.relative_to(self._root).as_posix(): _size(path) for path in self._root.rglob("*")}
+        return {name: size for name, size in sorted(sizes.items()) if size is not None and name.startswith(prefix)}
 
     def _path(self, name: str) -> Path:
         check_blob_name(name)
@@ -149,3 +164,11 @@ class FileStore:
             yield
         except OSError as error:
             raise TransportError(f"weights.store file:{self._root} could not {what}: {error.strerror}") from error
+
+
+def _size(path: Path) -> int | None:
+    """None for a folder, and for what was deleted while it was listed."""
+    try:
+        return path.stat().st_size if path.is_file() else None
+    except FileNotFoundError:
+        return None

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from learner.algorithms import make_algorithm
 from learner.algorithms.losses import LOSSES
+from learner.companion import Beside
 from learner.distributed import World, join_world
 from learner.gradients import Gradients
 from learner.model import evaluating, load_policy, load_reference
@@ -104,7 +105,7 @@ class Rank:
         return {name: whole(p).clone() for name, p in self.policy.model.named_parameters()}
 
 
-def publisher(rank: Rank, folder: Path) -> Publisher:
+def publisher(rank: Rank, folder: Path, beside: Beside) -> Publisher:
     return Publisher(
         policy=rank.policy,
         config=rank.config,
@@ -114,6 +115,7 @@ def publisher(rank: Rank, folder: Path) -> Publisher:
         store=FileStore(folder / "blobs"),
         announcer=KeptAnnouncements(folder) if rank.world.is_main else None,
         canary_ids=np.array([3, 9, 4, 1], dtype=np.int32),
+        beside=beside,
     )
 
 
@@ -151,14 +153,17 @@ def work(folder: Path, world: World) -> None:
     save_gradients(folder, world)
     out = folder / f"out-{world.size}"
     rank = Rank(folder, world)
-    versions = publisher(rank, out)
     metrics: dict[str, float] = {}
-    for number in range(NUM_STEPS):
-        assert versions.publish(number) is not None
-        # The last batch has one group: with two ranks, one of them gets nothing.
-        metrics = rank.step(number, num_groups=1 if number == NUM_STEPS - 1 else 5)
-    assert versions.publish(NUM_STEPS) is not None
-    found = poison_one_rank(rank, publisher(rank, out / "poisoned"))
+    beside = Beside("publisher")
+    with beside.working(join_s=60):
+        versions = publisher(rank, out, beside)
+        for number in range(NUM_STEPS):
+            versions.begin(number)
+            # The last batch has one group: with two ranks, one of them gets nothing.
+            metrics = rank.step(number, num_groups=1 if number == NUM_STEPS - 1 else 5)
+            assert versions.finish() is not None
+        assert versions.publish(NUM_STEPS) is not None
+        found = poison_one_rank(rank, publisher(rank, out / "poisoned", beside))
     (out / f"poisoned-{world.rank}.json").write_text(json.dumps(found))
     (out / "checkpoint").mkdir(exist_ok=True)
     world.barrier()

@@ -18,6 +18,7 @@ from streamrl.config import schema
 from streamrl.telemetry.metrics import is_metric
 from streamrl.transport.embedded import EmbeddedRedis
 from streamrl.transport.keys import Keys
+from streamrl.weights.catchup import catch_up
 from streamrl.weights.manifest import decode_manifest
 from streamrl.weights.mirror import Mirror
 from streamrl.weights.stores import open_store
@@ -94,8 +95,7 @@ def test_the_export_is_what_workers_were_served_and_plain_transformers_loads_it(
     keys = Keys(whole.name)
     kept = {int(version): decode_manifest(data) for version, data in client.hgetall(keys.manifests).items()}
     mirror = Mirror(tmp_path)
-    for version in sorted(kept):
-        mirror.apply(kept[version], open_store("redis:", client, keys))
+    mirror.apply_path(catch_up(0, kept[max(kept)], kept.get), open_store("redis:", client, keys))
     assert kept[max(kept)].step == 6
     served = safetensors.torch.load_file(mirror.path)
     exported = exported_weights(whole)

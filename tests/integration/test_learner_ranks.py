@@ -104,6 +104,17 @@ def test_a_gradient_that_is_not_a_number_on_one_rank_makes_all_skip_and_is_never
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_published_versions_are_the_weights_bit_for_bit(folder: Path, size: int, tmp_path: Path) -> None:
+    check_published(folder, size, tmp_path)
+
+
+@pytest.mark.long
+def test_four_ranks_publish_bit_for_bit_too(folder: Path, tmp_path: Path) -> None:
+    torchrun(4, str(folder))
+    check_published(folder, 4, tmp_path)
+
+
+def check_published(folder: Path, size: int, tmp_path: Path) -> None:
+    """Although each version got out beside the step after it, which wrote to the parameters."""
     versions = manifests(folder, size)
     assert [manifest.step for manifest in versions] == list(range(NUM_STEPS + 1))
     assert [manifest.base for manifest in versions] == [0, *(manifest.version for manifest in versions[:-1])]

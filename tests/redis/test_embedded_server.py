@@ -186,3 +186,5 @@ def test_a_server_that_may_not_hold_the_backlog_is_refused(tmp_path: Path) -> No
         check_server(client, max_backlog_bytes=50 << 20)
         with pytest.raises(ResourceError, match=r"redis\.max_backlog_bytes = 209715200.*104857600 bytes"):
             check_server(client, max_backlog_bytes=200 << 20)
+        with pytest.raises(ResourceError, match=r"= 52428800 and weights\.max_store_bytes = 62914560"):
+            check_server(client, max_backlog_bytes=50 << 20, max_store_bytes=60 << 20)

@@ -68,7 +68,7 @@ def test_what_a_crash_left_half_written_is_listed_collected_or_completed(redis_u
         RedisStore(dying, keys, chunk_bytes=4).put(NAME, TEN)
     with pytest.raises(WeightsError, match="or only a part of it"):
         store.get(NAME)
-    assert store.list() == [NAME]
+    assert list(store.list()) == [NAME]
 
     RedisStore(client, keys, chunk_bytes=3).put(NAME, TEN)
     assert store.get(NAME) == TEN

@@ -70,7 +70,8 @@ def test_the_defaults_contradict_nothing(good: Path) -> None:
         ("redis.url=localhost", "redis.url = 'localhost': ", "redis://host:port/0"),
         ("redis.url=redis://", "redis.url = 'redis://': ", "redis://host:port/0"),
         ("weights.store=file:relative", "weights.store = 'file:relative': ", "file:/a/path"),
-        ("weights.store=ftp://x", "weights.store = 'ftp://x': ", "file:/a/path"),
+        ("weights.store=http://x", "weights.store = 'http://x': ", "file:/a/path"),
+        ("weights.store=s3:bucket", "weights.store = 's3:bucket': ", "s3://bucket/folder"),
     ],
 )
 def test_a_contradiction_is_one_line_with_key_value_and_remedy(
@@ -103,6 +104,7 @@ def test_a_contradiction_is_one_line_with_key_value_and_remedy(
         ["redis.url=unix:///tmp/redis.sock"],
         ["redis.url=rediss://user@host:6380/0"],
         ["weights.store=file:/shared"],
+        ["weights.store=s3://bucket/folder"],
         ["training.max_time=01:02:03:04"],
     ],
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from streamrl.errors import EngineError, LoadRejected, WeightsError
+from streamrl.errors import EngineError, LoadRejected, TransportError, WeightsError
 from streamrl.telemetry.progress import Progress
 from streamrl.transport.types import Announcement
 from streamrl.weights.manifest import Manifest, encode_manifest
@@ -37,6 +37,18 @@ class SlowStore(MemoryStore):
     def get(self, name: str) -> bytes:
         self.num_asked += 1
         assert self.open.wait(10), "the store was never opened"
+        return super().get(name)
+
+
+class AwayStore(MemoryStore):
+    """Does not answer for so many calls."""
+
+    num_refusals = 0
+
+    def get(self, name: str) -> bytes:
+        if self.num_refusals:
+            self.num_refusals -= 1
+            raise TransportError("no route to the store")
         return super().get(name)
 
 
@@ -149,6 +161,20 @@ async def test_a_version_that_cannot_be_had_is_replaced_by_a_newer_one(follower:
 
     assert lost.version not in [version for _, version, _ in follower.engine.loads]
     assert_holds(follower.mirror.path, follower.world.states[anchor.version])
+
+
+async def test_a_store_that_is_away_for_a_while_is_waited_for(tmp_path: Path) -> None:
+    store = AwayStore()
+    follower = Follower(tmp_path, store)
+    async with follower.following():
+        await follower.serves(follower.publish())
+        store.num_refusals = 2
+        newest = follower.publish()
+        await follower.serves(newest)
+
+    assert store.num_refusals == 0
+    assert_holds(follower.mirror.path, follower.world.states[newest.version])
+    follower.weights.close()
 
 
 async def test_a_version_that_stays_out_of_reach_ends_the_worker(follower: Follower) -> None:

@@ -1,0 +1,227 @@
+"""`streamrl weights ls|show|verify|pull`: the versions that a run has published. Reads only; the run goes on."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from streamrl.cli.target import Target, open_run, takes_run
+from streamrl.errors import ConfigError, DataError
+from streamrl.terminal import printable
+from streamrl.versions import parse, show
+
+if TYPE_CHECKING:
+    from streamrl.config.schema import Config
+    from streamrl.weights.manifest import Manifest
+    from streamrl.weights.stores import BlobStore
+
+_NUM_TENSORS_SHOWN = 10
+_LATEST = "latest"
+
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+_version = click.option(
+    "--version", "wanted", default=_LATEST, show_default=True, metavar="EPOCH.NUMBER", help="As `weights ls` shows it."
+)
+
+
+@click.group()
+def weights() -> None:
+    """Look at the versions of the weights that a run has published, check them, or take one out.
+
+    A version is a delta on the one before it, an anchor (all the weights), or a delta with an anchor beside it. Kept
+    are the last two anchors and what builds on them.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Published:
+    config: Config
+    store: BlobStore
+    manifests: dict[int, Manifest]
+    served_by: Mapping[int, list[str]]  # version -> workers
+
+    def pick(self, wanted: str) -> Manifest:
+        if not self.manifests:
+            raise DataError("the run has published no weights yet")
+        if wanted == _LATEST:
+            return self.manifests[max(self.manifests)]
+        try:
+            version = parse(wanted)
+        except ValueError as error:
+            raise ConfigError(f"--version: {error}; or {_LATEST}") from None
+        if version not in self.manifests:
+            kept = ", ".join(show(one) for one in (min(self.manifests), max(self.manifests)))
+            raise DataError(f"version {wanted} is not there (any more); the oldest and the newest are {kept}")
+        return self.manifests[version]
+
+
+@contextmanager
+def _published(target: Target) -> Iterator[_Published]:
+    from streamrl.config.dump import config_from_json
+    from streamrl.transport.snapshot import snapshot
+    from streamrl.weights.published import read_manifests
+    from streamrl.weights.stores import open_store
+
+    with open_run(target) as opened:
+        config = config_from_json(opened.info.config_json)
+        served_by = defaultdict(list)
+        for report in snapshot(opened.client, opened.keys).reports:
+            version = report.detail.get("version")
+            if report.role == "worker" and isinstance(version, int):
+                served_by[version].append(report.part.partition("/")[2])
+        yield _Published(
+            config=config,
+            store=open_store(config.weights.store, opened.client, opened.keys),
+            manifests=read_manifests(opened.client, opened.keys),
+            served_by=served_by,
+        )
+
+
+@weights.command()
+@takes_run
+@_as_json
+def ls(target: Target, as_json: bool) -> None:
+    """List the versions that are kept, the oldest first, and which workers serve each.
+
+    RATIO is how many times smaller than the whole model what a worker fetches is: a worker that is up to date fetches
+    the delta, one that comes late an anchor and the deltas after it.
+    """
+    with _published(target) as published:
+        rows = [_row(manifest, published) for manifest in published.manifests.values()]
+        elsewhere = {v: who for v, who in sorted(published.served_by.items()) if v not in published.manifests}
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    click.echo(f"{'VERSION':>10}  {'STEP':>7}  {'KIND':<14}  {'BYTES':>15}  {'RATIO':>7}  SERVED BY")
+    for row in rows:
+        sizes = f"{row['bytes']:>15,}  {row['ratio']:>7,.1f}"
+        served = printable(", ".join(row["served_by"]))
+        click.echo(f"{row['version']:>10}  {row['step']:>7}  {row['kind']:<14}  {sizes}  {served}".rstrip())
+    for version, workers in elsewhere.items():
+        click.echo(printable(f"{show(version):>10}  is kept no longer; still served by {', '.join(workers)}"))
+
+
+@weights.command("show")
+@takes_run
+@_version
+@_as_json
+def show_version(target: Target, wanted: str, as_json: bool) -> None:
+    """Print what one version consists of: its blobs, and which tensors changed most."""
+    from streamrl.weights.published import changed_by_tensor
+
+    with _published(target) as published:
+        manifest = published.pick(wanted)
+        row = _row(manifest, published)
+    changed = changed_by_tensor(manifest)
+    row |= {
+        "tensors": [
+            {"name": t.name, "dtype": t.dtype, "shape": list(t.shape), "elements": t.num_elements, "changed": count}
+            for t, count in changed.items()
+        ],
+        "blobs": [{"name": s.blob_name, "bytes": s.num_bytes, "digest": s.digest.hex()} for s in manifest.shards],
+        "anchor_blobs": [{"name": s.blob_name, "bytes": s.num_bytes} for s in manifest.anchor],
+        "canary_tokens": len(manifest.canary.token_ids) if manifest.canary else 0,
+    }
+    if as_json:
+        click.echo(json.dumps(row, indent=2))
+        return
+    base = f" on {row['base']}" if row["base"] else ""
+    click.echo(f"version {row['version']}, after step {row['step']}: {row['kind']}{base}, of run {manifest.run_uid}")
+    click.echo(f"  {row['bytes']:,} bytes, {row['ratio']:,.1f} times smaller than the model; served by {_names(row)}")
+    for blob in [*row["blobs"], *row["anchor_blobs"]]:
+        click.echo(printable(f"  {blob['bytes']:>15,}  {blob['name']}"))
+    click.echo(f"  most changed of {len(changed)} tensors:")
+    for tensor, count in list(changed.items())[:_NUM_TENSORS_SHOWN]:
+        share = 100 * count / max(1, tensor.num_elements)
+        click.echo(printable(f"  {share:>14.3f}%  {tensor.name} {tensor.dtype} {list(tensor.shape)}"))
+
+
+@weights.command()
+@takes_run
+@click.option("--version", "wanted", metavar="EPOCH.NUMBER", help="Only this one, or `latest`; by default all.")
+@_as_json
+def verify(target: Target, wanted: str | None, as_json: bool) -> int:
+    """Fetch the blobs of all versions that are kept and compare them with the digests in the manifests.
+
+    Exits with 0 when all agree, with 1 when one is missing or damaged. Workers refuse such a blob, whatever this says,
+    and take another way; a damaged anchor is mended by the next one.
+    """
+    from streamrl.weights.published import check_blobs
+
+    with _published(target) as published:
+        chosen = [published.pick(wanted)] if wanted else list(published.manifests.values())
+        checked = {manifest.version: list(check_blobs(manifest, published.store)) for manifest in chosen}
+    faults = [(version, one) for version, blobs in checked.items() for one in blobs if one.fault is not None]
+    num_blobs = sum(map(len, checked.values()))
+    if as_json:
+        told = [{"version": show(version), "blob": one.name, "fault": one.fault} for version, one in faults]
+        click.echo(json.dumps({"versions": len(checked), "blobs": num_blobs, "faults": told}, indent=2))
+        return 1 if faults else 0
+    for version, one in faults:
+        click.echo(printable(f"{show(version):>10}  {one.name}: {one.fault}"))
+    num_bytes = sum(one.num_bytes for blobs in checked.values() for one in blobs)
+    click.echo(f"{len(checked)} versions, {num_blobs} blobs, {num_bytes:,} bytes: {len(faults)} missing or damaged")
+    return 1 if faults else 0
+
+
+@weights.command()
+@takes_run
+@_version
+@click.option("--to", "to", required=True, type=click.Path(path_type=Path), help="The folder to make.")
+@click.option("--model", type=click.Path(path_type=Path), help="The base model's folder; by default the run's.")
+@_as_json
+def pull(target: Target, wanted: str, to: Path, model: Path | None, as_json: bool) -> None:
+    """Write one version as a Hugging Face folder.
+
+    Configuration and tokenizer come from the base model's folder, the weights from the run's store, digests checked.
+
+    \b
+    streamrl weights pull runs/big --to big-newest
+    streamrl weights pull --redis redis://host:6379 --run big --version 6.103 --model ./sft --to big-6.103
+    """
+    from streamrl.weights.published import full_bytes
+    from streamrl.weights.published import pull as pull_version
+
+    with _published(target) as published:
+        manifest = published.pick(wanted)
+        base = model or Path(published.config.model.path)
+        pull_version(manifest.version, published.manifests, published.store, model=base, folder=to)
+    told = {
+        "version": show(manifest.version),
+        "step": manifest.step,
+        "folder": str(to),
+        "bytes": full_bytes(manifest),
+    }
+    if as_json:
+        click.echo(json.dumps(told))
+    else:
+        click.echo(printable(f"version {told['version']}, after step {told['step']}, is in {to}"))
+
+
+def _row(manifest: Manifest, published: _Published) -> dict[str, Any]:
+    from streamrl.weights.published import full_bytes
+
+    kind = "anchor" if manifest.base == 0 else "delta + anchor" if manifest.anchor else "delta"
+    whole = full_bytes(manifest)
+    return {
+        "version": show(manifest.version),
+        "step": manifest.step,
+        "kind": kind,
+        "base": show(manifest.base) if manifest.base else None,
+        "bytes": manifest.num_bytes,
+        "anchor_bytes": sum(shard.num_bytes for shard in manifest.anchor),
+        "model_bytes": whole,
+        "ratio": whole / max(1, manifest.num_bytes),
+        "served_by": sorted(published.served_by.get(manifest.version, [])),
+    }
+
+
+def _names(row: Mapping[str, Any]) -> str:
+    return printable(", ".join(row["served_by"])) or "no worker"

@@ -1,0 +1,50 @@
+"""A learner that does nothing but publish made-up weights; it dies where STREAMRL_CRASH_AT says.
+
+python -m tests.faults.publisher REDIS_URL RUN STORE
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import redis
+
+from streamrl.config import schema
+from streamrl.transport.connection import connect
+from streamrl.transport.keys import Keys
+from streamrl.transport.learner import LearnerStream
+from streamrl.transport.types import Announcement
+from streamrl.weights.manifest import encode_manifest
+from streamrl.weights.stores import open_store
+from tests.weights_world import RUN_UID, State, World, nudged, random_state
+
+NUM_VERSIONS = 4
+ANCHOR_BESIDE = 2  # the version with an anchor beside it
+
+
+def states(epoch: int) -> list[State]:
+    """What an epoch publishes: anyone can tell what is to be served."""
+    rng = np.random.default_rng(epoch)
+    found = [random_state(rng)]
+    while len(found) < NUM_VERSIONS:
+        found.append(nudged(rng, found[-1]))
+    return found
+
+
+def publish(client: redis.Redis, keys: Keys, store: str, *, epoch: int) -> None:
+    stream = LearnerStream(
+        client, keys, run_uid=RUN_UID, epoch=epoch, holder=f"learner {epoch}", lease_s=30.0, give_up_after_s=5.0
+    )
+    stream.claim(config_json="{}", fingerprint="model", takeover=True, wait_s=5.0)
+    world = World(open_store(store, client, keys), num_ranks=2, epoch=epoch)
+    for n, state in enumerate(states(epoch)):
+        m = world.publish(state, beside=n == ANCHOR_BESIDE)
+        told = Announcement(version=m.version, base=m.base, step=m.step, manifest=encode_manifest(m))
+        stream.announce(told, keep=list(world.manifests))
+
+
+if __name__ == "__main__":
+    url, run_name, store_url = sys.argv[1:]
+    with connect(url, schema.Redis()) as connection:
+        publish(connection, Keys(run_name), store_url, epoch=1)

@@ -1,0 +1,131 @@
+"""Stores through fsspec: its own memory and local file systems, and a local S3 server."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from unittest.mock import sentinel
+
+import numpy as np
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from streamrl.errors import ConfigError, ResourceError, TransportError
+from streamrl.transport.keys import Keys
+from streamrl.weights.mirror import Mirror
+from streamrl.weights.object_store import NUM_TRIES, ObjectStore
+from streamrl.weights.stores import open_store
+from tests.s3_server import BUCKET, ENVIRONMENT, s3_server
+from tests.store_cases import check_names, check_store
+from tests.weights_world import World, assert_holds, nudged, random_state
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with s3_server(tmp_path_factory.mktemp("s3") / "log") as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(params=["memory", "local", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
+    url = {
+        "memory": f"memory://{tmp_path.name}",
+        "local": f"local://{tmp_path}/blobs",
+        "s3": f"s3://{BUCKET}/{tmp_path.name}",
+    }
+    if request.param == "s3":
+        monkeypatch.setenv("AWS_ENDPOINT_URL", request.getfixturevalue("endpoint"))
+        for name, value in ENVIRONMENT.items():
+            monkeypatch.setenv(name, value)
+    return ObjectStore.open(url[request.param])
+
+
+def test_blobs_come_back_are_never_overwritten_and_go(store: ObjectStore):
+    check_store(store)
+
+
+def test_names_that_lead_elsewhere_are_refused(store: ObjectStore):
+    check_names(store)
+
+
+def test_a_worker_follows_a_learner_through_it(store: ObjectStore, tmp_path: Path):
+    rng = np.random.default_rng(0)
+    world = World(store, num_ranks=2)
+    state = random_state(rng)
+    manifests = [world.publish(state)]
+    for _ in range(5):
+        state = nudged(rng, state)
+        manifests.append(world.publish(state))
+    mirror = Mirror(tmp_path / "mirror")
+
+    mirror.apply_path(manifests, store)
+
+    assert_holds(mirror.path, state)
+
+
+class TroubledFiles(MemoryFileSystem):
+    """Fails so many times before it works."""
+
+    num_failures = 0
+    error: Exception = OSError("no route")
+    cachable = False
+
+    def cat_file(self, path, start=None, end=None, **kwargs):
+        if self.num_failures:
+            self.num_failures -= 1
+            raise self.error
+        return super().cat_file(path, start, end, **kwargs)
+
+
+def troubled(num_failures: int, error: Exception) -> ObjectStore:
+    files = TroubledFiles()
+    store = ObjectStore("s3://bucket", file_system=files, root="/troubled", pause_s=0.001)
+    store.put("u/1", b"x")
+    files.num_failures, files.error = num_failures, error
+    return store
+
+
+def test_trouble_that_passes_is_waited_out_and_trouble_that_stays_is_one_error_with_the_setting():
+    assert troubled(NUM_TRIES - 1, OSError("no route")).get("u/1") == b"x"
+    with pytest.raises(TransportError, match=r"weights\.store s3://bucket could not read u/1: no route"):
+        troubled(NUM_TRIES, OSError("no route")).get("u/1")
+
+
+def test_a_refusal_is_not_tried_again():
+    store = troubled(1, PermissionError("Access Denied"))
+    with pytest.raises(TransportError, match="Access Denied"):
+        store.get("u/1")
+    assert store.get("u/1") == b"x"
+
+
+def test_a_bucket_that_is_not_there_is_a_clear_error(endpoint: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    store = ObjectStore.open("s3://nobody-made-this/folder")
+
+    with pytest.raises(
+        TransportError, match=r"weights\.store s3://nobody-made-this/folder could not write u/1: .*bucket"
+    ):
+        store.put("u/1", b"x")
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delitem(import_module("fsspec.registry")._registry, "s3", raising=False)
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(ResourceError, match=r"weights\.store = 's3://b/f' needs .*pip install 'streamrl\[s3\]'"):
+        ObjectStore.open("s3://b/f")
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(ResourceError, match=r"pip install 'streamrl\[objectstore\]'"):
+        ObjectStore.open("memory://f")
+
+
+def test_a_scheme_that_nobody_knows_is_an_error_that_names_the_setting():
+    with pytest.raises(ConfigError, match=r"weights\.store = 'nosuch://x'"):
+        open_store("nosuch://x", sentinel.client, Keys("run"))
+
+
+def test_the_setting_chooses_it():
+    assert isinstance(open_store("memory://x", sentinel.client, Keys("run")), ObjectStore)
