@@ -70,9 +70,10 @@ class LearnerStream:
     # The run, and who learns it
 
     def claim(self, *, config_json: str, fingerprint: str, takeover: bool = False, wait_s: float) -> None:
-        """Become the learner of the run, before any other write; after `tenure.await_lease` this does not wait. A
-        stranger waits up to `wait_s` for the lease to end; TransportError then names its holder. ResourceError: the
-        name belongs to another run. RunGone: the run was removed; `takeover` begins it anew."""
+        """Become the learner of the run, before any other write, and after `tenure.await_lease`: an epoch that is newer
+        than the one Redis knows does not wait. Where Redis knows none, a stranger waits up to `wait_s` for the lease to
+        end; TransportError then names its holder. ResourceError: the name belongs to another run. RunGone: the run was
+        removed; `takeover` begins it anew."""
         self._tenure.claim(config_json=config_json, fingerprint=fingerprint, takeover=takeover, wait_s=wait_s)
         crashpoint("claim.written")
 

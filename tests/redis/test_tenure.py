@@ -113,11 +113,41 @@ def test_a_stranger_is_refused_while_the_holder_renews(
 ) -> None:
     with pytest.raises(TransportError, match="job holds its lease"):
         await_lease(client, keys, holder="stranger", lease_s=30.0, wait_s=0.2)
-    stranger = make_learner(epoch=2, holder="stranger", claim=False)
-    with pytest.raises(TransportError, match="job holds its lease"):
-        stranger.claim(config_json="{}", fingerprint="model", wait_s=0.0)
     learner.issue([make_ticket(0)])
     assert client.hget(keys.meta, "epoch") == b"1"
+
+
+def test_after_a_fail_over_a_learner_wins_over_the_one_that_it_had_replaced(
+    learner: LearnerStream, make_learner: MakeLearner, client: redis.Redis, keys: Keys
+) -> None:
+    await_lease(client, keys, holder="another job", lease_s=30.0, wait_s=0.0, takeover=True)
+    second = make_learner(epoch=2, holder="another job")
+    client.hset(keys.meta, "epoch", 1)  # the copy of the data that is served now is from before
+    client.set(keys.lease, "job")
+    second.issue([make_ticket(0)])
+    assert client.get(keys.lease) == b"another job"
+    with pytest.raises(Fenced):
+        learner.issue([make_ticket(1)])
+
+
+def test_of_two_that_start_at_once_the_newer_epoch_wins_whoever_has_the_lease(
+    make_learner: MakeLearner, client: redis.Redis, keys: Keys
+) -> None:
+    """Both records are durable by then, and the checkpoints of the older one are cut off."""
+    older = make_learner(epoch=1, holder="older")
+    make_learner(epoch=2, holder="newer")
+    assert client.get(keys.lease) == b"newer"
+    with pytest.raises(Fenced):
+        older.renew()
+
+
+def test_on_an_emptied_server_whoever_has_the_lease_keeps_it(
+    learner: LearnerStream, client: redis.Redis, keys: Keys
+) -> None:
+    client.flushall()
+    await_lease(client, keys, holder="stranger", lease_s=30.0, wait_s=0.0)
+    with pytest.raises(Fenced, match="stranger has taken its lease"):
+        learner.issue([make_ticket(0)])
 
 
 def test_a_stranger_takes_over_when_the_lease_ends(make_learner: MakeLearner, client: redis.Redis, keys: Keys) -> None:
@@ -159,9 +189,11 @@ def test_the_same_job_takes_over_at_once(learner: LearnerStream, make_learner: M
     assert time.monotonic() - began < 1.0
 
 
-def test_a_takeover_is_done_when_asked_for(learner: LearnerStream, make_learner: MakeLearner) -> None:
-    second = make_learner(epoch=2, holder="stranger", claim=False)
-    second.claim(config_json="{}", fingerprint="model", takeover=True, wait_s=0.0)
+def test_a_takeover_is_done_when_asked_for(
+    learner: LearnerStream, make_learner: MakeLearner, client: redis.Redis, keys: Keys
+) -> None:
+    await_lease(client, keys, holder="stranger", lease_s=30.0, wait_s=0.0, takeover=True)
+    make_learner(epoch=2, holder="stranger")
     with pytest.raises(Fenced):
         learner.issue([make_ticket(0)])
 

@@ -43,9 +43,10 @@ local function fence()
   local known = redis.call('HMGET', meta, 'uid', 'epoch')
   if not known[1] then return 'LOST' end
   if known[1] ~= uid then return 'GONE' end
+  local ahead = tonumber(known[2] or 0) - tonumber(epoch)
+  if ahead < 0 then return 'LOST' end  -- a lease from before our epoch says nothing
   local current = redis.call('GET', lease)
-  if tonumber(known[2] or 0) > tonumber(epoch) or (current and current ~= holder) then return 'FENCED' end
-  if tonumber(known[2] or 0) < tonumber(epoch) then return 'LOST' end
+  if ahead > 0 or (current and current ~= holder) then return 'FENCED' end
 end
 local refused = fence()
 if refused then return {refused} end

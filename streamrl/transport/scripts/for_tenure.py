@@ -32,7 +32,8 @@ local known = redis.call('HMGET', meta, 'uid', 'epoch', 'state')
 if known[1] and known[1] ~= uid then return {'TAKEN', known[1], known[3]} end
 if tonumber(known[2] or 0) > tonumber(epoch) then return {'FENCED'} end
 local current = redis.call('GET', lease)
-if current and current ~= holder then return {'HELD', current} end
+local is_newer = known[2] and tonumber(known[2]) < tonumber(epoch)
+if current and current ~= holder and not is_newer then return {'HELD', current} end
 if buried then redis.call('DEL', tombstone) end
 redis.call('SET', lease, holder, 'PX', lease_ms)
 redis.call('HSET', meta, 'uid', uid, 'epoch', epoch, 'state', 'running', 'config', config, 'fingerprint', fingerprint)
@@ -46,7 +47,10 @@ def claim(
     keys: Keys, fence: Fence, *, lease_ms: int, takeover: bool, config_json: str, fingerprint: str, now: float
 ) -> Call:
     """From here on this epoch learns the run: OK, HELD by another holder, TAKEN by another run's uid, FENCED, GONE.
-    Only a takeover begins a removed run anew."""
+    Only a takeover begins a removed run anew.
+
+    An epoch is durable before it is claimed here, and cuts off what older ones still write. So it wins over an older
+    one that Redis knows, whoever holds the lease: after a fail-over that may be a learner which was replaced."""
     who = (fence.run_uid, fence.epoch, fence.holder)
     what = (lease_ms, int(takeover), config_json, fingerprint, now)
     return Call(_CLAIM, (keys.meta, keys.tombstone, keys.lease), (*who, *what))
