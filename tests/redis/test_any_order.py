@@ -5,9 +5,11 @@ twice, and the independent audit says so after every step.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,7 @@ from hypothesis.stateful import (
 from streamrl.crashpoints import Point
 from streamrl.errors import TransportError
 from streamrl.transport.dead import purge, read_letters, request_retries
+from streamrl.transport.embedded import find_server
 from streamrl.transport.tenure import await_lease
 from tests.feed_world import encode_answer, encode_failure, make_config
 from tests.helpers import make_ticket
@@ -260,6 +263,12 @@ class AnyOrder(RuleBasedStateMachine):
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
+    with a_site(tmp_path) as site:
+        yield site
+
+
+@contextmanager
+def a_site(tmp_path: Path) -> Iterator[Site]:
     in_memory = Path("/dev/shm")  # the disk is not what is tried here, and thousands of fsyncs take their time
     with (
         tempfile.TemporaryDirectory(prefix="any-order-", dir=in_memory if in_memory.is_dir() else tmp_path) as folder,
@@ -270,6 +279,13 @@ def site(tmp_path: Path) -> Iterator[Site]:
         async_client = servers.async_client()
         yield Site(servers=servers, client=client, async_client=async_client, runner=runner, folder=Path(folder))
         runner.run(async_client.aclose())
+
+
+def other_servers() -> list[Path]:
+    """Programs on PATH behind the one that the tests use anyway."""
+    found = [Path(folder) / "redis-server" for folder in os.environ["PATH"].split(os.pathsep)]
+    programs = dict.fromkeys(path.resolve() for path in found if os.access(path, os.X_OK))
+    return [program for program in programs if program != find_server().resolve()]
 
 
 def run_machine(site: Site, *, num_steps: int) -> None:
@@ -289,6 +305,16 @@ def run_machine(site: Site, *, num_steps: int) -> None:
 def test_nothing_is_lost_or_trained_twice_in_any_order(site: Site, record_property: Callable[[str, str], None]) -> None:
     run_machine(site, num_steps=2_000)
     record_property("figure", str(site.tally))
+
+
+@pytest.mark.parametrize("program", other_servers(), ids=str)
+def test_the_same_holds_on_every_other_server_of_this_machine(
+    tmp_path: Path, program: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, str], None]
+) -> None:
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    with a_site(tmp_path) as site:
+        run_machine(site, num_steps=300)
+        record_property("figure", str(site.tally))
 
 
 @pytest.mark.long
