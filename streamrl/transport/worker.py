@@ -62,7 +62,9 @@ class WorkerStream:
         """None: nothing is there (yet, or any more: the server was emptied, and the learner restores it)."""
 
         async def read() -> list[Any]:
-            async with self._client.pipeline() as pipe:
+            # No transaction, which a full Redis refuses even when it only reads. The order is enough: who removes a run
+            # puts the tombstone in the place of meta in one step.
+            async with self._client.pipeline(transaction=False) as pipe:
                 pipe.hgetall(self._keys.meta)
                 pipe.get(self._keys.tombstone)
                 return await pipe.execute()

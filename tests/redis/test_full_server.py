@@ -60,6 +60,7 @@ async def test_deliveries_commits_and_announcements_go_through(server: EmbeddedR
         worker = WorkerStream(async_client, KEYS, worker="w", lease_s=30.0, give_up_after_s=0.5)
         [leased] = await worker.lease(max_tickets=1, block_ms=0)
         fill(client)
+        assert await worker.run_info() is not None
         assert await worker.renew([leased]) == []
         assert await worker.deliver(leased, *encode_group(make_group(leased.ticket)))
     [group] = learner.present_groups("train", after=START)
