@@ -26,7 +26,7 @@ from learner.data import PromptSet
 from learner.dispatch import Dispatch
 from learner.hand import Hand, Held
 from learner.inventory import Inventory
-from learner.judge import Drop, Failed, Ignore, Judge, Take
+from learner.judge import LATE_FAILURE, Drop, Failed, Ignore, Judge, Take
 from learner.lag import LagRule
 from learner.ledger import DEAD, DROPPED, TRAINED, Ledger, StreamState
 from learner.lengths import Lengths
@@ -296,6 +296,8 @@ class Feed:
                 self._dispatch.failed(entry.number, error=error, step=step)
             case Ignore(reason):
                 self._ledger.ignore(reason)
+                if reason == LATE_FAILURE:
+                    self._patience.look_soon()
 
     def _drop_what_got_old(self, step: int) -> None:
         """Steps were made since it came to hand: only where the most urgent groups go first."""

@@ -16,6 +16,8 @@ from streamrl.errors import WireError
 from streamrl.transport.types import Entry
 from streamrl.wire.group import GroupHeader, decode_header
 
+LATE_FAILURE = "late_failure"
+
 
 @dataclass(frozen=True, slots=True)
 class Take:
@@ -68,9 +70,10 @@ class Judge:
         if header is None:
             return Drop("malformed")
         if header.failed:
-            # The failure of an earlier attempt has been counted, and another attempt is under way.
+            # The failure of an earlier attempt has been counted, and another attempt is under way; or was, where
+            # a Redis that went back in time has given out the earlier one again.
             late = header.attempt < self.ledger.attempts(entry.number)
-            return Ignore("duplicate") if late else Failed(header.error)
+            return Ignore(LATE_FAILURE) if late else Failed(header.error)
         return self._weigh(header, step)
 
     def _header(self, entry: Entry) -> GroupHeader | None:

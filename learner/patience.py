@@ -6,6 +6,7 @@ A group that comes, a step that is made and a pause by the operator each begin t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import structlog
@@ -85,6 +86,10 @@ class Patience:
     @property
     def looked_long_ago(self) -> bool:
         return self._clock() - self._reconciled_at >= _LOOK_EVERY_S
+
+    def look_soon(self) -> None:
+        """A ticket may be missing: look before the next batch."""
+        self._reconciled_at = -math.inf
 
     def reconciled(self) -> None:
         self._reconciled_at = self._clock()

@@ -107,6 +107,7 @@ class Life(Learner):
         self.trained = list(world.trained_at[str(self.parent.name)]) if self.parent else []
         self.plan_in_work: Plan | None = None
         self.num_looks = 0
+        self.num_late = self.feed.state().ledger.ignored.get("late_failure", 0)
         self.num_published = 0
         self.validation = Validation(
             stream=self.stream,
@@ -223,6 +224,9 @@ class DisasterWorld:
         if life.num_looks > self._mark and not life.stream.disturbed and not self.unnoticed:
             self.looked = True
             self.at_risk &= bool(life.feed.state().uncommitted)
+        late = life.feed.state().ledger.ignored.get("late_failure", 0)
+        if late > life.num_late:  # it was told to look again, and will before the next batch
+            life.num_late, self.looked, self._mark = late, False, life.num_looks
         if plan is not None and plan.kind is Kind.COMMIT:
             self.commit(SAFE, told=True)
         elif plan is not None and plan.kind is Kind.STEP:

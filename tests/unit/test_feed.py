@@ -169,7 +169,22 @@ def test_a_failure_of_an_earlier_attempt_is_counted_once() -> None:
     world.plan()
     world.plan()
     assert world.tickets()[1].attempt == 1
-    assert world.feed.metrics()["stream/ignored/duplicate"] == 1
+    assert world.feed.metrics()["stream/ignored/late_failure"] == 1
+
+
+def test_a_ticket_whose_old_attempt_was_given_out_again_by_a_redis_that_went_back_is_asked_for_again() -> None:
+    world = FeedWorld()
+    world.plan()
+    before = dict(world.server.tickets["train"])
+    world.fail(1)
+    world.plan()
+    world.server.tickets["train"] = before  # the first attempt waits, and the second is gone
+    world.feed.reconcile(step=0)
+    world.fail(1)
+    world.plan()
+    assert 1 not in world.tickets()
+    world.plan()
+    assert world.tickets()[1].attempt == 1
 
 
 # What anybody may write
