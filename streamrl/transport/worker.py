@@ -56,6 +56,7 @@ class WorkerStream:
         self._held: dict[tuple[Purpose, str], float] = {}  # when each was last leased or renewed
         self._recover = True  # something may be pending under our name that we do not know of
         self._look_for_expired_at = 0.0
+        self._can_wait = True  # all streams are there, as far as we know
         self._latest: Announcement | None = None
 
     async def run_info(self) -> RunInfo | None:
@@ -82,7 +83,8 @@ class WorkerStream:
         """Up to `max_tickets` tickets, evaluation first; none when there were none within `block_ms` (at most some
         seconds, and a small part of a lease). Never one that the caller still holds and renews. One call at a time."""
         assert max_tickets >= 1, f"asked to lease {max_tickets} tickets"
-        if block_ms <= 0 or self._recover or time.monotonic() >= self._look_for_expired_at:
+        looks = self._recover or not self._can_wait or time.monotonic() >= self._look_for_expired_at
+        if block_ms <= 0 or looks:
             taken = await self._do("lease tickets", lambda uid: self._take(uid, max_tickets))
             if taken is None:
                 await asyncio.sleep(bounded_block_ms(self._client, block_ms) / 1000)
@@ -186,8 +188,11 @@ class WorkerStream:
         except redis.ResponseError as error:
             if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
                 raise
-            await asyncio.sleep(block / 1000)  # the learner has not made the streams yet, or makes them again
+            # One of the streams is not there yet, or is made again; what lies in the other one is for the script.
+            self._can_wait = False
+            await asyncio.sleep(block / 1000)
             return []
+        self._can_wait = True
         places = {self._keys.tickets(purpose).encode(): at for at, purpose in enumerate(scripts.LEASING_ORDER, start=1)}
         came = [
             (places[stream], entry_id, fields.get(b"n", b""), fields.get(b"u", b""), fields.get(b"b", b""))
