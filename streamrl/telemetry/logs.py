@@ -73,10 +73,15 @@ def _handler(handler: logging.Handler, part: str, *rendering: Processor) -> logg
         add_part,
     ]
     formatter = structlog.stdlib.ProcessorFormatter(
-        processors=[*shared, structlog.stdlib.ProcessorFormatter.remove_processors_meta, *rendering]
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.remove_processors_meta, _drop_internals, *rendering]
     )
     handler.setFormatter(formatter)
     return handler
+
+
+def _drop_internals(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    """What structlog hangs onto a record for its own use would be taken for the caller's."""
+    return {name: value for name, value in event.items() if not name.startswith("_")}
 
 
 def _strip_control_characters(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
