@@ -89,13 +89,17 @@ class WorkerStream:
             if taken is None:
                 await asyncio.sleep(bounded_block_ms(self._client, block_ms) / 1000)
                 return []
+            if taken[1] and len(taken[0]) >= max_tickets:
+                self._look_for_expired_at = 0.0  # some had run out, and there may be more of them
             if (leased := self._adopt(taken[0], max_tickets)) or block_ms <= 0:
                 return leased
         came = await self._ask("wait for tickets", lambda: self._wait(max_tickets, block_ms))
         if self._recover:
             return await self.lease(max_tickets=max_tickets, block_ms=0)
         leased = self._adopt(came, len(came))
-        await self.hand_back(leased[max_tickets:])  # the bound on a blocking read holds for each stream by itself
+        if surplus := leased[max_tickets:]:  # the bound on a blocking read holds for each stream by itself
+            await self.hand_back(surplus)
+            self._look_for_expired_at = 0.0  # where they are found next time
         return leased[:max_tickets]
 
     async def renew(self, leased: Sequence[Leased]) -> list[Leased]:

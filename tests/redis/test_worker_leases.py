@@ -295,3 +295,23 @@ async def test_tickets_of_one_kind_come_without_a_pause_while_there_is_no_stream
     worker = make_worker(lease_s=60.0)
     came = [numbers(await worker.lease(max_tickets=1, block_ms=20)) for _ in range(12)]
     assert came.count([]) <= 1  # the one that finds it out
+
+
+async def test_training_tickets_that_came_beside_evaluation_are_not_left_lying(
+    learner: LearnerStream, make_worker: MakeWorker
+) -> None:
+    learner.issue([make_ticket(n) for n in range(6)])
+    learner.issue([make_ticket(n, purpose="eval") for n in range(6)])
+    worker = make_worker(lease_s=60.0)
+    came = [numbers(await worker.lease(max_tickets=1, block_ms=20)) for _ in range(12)]
+    assert came == [[n] for n in (*range(6), *range(6))]
+
+
+async def test_many_tickets_handed_back_are_taken_up_one_after_the_other_without_a_pause(
+    learner: LearnerStream, make_worker: MakeWorker
+) -> None:
+    learner.issue([make_ticket(n) for n in range(6)])
+    leaving, staying = make_worker("leaving", lease_s=60.0), make_worker("staying", lease_s=60.0)
+    await leaving.hand_back(await leaving.lease(max_tickets=6, block_ms=0))
+    came = [numbers(await staying.lease(max_tickets=1, block_ms=20)) for _ in range(6)]
+    assert sorted(number for numbers_ in came for number in numbers_) == list(range(6))

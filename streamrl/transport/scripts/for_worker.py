@@ -47,7 +47,7 @@ end
 _TAKE = _guarded("""
 local group, worker, lease_ms, most, recover = unpack(ARGV)
 most = tonumber(most)
-local taken = {}
+local taken, num_reclaimed = {}, 0
 local function put(stream, key, entries)
   for _, entry in ipairs(entries or {}) do
     local id, fields = entry[1], entry[2]
@@ -69,6 +69,7 @@ local function reclaim(stream, key)
     local entries = redis.call('XCLAIM', key, group, worker, lease_ms, lease[1])
     if entries[1] and entries[1][2] then
       put(stream, key, entries)
+      num_reclaimed = num_reclaimed + 1
     else
       redis.call('XACK', key, group, lease[1])  -- 6.2 keeps deleted entries pending for ever
     end
@@ -81,13 +82,14 @@ for stream, key in ipairs(KEYS) do
     if #taken < most then put(stream, key, read(key, most - #taken, '>')) end
   end
 end
-return {'OK', taken}
+return {'OK', taken, num_reclaimed}
 """)
 
 
 def take(keys: Keys, run_uid: str, *, worker: str, lease_ms: int, most: int, recover: bool) -> Call:
     """Lease up to `most` tickets, without waiting: per stream first those whose lease ran out, then new ones. With
-    `recover` also all that this worker already holds, some of which it may not know of: a reply was lost."""
+    `recover` also all that this worker already holds, some of which it may not know of: a reply was lost. Answers the
+    tickets, and how many of them had run out."""
     return _call(_TAKE, keys, run_uid, _streams(keys), WORKERS, worker, lease_ms, most, int(recover))
 
 
