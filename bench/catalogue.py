@@ -29,6 +29,7 @@ BENCHES: Mapping[str, Entry] = {
     "weights": Entry("bench.weights:bench", "Weight deltas: size, speed, catching up, and corrupted ones."),
     "learner": Entry("bench.learner:bench", "The learner's step against bare passes and against TRL."),
     "learner-gpu": Entry("bench.learner_gpu:bench", "The same on a GPU, for models of 0.5 and 1.5B parameters."),
+    "worker": Entry("bench.worker:bench", "A worker's whole path against bare vLLM, with updates and without."),
     "reward": Entry("bench.reward:bench", "The reward server against bare forward passes of its model."),
     "monitor": Entry("bench.monitor:bench", "Watching a run: top, the page, status, and what it costs Redis."),
 }

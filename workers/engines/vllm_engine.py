@@ -108,6 +108,11 @@ class VllmEngine:
         values = [at[token].logprob for at, token in zip(positions[1:], ids[1:], strict=True) if at is not None]
         return np.minimum(np.asarray(values, dtype=np.float32), 0.0)
 
+    def bare(self) -> AsyncLLM:
+        """For who measures what this file adds to it."""
+        assert self._llm is not None, "the engine was not started"
+        return self._llm
+
     async def check_alive(self) -> None:
         async with self._answering("say that it lives") as llm:
             await llm.get_weight_version()
@@ -143,7 +148,7 @@ class VllmEngine:
     async def _complete(self, request: SampleRequest) -> CompletionOutput:
         priority = _SOONER if request.urgent else _SOON
         output = await self._final(
-            request.prompt_ids, self._params(request.sampling), request.request_id, priority, cached=True
+            request.prompt_ids, self.sampling_params(request.sampling), request.request_id, priority, cached=True
         )
         return output.outputs[0]
 
@@ -173,7 +178,7 @@ class VllmEngine:
             raise EngineError("vLLM ended a request without its output")
         return final[-1]
 
-    def _params(self, sampling: schema.Sampling) -> SamplingParams:
+    def sampling_params(self, sampling: schema.Sampling) -> SamplingParams:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 

@@ -1,0 +1,273 @@
+"""The whole path of a worker against vLLM itself: tokens a second from tickets to delivered groups, over bare AsyncLLM.
+
+    tickets ─► Redis ─► rollout ─► vLLM ─► a reward function, in its child process ─► group ─► Redis
+    prompts ──────────────────────► the same vLLM, all requests at once, nothing done with what comes out
+
+One AsyncLLM serves both, by turns, with the same prompts, sampling and places. With updates, a new version is announced
+every two seconds (encoded beforehand: that is the learner's work), fetched from Redis, patched, loaded and proved.
+Blocks on vLLM's start, once a model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+import numpy as np
+import redis
+
+from bench.measure import Say
+from bench.publishing import RUN_UID, Publishing
+from bench.report import Bar, Fact, Line
+from streamrl.config import schema
+from streamrl.config.dump import config_to_json
+from streamrl.telemetry.progress import Progress
+from streamrl.transport.connection import connect, connect_async
+from streamrl.transport.embedded import EmbeddedRedis
+from streamrl.transport.keys import Keys
+from streamrl.transport.learner import LearnerStream
+from streamrl.transport.types import START, Announcement
+from streamrl.transport.worker import WorkerStream
+from streamrl.weights.manifest import encode_manifest
+from streamrl.weights.mirror import Mirror
+from streamrl.weights.stores import BlobStore, open_store
+from streamrl.wire.ticket import Ticket
+from workers.answer import Answerer
+from workers.engines.base import EngineSettings
+from workers.engines.vllm_engine import VllmEngine
+from workers.model import ModelFacts, read_model
+from workers.permissions import Permissions
+from workers.proving import Prover
+from workers.rewards.base import build_rewards
+from workers.rollout import Rollout
+from workers.tasks import cancel_all
+from workers.tickets import AnnouncementsDouble
+from workers.weights import Patience, WeightFollower
+
+if TYPE_CHECKING:
+    from bench.worker_model import Size
+
+_NUM_SAMPLES = 8
+_GROUPS_IN_FLIGHT = 16
+_PROMPT_TOKENS = 16
+_UPDATE_EVERY_S = 2.0
+_MOST_UPDATES = 60
+_DELIVERY_TIMEOUT_S = 300.0
+_REWARD_OPTIONS: dict[str, str | int | float | bool] = {"free_tokens": 64, "max_tokens": 512}
+
+
+def bench(*, quick: bool, say: Say) -> list[Line]:
+    from bench.worker_model import MIDDLE, SMALL  # torch: only when it is asked
+
+    with tempfile.TemporaryDirectory(prefix="bench-") as name, _as_it_was():
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        folder, num_rounds, share = Path(name), 1 if quick else 5, 1 if quick else 4
+        middle = asyncio.run(_measure(MIDDLE, folder / "25M", num_groups=16 * share, num_rounds=num_rounds, say=say))
+        small = asyncio.run(_measure(SMALL, folder / "0.7M", num_groups=64 * share, num_rounds=num_rounds, say=say))
+    return [
+        Bar(name="25M: worker / bare vLLM", value=middle["worker"], unit="x", goal=0.93, better="higher"),
+        Bar(name="25M: with an update every 2 s", value=middle["updated"], unit="x", goal=0.85, better="higher"),
+        Bar(name="0.7M: worker / bare vLLM", value=small["worker"], unit="x", goal=0.75, better="higher"),
+        Fact(name="0.7M: with an update every 2 s", value=small["updated"], unit="x"),
+        Fact(name="25M: bare vLLM", value=middle["bare_tokens_per_s"], unit="tokens/s"),
+        Fact(name="0.7M: bare vLLM", value=small["bare_tokens_per_s"], unit="tokens/s"),
+    ]
+
+
+@contextlib.contextmanager
+def _as_it_was() -> Iterator[None]:
+    """vLLM is told, and tells its processes, through the environment."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+async def _measure(size: Size, folder: Path, *, num_groups: int, num_rounds: int, say: Say) -> dict[str, float]:
+    from bench.worker_model import write_model
+
+    num_parameters = write_model(folder / "model", size)
+    say(f"{size.name}: starting vLLM with {num_parameters / 1e6:.2f} million parameters")
+    async with _opened(folder) as scene:
+        await scene.bare(num_groups // 4)  # until the connections are open and the code is warm
+        await scene.worker(num_groups // 4)
+        rounds: list[dict[str, float]] = []
+        for number in range(num_rounds):
+            speeds = {"bare": await scene.bare(num_groups), "worker": await scene.worker(num_groups)}
+            async with scene.updating():
+                speeds["updated"] = await scene.worker(num_groups)
+            rounds.append(speeds)
+            say(f"{size.name}, round {number + 1}: " + ", ".join(f"{n} {v:,.0f} tokens/s" for n, v in speeds.items()))
+    ratios = {name: median(r[name] / r["bare"] for r in rounds) for name in ("worker", "updated")}
+    return {**ratios, "bare_tokens_per_s": median(r["bare"] for r in rounds)}
+
+
+@contextlib.asynccontextmanager
+async def _opened(folder: Path) -> AsyncIterator[_Scene]:
+    facts = read_model(str(folder / "model"), trust_remote_code=False)
+    config, keys = _config(folder / "model"), Keys("bench")
+    engine = VllmEngine(EngineSettings(model=facts, config=config, trust_remote_code=False, seed=1))
+    async with contextlib.AsyncExitStack() as stack:
+        server = stack.enter_context(EmbeddedRedis.start(folder / "redis"))
+        client = stack.enter_context(connect(server.url, config.redis))
+        store = open_store("redis:", client, keys)
+        stream = WorkerStream(
+            await stack.enter_async_context(connect_async(server.url, config.redis)), keys, worker="0", lease_s=60.0
+        )
+        learner = LearnerStream(client, keys, run_uid=RUN_UID, epoch=1, holder="bench", lease_s=600.0)
+        learner.claim(config_json=config_to_json(config), fingerprint=facts.fingerprint, wait_s=0.0)
+        learner.restore(cursor=START)
+        versions = _Versions(folder / "model", store)
+        weights = _follower(versions, store, folder, facts)
+        stack.callback(weights.close)
+        rewards = build_rewards(config.rewards, Permissions(), None)
+        await rewards.start()
+        stack.push_async_callback(rewards.close)
+        stack.push_async_callback(engine.stop)
+        await engine.start()
+        rollout = Rollout(
+            tickets=stream,
+            weights=weights,
+            answerer=Answerer(rewards=rewards, config=config, worker="0", fingerprint=facts.fingerprint),
+            config=config,
+            progress=Progress(part="worker/0", role="worker"),
+        )
+        working = asyncio.create_task(rollout.run(engine, asyncio.Event()), name="rollout")
+        stack.push_async_callback(cancel_all, [working])
+        async with asyncio.timeout(_DELIVERY_TIMEOUT_S):
+            await weights.proved(1)
+        yield _Scene(engine, config.sampling, learner, client, keys, versions)
+
+
+def _follower(versions: _Versions, store: BlobStore, folder: Path, facts: ModelFacts) -> WeightFollower:
+    return WeightFollower(
+        announcements=versions.announcements,
+        store=store,
+        mirror=Mirror(folder / "mirror", run_uid=RUN_UID),
+        proof=Prover(model=facts, dtype="float32", trust_remote_code=False, with_probe=True),
+        progress=Progress(part="worker/0", role="worker"),
+        patience=Patience(give_up_after_s=60.0, first_version_s=60.0),
+    )
+
+
+def _config(model: Path) -> schema.Config:
+    return schema.Config(
+        model=schema.Model(path=str(model)),
+        data=schema.Data(train="", max_prompt_tokens=_PROMPT_TOKENS),
+        sampling=schema.Sampling(num_samples=_NUM_SAMPLES, max_tokens=512),
+        rewards={"length": schema.FunctionReward(type="function", target="length_penalty", options=_REWARD_OPTIONS)},
+        weights=schema.Weights(dtype="float32"),
+        worker=schema.Worker(threads=1, max_groups_in_flight=_GROUPS_IN_FLIGHT),
+    )
+
+
+class _Versions:
+    """An anchor, announced, and deltas that the store holds already and that are announced one by one."""
+
+    def __init__(self, model: Path, store: BlobStore) -> None:
+        from bench.worker_model import after_a_step, read_state
+
+        tensors, state = read_state(model)
+        publishing = Publishing(tensors, store)
+        self.announcements = AnnouncementsDouble()
+        self._coming = [publishing.publish(state, anchor=True)]
+        for number in range(_MOST_UPDATES):
+            state = after_a_step(state, number)
+            self._coming.append(publishing.publish(state))
+        self.announce_next()
+
+    def announce_next(self) -> None:
+        assert self._coming, f"more than {_MOST_UPDATES} versions were asked for"
+        manifest = self._coming.pop(0)
+        self.announcements.announce(
+            Announcement(
+                version=manifest.version, base=manifest.base, step=manifest.step, manifest=encode_manifest(manifest)
+            )
+        )
+
+
+class _Scene:
+    """A worker at work on a run in Redis, and its engine within reach."""
+
+    def __init__(
+        self,
+        engine: VllmEngine,
+        sampling: schema.Sampling,
+        learner: LearnerStream,
+        client: redis.Redis,
+        keys: Keys,
+        versions: _Versions,
+    ) -> None:
+        self._engine, self._sampling = engine, sampling
+        self._learner, self._client, self._groups = learner, client, keys.groups("train")
+        self._versions = versions
+        self._num_tickets = 0
+        self._num_requests = self._num_issued = 0
+
+    async def bare(self, num_groups: int) -> float:
+        """Tokens a second of vLLM alone."""
+        llm, params = self._engine.bare(), self._engine.sampling_params(self._sampling)
+        prompts = [ticket.token_ids.tolist() for ticket in self._tickets(num_groups) for _ in range(_NUM_SAMPLES)]
+
+        async def one(prompt: list[int]) -> int:
+            self._num_requests += 1
+            outputs = llm.generate({"prompt_token_ids": prompt}, params, f"bare-{self._num_requests}")
+            return sum([len(output.outputs[0].token_ids) async for output in outputs])
+
+        began = time.perf_counter()
+        num_tokens = sum(await asyncio.gather(*map(one, prompts)))
+        return num_tokens / (time.perf_counter() - began)
+
+    async def worker(self, num_groups: int) -> float:
+        """Tokens a second from the first ticket's issue to the last group's delivery."""
+        tickets = self._tickets(num_groups)
+        tokens_before = self._engine.stats().num_tokens
+        began = time.perf_counter()
+        self._learner.issue(tickets)
+        self._num_issued += num_groups
+        await asyncio.to_thread(self._await_groups)
+        return (self._engine.stats().num_tokens - tokens_before) / (time.perf_counter() - began)
+
+    def _await_groups(self) -> None:
+        """Looks at no more than how many there are: reading them is the learner's work."""
+        deadline = time.monotonic() + _DELIVERY_TIMEOUT_S
+        while self._client.xlen(self._groups) < self._num_issued:
+            assert time.monotonic() < deadline, "the worker did not deliver"
+            time.sleep(0.01)
+
+    @contextlib.asynccontextmanager
+    async def updating(self) -> AsyncIterator[None]:
+        async def announce() -> None:
+            while True:
+                self._versions.announce_next()
+                await asyncio.sleep(_UPDATE_EVERY_S)
+
+        task = asyncio.create_task(announce(), name="announce versions")
+        try:
+            yield
+        finally:
+            await cancel_all([task])
+
+    def _tickets(self, count: int) -> list[Ticket]:
+        rng = np.random.default_rng(self._num_tickets)
+        first, self._num_tickets = self._num_tickets, self._num_tickets + count
+        return [
+            Ticket(
+                number=number,
+                run_uid=RUN_UID,
+                purpose="train",
+                data_epoch=0,
+                prompt_index=number,
+                prompt="",
+                token_ids=rng.integers(2, 64, size=_PROMPT_TOKENS, dtype=np.int32),
+                num_samples=_NUM_SAMPLES,
+            )
+            for number in range(first, first + count)
+        ]
