@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _CPU_KV_CACHE_BYTES = 1 << 30  # vLLM's own default on a CPU is nearly all memory
 _MAX_SEQUENCES = 1024
+_PROOF_LENGTH = 64  # what proves a load (`workers.proving`) is longer than the samples of a small task
 
 
 def check_installed(
@@ -108,7 +109,7 @@ def engine_args(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
     config = settings.config
     sampling = config.sampling.num_samples * config.worker.max_groups_in_flight
     defaults: dict[str, Any] = {
-        "max_model_len": settings.max_length,
+        "max_model_len": max(settings.max_length, min(_PROOF_LENGTH, settings.model.max_positions or _PROOF_LENGTH)),
         "max_num_seqs": min(sampling, _MAX_SEQUENCES),
         "enforce_eager": on_cpu,
     }
