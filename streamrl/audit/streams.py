@@ -18,7 +18,9 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from streamrl.audit.commit import EntryId, parse_id
-from streamrl.errors import ConfigError, ResourceError, WireError
+from streamrl.errors import ResourceError, WireError
+from streamrl.transport.address import open_client
+from streamrl.transport.connection import server_name
 from streamrl.transport.keys import Keys
 from streamrl.wire.group import decode_body, decode_header
 from streamrl.wire.ticket import decode_ticket
@@ -47,23 +49,18 @@ class Streams:
 
 @contextmanager
 def open_server(url: str) -> Iterator[redis.Redis]:
-    try:
-        client = redis.Redis.from_url(
-            url,
-            protocol=2,
-            retry=Retry(NoBackoff(), 0),
-            socket_connect_timeout=_CONNECT_TIMEOUT_S,
-            socket_timeout=_REPLY_TIMEOUT_S,
-        )
-    except ValueError:
-        raise ConfigError(
-            "the server's address must be redis://host:port, rediss://host:port or unix:///path"
-        ) from None
+    client = open_client(
+        url,
+        protocol=2,
+        retry=Retry(NoBackoff(), 0),
+        socket_connect_timeout=_CONNECT_TIMEOUT_S,
+        socket_timeout=_REPLY_TIMEOUT_S,
+    )
     with client:
         try:
             yield client
         except redis.RedisError as error:
-            raise ResourceError(f"Redis at {_name(client)} does not answer: {error}") from None
+            raise ResourceError(f"Redis at {server_name(client)} does not answer: {error}") from None
 
 
 def read_meta(client: redis.Redis, keys: Keys) -> Mapping[bytes, bytes]:
@@ -71,7 +68,7 @@ def read_meta(client: redis.Redis, keys: Keys) -> Mapping[bytes, bytes]:
     meta: Any = client.hgetall(keys.meta)
     if b"uid" not in meta:
         removed = "; it was removed from there" if client.exists(keys.tombstone) else ""
-        raise ResourceError(f"Redis at {_name(client)} holds no run {keys.name!r}{removed}")
+        raise ResourceError(f"Redis at {server_name(client)} holds no run {keys.name!r}{removed}")
     return dict(meta)
 
 
@@ -80,14 +77,14 @@ def read_streams(client: redis.Redis, keys: Keys, *, run_uid: str) -> Streams:
     if meta[b"uid"] != run_uid.encode():
         uid = meta[b"uid"].decode(errors="replace")
         raise ResourceError(
-            f"Redis at {_name(client)} holds another run of the name {keys.name!r}: its uid is {uid}, "
+            f"Redis at {server_name(client)} holds another run of the name {keys.name!r}: its uid is {uid}, "
             f"and that of the folder is {run_uid}"
         )
     malformed: Counter[str] = Counter()
     tickets = tuple(_read_tickets(client, keys, run_uid, malformed))
     groups = tuple(_read_groups(client, keys, run_uid, malformed))
     return Streams(
-        server=_name(client),
+        server=server_name(client),
         learner_is_live=bool(client.exists(keys.lease)),
         issued=int(meta.get(b"issued", 0)),
         window=_window(meta.get(b"config", b"")),
@@ -164,11 +161,3 @@ def _window(config: bytes) -> int:
         return int((fields["lag"]["max_steps"] + 1) * fields["training"]["groups_per_step"])
     except (ValueError, KeyError, TypeError):
         return _WIDEST_WINDOW
-
-
-def _name(client: redis.Redis) -> str:
-    """The server as people know it, without secrets."""
-    options = client.get_connection_kwargs()
-    if "path" in options:
-        return f"unix://{options['path']}"
-    return f"{options.get('host', 'localhost')}:{options.get('port', 6379)}/{options.get('db', 0)}"

@@ -34,5 +34,6 @@ COMMANDS: Mapping[str, Entry] = {
     "groups": Entry("streamrl.cli.groups:groups", "Read rollouts of a live run or a recording, as people read."),
     "record": Entry("streamrl.cli.record:record", "Save the groups of a live run; export what was saved."),
     "config": Entry("streamrl.cli.config:config", "Show or check a configuration."),
+    "redis": Entry("streamrl.cli.redis:redis", "Users and rights in Redis."),
     "reward": Entry("streamrl.cli.reward:reward", "Serve a reward model over HTTP, or train one."),
 }

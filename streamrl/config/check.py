@@ -16,6 +16,7 @@ from streamrl.config.explain import show
 from streamrl.config.losses import DEFAULTS
 from streamrl.config.schema import Algorithm, Config, FunctionReward, HttpReward, Sampling
 from streamrl.errors import ConfigError
+from streamrl.transport.url import FORMS, PASSWORD, SCHEMES, masked, split_password
 
 LOCAL_REWARD_SERVER = "local"  # the url of an http source that means the run's own reward_server
 EMBEDDED_REDIS = "embedded"
@@ -52,7 +53,8 @@ def max_time_s(text: str) -> int:
 
 def _line(problem: Problem, where: Where) -> str:
     origin = where(problem.key)
-    return f"{origin + ': ' if origin else ''}{problem.key} = {show(problem.value)}: {problem.remedy}"
+    # An override is shown as it was written, with whatever password was in it.
+    return f"{masked(origin) + ': ' if origin else ''}{problem.key} = {show(problem.value)}: {problem.remedy}"
 
 
 def _sampling(config: Config) -> Iterator[Problem]:
@@ -271,11 +273,14 @@ def _http(config: Config, name: str, source: HttpReward) -> Iterator[Problem]:
 
 def _places(config: Config) -> Iterator[Problem]:
     url, store = config.redis.url, config.weights.store
-    if url != EMBEDDED_REDIS and not (_is_url(url, ("redis", "rediss")) or url.startswith("unix:///")):
+    if url != EMBEDDED_REDIS and not _is_server(url):
+        yield Problem(key="redis.url", value=masked(url), remedy=f"must be {FORMS}, or {EMBEDDED_REDIS}")
+    elif "@" in url and split_password(url)[1] is not None:
         yield Problem(
             key="redis.url",
-            value=url,
-            remedy=f"must be redis://host:port/0, rediss://host:port/0, unix:///path or {EMBEDDED_REDIS}",
+            value=masked(url),
+            remedy="a configuration is written to disk and into Redis, so it must not hold a password; leave the user "
+            f"only, and name a file that holds the password in the environment: {PASSWORD}_FILE",
         )
     if store != "redis:" and not store.removeprefix("file:").startswith("/") and not is_object_store(store):
         yield Problem(
@@ -289,6 +294,16 @@ def is_object_store(url: str) -> bool:
     """Whether it is the URL of a place that fsspec may know, and that can be written to."""
     match = _OBJECT_STORE.match(url)
     return match is not None and match["scheme"] not in ("file", "http", "https", "redis", "rediss", "unix")
+
+
+def _is_server(url: str) -> bool:
+    if url.startswith("unix:///"):
+        return True
+    scheme = url.partition("://")[0]
+    if scheme.endswith("+sentinel"):  # several hosts, and a service
+        parts = urlsplit(url)
+        return scheme in SCHEMES and bool(parts.netloc) and parts.path.strip("/") != ""
+    return _is_url(url, SCHEMES)
 
 
 def _is_url(text: str, schemes: tuple[str, ...]) -> bool:

@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,6 +27,7 @@ from streamrl.launch.preflight import check_package
 from streamrl.launch.processes import Command
 from streamrl.transport.connection import check_server, connect
 from streamrl.transport.embedded import serving
+from streamrl.transport.url import PASSWORD, split_password
 
 _NODES = re.compile(r"([1-9]\d*)(?::([1-9]\d*))?")
 _ENDPOINT = re.compile(r"[^:\s/]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
@@ -53,21 +54,26 @@ def build(loaded: Loaded, wanted: Wanted) -> Command:
     check_package("transformers", "the learner", "learner")
     check_files(config)
     folder = RunFolder(config.folder)
-    return learner_command(
+    address, password = (None, None) if url is None else split_password(url)
+    command = learner_command(
         config,
         folder,
-        redis_url=url,
+        redis_url=address,
         replay=wanted.replay,
         takeover=wanted.takeover,
         cluster=cluster,
         # Another one on this machine is a stranger, and waits or is refused; machines of one cluster are one learner.
         holder=None if cluster else f"learn-{uuid.uuid4().hex[:16]}",
     )
+    # Every user of a machine sees the words of a command, and only its own user its environment.
+    secrets = {} if password is None else {PASSWORD: password}
+    return replace(command, environment={**command.environment, **secrets})
 
 
 def shown(command: Command) -> str:
-    """As a shell would take it."""
-    variables = [f"{name}={shlex.quote(value)}" for name, value in command.environment.items()]
+    """As a shell would take it, but for a password."""
+    values = {name: "***" if name == PASSWORD else shlex.quote(text) for name, text in command.environment.items()}
+    variables = [f"{name}={value}" for name, value in values.items()]
     return " ".join([*variables, *(shlex.quote(word) for word in command.arguments)])
 
 

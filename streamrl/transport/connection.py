@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import redis
 import redis.asyncio
 from redis.asyncio.retry import Retry as AsyncRetry
+from redis.asyncio.sentinel import SentinelConnectionPool as AsyncSentinelConnectionPool
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+from redis.sentinel import SentinelConnectionPool
 
-from streamrl.errors import ConfigError, ResourceError, TransportError
+from streamrl.errors import ResourceError, TransportError
+from streamrl.transport.address import open_async_client, open_client
+from streamrl.transport.url import PASSWORD
 
 T = TypeVar("T")
 AnyClient = redis.Redis | redis.asyncio.Redis
@@ -30,6 +32,7 @@ OLDEST_SERVER = (6, 2)
 _LONGEST_BLOCK_MS = 5_000
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
+_ROLES = "the user of another role? `streamrl redis acl` prints what each may do"
 # Answers of a server that is starting, full, or changing its role: the same call may succeed in a moment.
 _PASSING_ANSWERS = ("LOADING", "OOM", "MISCONF", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS")
 
@@ -46,20 +49,18 @@ class Timeouts(Protocol):
 
 def connect(url: str, settings: Timeouts) -> redis.Redis:
     """A client whose server answered; tries for `connect_timeout_s`."""
-    with _address_errors(url):
-        client = redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **_options(url, settings))
+    client = open_client(url, retry=Retry(NoBackoff(), 0), **_options(url, settings))
     try:
         repeat(client.ping, attempts=Attempts(client, "answer", give_up_after_s=settings.connect_timeout_s))
     except TransportError as error:
         client.close()
-        raise ResourceError(f"{error}. Start Redis there, or set redis.url (`embedded` needs none)") from None
+        raise ResourceError(f"{error}. {_remedy(url, error.__cause__)}") from None
     return client
 
 
 def connect_async(url: str, settings: Timeouts) -> redis.asyncio.Redis:
     """A client that connects with its first call."""
-    with _address_errors(url):
-        return redis.asyncio.Redis.from_url(url, retry=AsyncRetry(NoBackoff(), 0), **_options(url, settings))
+    return open_async_client(url, retry=AsyncRetry(NoBackoff(), 0), **_options(url, settings))
 
 
 def _options(url: str, settings: Timeouts) -> dict[str, Any]:
@@ -71,21 +72,32 @@ def _options(url: str, settings: Timeouts) -> dict[str, Any]:
     return options if url.startswith("unix:") else {**options, "socket_keepalive": True}
 
 
-@contextmanager
-def _address_errors(url: str) -> Iterator[None]:
-    try:
-        yield
-    except ValueError:
-        shown = re.sub("//.*@", "//", url.partition("?")[0])  # no password, wherever the url is wrong
-        raise ConfigError(
-            f"redis.url: {shown!r} is no address of a server; write redis://host:port, rediss://host:port "
-            "or unix:///path"
-        ) from None
+def _remedy(url: str, error: BaseException | None) -> str:
+    if isinstance(error, redis.AuthenticationError | redis.exceptions.AuthorizationError):
+        return (
+            f"Name the user in the URL (redis://USER@HOST) and the file with its password in {PASSWORD}_FILE; "
+            "without a user in the URL the password is the default user's"
+        )
+    if isinstance(error, redis.exceptions.NoPermissionError):
+        return "The rules that `streamrl redis acl` prints allow what each part needs"
+    told = str(error)
+    if "CERTIFICATE_VERIFY_FAILED" in told:
+        return "Name the authority that signed the server's certificate: rediss://HOST:PORT?ssl_ca_certs=FILE"
+    unlike = isinstance(error, redis.TimeoutError) if url.startswith("rediss") else "closed by server" in told
+    if "SSL" in told or unlike:
+        return (
+            "Start Redis there; or one side speaks TLS and the other does not: rediss:// is with TLS, redis:// without"
+        )
+    if "sentinel" in url.partition("://")[0]:
+        return "Its sentinels must be there and know the service by that name (SENTINEL GET-MASTER-ADDR-BY-NAME)"
+    return "Start Redis there, or set redis.url (`embedded` needs none)"
 
 
 def server_name(client: AnyClient) -> str:
     """The server as people know it, without secrets."""
-    options = client.get_connection_kwargs()
+    pool, options = client.connection_pool, client.get_connection_kwargs()
+    if isinstance(pool, SentinelConnectionPool | AsyncSentinelConnectionPool):
+        return f"service {pool.service_name} of its sentinels"
     if "path" in options:
         return f"unix://{options['path']}"
     return f"{options.get('host', 'localhost')}:{options.get('port', 6379)}/{options.get('db', 0)}"
@@ -141,7 +153,8 @@ class Attempts:
     def pause_after(self, error: redis.RedisError) -> float:
         """Seconds until the next try; TransportError when there is none."""
         if not _is_passing(error):
-            raise TransportError(f"Redis at {self._server} could not {self._what}: {error}") from error
+            hint = f" ({_ROLES})" if isinstance(error, redis.exceptions.NoPermissionError) else ""
+            raise TransportError(f"Redis at {self._server} could not {self._what}: {error}{hint}") from error
         pause_s = self._pause_s * random.uniform(0.5, 1.0)
         if time.monotonic() + pause_s > self._deadline:
             raise TransportError(

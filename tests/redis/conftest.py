@@ -1,13 +1,17 @@
-"""A run on the real server: learners and workers that share it."""
+"""A run on the real server: learners and workers that share it, each as the user of its role."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
 import pytest
 import redis
 import redis.asyncio
 
+from streamrl.config import schema
+from streamrl.transport.acl import ROLES, Role, rules
+from streamrl.transport.connection import connect, connect_async
+from streamrl.transport.embedded import EmbeddedRedis
 from streamrl.transport.keys import Keys
 from streamrl.transport.learner import LearnerStream
 from streamrl.transport.worker import WorkerStream
@@ -19,8 +23,31 @@ MakeLearner = Callable[..., LearnerStream]
 MakeWorker = Callable[..., WorkerStream]
 
 
+@pytest.fixture(scope="session")
+def role_urls(redis_server: EmbeddedRedis) -> Mapping[Role, str]:
+    """The session's server, as seen by users who may do what `streamrl redis acl` prints."""
+    with connect(redis_server.url, schema.Redis()) as client:
+        for role in ROLES:
+            client.execute_command("ACL", "SETUSER", role, "reset", "on", f">of-{role}", *rules(role).split())
+    return {role: redis_server.url.replace("unix://", f"unix://{role}:of-{role}@") for role in ROLES}
+
+
 @pytest.fixture
-def make_learner(client: redis.Redis, keys: Keys) -> MakeLearner:
+def learner_client(role_urls: Mapping[Role, str], redis_settings: schema.Redis) -> Iterator[redis.Redis]:
+    with connect(role_urls["learner"], redis_settings) as client:
+        yield client
+
+
+@pytest.fixture
+async def worker_client(
+    role_urls: Mapping[Role, str], redis_settings: schema.Redis
+) -> AsyncIterator[redis.asyncio.Redis]:
+    async with connect_async(role_urls["worker"], redis_settings) as client:
+        yield client
+
+
+@pytest.fixture
+def make_learner(learner_client: redis.Redis, keys: Keys) -> MakeLearner:
     """A learner that has claimed the run, unless `claim=False`."""
 
     def make(
@@ -33,7 +60,7 @@ def make_learner(client: redis.Redis, keys: Keys) -> MakeLearner:
         of: Keys = keys,
     ) -> LearnerStream:
         stream = LearnerStream(
-            client, of, run_uid=uid, epoch=epoch, holder=holder, lease_s=lease_s, give_up_after_s=5.0
+            learner_client, of, run_uid=uid, epoch=epoch, holder=holder, lease_s=lease_s, give_up_after_s=5.0
         )
         if claim:
             stream.claim(config_json='{"name": "x"}', fingerprint="model", wait_s=0.0)
@@ -49,9 +76,9 @@ def learner(make_learner: MakeLearner) -> LearnerStream:
 
 
 @pytest.fixture
-def make_worker(async_client: redis.asyncio.Redis, keys: Keys) -> MakeWorker:
+def make_worker(worker_client: redis.asyncio.Redis, keys: Keys) -> MakeWorker:
     def make(name: str = "w", *, lease_s: float = LEASE_S) -> WorkerStream:
-        return WorkerStream(async_client, keys, worker=name, lease_s=lease_s, give_up_after_s=5.0)
+        return WorkerStream(worker_client, keys, worker=name, lease_s=lease_s, give_up_after_s=5.0)
 
     return make
 

@@ -1,0 +1,148 @@
+"""Clients for an address: its URL (forms in `url`), and a password that need not stand in it.
+
+A URL is written down in configurations, command lines and logs; the password is not, so it comes from the environment:
+STREAMRL_REDIS_PASSWORD_FILE names a file that holds it, STREAMRL_REDIS_PASSWORD is it. One in the URL itself is used
+too, but no configuration may carry it. Nothing here speaks to a server: clients connect with their first call.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import redis
+import redis.asyncio
+import redis.asyncio.sentinel
+import redis.sentinel
+from redis.connection import parse_url
+
+from streamrl.errors import ConfigError
+from streamrl.transport.url import FORMS, PASSWORD, SENTINEL_PASSWORD, masked
+
+_SENTINEL_PORT = 26379
+_SERVICE = re.compile(r"/([A-Za-z0-9._-]+)(?:/(\d+))?/?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Watched:
+    """A server that sentinels know by the name of a service."""
+
+    sentinels: list[tuple[str, int]]
+    service: str
+    options: Mapping[str, Any]  # of the connection to the server itself
+    sentinel_options: Mapping[str, Any]
+
+
+class _SentinelClient(redis.Redis):
+    """Its sentinels' connections end with it."""
+
+    def close(self) -> None:
+        super().close()
+        pool: Any = self.connection_pool
+        for sentinel in pool.sentinel_manager.sentinels:
+            sentinel.close()
+
+
+class _AsyncSentinelClient(redis.asyncio.Redis):
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        await super().aclose(close_connection_pool)
+        pool: Any = self.connection_pool
+        for sentinel in pool.sentinel_manager.sentinels:
+            await sentinel.aclose()
+
+
+def open_client(url: str, *, environment: Mapping[str, str] = os.environ, **options: Any) -> redis.Redis:
+    """ConfigError when the URL is none, or a password's file cannot be read."""
+    options |= _secret(url, environment)
+    if not _by_sentinel(url):
+        return redis.Redis.from_url(_checked(url), **options)
+    where = _watched(url, environment, options)
+    sentinel = redis.sentinel.Sentinel(where.sentinels, sentinel_kwargs=dict(where.sentinel_options))  # type: ignore[no-untyped-call]
+    found = sentinel.master_for(where.service, redis_class=_SentinelClient, **where.options)  # type: ignore[no-untyped-call]
+    client: redis.Redis = found
+    return client
+
+
+def open_async_client(url: str, *, environment: Mapping[str, str] = os.environ, **options: Any) -> redis.asyncio.Redis:
+    options |= _secret(url, environment)
+    if not _by_sentinel(url):
+        return redis.asyncio.Redis.from_url(_checked(url), **options)
+    where = _watched(url, environment, options)
+    sentinel = redis.asyncio.sentinel.Sentinel(where.sentinels, sentinel_kwargs=dict(where.sentinel_options))  # type: ignore[no-untyped-call]
+    client: redis.asyncio.Redis = sentinel.master_for(where.service, redis_class=_AsyncSentinelClient, **where.options)
+    return client
+
+
+def _checked(url: str) -> str:
+    try:
+        parse_url(url)  # type: ignore[no-untyped-call]
+    except ValueError:
+        # Without what may be a password, wherever the URL is wrong.
+        shown = re.sub("//.*@", "//", url.partition("?")[0])
+        raise ConfigError(f"redis.url: {shown!r} is no address of a server; write {FORMS}") from None
+    return url
+
+
+def _by_sentinel(url: str) -> bool:
+    return url.partition("://")[0].endswith("+sentinel")
+
+
+def _secret(url: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """A private socket without a user is the embedded server's, which asks for no password."""
+    if url.startswith("unix:") and "@" not in url:
+        return {}
+    password = _from_environment(PASSWORD, environment)
+    return {} if password is None else {"password": password}
+
+
+def _from_environment(name: str, environment: Mapping[str, str]) -> str | None:
+    file = environment.get(f"{name}_FILE")
+    if not file:
+        return environment.get(name) or None
+    try:
+        password = Path(file).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}_FILE = {file!r}: cannot read the password: {error}") from None
+    if not password:
+        raise ConfigError(f"{name}_FILE = {file!r}: the file is empty; it must hold the password and nothing else")
+    return password
+
+
+def _watched(url: str, environment: Mapping[str, str], options: Mapping[str, Any]) -> _Watched:
+    parts = urlsplit(url)
+    userinfo, at, hosts = parts.netloc.rpartition("@")
+    service = _SERVICE.fullmatch(parts.path)
+    if service is None or not hosts:
+        raise ConfigError(f"redis.url: {masked(url)!r} names no service; write {FORMS}")
+    scheme = parts.scheme.removesuffix("+sentinel")
+    # The same words as of any other URL, for user, database and TLS.
+    plain = urlunsplit((scheme, f"{userinfo}{at}{hosts.partition(',')[0]}", f"/{service[2] or 0}", parts.query, ""))
+    found: dict[str, Any] = dict(parse_url(_checked(plain)))  # type: ignore[no-untyped-call]
+    for name in ("host", "port", "connection_class"):
+        found.pop(name, None)
+    tls = {"ssl": True} if scheme == "rediss" else {}
+    tls |= {name: value for name, value in found.items() if name.startswith("ssl_")}
+    password = _from_environment(SENTINEL_PASSWORD, environment)
+    shared = {name: value for name, value in options.items() if name not in ("password", "username")}
+    return _Watched(
+        sentinels=[_host(text, url) for text in hosts.split(",")],
+        service=service[1],
+        options={**options, **found, **tls},
+        sentinel_options={**shared, **tls, **({"password": password} if password else {})},
+    )
+
+
+def _host(text: str, url: str) -> tuple[str, int]:
+    try:
+        parts = urlsplit(f"//{text}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if host is None:
+        raise ConfigError(f"redis.url: {masked(url)!r}: {text!r} is no sentinel's HOST:PORT")
+    return host, port or _SENTINEL_PORT
