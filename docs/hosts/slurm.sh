@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# A run as a heterogeneous job: component 0 learns (its first host also serves Redis and rewards), component 1 generates.
+#
+#   RUN_CONFIG=run.yaml RUN_NAME=big MODEL=/models/policy REWARD_MODEL=/models/reward sbatch docs/hosts/slurm.sh
+#
+#SBATCH --job-name=streamrl
+#SBATCH --time=12:00:00
+#SBATCH --signal=B:TERM@600
+#SBATCH --requeue
+#SBATCH --nodes=2 --ntasks-per-node=1 --cpus-per-task=64 --gpus-per-node=8 --exclusive
+#SBATCH hetjob
+#SBATCH --nodes=4 --ntasks-per-node=8 --cpus-per-task=8 --gpus-per-task=1
+set -euo pipefail
+: "${RUN_CONFIG:?the configuration of the run}" "${RUN_NAME:?the name of the run}"
+: "${MODEL:?the model}" "${REWARD_MODEL:?the reward model}"
+
+nodes=${SLURM_JOB_NUM_NODES_HET_GROUP_0:-1}
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_0" | head -n 1)
+private=$PWD/runs/$RUN_NAME/private  # on the disk that all hosts share
+mkdir -p -m 700 "$private"
+export REWARD_TOKEN_FILE=$private/reward-token
+[ -s "$REWARD_TOKEN_FILE" ] || (umask 077; openssl rand -hex 32 > "$REWARD_TOKEN_FILE")
+
+if [ -z "${STREAMRL_REDIS:-}" ]; then
+  export STREAMRL_REDIS=redis://$head:6379 STREAMRL_REDIS_PASSWORD_FILE=$private/redis-password
+  [ -s "$STREAMRL_REDIS_PASSWORD_FILE" ] || (umask 077; openssl rand -hex 32 > "$STREAMRL_REDIS_PASSWORD_FILE")
+  mkdir -p "$private/redis"
+  # Its configuration comes by stdin: words of a command are seen by everybody on the host.
+  {
+    printf 'port 6379\ndir %s\nappendonly yes\nsave ""\nmaxmemory-policy noeviction\n' "$private/redis"
+    printf 'requirepass %s\n' "$(cat "$STREAMRL_REDIS_PASSWORD_FILE")"
+  } > "$private/redis.conf"
+  srun --het-group=0 --nodes=1 --ntasks=1 --nodelist="$head" --overlap redis-server "$private/redis.conf" &
+fi
+
+srun --het-group=0 --nodes=1 --ntasks=1 --nodelist="$head" --overlap \
+  streamrl reward serve --model "$REWARD_MODEL" --host 0.0.0.0 --port 5555 --token-file "$REWARD_TOKEN_FILE" &
+
+srun --het-group=1 --kill-on-bad-exit=0 \
+  python -m workers --redis "$STREAMRL_REDIS" --run "$RUN_NAME" --model "$MODEL" --allow-host "$head:5555" &
+
+# Before the time limit Slurm sends TERM to this script: the learner writes a checkpoint, and the job ends.
+trap 'streamrl stop --redis "$STREAMRL_REDIS" --run "$RUN_NAME" --timeout-s 300 || true' TERM
+
+srun --het-group=0 --ntasks-per-node=1 --overlap \
+  streamrl learn "$RUN_CONFIG" name="$RUN_NAME" rewards.model.url="http://$head:5555" \
+  rewards.model.token_file="$REWARD_TOKEN_FILE" --redis "$STREAMRL_REDIS" --nodes "1:$nodes" --rendezvous "$head:29400" &
+learner=$!
+status=0
+# A signal that was trapped ends `wait` early, and the learner is still there.
+while kill -0 "$learner" 2>/dev/null; do wait "$learner" && status=0 || status=$?; done
+exit "$status"

@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Start a run on hosts that ssh reaches and where this very folder, with its .venv, is to be found (NFS, or a copy; the
+# run's folder must be shared by the learners).
+#
+#   LEARNERS="a b" WORKERS="c d" REWARD=e RUN_NAME=big MODEL=/models/policy REWARD_MODEL=/models/reward \
+#     STREAMRL_REDIS=redis://host:6379 docs/hosts/ssh.sh run.yaml
+#
+# Logs lie in runs/NAME/logs. What is started goes on without this script; `streamrl drain` ends the run.
+set -euo pipefail
+config=${1:?usage: docs/hosts/ssh.sh CONFIG, with the variables that this file shows}
+: "${LEARNERS:?hosts that learn}" "${WORKERS:?hosts that generate}" "${REWARD:?the host of the reward model}"
+: "${RUN_NAME:?}" "${MODEL:?}" "${REWARD_MODEL:?}" "${STREAMRL_REDIS:?where Redis is, without a password}"
+
+read -ra learners <<< "$LEARNERS"
+read -ra workers <<< "$WORKERS"
+logs=runs/$RUN_NAME/logs
+
+# start HOST NAME WORDS...: in the background there, with its output in a file.
+start() {
+  local host=$1 name=$2 line
+  shift 2
+  printf -v line '%q ' "$@"
+  ssh -n "$host" "cd $(printf %q "$PWD") && mkdir -p $logs && export PATH=\$PWD/.venv/bin:\$PATH" \
+    "STREAMRL_REDIS_PASSWORD_FILE=$(printf %q "${STREAMRL_REDIS_PASSWORD_FILE:-}")" \
+    "&& (setsid nohup bash -c $(printf %q "$line") > $logs/$name.out 2>&1 < /dev/null &)"
+  echo "$host: $name"
+}
+
+start "$REWARD" reward \
+  streamrl reward serve --model "$REWARD_MODEL" --host 0.0.0.0 --port 5555 --token-file "$PWD/reward-token"
+
+for host in "${learners[@]}"; do
+  # An agent that has died is started again; a mistake (2) is not, for it would only be made again.
+  # shellcheck disable=SC2016
+  start "$host" "learner-$host" bash -c \
+    'for _ in $(seq 100); do code=0; "$@" || code=$?; case $code in 0 | 2) exit $code ;; esac; sleep 5; done' _ \
+    streamrl learn "$config" name="$RUN_NAME" rewards.model.url="http://$REWARD:5555" \
+    rewards.model.token_file="$PWD/reward-token" --redis "$STREAMRL_REDIS" \
+    --nodes "1:${#learners[@]}" --rendezvous "${learners[0]}:29400"
+done
+
+for host in "${workers[@]}"; do
+  start "$host" "worker-$host" \
+    python -m workers --redis "$STREAMRL_REDIS" --run "$RUN_NAME" --model "$MODEL" --allow-host "$REWARD:5555"
+done

@@ -1,0 +1,99 @@
+"""The manifests of k8s/ as `kubectl kustomize` renders them, and questions about them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+OVERLAYS = ("cpu", "gpu-small", "gpu-large")
+COMPONENT = "app.kubernetes.io/component"
+
+Object = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Container:
+    pod: str  # the component
+    spec: Object
+    template: Object
+    variables: Mapping[str, str]  # of its environment; values that only the cluster knows are made up
+
+    @property
+    def words(self) -> list[str]:
+        """What it runs, after the image's entry point."""
+        told = [*self.spec.get("command", ()), *self.spec.get("args", ())]
+        return [re.sub(r"\$\(([A-Z_]+)\)", lambda found: self.variables[found[1]], word) for word in told]
+
+    def mount_of(self, path: str) -> str | None:
+        """The volume in which a path lies."""
+        mounts = {mount["mountPath"]: mount["name"] for mount in self.spec.get("volumeMounts", ())}
+        inside = [where for where in mounts if path == where or path.startswith(f"{where}/")]
+        return mounts[max(inside, key=len)] if inside else None
+
+
+class Rendered:
+    def __init__(self, objects: list[Object]) -> None:
+        self.objects = objects
+
+    def of_kind(self, *kinds: str) -> list[Object]:
+        return [one for one in self.objects if one["kind"] in kinds]
+
+    def named(self, kind: str, name: str) -> Object:
+        """By its name before kustomize put the digest of its content behind it."""
+        found = [one for one in self.of_kind(kind) if re.sub(r"-[a-z0-9]{10}$", "", one["metadata"]["name"]) == name]
+        assert len(found) == 1, f"{len(found)} objects {kind} {name}"
+        return found[0]
+
+    @property
+    def workloads(self) -> list[Object]:
+        return self.of_kind("Deployment", "StatefulSet", "Job")
+
+    @property
+    def place(self) -> Mapping[str, str]:
+        return dict(self.named("ConfigMap", "place")["data"])
+
+    def containers(self) -> Iterator[Container]:
+        for workload in self.workloads:
+            template = workload["spec"]["template"]
+            for spec in [*template["spec"].get("initContainers", ()), *template["spec"]["containers"]]:
+                yield Container(
+                    pod=template["metadata"]["labels"][COMPONENT],
+                    spec=spec,
+                    template=template,
+                    variables={variable["name"]: self._value(variable) for variable in spec.get("env", ())},
+                )
+
+    def container(self, name: str) -> Container:
+        return next(one for one in self.containers() if one.spec["name"] == name)
+
+    def _value(self, variable: Object) -> str:
+        source = variable.get("valueFrom", {})
+        if "configMapKeyRef" in source:
+            ref = source["configMapKeyRef"]
+            maps = {one["metadata"]["name"]: one["data"] for one in self.of_kind("ConfigMap")}
+            return str(maps[ref["name"]][ref["key"]])
+        return str(variable.get("value", "made-up"))
+
+
+@functools.cache
+def render(overlay: str) -> Rendered:
+    """Where kubectl is missing the test is left out, but not in CI."""
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        assert not os.environ.get("CI"), "install kubectl: the manifests are rendered by `kubectl kustomize`"
+        pytest.skip("kubectl is not installed; it renders the manifests")
+    words = [kubectl, "kustomize", str(ROOT / "k8s" / "overlays" / overlay)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return Rendered([one for one in yaml.safe_load_all(done.stdout) if one])

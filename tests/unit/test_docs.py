@@ -1,0 +1,167 @@
+"""docs/ and k8s/README.md are true to what there is: each command, setting, cause, variable and path in them exists."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import click
+import pytest
+
+from streamrl.config.load import load_config
+from streamrl.config.schema import Config, HttpReward
+from tests.helpers import wait_until
+from tests.unit.test_manifests_programs import command_of
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "k8s" / "README.md"])
+SCRIPTS = sorted((ROOT / "docs" / "hosts").glob("*.sh"))
+SOURCES = "".join(
+    path.read_text() for part in ("streamrl", "workers", "learner") for path in (ROOT / part).rglob("*.py")
+)
+COMMAND = re.compile(
+    r"(?:^|[\s(=\"'])(?<!-n )(?<!namespace )((?:streamrl|python -m workers)(?: [^\n|;&>`]*)?)", re.MULTILINE
+)
+
+
+def code(page: Path) -> list[str]:
+    """What stands in code on a page, a line or a phrase each; of a script all of it but comments."""
+    text = page.read_text().replace("\\\n", " ")
+    if page.suffix == ".sh":
+        lines = [line for line in text.splitlines() if not line.lstrip().startswith(("#", ":"))]
+        return [line for line in lines if not re.search(r"printf|echo", line)]
+    blocks = re.findall(r"^ *```\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
+    phrases = re.findall(r"`([^`]+)`", re.sub(r"^ *```\n.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL))
+    return [*(line for block in blocks for line in block.splitlines()), *(" ".join(p.split()) for p in phrases)]
+
+
+def commands(page: Path) -> list[list[str]]:
+    found = [words for line in code(page) for words in COMMAND.findall(line)]
+    split = [[word.strip("'\"") for word in words.split(" #")[0].split()] for words in found]
+    return [words for words in split if len(words) > 1]
+
+
+def parse(words: list[str]) -> None:
+    """click.UsageError where one of them is no option of the command."""
+    command, rest = command_of(words)
+    command.make_parser(click.Context(command)).parse_args(rest)
+
+
+def alternatives(words: list[str]) -> list[list[str]]:
+    """`streamrl pause|resume` is two commands."""
+    return [[words[0], word, *words[2:]] for word in words[1].split("|")] if words[0] == "streamrl" else [words]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *SCRIPTS], ids=lambda page: page.name)
+def test_every_command_exists_with_its_options(page: Path) -> None:
+    for words in commands(page):
+        for each in alternatives(words):
+            parse(each)
+
+
+def test_the_commands_are_found() -> None:
+    assert sum(len(commands(page)) for page in PAGES) > 30
+    assert all(len(commands(script)) >= 3 for script in SCRIPTS)
+    with pytest.raises(click.NoSuchOption):
+        parse(["streamrl", "learn", "x.yaml", "--no-such-option"])
+
+
+def is_setting(key: str) -> bool:
+    section: object = Config
+    for name in key.split("."):
+        fields = getattr(section, "model_fields", {})
+        if name not in fields:
+            return False
+        section = fields[name].annotation
+    return True
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_setting_exists(page: Path) -> None:
+    named = re.findall(r"`([a-z_]+\.[a-z_.]+)(?:[:=][^`]*)?`", page.read_text())
+    # `learner.error` is a file in the run's folder.
+    settings = [key for key in named if key.split(".")[0] in Config.model_fields and key != "learner.error"]
+    assert [key for key in settings if not is_setting(key)] == []
+    assert {"outage_s", "token_file", "max_abs"} <= set(HttpReward.model_fields)
+
+
+def test_the_causes_of_the_guide_are_those_of_why() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    table = re.search(r"^\| `why` says .*?\n\n", text, re.MULTILINE | re.DOTALL)
+    assert table
+    named = {name for row in table[0].strip().splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    causes = "".join(path.read_text() for path in (ROOT / "streamrl" / "monitor" / "causes").glob("*.py"))
+    assert len(named) > 12
+    assert [name for name in named if f'name="{name}"' not in causes] == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, *SCRIPTS], ids=lambda page: page.name)
+def test_every_variable_and_path_exists(page: Path) -> None:
+    text = page.read_text()
+    scripts = "".join(script.read_text() for script in SCRIPTS)
+    for name in re.findall(r"\bSTREAMRL_\w+", text):
+        assert name in SOURCES or name.removesuffix("_FILE") in SOURCES, name
+    for name in re.findall(r"^([A-Z_]+)=", "\n".join(code(page)), re.MULTILINE):
+        assert f"${{{name}" in scripts or name.startswith("STREAMRL"), name
+    for path in re.findall(r"\b((?:docs|k8s|docker|conf|bench|tests|streamrl)/[\w./-]+\w)", text):
+        assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_a_script_is_one_and_says_what_it_misses(script: Path) -> None:
+    subprocess.run(["bash", "-n", script], check=True, timeout=30)
+    done = subprocess.run(
+        ["bash", script], capture_output=True, text=True, timeout=30, check=False, env={"PATH": "/bin"}
+    )
+    assert done.returncode != 0
+    assert "usage" in done.stderr or "the configuration of the run" in done.stderr
+
+
+def test_the_settings_that_scripts_override_exist(tmp_path: Path) -> None:
+    wanted = {found for script in SCRIPTS for found in re.findall(r"\b(rewards\.model\.\w+)=", script.read_text())}
+    assert wanted == {"rewards.model.url", "rewards.model.token_file"}
+    loaded = load_config(ROOT / "conf" / "gpu_qwen_1.5b.yaml", [f"{key}=http://x" for key in sorted(wanted)])
+    assert loaded.config.rewards["model"].type == "http"
+
+
+def started_by_ssh(tmp_path: Path) -> dict[str, list[str]]:
+    """What the script starts, by host: an ssh that runs everything here, and programs that write down their words."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    told = tmp_path / "told"
+    said = f'#!/bin/bash\nfor word in "$STUB_HOST" "$(basename "$0")" "$@"; do printf "%s\\t" "$word"; done >> {told}'
+    for name in ("streamrl", "python"):
+        (tools / name).write_text(f"{said}\necho >> {told}\n")
+    (tools / "ssh").write_text('#!/bin/bash\nshift\nexport STUB_HOST=$1\nshift\neval "$*"\n')
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    variables = {
+        "PATH": f"{tools}:/usr/bin:/bin",
+        "LEARNERS": "a b",
+        "WORKERS": "c",
+        "REWARD": "e",
+        "RUN_NAME": "big",
+        "MODEL": "/models/a policy",
+        "REWARD_MODEL": "/models/reward",
+        "STREAMRL_REDIS": "redis://worker@host:6379",
+    }
+    script = ROOT / "docs" / "hosts" / "ssh.sh"
+    subprocess.run(
+        ["bash", script, "run.yaml"], env=variables, cwd=tmp_path, check=True, timeout=30, capture_output=True
+    )
+    wait_until(lambda: told.exists() and told.read_text().count("\n") == 4, description="all four have started")
+    lines = [line.split("\t")[:-1] for line in told.read_text().splitlines()]
+    return {line[0]: line[1:] for line in lines}
+
+
+def test_the_ssh_script_starts_each_part_where_it_belongs(tmp_path: Path) -> None:
+    started = started_by_ssh(tmp_path)
+    assert set(started) == {"a", "b", "c", "e"}
+    assert started["e"][:3] == ["streamrl", "reward", "serve"]
+    assert started["a"] == started["b"]
+    assert started["a"][:4] == ["streamrl", "learn", "run.yaml", "name=big"]
+    assert started["a"][-4:] == ["--nodes", "1:2", "--rendezvous", "a:29400"]
+    assert started["c"][started["c"].index("--model") + 1] == "/models/a policy"
+    for words in started.values():
+        parse(words)

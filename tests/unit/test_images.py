@@ -1,0 +1,85 @@
+"""docker/Dockerfile: linted, pinned, for nobody in particular, and every path and command in it exists."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_manifests_programs import command_of
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = ROOT / "docker" / "Dockerfile"
+TEXT = DOCKERFILE.read_text()
+TARGETS = ("monitor", "learner", "worker-cpu", "worker-gpu")
+
+
+def stage(name: str) -> str:
+    found = re.search(rf"^FROM \S+ AS {name}$(.*?)(?=^FROM |\Z)", TEXT, re.MULTILINE | re.DOTALL)
+    assert found, f"no stage {name}"
+    return found[1]
+
+
+def test_hadolint_finds_nothing() -> None:
+    hadolint = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which("hadolint")
+    assert hadolint, "hadolint is not installed; `make setup` installs it"
+    done = subprocess.run([hadolint, DOCKERFILE], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_what_comes_from_elsewhere_is_pinned() -> None:
+    for image in re.findall(r"^FROM (\S+)", TEXT, re.MULTILINE):
+        assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+|source|base", image), image
+    for line in re.findall(r"pip install (.*)", TEXT):
+        for word in line.split(" && ")[0].split():
+            named = not word.startswith(("-", '"', "$")) and not word.endswith(".txt") and word not in ("cpu",)
+            assert not named or "==" in word, f"{word} in {line}"
+    assert all(
+        "==" in line for line in (ROOT / "docker" / "constraints.txt").read_text().splitlines() if line[0] != "#"
+    )
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_image_is_built_elsewhere_and_runs_as_nobody(target: str) -> None:
+    text = stage(target)
+    assert f"COPY --from=build-{target} /opt/streamrl /opt/streamrl" in text
+    assert re.findall(r"^USER (.*)$", text, re.MULTILINE) == ["10001:10001"]
+    assert "pip install" not in text
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_an_image_runs_exists(target: str) -> None:
+    found = re.search(r"^CMD \[(.*)\]$", stage(target), re.MULTILINE)
+    assert found
+    words = [word.strip(' "') for word in found[1].split(",")]
+    command_of([word for word in words if word != "--help"] if words[1] != "--help" else ["streamrl", "status"])
+
+
+def test_every_path_that_is_copied_is_there_and_passes_the_ignore_file() -> None:
+    ignored = (ROOT / "docker" / "Dockerfile.dockerignore").read_text().splitlines()
+    for line in re.findall(r"^COPY (?!--from)(.*)$", TEXT, re.MULTILINE):
+        for path in line.split()[:-1]:
+            assert (ROOT / path).exists(), path
+            assert f"!{path}" in ignored, path
+    # What hatchling reads when it builds the package.
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    for path in (project["project"]["readme"], *project["project"]["license-files"]):
+        assert f"!{path}" in ignored
+
+
+def test_the_extras_that_are_installed_exist() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    asked = re.findall(r'"\.\[([\w-]+)\]"', TEXT)
+    assert len(asked) == len(TARGETS)
+    assert set(asked) <= set(extras)
+
+
+def test_the_learner_has_what_the_streamrl_learn_needs_and_the_monitor_no_torch() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert any(name.startswith("torch") for name in extras["learner"])
+    assert not any(name.startswith("torch") for name in extras["monitor"])

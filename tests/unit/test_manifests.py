@@ -1,0 +1,217 @@
+"""k8s/: every overlay renders, fits the schemas, and keeps to the rules by which it may be run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+
+from streamrl.monitor.alerts import alert_rules
+from streamrl.transport.acl import ROLES, grants
+from streamrl.transport.keys import Keys
+from tests.manifest_world import COMPONENT, OVERLAYS, ROOT, Container, Object, Rendered, render
+
+KUBERNETES = "1.33"
+NO_RIGHTS = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
+SCHEMAS = {path.stem: json.loads(path.read_text()) for path in (ROOT / "tests" / "schemas").glob("*.json")}
+
+
+@pytest.fixture(params=OVERLAYS)
+def rendered(request: pytest.FixtureRequest) -> Rendered:
+    return render(request.param)
+
+
+def test_every_object_fits_its_schema(rendered: Rendered) -> None:
+    for one in rendered.objects:
+        if one["kind"] in SCHEMAS:
+            jsonschema.validate(one, SCHEMAS[one["kind"]])
+        else:
+            kubernetes_validate.validate(dict(one), KUBERNETES, strict=True)
+
+
+def test_an_object_that_does_not_fit_is_found() -> None:
+    scaler = next(one for one in render("cpu").objects if one["kind"] == "ScaledObject")
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**scaler, "spec": {**scaler["spec"], "minReplicas": 1}}, SCHEMAS["ScaledObject"])
+
+
+def test_images_are_pinned_and_ours_are_targets_of_the_dockerfile(rendered: Rendered) -> None:
+    targets = set(re.findall(r"^FROM base AS (\S+)$", (ROOT / "docker" / "Dockerfile").read_text(), re.MULTILINE))
+    for container in rendered.containers():
+        name, _, tag = container.spec["image"].partition(":")
+        assert re.fullmatch(r"\d+\.\d+\.\d+", tag), container.spec["image"]
+        assert name == "valkey/valkey" or name.removeprefix("streamrl-") in targets, name
+
+
+def test_no_pod_is_root_or_has_rights(rendered: Rendered) -> None:
+    for container in rendered.containers():
+        pod = container.template["spec"]
+        context = pod["securityContext"]
+        assert context["runAsNonRoot"] is True
+        assert context["runAsUser"] == context["fsGroup"] == 10001
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["automountServiceAccountToken"] is False
+        assert container.spec["securityContext"] == NO_RIGHTS, container.spec["name"]
+        assert not any(pod.get(word) for word in ("hostNetwork", "hostPID", "hostIPC"))
+
+
+def test_every_container_and_every_volume_in_memory_has_limits(rendered: Rendered) -> None:
+    for container in rendered.containers():
+        resources = container.spec["resources"]
+        for kind in ("requests", "limits"):
+            assert {"cpu", "memory"} <= set(resources[kind]), container.spec["name"]
+        gpu = "nvidia.com/gpu"
+        assert resources["requests"].get(gpu) == resources["limits"].get(gpu)
+        for volume in container.template["spec"]["volumes"]:
+            if "emptyDir" in volume:
+                assert volume["emptyDir"].get("sizeLimit"), volume
+
+
+def test_no_secret_is_in_the_manifests_and_each_is_named_in_the_readme(rendered: Rendered) -> None:
+    assert rendered.of_kind("Secret") == []
+    readme = (ROOT / "k8s" / "README.md").read_text()
+    for container in rendered.containers():
+        for variable in container.spec.get("env", ()):
+            assert not re.search(r"(PASSWORD|TOKEN|SECRET)$", variable["name"]), variable
+        for volume in container.template["spec"]["volumes"]:
+            if "secret" in volume:
+                assert f"secret generic {volume['secret']['secretName']}" in readme, volume
+        assert not any(re.search(r"//[^/@\s]*:[^/@\s]+@", word) for word in container.words), container.words
+
+
+def test_each_part_gets_the_password_of_its_own_role_only(rendered: Rendered) -> None:
+    for container in rendered.containers():
+        held = {
+            item["key"]
+            for volume in container.template["spec"]["volumes"]
+            if volume.get("secret", {}).get("secretName") == "redis-passwords"
+            for item in volume["secret"].get("items", [{"key": role} for role in ROLES])
+        }
+        users = {found[1] for word in container.words if (found := re.search(r"//(\w+)@redis:", word))}
+        assert held == (set(ROLES) if container.pod == "redis" else users), container.pod
+
+
+def listening(container: Container, rendered: Rendered) -> set[int]:
+    """Ports that its program is told to listen on."""
+    told = " ".join(container.words)
+    found = [r"--port[= ](\d+)", r"--http=[\d.]+:(\d+)", r"--rendezvous=\S+:(\d+)", r"--tls-port (\d+)"]
+    ports = {int(port) for pattern in found for port in re.findall(pattern, told)}
+    if container.spec["name"] == "redis" and not ports:
+        ports = set(
+            map(int, re.findall(r"^port (\d+)$", rendered.named("ConfigMap", "redis")["data"]["redis.conf"], re.M))
+        )
+    return ports - {0}
+
+
+def test_every_port_of_a_service_is_one_that_the_program_listens_on(rendered: Rendered) -> None:
+    for service in rendered.of_kind("Service"):
+        component = service["spec"]["selector"][COMPONENT]
+        behind = [one for one in rendered.containers() if one.pod == component and one.spec.get("ports")]
+        assert behind, f"no pod is behind {service['metadata']['name']}"
+        for port in service["spec"]["ports"]:
+            named = {p["containerPort"] for one in behind for p in one.spec["ports"] if p["name"] == port["targetPort"]}
+            assert named == {port["port"]}, service["metadata"]["name"]
+            assert all(named <= listening(one, rendered) for one in behind), service["metadata"]["name"]
+
+
+def test_every_probe_and_scrape_asks_a_port_that_is_there(rendered: Rendered) -> None:
+    for container in rendered.containers():
+        ports = {port["name"] for port in container.spec.get("ports", ())}
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            asked = container.spec.get(probe, {})
+            asked = asked.get("httpGet") or asked.get("tcpSocket")
+            assert asked is None or asked["port"] in ports, (container.spec["name"], probe)
+    for monitor in rendered.of_kind("PodMonitor", "ServiceMonitor"):
+        component = monitor["spec"]["selector"]["matchLabels"][COMPONENT]
+        (asked,) = monitor["spec"].get("endpoints") or monitor["spec"]["podMetricsEndpoints"]
+        behind = [one for one in rendered.containers() if one.pod == component]
+        assert all(asked["port"] in {port["name"] for port in one.spec["ports"]} for one in behind)
+
+
+def test_everything_that_is_named_is_there(rendered: Rendered) -> None:
+    names = {(one["kind"], one["metadata"]["name"]) for one in rendered.objects}
+    for workload in rendered.workloads:
+        pod = workload["spec"]["template"]["spec"]
+        own = {claim["metadata"]["name"] for claim in workload["spec"].get("volumeClaimTemplates", ())}
+        volumes = {volume["name"] for volume in pod["volumes"]} | own
+        for container in [*pod.get("initContainers", ()), *pod["containers"]]:
+            assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+        for volume in pod["volumes"]:
+            if "configMap" in volume:
+                assert ("ConfigMap", volume["configMap"]["name"]) in names
+            if "persistentVolumeClaim" in volume:
+                assert ("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]) in names
+        if "priorityClassName" in pod:
+            assert ("PriorityClass", pod["priorityClassName"]) in names
+    for scaler in rendered.of_kind("ScaledObject", "HorizontalPodAutoscaler"):
+        target = scaler["spec"]["scaleTargetRef"]
+        assert (target["kind"], target["name"]) in names
+
+
+# Who speaks to whom, by reading the policies
+
+
+def matches(selector: Object, component: str) -> bool:
+    wanted = selector.get("matchLabels", {}).get(COMPONENT, component)
+    listed = [one["values"] for one in selector.get("matchExpressions", ()) if one["key"] == COMPONENT]
+    return wanted == component and all(component in values for values in listed)
+
+
+def allows(rendered: Rendered, direction: str, pod: str, peer: str) -> bool:
+    side = "from" if direction == "ingress" else "to"
+    policies = [
+        policy["spec"]
+        for policy in rendered.of_kind("NetworkPolicy")
+        if direction.capitalize() in policy["spec"]["policyTypes"] and matches(policy["spec"]["podSelector"], pod)
+    ]
+    assert policies, f"nothing limits the {direction} of {pod}"
+    peers: list[Mapping[str, Any]] = [
+        one
+        for policy in policies
+        for rule in policy.get(direction, ())
+        for one in rule.get(side, [{"podSelector": {}}])
+    ]
+    return any("podSelector" in one and matches(one["podSelector"], peer) for one in peers)
+
+
+def test_only_those_speak_that_must(rendered: Rendered) -> None:
+    pods = ["redis", "reward", "learner", "worker", "monitor", "dashboard"]
+    speak = {
+        (one, other)
+        for one in pods
+        for other in pods
+        if allows(rendered, "egress", one, other) and allows(rendered, "ingress", other, one)
+    }
+    readers = {(one, "redis") for one in ("worker", "learner", "monitor", "dashboard")}
+    assert speak == readers | {("worker", "reward"), ("learner", "learner")}
+
+
+# What follows the run
+
+
+def test_the_scaler_counts_the_stream_of_the_run_as_a_user_who_may() -> None:
+    rendered = render("cpu")
+    (trigger,) = rendered.named("ScaledObject", "worker")["spec"]["triggers"]
+    stream = Keys(rendered.place["RUN_NAME"]).tickets("train")
+    assert trigger["metadata"]["stream"] == stream
+    assert trigger["metadata"]["username"] == "monitor"
+    may = [grant for grant in grants("monitor", run=rendered.place["RUN_NAME"]) if "xlen" in grant.commands]
+    assert any(stream in grant.keys for grant in may)
+
+
+def test_the_rules_of_prometheus_are_those_that_streamrl_prints() -> None:
+    assert render("gpu-small").named("PrometheusRule", "streamrl")["spec"] == alert_rules()
+
+
+def test_the_other_scaler_follows_a_metric_that_is_exported() -> None:
+    metric = render("gpu-large").named("HorizontalPodAutoscaler", "worker")["spec"]["metrics"][0]["external"]["metric"]
+    assert f'"{metric["name"]}' in (ROOT / "streamrl" / "monitor" / "exporter.py").read_text()

@@ -1,0 +1,126 @@
+"""k8s/: what the containers run exists, and the run's configuration is one that these programs take."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import click
+import huggingface_hub.constants
+import pytest
+
+from streamrl.cli.commands import COMMANDS
+from streamrl.config.check import check_config
+from streamrl.config.load import load_config
+from streamrl.config.schema import Config, HttpReward
+from streamrl.launch.parts import DRAIN_S
+from tests.manifest_world import OVERLAYS, ROOT, Container, Rendered, render
+
+UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "mb": 1 << 20, "gb": 1 << 30}
+# Read by others than us: where Python and its libraries keep what they keep, and that nothing is fetched from a hub.
+READ_BY_OTHERS = {"HOME", "HF_HUB_OFFLINE"}
+
+
+@pytest.fixture(params=OVERLAYS)
+def rendered(request: pytest.FixtureRequest) -> Rendered:
+    return render(request.param)
+
+
+def num_bytes(text: str) -> float:
+    number, unit = re.fullmatch(r"([\d.]+)(\w*)", text).groups()  # type: ignore[union-attr]
+    return float(number) * UNITS[unit]
+
+
+def command_of(words: list[str]) -> tuple[click.Command, list[str]]:
+    """The command that these words call, and the words that are left for it."""
+    if words[:3] == ["python", "-m", "workers"]:
+        return importlib.import_module("workers.__main__").main, words[3:]
+    assert words[0] == "streamrl", words
+    module, attribute = COMMANDS[words[1]].target.split(":")
+    command, rest = getattr(importlib.import_module(module), attribute), words[2:]
+    while isinstance(command, click.Group):
+        command, rest = command.commands[rest[0]], rest[1:]
+    return command, rest
+
+
+def run_by_streamrl(rendered: Rendered) -> list[Container]:
+    return [one for one in rendered.containers() if one.spec["image"].startswith("streamrl-")]
+
+
+def told(container: Container) -> list[str]:
+    """The words of the program; of a shell's line, those before it sends the output elsewhere."""
+    words = container.words
+    return words[2].partition(" > ")[0].split() if words[:2] == ["sh", "-c"] else words
+
+
+def test_every_flag_exists_and_none_that_is_needed_is_missing(rendered: Rendered) -> None:
+    for container in run_by_streamrl(rendered):
+        command, words = command_of(told(container))
+        found, left, _ = command.make_parser(click.Context(command)).parse_args(list(words))
+        needed = {parameter.name for parameter in command.params if parameter.required}
+        assert needed <= set(found), container.spec["name"]
+        assert left == []
+
+
+def test_a_flag_that_does_not_exist_is_found() -> None:
+    command, words = command_of([*told(render("cpu").container("worker")), "--no-such-flag"])
+    with pytest.raises(click.NoSuchOption):
+        command.make_parser(click.Context(command)).parse_args(words)
+
+
+def test_every_variable_is_read_by_the_program_or_stands_in_its_words(rendered: Rendered) -> None:
+    ours = "".join(path.read_text() for part in ("streamrl", "workers") for path in (ROOT / part).rglob("*.py"))
+    for container in run_by_streamrl(rendered):
+        words = " ".join(container.spec["args"])
+        for name in container.variables:
+            known = name in READ_BY_OTHERS or name.removesuffix("_FILE") in ours
+            assert known or f"$({name})" in words, (container.spec["name"], name)
+    assert "HF_HUB_OFFLINE" in Path(huggingface_hub.constants.__file__).read_text()
+
+
+@pytest.fixture
+def config(rendered: Rendered, tmp_path: Path) -> Config:
+    for name, text in rendered.named("ConfigMap", "run")["data"].items():
+        (tmp_path / name).write_text(text)
+    name = f"name={rendered.place['RUN_NAME']}"
+    loaded = load_config(tmp_path / "run.yaml", (name,))
+    check_config(loaded.config, loaded.origin)
+    return loaded.config
+
+
+def test_every_file_that_the_configuration_names_lies_in_a_volume(config: Config, rendered: Rendered) -> None:
+    learner, worker = rendered.container("learner"), rendered.container("worker")
+    for path in (config.model.path, config.data.train, str(config.data.validation)):
+        assert learner.mount_of(path) == "models"
+    assert learner.mount_of(str(config.dir)) == "runs"
+    assert f"--model={config.model.path}" in worker.words
+    for source in config.rewards.values():
+        if isinstance(source, HttpReward):
+            assert source.token_file is not None
+            assert learner.mount_of(source.token_file) == worker.mount_of(source.token_file) == "token"
+            assert f"--allow-host={source.url.removeprefix('http://')}" in worker.words
+    if config.weights.store.startswith("file:"):
+        folder = config.weights.store.removeprefix("file:")
+        assert learner.mount_of(folder) == worker.mount_of(folder) == "weights"
+    assert config.worker.count == 0
+    assert config.reward_server is None
+
+
+def test_redis_may_hold_the_backlog_and_its_pod_what_redis_may_hold(config: Config, rendered: Rendered) -> None:
+    redis = rendered.container("redis")
+    words = redis.words
+    max_memory = num_bytes(words[words.index("--maxmemory") + 1])
+    assert 2 * config.redis.max_backlog_bytes < max_memory
+    assert 1.25 * max_memory < num_bytes(redis.spec["resources"]["limits"]["memory"])
+
+
+def test_every_part_has_the_time_that_it_takes_to_end(config: Config, rendered: Rendered) -> None:
+    grace = {one.pod: one.template["spec"].get("terminationGracePeriodSeconds", 30) for one in rendered.containers()}
+    assert grace["learner"] > DRAIN_S
+    assert grace["worker"] > config.worker.grace_s + 30
+
+
+def test_the_ranks_of_a_pod_are_as_many_as_its_gpus(config: Config, rendered: Rendered) -> None:
+    gpus = rendered.container("learner").spec["resources"]["limits"].get("nvidia.com/gpu", 1)
+    assert int(gpus) == config.learner.processes
