@@ -19,8 +19,7 @@ from redis.retry import Retry
 
 from streamrl.audit.commit import EntryId, parse_id
 from streamrl.errors import ResourceError, WireError
-from streamrl.transport.address import open_client
-from streamrl.transport.connection import server_name
+from streamrl.transport.address import open_client, server_name
 from streamrl.transport.keys import Keys
 from streamrl.wire.group import decode_body, decode_header
 from streamrl.wire.ticket import decode_ticket

@@ -74,7 +74,8 @@ def find_run(folder: Path | None, url: str | None, run: str | None) -> Target:
 def open_run(target: Target) -> Iterator[OpenRun]:
     """ResourceError when the server does not answer, or knows nothing of the run."""
     from streamrl.config import schema
-    from streamrl.transport.connection import connect, server_name
+    from streamrl.transport.address import server_name
+    from streamrl.transport.connection import connect
     from streamrl.transport.keys import Keys
     from streamrl.transport.snapshot import snapshot
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import redis
 
 from streamrl.errors import ConfigError, ResourceError
-from streamrl.transport.connection import connect, server_name
+from streamrl.transport.address import server_name
+from streamrl.transport.connection import connect
 from streamrl.transport.keys import Keys
 
 URL_VARIABLE = "STREAMRL_REDIS"

@@ -19,10 +19,14 @@ import redis
 import redis.asyncio
 import redis.asyncio.sentinel
 import redis.sentinel
+from redis.asyncio.sentinel import SentinelConnectionPool as AsyncSentinelConnectionPool
 from redis.connection import parse_url
+from redis.sentinel import SentinelConnectionPool
 
 from streamrl.errors import ConfigError
 from streamrl.transport.url import FORMS, PASSWORD, SENTINEL_PASSWORD, masked
+
+AnyClient = redis.Redis | redis.asyncio.Redis
 
 _SENTINEL_PORT = 26379
 _SERVICE = re.compile(r"/([A-Za-z0-9._-]+)(?:/(\d+))?/?")
@@ -76,6 +80,16 @@ def open_async_client(url: str, *, environment: Mapping[str, str] = os.environ, 
     sentinel = redis.asyncio.sentinel.Sentinel(where.sentinels, sentinel_kwargs=dict(where.sentinel_options))  # type: ignore[no-untyped-call]
     client: redis.asyncio.Redis = sentinel.master_for(where.service, redis_class=_AsyncSentinelClient, **where.options)
     return client
+
+
+def server_name(client: AnyClient) -> str:
+    """The server as people know it, without secrets."""
+    pool, options = client.connection_pool, client.get_connection_kwargs()
+    if isinstance(pool, SentinelConnectionPool | AsyncSentinelConnectionPool):
+        return f"service {pool.service_name} of its sentinels"
+    if "path" in options:
+        return f"unix://{options['path']}"
+    return f"{options.get('host', 'localhost')}:{options.get('port', 6379)}/{options.get('db', 0)}"
 
 
 def _checked(url: str) -> str:

@@ -16,17 +16,14 @@ from typing import Any, Protocol, TypeVar
 import redis
 import redis.asyncio
 from redis.asyncio.retry import Retry as AsyncRetry
-from redis.asyncio.sentinel import SentinelConnectionPool as AsyncSentinelConnectionPool
 from redis.backoff import NoBackoff
 from redis.retry import Retry
-from redis.sentinel import SentinelConnectionPool
 
 from streamrl.errors import ResourceError, TransportError
-from streamrl.transport.address import open_async_client, open_client
+from streamrl.transport.address import AnyClient, open_async_client, open_client, server_name
 from streamrl.transport.url import PASSWORD
 
 T = TypeVar("T")
-AnyClient = redis.Redis | redis.asyncio.Redis
 
 OLDEST_SERVER = (6, 2)
 _LONGEST_BLOCK_MS = 5_000
@@ -91,16 +88,6 @@ def _remedy(url: str, error: BaseException | None) -> str:
     if "sentinel" in url.partition("://")[0]:
         return "Its sentinels must be there and know the service by that name (SENTINEL GET-MASTER-ADDR-BY-NAME)"
     return "Start Redis there, or set redis.url (`embedded` needs none)"
-
-
-def server_name(client: AnyClient) -> str:
-    """The server as people know it, without secrets."""
-    pool, options = client.connection_pool, client.get_connection_kwargs()
-    if isinstance(pool, SentinelConnectionPool | AsyncSentinelConnectionPool):
-        return f"service {pool.service_name} of its sentinels"
-    if "path" in options:
-        return f"unix://{options['path']}"
-    return f"{options.get('host', 'localhost')}:{options.get('port', 6379)}/{options.get('db', 0)}"
 
 
 def bounded_block_ms(client: AnyClient, wanted_ms: int) -> int:

@@ -19,7 +19,8 @@ import redis
 
 from streamrl.crashpoints import crashpoint
 from streamrl.errors import Fenced, ResourceError, RunGone, TransportError
-from streamrl.transport.connection import Attempts, repeat, server_name
+from streamrl.transport.address import server_name
+from streamrl.transport.connection import Attempts, repeat
 from streamrl.transport.keys import Keys
 from streamrl.transport.scripts import for_tenure as scripts
 from streamrl.transport.scripts.call import Call, run

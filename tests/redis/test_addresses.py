@@ -20,8 +20,8 @@ from redis.retry import Retry
 from streamrl.cli.main import main
 from streamrl.config import schema
 from streamrl.errors import ConfigError, ResourceError
-from streamrl.transport.address import open_client
-from streamrl.transport.connection import Attempts, connect, connect_async, repeat, server_name
+from streamrl.transport.address import open_client, server_name
+from streamrl.transport.connection import Attempts, connect, connect_async, repeat
 from streamrl.transport.embedded import EmbeddedRedis, find_server
 from streamrl.transport.url import PASSWORD, SENTINEL_PASSWORD, masked, split_password
 from tests.helpers import wait_until

@@ -12,7 +12,8 @@ import pytest
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError, ResourceError
-from streamrl.transport.connection import check_server, check_server_async, connect, connect_async, server_name
+from streamrl.transport.address import server_name
+from streamrl.transport.connection import check_server, check_server_async, connect, connect_async
 from streamrl.transport.embedded import EmbeddedRedis, find_server
 from streamrl.transport.keys import Keys
 from streamrl.transport.learner import LearnerStream

@@ -6,6 +6,7 @@ import json
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from learner.epochs import CheckpointName, claim_run
 from learner.ledger import StreamState
 from streamrl.cli.main import main
 from streamrl.config.load import load_config
+from streamrl.transport.acl import Role
 from tests.tiny_models import make_model
 
 
@@ -74,6 +76,16 @@ def test_a_second_learner_on_the_machine_is_a_stranger_to_the_first(
         return next(word for word in line(capsys) if word.startswith("--rdzv-id="))
 
     assert identity() != identity()
+
+
+def test_a_password_in_the_url_goes_by_the_environment_and_is_not_shown(
+    file: Path, role_urls: Mapping[Role, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert learn(file, "--redis", role_urls["learner"], "--dry-run") == 0
+    told = capsys.readouterr().out
+    assert "of-learner" not in told
+    assert "STREAMRL_REDIS_PASSWORD=***" in told
+    assert "--redis unix://learner@/" in told
 
 
 def test_a_recording_takes_the_place_of_redis(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
