@@ -69,7 +69,7 @@ def test_many_wrong_tickets_are_shown_in_part(folder: RunFolder, capsys: pytest.
         (["nowhere"], "run.json is not there"),
         ([], "give the folder of a run, or --redis URL and --run NAME"),
         (["--redis", "redis://localhost"], "give the folder of a run, or --redis URL and --run NAME"),
-        (["--redis", "nonsense", "--run", "x"], "must be redis://host:port"),
+        (["--redis", "nonsense", "--run", "x"], "write redis://host:port"),
         (["--redis", "unix:///none.sock", "--run", "x"], "Redis at unix:///none.sock does not answer"),
     ],
 )
