@@ -15,6 +15,7 @@ from streamrl.config.check import check_config
 from streamrl.config.load import load_config
 from streamrl.config.schema import Config, HttpReward
 from streamrl.launch.parts import DRAIN_S
+from streamrl.weights.stores import budget_in_redis
 from tests.manifest_world import OVERLAYS, ROOT, Container, Rendered, render
 
 UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "mb": 1 << 20, "gb": 1 << 30}
@@ -111,7 +112,7 @@ def test_redis_may_hold_the_backlog_and_its_pod_what_redis_may_hold(config: Conf
     redis = rendered.container("redis")
     words = redis.words
     max_memory = num_bytes(words[words.index("--maxmemory") + 1])
-    assert 2 * config.redis.max_backlog_bytes < max_memory
+    assert 1.25 * (config.redis.max_backlog_bytes + budget_in_redis(config.weights)) < max_memory
     assert 1.25 * max_memory < num_bytes(redis.spec["resources"]["limits"]["memory"])
 
 
