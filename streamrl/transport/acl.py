@@ -57,7 +57,7 @@ def rules(role: Role, *, run: str = ANY_RUN, selectors: bool = True) -> str:
 
 
 def _worker(keys: Keys) -> Iterator[Grant]:
-    yield Grant(commands=("ping", "select", "info", "multi", "exec"))
+    yield Grant(commands=("ping", "select", "info"))
     yield _scripts(keys)
     read = (keys.meta, keys.weights, keys.manifests, keys.blobs, keys.control)
     yield Grant(commands=("hget", "hmget", "hgetall"), keys=read)
@@ -89,7 +89,8 @@ def _learner(keys: Keys) -> Iterator[Grant]:
     yield Grant(commands=("xadd", "xdel"), keys=(keys.dead,))
     yield Grant(commands=("hget", "hkeys", "hdel"), keys=(keys.retry_requests,))
     yield Grant(commands=("hgetall", "hset", "hdel"), keys=(keys.retried,))
-    yield Grant(commands=("hget", "hkeys", "hset", "hdel"), keys=(keys.manifests, keys.blobs))
+    yield Grant(commands=("hget", "hkeys", "hset", "hdel"), keys=(keys.manifests,))
+    yield Grant(commands=("hget", "hgetall", "hset", "hdel"), keys=(keys.blobs,))
     yield Grant(commands=("get", "set", "unlink"), keys=(_chunks(keys),))
     yield Grant(commands=("xadd",), keys=(*_metrics(keys), keys.events))
     yield _reports(keys)

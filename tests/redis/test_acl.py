@@ -149,7 +149,7 @@ def test_weights_are_stored_by_the_learner_and_read_by_a_worker(
     mine, theirs = (RedisStore(as_role[role], keys, chunk_bytes=4) for role in ("learner", "worker"))
     mine.put(name, b"0123456789")
     assert theirs.get(name) == b"0123456789"
-    assert mine.list() == [name]
+    assert list(mine.list()) == [name]
     with pytest.raises(TransportError, match="streamrl redis acl"):
         theirs.put("u/000001/0-0-bb", b"forged")
     with pytest.raises(TransportError, match="No permissions"):
