@@ -25,7 +25,7 @@ if [ -z "${STREAMRL_REDIS:-}" ]; then
   export STREAMRL_REDIS=redis://$head:6379 STREAMRL_REDIS_PASSWORD_FILE=$private/redis-password
   [ -s "$STREAMRL_REDIS_PASSWORD_FILE" ] || (umask 077; openssl rand -hex 32 > "$STREAMRL_REDIS_PASSWORD_FILE")
   mkdir -p "$private/redis"
-  # Its configuration comes by stdin: words of a command are seen by everybody on the host.
+  # The password in a file that only we can read: words of a command are seen by everybody on the host.
   {
     printf 'port 6379\ndir %s\nappendonly yes\nsave ""\nmaxmemory-policy noeviction\n' "$private/redis"
     printf 'requirepass %s\n' "$(cat "$STREAMRL_REDIS_PASSWORD_FILE")"
