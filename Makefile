@@ -4,7 +4,7 @@ ARGS ?=
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-long test-root lint format bench clean
+.PHONY: help setup quickstart test test-long test-root lint format bench chaos scale staleness clean
 
 help:  ## list the targets
 	@echo 'streamrl: make TARGET'
@@ -36,6 +36,15 @@ format: setup  ## mend what ruff can mend by itself
 
 bench: setup  ## measure the stream, the codec and the weights (ARGS chooses; see bench/)
 	.venv/bin/python -m bench $(ARGS)
+
+chaos: setup  ## all that a run must survive, in one table (ARGS="full", "random --minutes 30", "quick --record")
+	.venv/bin/python -m tests.faults.chaos $(ARGS)
+
+scale: setup  ## 1 to 2,000 simulated workers on a real Redis, and what that says of 10,000 GPUs (ARGS="--quick")
+	.venv/bin/python -m bench scale $(ARGS)
+
+staleness: setup  ## what each loss makes of samples that are 0 to 32 steps old, five seeds (ARGS="--quick")
+	.venv/bin/python -m bench staleness $(ARGS)
 
 clean:  ## remove caches and build outputs; .venv and runs/ stay
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -51,6 +51,11 @@ class Part:
         self._process.start()
 
     @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
     def exit_code(self) -> int | None:
         """None while it lives; negative: the signal that ended it."""
         return self._process.exitcode
@@ -60,8 +65,7 @@ class Part:
         return self._out.read_text() if self._out.exists() else ""
 
     def send(self, number: signal.Signals) -> None:
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        os.kill(self.pid, number)
 
     def kill(self) -> None:
         """By kill -9, if it still lives."""

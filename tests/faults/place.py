@@ -20,19 +20,21 @@ class Place:
     url: str
     store: str = "redis:"  # where the weights go
     num_prompts: int = 21
+    max_epochs: int = 1  # over the prompts
     pace_s: float = 0.02  # what a sample takes
     worker_lease_s: float = 0.4
     learner_lease_s: float = 1.0
     commit_every: int = 2  # steps
     reply_timeout_s: float = 5.0  # of Redis
+    idle_timeout_s: float = 600.0  # a learner ends that gets no group for so long
     deadly_ticket: int | None = None  # its group kills the learner that trains it
     deadline_s: int = _DEADLINE_S
 
     def config(self) -> schema.Config:
         config = make_config(
-            training={"groups_per_step": GROUPS_PER_STEP},
+            training={"groups_per_step": GROUPS_PER_STEP, "max_epochs": self.max_epochs},
             worker={"max_attempts": 2, "lease_s": self.worker_lease_s, "max_groups_in_flight": 4, "grace_s": 0.01},
-            learner={"lease_s": self.learner_lease_s, "idle_timeout_s": 600.0},
+            learner={"lease_s": self.learner_lease_s, "idle_timeout_s": self.idle_timeout_s},
             checkpoint={"every_steps": self.commit_every, "keep_last": 1},
             redis={"connect_timeout_s": 2.0, "reply_timeout_s": self.reply_timeout_s, "give_up_after_s": 60.0},
             weights={"store": self.store},

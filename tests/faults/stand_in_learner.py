@@ -40,6 +40,7 @@ from streamrl.weights.stores import BlobStore, open_store
 from tests.faults.place import Place
 from tests.feed_world import MODEL, keep, make_prompts
 
+STEP = "step "  # begins a line of its output for each that it makes
 _CHUNK_BYTES = 64  # so that a version has several
 _NUM_KEPT = 2  # versions
 
@@ -146,6 +147,7 @@ class _Loop:
             os.kill(os.getpid(), signal.SIGKILL)
         self._conductor.settle(plan, [Verdict.SOUND] * len(plan.entries), trained=True)
         self._step += 1
+        print(f"{STEP}{self._step}")
         self._publish()
         if self._step % self._config.checkpoint.every_steps == 0:
             self._commit()

@@ -1,4 +1,4 @@
-"""A reward service of seven replicas under a worker's loop: six are bad, and the good one is killed again and again."""
+"""T16: a reward service of seven replicas under a worker's loop; six are bad, the good one is killed ten times."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 from streamrl.config import schema
+from tests.faults.report import Row, note
 from tests.worker_world import WorkerWorld
 from workers.permissions import Permissions
 from workers.rewards.base import Health, ScoreItem
@@ -144,7 +145,18 @@ async def test_no_group_is_lost_and_no_reward_is_made_up_whatever_the_replicas_d
         groups = await world.delivered(num_tickets)
         await world.finish()
 
-    assert sorted(group.header.ticket for group in groups) == list(range(num_tickets))
+    tickets = [group.header.ticket for group in groups]
+    bad = [(item.completion, value) for item, value in witness.given if value != truth(item)]
+    note(
+        Row(
+            scenario="T16",
+            injections=NUM_RESTARTS + len(kinds),
+            lost=len(set(range(num_tickets)) - set(tickets)),
+            twice=len(tickets) - len(set(tickets)),
+            more={"bad_rewards": len(bad)},
+        )
+    )
+    assert sorted(tickets) == list(range(num_tickets))
     assert [group.header.error for group in groups if group.header.failed or group.header.num_failed_samples] == []
     assert witness.given
-    assert [(item.completion, value) for item, value in witness.given if value != truth(item)] == []
+    assert bad == []

@@ -1,0 +1,89 @@
+"""What a run leaves behind: processes, descriptors and threads of who started them, names in /dev/shm, keys."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from dataclasses import dataclass, replace
+from multiprocessing import resource_tracker
+from multiprocessing.forkserver import ensure_running
+from pathlib import Path
+from typing import Self
+
+import redis
+
+from streamrl.transport.keys import Keys
+from streamrl.wire.purpose import Purpose
+from tests.faults.random_outcome import Leaks
+
+_SETTLED_WITHIN_S = 5.0
+_PAUSE_S = 0.05
+_PURPOSES: tuple[Purpose, ...] = ("train", "eval")
+_LEVELS = range(1, 10)  # of thinned metrics, and more than there are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Of this process and those below it; taken when nothing of the run is there."""
+
+    processes: frozenset[int]
+    num_descriptors: int
+    num_threads: int
+    shared_memory: frozenset[str]
+
+    @classmethod
+    def now(cls) -> Self:
+        ensure_running()  # the server from which parts are forked, and its tracker, outlive the run
+        resource_tracker.ensure_running()
+        gc.collect()  # processes that nobody knows any more hold descriptors until then
+        return cls(
+            processes=frozenset(_descendants(os.getpid())),
+            num_descriptors=len(os.listdir("/proc/self/fd")),
+            num_threads=threading.active_count(),
+            shared_memory=frozenset(os.listdir("/dev/shm")),
+        )
+
+    def leaks_since(self, *, num_keys: int, num_descriptors_of_parts: int) -> Leaks:
+        """Once what is ending has ended, or has had time to."""
+        deadline = time.monotonic() + _SETTLED_WITHIN_S
+        while True:
+            now = self.now()
+            grown = Leaks(
+                processes=len(now.processes - self.processes),
+                descriptors=max(0, now.num_descriptors - self.num_descriptors),
+                threads=max(0, now.num_threads - self.num_threads),
+                keys=0,
+                shared_memory=len(now.shared_memory - self.shared_memory),
+            )
+            if not grown.num_found or time.monotonic() > deadline:
+                return replace(grown, keys=num_keys, descriptors=grown.descriptors + num_descriptors_of_parts)
+            threading.Event().wait(_PAUSE_S)
+
+
+def unknown_keys(client: redis.Redis, keys: Keys) -> list[bytes]:
+    """Keys that are not of the run, and those of the run that have no name in `Keys` and never expire."""
+    known = {getattr(keys, name) for name, member in vars(Keys).items() if isinstance(member, property)}
+    known |= {key for purpose in _PURPOSES for key in (keys.tickets(purpose), keys.groups(purpose))}
+    known |= {keys.thinned(level) for level in _LEVELS}
+    found = [key for key in client.scan_iter(count=1000) if key.decode() not in known]
+    return [key for key in found if not key.startswith(keys.prefix.encode()) or client.ttl(key) == -1]
+
+
+def _descendants(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        try:
+            children = [int(word) for word in (task / "children").read_text().split()]
+        except FileNotFoundError:
+            continue  # a thread that has just ended
+        found += [one for child in children for one in (child, *_descendants_of_living(child))]
+    return found
+
+
+def _descendants_of_living(pid: int) -> list[int]:
+    try:
+        return _descendants(pid)
+    except FileNotFoundError:
+        return []
