@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ MODEL = "bench"  # the fingerprint that groups carry
 VOCABULARY = 32_000
 PLAIN_STREAM = "plain"
 _PLAIN_AHEAD = 1024  # groups that the plain writer may be ahead of its reader
+_SPREAD = 0.8  # of the logarithm of what a group takes
 _LEASE_BLOCK_MS = 500  # as in workers.rollout
 
 
@@ -51,6 +53,7 @@ class Team:
     lease_s: float = 60.0
     give_up_after_s: float = 120.0
     max_groups_in_flight: int = 32  # each
+    generate_s: float = 0.0  # what a group takes in the mean, long-tailed; 0: no time at all
 
 
 @contextmanager
@@ -68,7 +71,8 @@ def in_background(work: Callable[..., None], *args: object) -> Iterator[int]:
 
 def answer_tickets(team: Team) -> None:
     async def all_workers() -> None:
-        await asyncio.gather(*(_Worker(team, number).run() for number in range(team.num_workers)))
+        made = _Made(team.shape)
+        await asyncio.gather(*(_Worker(team, number, made).run() for number in range(team.num_workers)))
 
     asyncio.run(all_workers())
 
@@ -125,7 +129,7 @@ def example_answer(shape: Shape) -> tuple[bytes, bytes]:
     return encode_answer(example_ticket(0), make_samples(shape, version=make_version(1, 0)))
 
 
-def make_samples(shape: Shape, *, version: int) -> tuple[Sample, ...]:
+def make_samples(shape: Shape, *, version: int, step: int = 0) -> tuple[Sample, ...]:
     rng = np.random.default_rng(0)
     length = shape.num_tokens
     return tuple(
@@ -133,7 +137,7 @@ def make_samples(shape: Shape, *, version: int) -> tuple[Sample, ...]:
             token_ids=rng.integers(0, VOCABULARY, length).astype(np.int32),
             logprobs=-rng.random(length).astype(np.float32),
             mask_runs=(length,),
-            spans=(Span(version=version, step=0, start=0, end=length),),
+            spans=(Span(version=version, step=step, start=0, end=length),),
             finish_reason="stop",
             rewards={"exact": float(number)},
             reward=float(number),
@@ -142,13 +146,28 @@ def make_samples(shape: Shape, *, version: int) -> tuple[Sample, ...]:
     )
 
 
+class _Made:
+    """The samples of the newest step, shared by all: making them is no part of the path."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        self._of: tuple[int, int] | None = None  # version and step
+        self._samples: tuple[Sample, ...] = ()
+
+    def samples(self, *, version: int, step: int) -> tuple[Sample, ...]:
+        if self._of != (version, step):
+            self._of, self._samples = (version, step), make_samples(self._shape, version=version, step=step)
+        return self._samples
+
+
 class _Worker:
     """Takes tickets as workers.rollout does: its hands full, and a task for each ticket."""
 
-    def __init__(self, team: Team, number: int) -> None:
+    def __init__(self, team: Team, number: int, made: _Made) -> None:
         self._team = team
         self._name = f"w{number}"
-        self._samples: dict[int, tuple[Sample, ...]] = {}  # of the newest version: making them is no part of the path
+        self._made = made
+        self._chance = random.Random(number)
 
     async def run(self) -> None:
         team = self._team
@@ -170,10 +189,11 @@ class _Worker:
                     task.result()
 
     async def _answer(self, stream: WorkerStream, leased: Leased) -> None:
-        version = leased.ticket.min_version or make_version(1, 0)
-        if version not in self._samples:
-            self._samples = {version: make_samples(self._team.shape, version=version)}
-        header, body = encode_answer(leased.ticket, self._samples[version], worker=self._name)
+        ticket = leased.ticket
+        if self._team.generate_s:
+            await asyncio.sleep(self._team.generate_s * self._chance.lognormvariate(-(_SPREAD**2) / 2, _SPREAD))
+        samples = self._made.samples(version=ticket.min_version or make_version(1, 0), step=ticket.issued_step)
+        header, body = encode_answer(ticket, samples, worker=self._name)
         assert await stream.deliver(leased, header, body), "nobody else takes tickets here"
 
 

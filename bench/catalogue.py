@@ -31,5 +31,7 @@ BENCHES: Mapping[str, Entry] = {
     "learner-gpu": Entry("bench.learner_gpu:bench", "The same on a GPU, for models of 0.5 and 1.5B parameters."),
     "worker": Entry("bench.worker:bench", "A worker's whole path against bare vLLM, with updates and without."),
     "reward": Entry("bench.reward:bench", "The reward server against bare forward passes of its model."),
+    "scale": Entry("bench.scale:bench", "1 to 2,000 simulated workers on a real Redis, and 10,000 GPUs on paper."),
+    "async": Entry("bench.async_gain:bench", "Asynchronous against synchronous, on simulated latencies."),
     "monitor": Entry("bench.monitor:bench", "Watching a run: top, the page, status, and what it costs Redis."),
 }

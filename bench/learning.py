@@ -45,9 +45,13 @@ class Learning:
         groups_per_step: int,
         commit_every: int,  # steps
         folder: Path | None = None,
+        observe: Callable[[int, Sequence[Group]], None] = lambda step, groups: None,  # what each step trains
     ) -> None:
         self.keys = Keys(run)
         self.num_trained = 0
+        self.plan_cpu_s = 0.0  # what rank 0 alone does
+        self.fetch_cpu_s = 0.0  # what all ranks share
+        self._observe = observe
         self._commit_every = commit_every
         self._step = 0
         self._root = None if folder is None else CheckpointRoot(folder)
@@ -70,6 +74,7 @@ class Learning:
     def step(self, train: Callable[[Sequence[Group]], None] | None = None) -> int:
         """The number of groups in it. Without `train` nothing is learnt from them."""
         deadline = time.monotonic() + _PATIENCE_S
+        cpu_s = time.process_time()
         while True:
             plan = self._feed.plan(step=self._step, world_size=1, timeout_s=1.0)
             if plan is not None and plan.kind is Kind.STEP:
@@ -78,16 +83,22 @@ class Learning:
                 self.commit()
             elif time.monotonic() > deadline:
                 raise TrainingError(f"no batch came within {_PATIENCE_S:g} s: have the workers ended?")
+        planned_cpu_s = time.process_time()
         fetched = fetch_groups(self._stream, plan, rank=0, vocabulary=VOCABULARY)
         assert len(fetched.groups) == len(plan.entries), "what the workers here send is sound"
         if train is not None:
             train(fetched.groups)
+        fetched_cpu_s = time.process_time()
+        self._observe(self._step, fetched.groups)
+        observed_cpu_s = time.process_time()
         self._feed.settle(plan, [int(verdict) for verdict in fetched.verdicts])
         self._step += 1
         self.num_trained += len(plan.entries)
         self._feed.note_version(make_version(1, self._step), self._step)
         if self._step % self._commit_every == 0:
             self.commit()
+        self.fetch_cpu_s += fetched_cpu_s - planned_cpu_s
+        self.plan_cpu_s += time.process_time() - observed_cpu_s + planned_cpu_s - cpu_s
         return len(plan.entries)
 
     def commit(self) -> None:

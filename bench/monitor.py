@@ -23,7 +23,7 @@ from statistics import median
 import redis
 from rich.console import Console
 
-from bench.measure import Rounds, Say, seconds
+from bench.measure import Rounds, Say, cpu_s, seconds
 from bench.report import Bar, Fact, Line
 from streamrl.config import schema
 from streamrl.monitor.opening import Opened
@@ -201,14 +201,8 @@ def _load(server: EmbeddedRedis, there: Opened, say: Say, *, for_s: float) -> It
 
 def _server_cpu(server: EmbeddedRedis, look: Callable[[], object], *, for_s: float) -> float:
     """Its share of a core while somebody looks as often as `top` does."""
-    began, before = time.perf_counter(), _cpu_s(server.pid)
+    began, before = time.perf_counter(), cpu_s(server.pid)
     while (passed := time.perf_counter() - began) < for_s:
         look()
         time.sleep(min(_PERIOD_S, max(0.0, for_s - passed)))
-    return (_cpu_s(server.pid) - before) / (time.perf_counter() - began)
-
-
-def _cpu_s(pid: int) -> float:
-    """To the nanosecond: a hundredth of a second is all that /proc/PID/stat counts in."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+    return (cpu_s(server.pid) - before) / (time.perf_counter() - began)

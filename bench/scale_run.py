@@ -1,0 +1,188 @@
+"""One size of a simulated run: so many workers without engines, the real stream, and a learner that takes its time.
+
+saturated   workers answer at once, the learner trains at once: what the path carries, and what a group costs
+paced       a group takes long-tailed time, and the learner's step too: is it starved, how old are groups, who works
+idle        after the first: no tickets are left, and what workers that wait cost Redis
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import redis
+
+from bench.answering import Shape, Team, answer_tickets, in_background
+from bench.learning import Learning
+from bench.measure import cpu_s
+from streamrl.errors import ResourceError
+from streamrl.transport.embedded import EmbeddedRedis
+from streamrl.wire.group import Group
+
+SHAPE = Shape(num_samples=8, num_tokens=2048)
+_LAG = 4  # steps, the default
+_AHEAD = 1.25  # tickets that are out for each that can be at work
+_LEAST_A_STEP = 32  # groups
+_AT_WORK = 64  # groups, of few workers together
+_COMMIT_EVERY = 10  # steps
+_CONNECTED_WITHIN_S = 60.0
+_LONGEST_S = 20.0  # that a group takes in the mean, or nobody would see the end of it
+_IDLE_S = 2.0
+_PAUSE_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """CPU seconds of a group."""
+
+    redis: float
+    rank0: float  # plan, settle, commit
+    ranks: float  # fetch, verify, decode: shared by all
+    workers: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saturated:
+    groups_per_s: float
+    redis_load: float  # share of a core
+    learner_load: float
+    idle_load: float  # of Redis, with nothing to do
+    costs: Costs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paced:
+    groups_per_s: float
+    starved: float  # share of the learner's time beyond its steps
+    lag_mean: float  # steps from the ticket's issue to its training
+    lag_max: int
+    evenness: float  # 1: groups are spread over workers as evenly as chance would
+    redis_load: float
+
+
+class Size:
+    """So many workers; each run of theirs is a new one on an empty server."""
+
+    def __init__(self, server: EmbeddedRedis, client: redis.Redis, num_workers: int) -> None:
+        self._server, self._client = server, client
+        self.num_workers = num_workers
+        self.at_work = max(1, _AT_WORK // num_workers)  # groups of each worker
+        self.groups_per_step = max(_LEAST_A_STEP, math.ceil(_AHEAD * num_workers * self.at_work / (_LAG + 1)))
+
+    def saturated(self, *, for_s: float) -> Saturated:
+        learning, _ = self._begin("saturated")
+        with in_background(answer_tickets, self._team("saturated")) as workers:
+            self._fill(learning)
+            pids = {"redis": self._server.pid, "workers": workers, "learner": os.getpid()}
+            plan_s, fetch_s = learning.plan_cpu_s, learning.fetch_cpu_s
+            before, began, trained = {name: cpu_s(pid) for name, pid in pids.items()}, time.perf_counter(), 0
+            while (elapsed := time.perf_counter() - began) < for_s:
+                trained += learning.step()
+            used = {name: cpu_s(pid) - before[name] for name, pid in pids.items()}
+            idle_load = self._idle_load(learning)
+        return Saturated(
+            groups_per_s=trained / elapsed,
+            redis_load=used["redis"] / elapsed,
+            learner_load=used["learner"] / elapsed,
+            idle_load=idle_load,
+            costs=Costs(
+                redis=used["redis"] / trained,
+                rank0=(learning.plan_cpu_s - plan_s) / trained,
+                ranks=(learning.fetch_cpu_s - fetch_s) / trained,
+                workers=used["workers"] / trained,
+            ),
+        )
+
+    def paced(self, *, groups_per_s: float, for_s: float) -> Paced:
+        """The learner wants so many; the workers can make a quarter more, or more than that."""
+        learning, seen = self._begin("paced")
+        generate_s = min(_LONGEST_S, self.num_workers * self.at_work / (_AHEAD * groups_per_s))
+        step_s = self.groups_per_step / groups_per_s
+        with in_background(answer_tickets, self._team("paced", generate_s=generate_s)):
+            self._fill(learning)
+            seen.clear()
+            trained, starved_s = 0, 0.0
+            began, redis_s = time.perf_counter(), cpu_s(self._server.pid)
+            while (elapsed := time.perf_counter() - began) < for_s:
+                asked, busy_s = time.perf_counter(), time.process_time()
+                trained += learning.step()
+                busy_s = time.process_time() - busy_s
+                starved_s += max(0.0, time.perf_counter() - asked - busy_s)
+                time.sleep(max(0.0, step_s - busy_s))
+            redis_s = cpu_s(self._server.pid) - redis_s
+        return Paced(
+            groups_per_s=trained / elapsed,
+            starved=starved_s / elapsed,
+            lag_mean=sum(seen.lags) / len(seen.lags),
+            lag_max=max(seen.lags),
+            evenness=seen.evenness(self.num_workers),
+            redis_load=redis_s / elapsed,
+        )
+
+    def _begin(self, run: str) -> tuple[Learning, Seen]:
+        self._client.flushall()
+        seen = Seen()
+        learning = Learning(
+            self._client,
+            run,
+            shape=SHAPE,
+            groups_per_step=self.groups_per_step,
+            commit_every=_COMMIT_EVERY,
+            observe=seen.note,
+        )
+        return learning, seen
+
+    def _team(self, run: str, *, generate_s: float = 0.0) -> Team:
+        return Team(
+            url=self._server.url,
+            run=run,
+            shape=SHAPE,
+            num_workers=self.num_workers,
+            max_groups_in_flight=self.at_work,
+            generate_s=generate_s,
+        )
+
+    def _fill(self, learning: Learning) -> None:
+        """Until all workers have connected, and every queue has been turned over."""
+        deadline = time.monotonic() + _CONNECTED_WITHIN_S
+        for _ in range(_LAG + 1):
+            learning.step()
+        while self._client.info("clients")["connected_clients"] < self.num_workers:
+            learning.step()
+            if time.monotonic() > deadline:
+                raise ResourceError(f"{self.num_workers} workers have not connected in {_CONNECTED_WITHIN_S:g} s")
+
+    def _idle_load(self, learning: Learning) -> float:
+        """Redis' share of a core, once all tickets are answered and no more come."""
+        deadline = time.monotonic() + _CONNECTED_WITHIN_S
+        while self._client.xlen(learning.keys.tickets("train")) and time.monotonic() < deadline:
+            time.sleep(_PAUSE_S)
+        before, began = cpu_s(self._server.pid), time.perf_counter()
+        time.sleep(_IDLE_S)
+        return (cpu_s(self._server.pid) - before) / (time.perf_counter() - began)
+
+
+class Seen:
+    """What was trained: how old, and by whom it was made."""
+
+    def __init__(self) -> None:
+        self.lags: list[int] = []
+        self._by_worker: Counter[str] = Counter()
+
+    def note(self, step: int, groups: Sequence[Group]) -> None:
+        self.lags += [step - group.samples[0].spans[0].step for group in groups]
+        self._by_worker.update(group.header.worker for group in groups)
+
+    def clear(self) -> None:
+        self.lags.clear()
+        self._by_worker.clear()
+
+    def evenness(self, num_workers: int) -> float:
+        """Jain's index of groups by worker, over what it is when each group falls to any worker by chance."""
+        total, squares = self._by_worker.total(), sum(count**2 for count in self._by_worker.values())
+        by_chance = total / (total + num_workers - 1)
+        return total**2 / (num_workers * squares) / by_chance
