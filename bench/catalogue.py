@@ -33,5 +33,6 @@ BENCHES: Mapping[str, Entry] = {
     "reward": Entry("bench.reward:bench", "The reward server against bare forward passes of its model."),
     "scale": Entry("bench.scale:bench", "1 to 2,000 simulated workers on a real Redis, and 10,000 GPUs on paper."),
     "async": Entry("bench.async_gain:bench", "Asynchronous against synchronous, on simulated latencies."),
+    "staleness": Entry("bench.staleness:bench", "What each loss makes of stale samples: reward at lag 0 to 32."),
     "monitor": Entry("bench.monitor:bench", "Watching a run: top, the page, status, and what it costs Redis."),
 }

@@ -74,7 +74,8 @@ def _suffer(folder: Path, *, seconds: float, seed: int, say: Say) -> Outcome:
 
 
 def _make_place(folder: Path, url: str, seconds: float) -> Place:
-    """More prompts than are asked for in any time; short waits, so that much happens."""
+    """More prompts than are asked for in any time; short waits, so that much happens. Where Redis was emptied before a
+    new worker had weights, the learner waits for groups until it gives up, and its successor publishes again."""
     return Place(
         folder=folder,
         name="chaos",

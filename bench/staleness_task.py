@@ -1,0 +1,169 @@
+"""A policy and a task so small that a run takes seconds, on which stale samples do harm as they do to large ones.
+
+    prompt, place, token before ─► small network ─► logits ─► a response, token by token
+                                    ▲ learner.algorithms: advantages within the group, the loss by its name
+
+At each place of a response one token is worth most, another that the untrained policy likes better is a lure, and
+the rest is worth nothing. Whoever goes on acting on old samples drives the lure up until the best token is never tried
+again. The samples of step s come from the weights after step s - lag, every one of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from learner.algorithms import make_algorithm
+from learner.algorithms.base import Algorithm, Tokens
+from learner.algorithms.reinforce import leave_one_out
+from streamrl.config import schema
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    num_prompts: int = 16
+    num_tokens: int = 6  # of a response
+    vocabulary: int = 16
+    lure: float = 0.6  # what it is worth; the best token 1
+    liking: float = 2.0  # logits by which the untrained policy prefers the lure
+    groups_per_step: int = 16
+    num_samples: int = 8
+    lr: float = 0.01
+    hidden: int = 64
+    num_steps: int = 300
+    look_every: int = 10  # steps
+    num_looked_at: int = 2048  # responses
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One run."""
+
+    rewards: Sequence[float]  # of today's policy, each `look_every` steps
+    entropy: float  # of the last policy, nats a token
+
+    @property
+    def final(self) -> float:
+        """Over the last fifth."""
+        return float(np.mean(self._late(5)))
+
+    @property
+    def unrest(self) -> float:
+        """Standard deviation over the last third."""
+        return float(np.std(self._late(3)))
+
+    def _late(self, part: int) -> Sequence[float]:
+        return self.rewards[-max(1, len(self.rewards) // part) :]
+
+
+class Policy(torch.nn.Module):
+    """What it likes before it has learnt anything is given; the network adds to that."""
+
+    def __init__(self, task: Task, liked: torch.Tensor) -> None:  # [prompts, places, vocabulary] logits
+        super().__init__()
+        self._task, self._liked = task, liked
+        width = task.num_prompts + task.num_tokens + task.vocabulary + 1  # and one for: no token before
+        self._net = torch.nn.Sequential(
+            torch.nn.Linear(width, task.hidden), torch.nn.Tanh(), torch.nn.Linear(task.hidden, task.vocabulary)
+        )
+
+    def logprobs(self, prompts: torch.Tensor, place: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """[n, vocabulary]; of each prompt, at its place, after this token."""
+        task, hot = self._task, torch.nn.functional.one_hot
+        seen = [hot(prompts, task.num_prompts), hot(place, task.num_tokens), hot(before, task.vocabulary + 1)]
+        logits = self._liked[prompts, place] + self._net(torch.cat(seen, dim=1).float())
+        return logits.log_softmax(dim=1)
+
+    @torch.no_grad()
+    def respond(self, prompts: torch.Tensor, chance: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """([n, places] tokens, [n, places] their log-probs)"""
+        before = torch.full_like(prompts, self._task.vocabulary)
+        tokens, logps = [], []
+        for place in range(self._task.num_tokens):
+            logp = self.logprobs(prompts, torch.full_like(prompts, place), before)
+            before = torch.multinomial(logp.exp(), 1, generator=chance)[:, 0]
+            tokens.append(before)
+            logps.append(logp.gather(1, before[:, None])[:, 0])
+        return torch.stack(tokens, dim=1), torch.stack(logps, dim=1)
+
+    def logprobs_of(self, prompts: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:  # [n, places, vocabulary]
+        count, places = tokens.shape
+        nothing = torch.full((count, 1), self._task.vocabulary)
+        before = torch.cat([nothing, tokens[:, :-1]], dim=1)
+        place = torch.arange(places).repeat(count)
+        found = self.logprobs(prompts.repeat_interleave(places), place, before.flatten())
+        return found.view(count, places, -1)
+
+
+def run_trial(task: Task, *, correction: str, lag: int, seed: int) -> Trial:
+    """The seed decides the task, the first weights and every draw; not the loss, nor the lag."""
+    chance = torch.Generator().manual_seed(seed)
+    worth = _worth(task, chance)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        policy, old = (Policy(task, task.liking * (worth == task.lure).float()) for _ in range(2))
+    algorithm = make_algorithm(schema.Algorithm.model_validate({"correction": correction}))
+    optimizer = torch.optim.Adam(policy.parameters(), lr=task.lr)
+    versions: deque[dict[str, torch.Tensor]] = deque(maxlen=lag + 1)
+    rewards = []
+    for step in range(task.num_steps):
+        versions.append({name: value.clone() for name, value in policy.state_dict().items()})
+        old.load_state_dict(versions[0])
+        prompts = torch.randint(task.num_prompts, (task.groups_per_step,), generator=chance)
+        prompts = prompts.repeat_interleave(task.num_samples)
+        tokens, logmu = old.respond(prompts, chance)
+        loss = _loss(algorithm, policy, prompts, tokens, logmu, _rewards(worth, prompts, tokens), task)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step()
+        if (step + 1) % task.look_every == 0:
+            rewards.append(_look(task, policy, worth, chance)[0])
+    return Trial(rewards=rewards, entropy=_look(task, policy, worth, chance)[1])
+
+
+def _worth(task: Task, chance: torch.Generator) -> torch.Tensor:  # [prompts, places, vocabulary]
+    shape = (task.num_prompts, task.num_tokens, task.vocabulary)
+    order = torch.rand(shape, generator=chance).argsort(dim=2)
+    return (order == 0) + task.lure * (order == 1)
+
+
+def _rewards(worth: torch.Tensor, prompts: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:  # [n]
+    return worth[prompts].gather(2, tokens[:, :, None]).mean(dim=(1, 2))
+
+
+def _loss(
+    algorithm: Algorithm,
+    policy: Policy,
+    prompts: torch.Tensor,
+    tokens: torch.Tensor,
+    logmu: torch.Tensor,
+    rewards: torch.Tensor,
+    task: Task,
+) -> torch.Tensor:
+    everybody = np.ones(task.num_samples, dtype=np.bool_)
+    groups = rewards.double().numpy().reshape(-1, task.num_samples)
+    advantages = torch.from_numpy(np.concatenate([g - leave_one_out(g, everybody) for g in groups])).float()
+    logpi = policy.logprobs_of(prompts, tokens).gather(2, tokens[:, :, None])[:, :, 0].flatten()
+    batch = Tokens(
+        logmu=logmu.flatten(),
+        logprox=logpi.detach(),
+        logref=None,
+        advantage=advantages.repeat_interleave(task.num_tokens),
+        sample=torch.arange(len(prompts)).repeat_interleave(task.num_tokens),
+        num_samples=len(prompts),
+    )
+    return algorithm.loss(logpi, batch).values.mean()
+
+
+@torch.no_grad()
+def _look(task: Task, policy: Policy, worth: torch.Tensor, chance: torch.Generator) -> tuple[float, float]:
+    """(mean reward, entropy of a token)"""
+    prompts = torch.arange(task.num_looked_at) % task.num_prompts
+    tokens, _ = policy.respond(prompts, chance)
+    logp = policy.logprobs_of(prompts, tokens)
+    return float(_rewards(worth, prompts, tokens).mean()), float(-(logp.exp() * logp).sum(dim=2).mean())
