@@ -1,7 +1,7 @@
 """Rank 0's half of the loop: what all ranks do next, and what the rest of the world learns of it.
 
     operator, signal, lease, time ─┐
-    validation ────────────────────┼─► next_plan ─► STEP | IDLE | END | STOP
+    validation ────────────────────┼─► next_plan ─► STEP | IDLE | COMMIT | PUBLISH | END | STOP
     feed ──────────────────────────┘
 
 Each decision takes about a second at most: when there is nothing to do yet the plan says IDLE, so that the other ranks,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from streamrl.transport.types import Control, RunState
 
 _SLICE_S = 1.0
+_LOOK_FOR_WEIGHTS_EVERY_S = 5.0
 
 log = structlog.get_logger(__name__)
 
@@ -76,6 +77,8 @@ class Conductor:
         self._validated: dict[str, float] = {}  # the newest result
         self._data_epochs = 0.0  # passes over the prompts
         self._control: Control = "run"  # the operator's word, as last seen
+        self._needed_weights: tuple[int, ...] = ()  # versions whose manifests Redis must have
+        self._look_for_weights_at = 0.0
 
     def next_plan(self, step: int) -> Plan:
         self._lease.check()
@@ -84,6 +87,8 @@ class Conductor:
             return Plan(kind=Kind.STOP, step=step)
         if self._is_over(step):
             return Plan(kind=Kind.END, step=step)
+        if self._weights_are_lost():
+            return Plan(kind=Kind.PUBLISH, step=step)
         with self._progress.waiting(self._feed.waits_for), self._timers.measure("rollout"):
             try:
                 plan = self._feed.plan(step=step, world_size=self._world_size, timeout_s=_SLICE_S)
@@ -99,6 +104,21 @@ class Conductor:
         # Live, since a run whose groups are all dropped makes no step and so no record.
         self._progress.note(**self._feed.metrics())
         return plan or Plan(kind=Kind.IDLE, step=step)
+
+    def _weights_are_lost(self) -> bool:
+        """Redis was emptied, or went back in time: workers that come now would wait for weights for ever, and we for
+        their groups. Looked for after each version, and now and then."""
+        if not self._needed_weights or self._clock() < self._look_for_weights_at:
+            return False
+        self._look_for_weights_at = self._clock() + _LOOK_FOR_WEIGHTS_EVERY_S
+        try:
+            if self._stream.has_manifests(self._needed_weights):
+                return False
+        except TransportError as error:
+            log.warning("no look for the weights while Redis is away", error=str(error))
+            return False
+        log.warning("weights lost in Redis", needed=self._needed_weights)
+        return True
 
     def _told_to_stop(self) -> bool:
         """By the operator, while the feed is not asked for a plan, which listens by itself."""
@@ -152,6 +172,7 @@ class Conductor:
 
     def note_published(self, published: Published) -> None:
         self._feed.note_version(published.version, published.step)
+        self._needed_weights, self._look_for_weights_at = published.needs, 0.0
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
         facts = {**self._feed.metrics(), "train_rollouts/epoch": self._data_epochs}

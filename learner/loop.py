@@ -115,6 +115,9 @@ class Loop:
                         self._publisher.begin(self._step)
                 case Kind.COMMIT:
                     self._save()
+                case Kind.PUBLISH:
+                    if not self._publisher.busy:
+                        self._publisher.begin(self._step, whole=True)
                 case _:
                     return plan.kind
 

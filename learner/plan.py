@@ -29,6 +29,7 @@ class Kind(IntEnum):
     END = 2  # every ticket of the run is resolved
     STOP = 3  # told to stop, or drained; tickets are left
     COMMIT = 4  # Redis is short of room, and a checkpoint would make some: make one now
+    PUBLISH = 5  # Redis lost what the newest version consists of: send the weights out whole
 
 
 class Verdict(IntEnum):

@@ -50,6 +50,7 @@ class Published:
     step: int
     num_bytes: int
     changed_fraction: float
+    needs: tuple[int, ...] = ()  # the versions without whose manifests nobody could be served this one
 
 
 class Publisher:
@@ -114,10 +115,10 @@ class Publisher:
         """The last attempt failed: try again soon."""
         return self._failed and not self.busy
 
-    def begin(self, step: int) -> None:
-        """Send the weights as they are on their way."""
+    def begin(self, step: int, *, whole: bool = False) -> None:
+        """Send the weights as they are on their way; `whole`: as an anchor, for what they would change may be lost."""
         assert not self.busy, "one version is on its way at a time"
-        base = None if self._pace.alone else self.latest
+        base = None if whole or self._pace.alone else self.latest
         cargo = Cargo(
             version=make_version(self._epoch, self._next_n),
             step=step,
@@ -150,6 +151,7 @@ class Publisher:
             step=shipped.cargo.step,
             num_bytes=shipped.num_bytes,
             changed_fraction=shipped.changed_fraction,
+            needs=_needs(shipped.cargo),
         )
         return self.latest
 
@@ -181,6 +183,11 @@ class Publisher:
             [batch] = pack([probe(self._canary_ids)], max_tokens=len(self._canary_ids), shape=self._policy.shape)
             logprobs = self._policy(batch.to(self._world.device), raw=True).logp.clamp(max=0)
         return Canary(token_ids=tuple(self._canary_ids.tolist()), logprobs=tuple(logprobs.tolist()))
+
+
+def _needs(cargo: Cargo) -> tuple[int, ...]:
+    stands_alone = cargo.base == 0 or cargo.beside
+    return (cargo.version,) if stands_alone else (cargo.version, cargo.base)
 
 
 def _refuse_too_large(model_bytes: int, settings: schema.Weights) -> None:

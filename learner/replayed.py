@@ -166,7 +166,7 @@ class Unpublished:
     def working(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, *, whole: bool = False) -> None:
         self.last_n += 1
         version = make_version(self._epoch, self.last_n)
         self.latest = Published(version=version, step=step, num_bytes=0, changed_fraction=0.0)

@@ -89,7 +89,7 @@ def _learner(keys: Keys) -> Iterator[Grant]:
     yield Grant(commands=("xadd", "xdel"), keys=(keys.dead,))
     yield Grant(commands=("hget", "hkeys", "hdel"), keys=(keys.retry_requests,))
     yield Grant(commands=("hgetall", "hset", "hdel"), keys=(keys.retried,))
-    yield Grant(commands=("hget", "hkeys", "hset", "hdel"), keys=(keys.manifests,))
+    yield Grant(commands=("hget", "hmget", "hkeys", "hset", "hdel"), keys=(keys.manifests,))
     yield Grant(commands=("hget", "hgetall", "hset", "hdel"), keys=(keys.blobs,))
     yield Grant(commands=("get", "set", "unlink"), keys=(_chunks(keys),))
     yield Grant(commands=("xadd",), keys=(*_metrics(keys), keys.events))

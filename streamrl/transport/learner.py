@@ -207,6 +207,12 @@ class LearnerStream:
         self._tenure.write(f"announce version {show(version)}", call)
         crashpoint("announce.written")
 
+    def has_manifests(self, versions: Sequence[int]) -> bool:
+        """Whether Redis has those of all these versions."""
+        names = [str(version) for version in versions]
+        found: Any = self._tenure.ask("look for manifests", lambda: self._client.hmget(self._keys.manifests, names))
+        return all(manifest is not None for manifest in found)
+
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step's metrics, and where history keeps them; values that are no numbers are left out."""
         values = {name: value for name, value in metrics.items() if math.isfinite(value)}

@@ -58,6 +58,10 @@ class _Published:
     version: int
     step: int
 
+    @property
+    def needs(self) -> tuple[int, ...]:
+        return (self.version,)
+
 
 def weights_of(version: int) -> bytes:
     return f"the weights of version {show(version)}. ".encode() * 10
@@ -140,6 +144,8 @@ class _Loop:
                 self._train_on(plan)
             elif plan.kind is Kind.COMMIT:
                 self._commit()
+            elif plan.kind is Kind.PUBLISH:
+                self._publish()
         return self._commit()
 
     def _train_on(self, plan: Plan) -> None:

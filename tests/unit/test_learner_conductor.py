@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from learner.checkpoint import CheckpointRoot
 from learner.conductor import Conductor
 from learner.lease import LeaseKeeper
 from learner.plan import Kind, Plan
+from learner.publish import Published
 from learner.record import Recorder, Timers
 from learner.suspects import Suspects
 from learner.validation import Answer, ValidationResult
@@ -47,6 +48,8 @@ class FakeFeed:
         self._answers = list(answers)
 
     def listen(self) -> None: ...
+
+    def note_version(self, version: int, step: int) -> None: ...
 
     def plan(self, *, step: int, world_size: int, timeout_s: float) -> Plan | None:
         answer = self._answers.pop(0)
@@ -86,17 +89,33 @@ class FakeTokenizer:
         return " ".join(map(str, token_ids))
 
 
+class FakeStream:
+    """Has these manifests; an error is raised."""
+
+    def __init__(self) -> None:
+        self.manifests: set[int] = set()
+        self.trouble: Exception | None = None
+        self.looks = 0
+
+    def has_manifests(self, versions: Sequence[int]) -> bool:
+        self.looks += 1
+        if self.trouble is not None:
+            raise self.trouble
+        return self.manifests.issuperset(versions)
+
+
 class Scene:
     def __init__(self, folder: Path, *answers: Plan | Exception | None, **training: Any) -> None:
         config = learner_config(folder, dir=folder, training=schema.Training(**training))
         config.folder.mkdir()
         self.folder, self.stop, self.clock, self.journal = config.folder, threading.Event(), Clock(), FakeJournal()
+        self.stream = FakeStream()
         self.conductor = Conductor(
             config=config,
             world_size=1,
             run_uid="run",
             prompts=make_prompts(3),
-            stream=None,
+            stream=self.stream,
             feed=FakeFeed(*answers),
             validation=FakeValidation(),
             checkpoints=CheckpointRoot(folder),
@@ -179,3 +198,36 @@ def test_a_record_that_cannot_be_written_does_not_stop_training(tmp_path: Path) 
     (scene.folder / "metrics.jsonl").mkdir()
     scene.conductor.record(1, {"train_optim/loss": 0.5})
     assert scene.journal.records
+
+
+def published(version: int, *needs: int) -> Published:
+    return Published(version=version, step=version, num_bytes=1, changed_fraction=1.0, needs=needs)
+
+
+def test_weights_that_redis_lost_are_published_again_and_looked_for_now_and_then(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, *[None] * 4)
+    scene.stream.manifests = {7, 8}
+    scene.conductor.note_published(published(8, 8, 7))
+    assert scene.kinds(8, 8) == [Kind.IDLE, Kind.IDLE]
+    assert scene.stream.looks == 1
+    scene.stream.manifests = set()
+    assert scene.kinds(8) == [Kind.IDLE]
+    scene.clock.advance(5.0)
+    assert scene.kinds(8, 8) == [Kind.PUBLISH, Kind.IDLE]
+
+
+def test_a_delta_on_a_version_that_redis_lost_is_no_use_to_anybody(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, None)
+    scene.stream.manifests = {9}  # announced after the rest was lost
+    scene.conductor.note_published(published(9, 9, 8))
+    assert scene.kinds(9) == [Kind.PUBLISH]
+    scene.stream.manifests = {10}
+    scene.conductor.note_published(published(10, 10))
+    assert scene.kinds(9) == [Kind.IDLE]
+
+
+def test_while_redis_is_away_no_weights_are_missed(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, None)
+    scene.stream.trouble = TransportError("away")
+    scene.conductor.note_published(published(8, 8))
+    assert scene.kinds(8) == [Kind.IDLE]

@@ -153,6 +153,27 @@ def test_an_anchor_comes_alone_where_deltas_are_as_large(tmp_path: Path) -> None
     assert len({manifest.version for manifest in scene.stream.manifests}) == 6
 
 
+def test_weights_that_were_lost_go_out_whole_and_deltas_build_on_that(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    for step in range(2):
+        scene.publisher.publish(step)
+        scene.train()
+    latest = scene.publisher.latest
+    assert latest is not None
+    first, second = (manifest.version for manifest in scene.stream.manifests)
+    assert latest.needs == (second, first)
+
+    scene.stream.manifests.clear()
+    scene.publisher.begin(2, whole=True)
+    anchor = scene.publisher.finish()
+    assert anchor is not None
+    assert anchor.needs == (anchor.version,)
+    scene.train()
+    scene.publisher.publish(3)
+    assert [manifest.base for manifest in scene.stream.manifests] == [0, anchor.version]
+    assert scene.is_served(tmp_path / "mirror")
+
+
 def test_a_budget_without_room_takes_the_older_anchor_with_its_deltas() -> None:
     """Blobs that nobody needs go first, then those of the older chain, and never those of the newest."""
     world = World(MemoryStore())
