@@ -48,7 +48,7 @@ def test_every_line_of_the_file_is_json_with_part_time_and_level(tmp_path: Path)
     ours, theirs = lines(file)
     assert (ours["event"], ours["ticket"], ours["reward"]) == ("group_delivered", 3, 0.5)
     assert (ours["part"], ours["level"]) == ("worker/1", "info")
-    assert set(ours) == {"event", "ticket", "reward", "part", "level", "logger", "timestamp"}
+    assert not [name for name in ours if name.startswith("_")]  # which structlog hangs onto a record
     assert (theirs["event"], theirs["logger"], theirs["level"]) == ("slow prefill", "some.library", "warning")
     assert all(str(line["timestamp"]).endswith("Z") for line in (ours, theirs))
 
