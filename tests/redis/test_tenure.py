@@ -44,7 +44,7 @@ def everything(client: redis.Redis) -> dict[bytes, object]:
 
 def test_every_writing_method_is_in_the_list_of_writes() -> None:
     reading = {"claim", "control", "disturbed", "read", "fetch", "present_tickets", "present_groups"}
-    reading |= {"retry_requests", "retried"}
+    reading |= {"retry_requests", "retried", "has_manifests"}
     public = {name for name in vars(LearnerStream) if not name.startswith("_")}
     assert public == reading | set(WRITES)
 
