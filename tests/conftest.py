@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import subprocess
@@ -100,8 +101,12 @@ def keys(run_name: str) -> Keys:
 
 
 def pytest_unconfigure() -> None:
-    """The summary is the last thing that is read: libtriton, which vLLM brings along, tells of leaks of its own while
-    the interpreter ends."""
-    if "triton" in sys.modules:
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), 2)  # written to from C, whatever sys.stderr is
+    """The summary is the last thing that is read: vLLM, and the libtriton that it brings along, complain of their own
+    doings while the interpreter ends."""
+    if "vllm" in sys.modules:
+        atexit.register(_end_in_silence)  # pytest itself has yet to give stderr back
+
+
+def _end_in_silence() -> None:
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
