@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import sys
 
+from workers.ports import bind
 from workers.rewards.batcher import Batcher, FakeScoringModel
 from workers.rewards.server import RewardApp
-from workers.rewards.serving import bind, run
+from workers.rewards.serving import run
 
 
 def main() -> None:
     model = FakeScoringModel()
     app = RewardApp(model, Batcher(model, max_delay_s=0.001, max_batch_tokens=4096), token=None).asgi()
-    with bind("127.0.0.1", int(sys.argv[1])) as bound:
+    with bind("127.0.0.1", int(sys.argv[1]), what="the test") as bound:
         run(app, bound, lambda: print(bound.getsockname()[1], flush=True))
 
 

@@ -75,7 +75,6 @@ def main(
         http=http,
     )
     configure_logging(f"worker/{options.worker}", log_file)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for each of hundreds of requests a second
     _leave(_run(options))
 
 

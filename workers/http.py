@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator, Iterator
 
 import uvicorn
@@ -21,8 +20,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from streamrl.errors import ConfigError, ResourceError
+from streamrl.errors import ConfigError
 from workers.health import Health
+from workers.ports import bind
 
 _STOP_S = 1
 
@@ -38,7 +38,7 @@ def parse_address(text: str) -> tuple[str, int]:
 @contextlib.asynccontextmanager
 async def serving(health: Health, address: tuple[str, int]) -> AsyncIterator[str]:
     """Answers while the context lasts; where, as HOST:PORT."""
-    bound = _bind(*address)
+    bound = bind(*address, what="--http")
     config = uvicorn.Config(
         make_app(health),
         log_config=None,
@@ -62,25 +62,6 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Signals are the worker's, which ends this server in its own time."""
         yield
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """Before anything slow is done."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
-        bound = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ResourceError(f"--http: no such host {host!r}: {error.strerror}") from None
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-    except OSError as error:
-        bound.close()
-        raise ResourceError(
-            f"--http: cannot take port {port} of {host}: {error.strerror}; choose another one, or 0 for any free one"
-        ) from None
-    return bound
 
 
 def make_app(health: Health) -> Starlette:

@@ -88,11 +88,12 @@ def serve(**options: Any) -> None:
     configuration's rewards.NAME.replicas.
     """
     _need_rewards_extra()
+    from workers.ports import bind
     from workers.rewards import serving
     from workers.rewards.bearer import read_token
 
     token = None if options["token_file"] is None else read_token(options["token_file"], key="--token-file")
-    bound = serving.bind(options["host"], options["port"])  # before the model: a taken port shows at once
+    bound = bind(options["host"], options["port"], what="reward server")  # before the model: a taken port shows at once
     with bound:
         host, port = options["host"], bound.getsockname()[1]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"

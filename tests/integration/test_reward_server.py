@@ -104,7 +104,7 @@ def test_a_port_that_is_taken_is_one_line_and_exit_code_2(server: Serving, model
     assert process.returncode == 2
     assert errors.splitlines() == [
         f"error: reward server: cannot take port {port} of 127.0.0.1: Address already in use; "
-        "choose another --port, or 0 for any"
+        "choose another one, or 0 for any free one"
     ]
 
 

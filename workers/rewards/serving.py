@@ -1,4 +1,4 @@
-"""Running the reward server: load the model, take the port, serve until SIGTERM or Ctrl-C.
+"""Running the reward server: load the model, and serve until SIGTERM or Ctrl-C.
 
 These end it in order: no new connections, what was asked is answered, then the process leaves.
 """
@@ -15,7 +15,6 @@ import uvicorn
 from starlette.applications import Starlette
 
 from streamrl.config import schema
-from streamrl.errors import ResourceError
 from workers.rewards.batcher import Batcher
 from workers.rewards.server import RewardApp
 
@@ -45,26 +44,6 @@ def build_app(
     )
     batcher = Batcher(model, max_delay_s=settings.max_delay_ms / 1000, max_batch_tokens=settings.max_batch_tokens)
     return RewardApp(model, batcher, token=token).asgi()
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Take the port before anything slow is done. Port 0: any free one."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
-        # The protocol by name: asyncio sends without delay only where it sees TCP, else an answer takes 40 ms more.
-        bound = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ResourceError(f"reward server: no such host {host!r}: {error.strerror}") from None
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-    except OSError as error:
-        bound.close()
-        raise ResourceError(
-            f"reward server: cannot take port {port} of {host}: {error.strerror}; choose another --port, or 0 for any"
-        ) from None
-    return bound
 
 
 class _Server(uvicorn.Server):
