@@ -81,13 +81,13 @@ def running(groups: Sequence[Group], size: Size, *, max_length: int, folder: Pat
 def environment(say: Say) -> Path:
     """Its interpreter."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "streamrl" / "bench-trl"
-    python = cache / "bin" / "python"
-    if (cache / _STAMP).exists():
+    python, stamp, beside = cache / "bin" / "python", cache / _STAMP, sysconfig.get_path("purelib")
+    if stamp.exists() and stamp.read_text() == beside:  # another checkout's environment may be gone by now
         return python
     say(f"making an environment with TRL in {cache}")
     venv.create(cache, clear=True, with_pip=True)
     [site] = cache.glob("lib/python*/site-packages")
-    (site / "beside.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (site / "beside.pth").write_text(f"{beside}\n")
     done = subprocess.run(
         [python, "-m", "pip", "install", "--quiet", "trl"],
         stdout=sys.stderr,
@@ -97,5 +97,5 @@ def environment(say: Say) -> Path:
     )
     if done.returncode != 0:
         raise ResourceError("TRL could not be installed from PyPI; --quick leaves the comparison with it out")
-    (cache / _STAMP).touch()
+    stamp.write_text(beside)
     return python
