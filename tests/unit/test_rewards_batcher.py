@@ -46,6 +46,14 @@ async def test_batches_are_of_similar_lengths_and_within_the_limit_with_padding_
     assert sum(padded) < 1.5 * sum(map(len, rows))
 
 
+async def test_a_batch_that_keeps_the_hardware_busy_takes_no_rows_that_need_padding() -> None:
+    model = FakeScoringModel()
+    model.busy_tokens = 20
+    async with running(model, max_delay_s=0.05, max_batch_tokens=1000) as batcher:
+        await batcher.score([[1] * 10, [1] * 10, [1] * 10, [1] * 9, [1] * 2])
+    assert [sorted(map(len, batch)) for batch in model.batches] == [[10, 10, 10], [2, 9]]
+
+
 async def test_a_row_above_the_limit_gets_a_batch_of_its_own() -> None:
     model = FakeScoringModel()
     async with running(model) as batcher:

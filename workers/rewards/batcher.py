@@ -23,9 +23,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 _WINDOW_BATCHES = 4  # sorting more rows packs better, but lets the oldest wait longer
-# A batch of so many tokens keeps the hardware busy: once it has them, rows that would need more padding than this go
-# into the next one.
-_EFFICIENT_TOKENS, _MIN_FILL = 2048, 0.8
 
 Row = Sequence[int]  # token ids
 
@@ -36,6 +33,7 @@ class ScoringModel(Protocol):
     name: str
     vocab_size: int
     max_tokens: int | None  # a row may have; None: no limit known
+    busy_tokens: int  # a batch of so many keeps its hardware busy; larger ones score no more tokens a second
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]: ...
 
@@ -48,6 +46,7 @@ class FakeScoringModel:
     name = "fake"
     vocab_size = 0x110000
     max_tokens = 1000
+    busy_tokens = 2048
 
     def __init__(self) -> None:
         self.batches: list[list[Row]] = []
@@ -119,7 +118,7 @@ class Batcher:
 
     async def _score_window(self, window: list[_Pending]) -> None:
         try:
-            for batch in pack(window, self._max_batch_tokens):
+            for batch in pack(window, self._max_batch_tokens, self._model.busy_tokens):
                 await self._score_batch(batch)
         finally:
             for entry in window:
@@ -161,15 +160,16 @@ class Batcher:
                 entry.score.set_exception(ScoringFailed(reason))
 
 
-def pack(window: list[_Pending], max_batch_tokens: int) -> Iterator[list[_Pending]]:
-    """Batches of similar lengths, none above the limit with its padding counted, unless it is a single row."""
+def pack(window: list[_Pending], max_batch_tokens: int, busy_tokens: int) -> Iterator[list[_Pending]]:
+    """Batches of similar lengths, none above the limit with its padding counted, unless it is a single row. One that
+    keeps the hardware busy takes no more rows that would need padding."""
     batch: list[_Pending] = []
     for entry in sorted(window, key=lambda entry: len(entry.row), reverse=True):
         if batch:
             # The first row is the longest, so it sets what every row of the batch is padded to.
             width = len(batch[0].row)
             too_many = (len(batch) + 1) * width > max_batch_tokens
-            too_short = len(batch) * width >= _EFFICIENT_TOKENS and len(entry.row) < _MIN_FILL * width
+            too_short = len(batch) * width >= busy_tokens and len(entry.row) < width
             if too_many or too_short:
                 yield batch
                 batch = []

@@ -24,6 +24,7 @@ from streamrl.errors import DataError
 
 Dtype = Literal["float32", "bfloat16"]
 Row = Sequence[int]  # token ids
+_BUSY_TOKENS = {"cpu": 1024, "cuda": 8192}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,7 @@ class RewardModel:
         limits = (getattr(text_config, "max_position_embeddings", None), tokenizer.model_max_length)
         # Tokenizers without a limit say 1e30.
         self.max_tokens: int | None = min((limit for limit in limits if limit and limit < 1e9), default=None)
+        self.busy_tokens = _BUSY_TOKENS[model.device.type]
 
     @classmethod
     def load(
