@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,9 +78,14 @@ def _parse(line: int, data: bytes) -> PromptRow:
     if len(data) > _MAX_LINE_BYTES:
         raise _Malformed(f"line of {len(data)} bytes; at most {_MAX_LINE_BYTES} are allowed")
     try:
-        row = json.loads(data.decode(), parse_constant=_refuse_constant)
+        row = json.loads(data.decode(), parse_constant=_refuse_constant, parse_float=_finite)
+        # JSON can escape half a character, which no wire and no tokenizer takes; nothing else makes one.
+        if b"\\u" in data:
+            json.dumps(row, ensure_ascii=False).encode()
     except UnicodeDecodeError:
         raise _Malformed("not UTF-8") from None
+    except UnicodeEncodeError as error:
+        raise _Malformed(f"not text: \\u{ord(error.object[error.start]):x} is half of a character") from None
     except (ValueError, RecursionError) as error:
         raise _Malformed(f"not JSON: {error}") from None
     if not isinstance(row, dict):
@@ -104,6 +110,12 @@ def _check_messages(value: object) -> tuple[Mapping[str, Any], ...]:
         if not all(isinstance(text, str) for text in texts):
             raise _Malformed("each message must be an object with the texts 'role' and 'content'")
     return tuple(value)
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is too large for a number")
+    return number
 
 
 def _refuse_constant(name: str) -> NoReturn:

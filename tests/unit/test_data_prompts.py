@@ -31,6 +31,10 @@ def test_text_prompt_and_messages_are_read_with_their_fields(tmp_path: Path) -> 
     assert file.num_skipped == 0
 
 
+def test_a_character_in_two_escapes_is_whole(tmp_path: Path) -> None:
+    assert read_prompts(write(tmp_path, '{"text": "\\ud83d\\ude00"}'), malformed="error").rows[0].text == "\U0001f600"
+
+
 def test_empty_lines_and_a_byte_order_mark_are_nothing(tmp_path: Path) -> None:
     file = read_prompts(write(tmp_path, b'\xef\xbb\xbf{"text": "a"}', "", "  ", '{"text": "b"}'), malformed="error")
     assert [(row.line, row.text) for row in file.rows] == [(1, "a"), (4, "b")]
@@ -49,7 +53,10 @@ def test_empty_lines_and_a_byte_order_mark_are_nothing(tmp_path: Path) -> None:
         ('{"messages": ["hi"]}', "'role' and 'content'"),
         ('{"messages": [{"role": "user"}]}', "'role' and 'content'"),
         ('{"text": "a", "score": NaN}', "NaN is no JSON value"),
+        ('{"text": "a", "score": 1e999}', "1e999 is too large for a number"),
         (b'{"text": "\xff"}', "not UTF-8"),
+        ('{"text": "a \\ud83d"}', "\\ud83d is half of a character"),
+        ('{"text": "a", "answer": {"of": ["\\ude00"]}}', "\\ude00 is half of a character"),
         ('{"text": "' + "x" * (1 << 20) + '"}', "bytes; at most"),
     ],
 )
