@@ -10,9 +10,8 @@ import click
 
 from streamrl.audit import Audit, audit_folder
 from streamrl.audit.streams import open_server, read_meta
-from streamrl.config.load import load_config
-from streamrl.errors import ConfigError, ResourceError
-from streamrl.transport.embedded import serving
+from streamrl.errors import ResourceError
+from streamrl.monitor.opening import URL_VARIABLE, find_target
 from streamrl.transport.keys import Keys
 
 _HELP = """Account for every ticket of a run: issued = trained + dropped + dead + outstanding.
@@ -45,19 +44,16 @@ to audit.
 
 @click.command(help=_HELP)
 @click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[RUN_FOLDER]")
-@click.option(
-    "--redis", "url", metavar="URL", help="Where the run's streams are; by default what its config.yaml says."
-)
+@click.option("--redis", "url", metavar="URL", help=f"The run's Redis; by default the folder's, or {URL_VARIABLE}.")
 @click.option("--run", metavar="NAME", help="The run's name in Redis; by default that of the folder.")
 @click.option("--folder-only", is_flag=True, help="Do not look for Redis.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def audit(folder: Path | None, url: str | None, run: str | None, folder_only: bool, as_json: bool) -> int:
     if folder is None:
-        if url is None or run is None:
-            raise ConfigError("give the folder of a run, or --redis URL and --run NAME")
-        folder = _folder_of(url, run)
-    elif url is None and not folder_only:
-        url = _server_of(folder)
+        target = find_target(None, url, run)
+        url, folder = target.server(), _folder_of(target.server(), target.run)
+    elif url is None and not folder_only and (folder / "config.yaml").is_file():
+        url = find_target(folder, None, run).url  # None: its embedded server has ended
     found = audit_folder(folder, redis_url=None if folder_only else url, run=run)
     if as_json:
         click.echo(json.dumps(found.to_json(), indent=2))
@@ -77,15 +73,6 @@ def _folder_of(url: str, run: str) -> Path:
     if not (folder / "run.json").is_file():
         raise ResourceError(f"the folder of run {run!r} is not at {folder}, seen from here; give it as RUN_FOLDER")
     return folder
-
-
-def _server_of(folder: Path) -> str | None:
-    """By the run's own configuration; None when it has none, or its embedded server has ended."""
-    path = folder / "config.yaml"
-    if not path.is_file():
-        return None
-    url = load_config(path, ()).config.redis.url
-    return serving(folder / "redis") if url == "embedded" else url
 
 
 def _lines(found: Audit) -> Iterator[str]:

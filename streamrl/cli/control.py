@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from streamrl.cli.target import OpenRun, Target, open_run, operator, takes_run
+from streamrl.cli.target import OpenRun, open_run, operator, takes_run
 from streamrl.errors import ResourceError
+from streamrl.monitor.opening import Target
 from streamrl.terminal import printable
 
 if TYPE_CHECKING:

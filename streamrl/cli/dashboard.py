@@ -8,9 +8,9 @@ from typing import TextIO
 
 import click
 
-from streamrl.cli.watched import watches_run
+from streamrl.cli.target import takes_run
 from streamrl.errors import ConfigError, ResourceError
-from streamrl.monitor.opening import Watched
+from streamrl.monitor.opening import Target
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -28,12 +28,12 @@ prints the address with it; --token-file reads one. GET /metrics is for Promethe
 
 
 @click.command(help=_HELP)
-@watches_run
+@takes_run
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8420, show_default=True, help="0: any free one.")
 @click.option("--token", "makes_token", is_flag=True, help="Make up a token that readers must have.")
 @click.option("--token-file", type=click.File(), help="File with the token that readers must have.")
-def dashboard(watched: Watched, host: str, port: int, makes_token: bool, token_file: TextIO | None) -> None:
+def dashboard(target: Target, host: str, port: int, makes_token: bool, token_file: TextIO | None) -> None:
     token = token_file.read().strip() if token_file else secrets.token_urlsafe(24) if makes_token else None
     if token == "":
         raise ConfigError("--token-file: the file is empty")
@@ -44,11 +44,11 @@ def dashboard(watched: Watched, host: str, port: int, makes_token: bool, token_f
     from streamrl.monitor.opening import opened
     from streamrl.monitor.web.server import Dashboard, serve
 
-    with opened(watched) as there, _listen(host, port) as listener:
+    with opened(target) as there, _listen(host, port) as listener:
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{listener.getsockname()[1]}/" + (f"#token={token}" if token else "")
         board = Dashboard(there, token=token, only_loopback=only_loopback)
-        serve(board.app(), listener, lambda: click.echo(f"dashboard of {watched.run}: {url}"))
+        serve(board.app(), listener, lambda: click.echo(f"dashboard of {target.run}: {url}"))
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -6,9 +6,9 @@ import json
 
 import click
 
-from streamrl.cli.watched import watches_run
+from streamrl.cli.target import takes_run
 from streamrl.errors import ResourceError
-from streamrl.monitor.opening import Watched
+from streamrl.monitor.opening import Target
 
 
 @click.group()
@@ -17,10 +17,10 @@ def export() -> None:
 
 
 @export.command()
-@watches_run
+@takes_run
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=9464, show_default=True, help="0: any free one.")
-def prometheus(watched: Watched, host: str, port: int) -> None:
+def prometheus(target: Target, host: str, port: int) -> None:
     """Serve GET /metrics of one run, until Ctrl-C.
 
     It holds numbers and names of parts only, no text of rollouts; it listens on loopback unless --host says otherwise.
@@ -29,9 +29,9 @@ def prometheus(watched: Watched, host: str, port: int) -> None:
     from streamrl.monitor.opening import opened
     from streamrl.monitor.scrape import serve_metrics
 
-    with opened(watched) as there:
+    with opened(target) as there:
         try:
-            serve_metrics(there, host=host, port=port, ready=lambda url: click.echo(f"metrics of {watched.run}: {url}"))
+            serve_metrics(there, host=host, port=port, ready=lambda url: click.echo(f"metrics of {target.run}: {url}"))
         except OSError as error:
             raise ResourceError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from None
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from streamrl.cli.target import find_run, open_run
+from streamrl.cli.target import open_run
 from streamrl.errors import ConfigError, WireError
+from streamrl.monitor.opening import find_target
 from streamrl.terminal import printable
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def _opened(folder: Path | None, look: Look) -> Iterator[tuple[Source, Words | N
         return
     from streamrl.config.dump import config_from_json
 
-    with open_run(find_run(folder, look.url, look.run)) as opened:
+    with open_run(find_target(folder, look.url, look.run)) as opened:
         live = LiveGroups(opened.client, opened.keys, run_uid=opened.info.uid, purpose=look.purpose)
         yield live, choose_words(look.tokenizer, config_from_json(opened.info.config_json).model.path)
 

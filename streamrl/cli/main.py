@@ -1,12 +1,13 @@
 """`streamrl`: finds the command, and turns errors into exit codes.
 
-A user's mistake is one line on stderr and exit code 2; what else streamrl raises on purpose exits with 1; Ctrl-C with
-130. Any other exception is a defect and keeps its traceback. Commands load when they are called (`commands`), so this
-module imports nothing heavier than click.
+A user's mistake is one line on stderr and exit code 2, and so is a file that the machine does not let us read or write;
+what else streamrl raises on purpose exits with 1; Ctrl-C with 130. Any other exception is a defect and keeps its
+traceback. Commands load when they are called (`commands`), so this module imports nothing heavier than click.
 """
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -17,10 +18,11 @@ import click
 
 from streamrl import __version__
 from streamrl.cli.commands import COMMANDS, Entry
-from streamrl.errors import StreamrlError
+from streamrl.errors import StreamrlError, UserError
 
 EXIT_INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
-
+# What a disk may answer to any path at any time; a path that is not there is for each command to tell.
+_REFUSALS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ENOTDIR}
 
 _HELP = """Asynchronous, off-policy, streaming reinforcement learning for language models.
 
@@ -91,6 +93,11 @@ def main(argv: Sequence[str] | None = None, *, commands: Mapping[str, Entry] = C
     except StreamrlError as error:
         click.echo(f"error: {error}", err=True)
         return error.exit_code
+    except OSError as error:
+        if error.filename is None or error.errno not in _REFUSALS:
+            raise
+        click.echo(f"error: {error.filename}: {error.strerror}", err=True)
+        return UserError.exit_code
     return result if isinstance(result, int) else 0
 
 

@@ -8,7 +8,7 @@ import click
 
 from streamrl.errors import ConfigError, DataError
 from streamrl.monitor.history import History
-from streamrl.monitor.opening import find_watched
+from streamrl.monitor.opening import find_target
 
 _HELP = """Draw reward, KL, lag, throughput, time, correction, loss and length of a run into one PNG.
 
@@ -52,8 +52,8 @@ def _from_folder(folder: Path) -> tuple[str, History]:
 def _from_redis(folder: Path | None, url: str | None, run: str | None) -> tuple[str, History]:
     from streamrl.monitor.opening import opened
 
-    watched = find_watched(folder, url, run)
+    target = find_target(folder, url, run)
     history = History()
-    with opened(watched) as there:
+    with opened(target) as there:
         history.refresh(there.client, there.keys)
-    return watched.run, history
+    return target.run, history

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from streamrl.cli.target import OpenRun, Target, open_run, takes_run
+from streamrl.cli.target import OpenRun, open_run, takes_run
 from streamrl.errors import ConfigError
+from streamrl.monitor.opening import Target
 from streamrl.terminal import printable
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ import json
 
 import click
 
-from streamrl.cli.watched import watches_run
+from streamrl.cli.target import takes_run
 from streamrl.errors import ResourceError, TransportError
 from streamrl.monitor.build import build_view
-from streamrl.monitor.opening import Watched, opened
+from streamrl.monitor.opening import Target, opened
 from streamrl.monitor.text import status_lines, why_lines
 from streamrl.monitor.view import EXIT_CODES, EXIT_UNREACHABLE, SCHEMA, View
 from streamrl.transport.snapshot import snapshot
@@ -62,25 +62,25 @@ _WHY_HELP = f"""Say what holds a run back now, with the evidence and the remedy;
 
 
 @click.command(help=_STATUS_HELP)
-@watches_run
+@takes_run
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def status(watched: Watched, as_json: bool) -> int:
+def status(target: Target, as_json: bool) -> int:
     try:
-        view = look(watched)
+        view = look(target)
     except (ResourceError, TransportError) as error:
-        return _unreachable(watched, error, as_json=as_json)
+        return _unreachable(target, error, as_json=as_json)
     click.echo(json.dumps(view.to_json()) if as_json else "\n".join(status_lines(view)))
     return EXIT_CODES[view.verdict]
 
 
 @click.command(help=_WHY_HELP)
-@watches_run
+@takes_run
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def why(watched: Watched, as_json: bool) -> int:
+def why(target: Target, as_json: bool) -> int:
     try:
-        view = look(watched)
+        view = look(target)
     except (ResourceError, TransportError) as error:
-        return _unreachable(watched, error, as_json=as_json)
+        return _unreachable(target, error, as_json=as_json)
     if as_json:
         told = view.to_json()
         click.echo(json.dumps({"schema": SCHEMA, "run": view.run.name} | {n: told[n] for n in ("verdict", "causes")}))
@@ -89,13 +89,13 @@ def why(watched: Watched, as_json: bool) -> int:
     return EXIT_CODES[view.verdict]
 
 
-def look(watched: Watched) -> View:
-    with opened(watched) as there:
+def look(target: Target) -> View:
+    with opened(target) as there:
         seen = snapshot(there.client, there.keys, num_records=_RECORDS, num_events=1)
-        return build_view(seen, run_name=watched.run, server=there.server)
+        return build_view(seen, run_name=target.run, server=there.server)
 
 
-def _unreachable(watched: Watched, error: Exception, *, as_json: bool) -> int:
+def _unreachable(target: Target, error: Exception, *, as_json: bool) -> int:
     cause = {
         "name": "redis_unreachable",
         "level": "blocking",
@@ -104,8 +104,8 @@ def _unreachable(watched: Watched, error: Exception, *, as_json: bool) -> int:
         "remedy": "start Redis, or mend the way to it; learner and workers wait for redis.give_up_after_s and go on",
     }
     if as_json:
-        told = {"schema": SCHEMA, "run": {"name": watched.run}, "verdict": "unreachable", "causes": [cause]}
+        told = {"schema": SCHEMA, "run": {"name": target.run}, "verdict": "unreachable", "causes": [cause]}
         click.echo(json.dumps(told))
     else:
-        click.echo(f"{watched.run}: {cause['title']}\n   seen  {cause['evidence']}\n   do    {cause['remedy']}")
+        click.echo(f"{target.run}: {cause['title']}\n   seen  {cause['evidence']}\n   do    {cause['remedy']}")
     return EXIT_UNREACHABLE

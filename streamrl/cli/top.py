@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from streamrl.cli.watched import watches_run
-from streamrl.monitor.opening import Watched
+from streamrl.cli.target import takes_run
+from streamrl.monitor.opening import Target
 
 _HELP = """Watch a run live: learner, workers, rewards, streams, weights, and what holds it back.
 
@@ -23,7 +23,7 @@ Keys: q quit  s sort  r reverse  / filter  f freeze  arrows choose, enter opens 
 
 
 @click.command(help=_HELP)
-@watches_run
+@takes_run
 @click.option(
     "--every-s",
     "period_s",
@@ -32,9 +32,9 @@ Keys: q quit  s sort  r reverse  / filter  f freeze  arrows choose, enter opens 
     show_default=True,
     help="How often to look at Redis.",
 )
-def top(watched: Watched, period_s: float) -> None:
+def top(target: Target, period_s: float) -> None:
     from streamrl.monitor.opening import opened
     from streamrl.monitor.top.loop import run
 
-    with opened(watched) as there:
+    with opened(target) as there:
         run(there, period_s=period_s)

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from streamrl.cli.target import Target, open_run, takes_run
+from streamrl.cli.target import open_run, takes_run
 from streamrl.errors import ConfigError, DataError
+from streamrl.monitor.opening import Target
 from streamrl.terminal import printable
 from streamrl.versions import parse, show
 

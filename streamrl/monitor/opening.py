@@ -1,4 +1,4 @@
-"""A run to look at, found and connected to as quickly as can be: without the schema of configurations.
+"""Which run is meant, and the way to it, as quickly as can be: without the schema of configurations.
 
 Blocks at most some seconds for the server to answer, then ResourceError.
 """
@@ -23,12 +23,18 @@ _EMBEDDED = "embedded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Watched:
-    """A run by its server and name; None: its folder says that Redis is embedded, and it does not run."""
+class Target:
+    """A run by its server and name."""
 
-    url: str | None
+    url: str | None  # None: its folder says that Redis is embedded, and that does not run
     run: str
     folder: Path | None = None
+
+    def server(self) -> str:
+        """The URL; ResourceError when nothing serves it."""
+        if self.url is None:
+            raise ResourceError(f"the run in {self.folder} is not up: its Redis does not run; `streamrl up` starts it")
+        return self.url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,22 +50,21 @@ class Opened:
     server: str
 
 
-def find_watched(folder: Path | None, url: str | None, run: str | None) -> Watched:
+def find_target(folder: Path | None, url: str | None, run: str | None) -> Target:
+    """From what a command line says: a run's folder, or a server and a name."""
     if folder is None:
         url = url or os.environ.get(URL_VARIABLE)
         if url is None or run is None:
             raise ConfigError(f"give the folder of a run, or --redis URL (or {URL_VARIABLE}) and --run NAME")
-        return Watched(url=url, run=run)
+        return Target(url=url, run=run)
     name, server = _read_config(folder)
-    return Watched(url=url or _serving(folder, server), run=run or name, folder=folder)
+    return Target(url=url or _serving(folder, server), run=run or name, folder=folder)
 
 
 @contextmanager
-def opened(watched: Watched) -> Iterator[Opened]:
-    if watched.url is None:
-        raise ResourceError(f"the Redis of the run in {watched.folder} does not run; `streamrl up` starts it")
-    with connect(watched.url, _Timeouts()) as client:
-        yield Opened(client=client, keys=Keys(watched.run), server=server_name(client))
+def opened(target: Target) -> Iterator[Opened]:
+    with connect(target.server(), _Timeouts()) as client:
+        yield Opened(client=client, keys=Keys(target.run), server=server_name(client))
 
 
 @contextmanager
@@ -78,8 +83,12 @@ def _read_config(folder: Path) -> tuple[str, str]:
     try:
         config = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         return str(config["name"]), str(config["redis"]["url"])
-    except (yaml.YAMLError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is not the configuration of a run: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, yaml.YAMLError):
+        raise ConfigError(f"{path} is not the configuration of a run: it is no YAML") from None
+    except (KeyError, TypeError):
+        raise ConfigError(f"{path} is not the configuration of a run: `name` or `redis.url` is missing") from None
 
 
 def _serving(folder: Path, url: str) -> str | None:

@@ -17,8 +17,7 @@ import yaml
 from streamrl.cli.main import main
 from streamrl.monitor.alerts import ALERTS, alert_rules, grafana_dashboard
 from streamrl.monitor.exporter import FAMILIES, prometheus_text
-from streamrl.monitor.opening import Watched as Target
-from streamrl.monitor.opening import opened
+from streamrl.monitor.opening import Target, opened
 from streamrl.monitor.scrape import Scraper, make_server
 from streamrl.transport.keys import Keys
 from tests.redis.monitor_world import Watched

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 import time
@@ -93,7 +94,10 @@ def failing(kind: str) -> None:
         "user": ConfigError("seed = x: must be a number"),
         "deliberate": TransportError("no answer"),
         "interrupt": KeyboardInterrupt(),
+        "refused": PermissionError(errno.EACCES, "Permission denied", "/x/config.yaml"),
+        "full": OSError(errno.ENOSPC, "No space left on device", "/x/plot.png"),
         "defect": ZeroDivisionError("a defect"),
+        "missing": FileNotFoundError(errno.ENOENT, "No such file", "/x"),
     }[kind]
 
 
@@ -114,6 +118,8 @@ DOUBLES = {
         ("user", 2, "error: seed = x: must be a number\n"),
         ("deliberate", 1, "error: no answer\n"),
         ("interrupt", 130, "\n"),
+        ("refused", 2, "error: /x/config.yaml: Permission denied\n"),
+        ("full", 2, "error: /x/plot.png: No space left on device\n"),
     ],
 )
 def test_errors_become_one_line_and_an_exit_code(
@@ -123,9 +129,10 @@ def test_errors_become_one_line_and_an_exit_code(
     assert capsys.readouterr().err == shown
 
 
-def test_a_defect_keeps_its_traceback() -> None:
-    with pytest.raises(ZeroDivisionError):
-        main.main(["failing", "defect"], commands=DOUBLES)
+@pytest.mark.parametrize(("kind", "error"), [("defect", ZeroDivisionError), ("missing", FileNotFoundError)])
+def test_a_defect_keeps_its_traceback(kind: str, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        main.main(["failing", kind], commands=DOUBLES)
 
 
 def test_a_command_may_choose_its_exit_code() -> None:

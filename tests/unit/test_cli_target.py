@@ -1,0 +1,55 @@
+"""Which run is meant: what a folder says of it, and what is told where it says nothing that can be used."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from streamrl.cli.main import main
+from streamrl.cli.target import operator
+from streamrl.monitor.opening import find_target
+
+
+@pytest.mark.parametrize("command", ["status", "pause", "audit", "weights ls", "groups tail"])
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"\xff\xfe", "it is no YAML"),
+        (b"a: [1", "it is no YAML"),
+        (b"- 1", "`name` or `redis.url` is missing"),
+        (b"name: x", "`name` or `redis.url` is missing"),
+    ],
+)
+def test_a_folder_whose_configuration_cannot_be_used_is_one_line(
+    tmp_path: Path, command: str, content: bytes, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_bytes(content)
+
+    assert main([*command.split(), str(tmp_path)]) == 2
+
+    assert capsys.readouterr().err == f"error: {tmp_path / 'config.yaml'} is not the configuration of a run: {told}\n"
+
+
+def test_a_folder_says_its_name_and_server_and_the_command_line_wins(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("name: big\nredis: {url: 'redis://there:1'}\n")
+
+    assert find_target(tmp_path, None, None).server() == "redis://there:1"
+    assert find_target(tmp_path, None, None).run == "big"
+    chosen = find_target(tmp_path, "redis://here:1", "other")
+    assert (chosen.server(), chosen.run) == ("redis://here:1", "other")
+
+
+def test_the_server_may_be_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STREAMRL_REDIS", "redis://there:1")
+
+    assert find_target(None, None, "big").server() == "redis://there:1"
+
+
+def test_an_operator_without_a_name_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # as in a container that runs as any number
+
+    assert operator().startswith(f"{os.getuid()}@")
