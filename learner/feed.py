@@ -25,13 +25,13 @@ from learner.backlog import Backlog
 from learner.data import PromptSet
 from learner.dispatch import Dispatch
 from learner.hand import Hand, Held
-from learner.inventory import Inventory
 from learner.judge import LATE_FAILURE, Drop, Failed, Ignore, Judge, Take
 from learner.lag import LagRule
 from learner.ledger import DEAD, DROPPED, TRAINED, Ledger, StreamState
 from learner.lengths import Lengths
 from learner.patience import Patience
 from learner.plan import Kind, Plan, Verdict, balance
+from learner.reconcile import Reconciler
 from streamrl.config import schema
 from streamrl.crashpoints import crashpoint
 from streamrl.telemetry.progress import Wait
@@ -82,6 +82,13 @@ class Feed:
             config=config,
             run_uid=run_uid,
         )
+        self._reconciler = Reconciler(
+            stream=stream,
+            ledger=self._ledger,
+            hand=self._hand,
+            backlog=self._backlog,
+            dispatch=self._dispatch,
+        )
         self._judge = Judge(
             run_uid=run_uid,
             fingerprint=fingerprint,
@@ -95,7 +102,6 @@ class Feed:
         self.control: Control = "run"  # the operator's word, as it is being followed
         self._listen_at = 0.0
         self._planned: Plan | None = None
-        self._counter_is_sure = False  # until Redis was asked for tickets issued after the checkpoint
         self._doubtful = True  # something may be missing in Redis, or may have been written without our knowing
 
     @property
@@ -188,31 +194,8 @@ class Feed:
     def reconcile(self, *, step: int) -> None:
         """Find out what Redis has and has not, and put right what differs from the ledger."""
         assert self._planned is None, "a plan is with the ranks: settle it first"
-        self._stream.restore(cursor=self._cursor, retried=self._ledger.retries.known())
-        self._hand.put_back()  # read again: bodies may be gone, and the ranks have yet to fetch them
-        found = Inventory.take(self._stream)
-        self._backlog.recount(found.groups, cursor=self._cursor)
-        present = found.asked() | found.answered(cursor=self._cursor, unread=self._hand.unread)
-        if not self._counter_is_sure:
-            self._dispatch.count_issued(present, found.retried, step=step)
-            self._counter_is_sure = True
-        superfluous = found.superfluous(self._ledger)
-        missing = [number for number in self._ledger.open_tickets() if number not in present]
-        unreadable = found.unreadable().intersection(missing)
-        if superfluous:
-            self._stream.delete_tickets("train", superfluous)
-            crashpoint("reconcile.deleted")
-        self._dispatch.issue((number for number in missing if number not in unreadable), step=step)
-        for number in sorted(unreadable):
-            self._dispatch.failed(number, error="the ticket could not be read any more", step=step)
+        self._reconciler.reconcile(cursor=self._cursor, step=step)
         self._patience.reconciled()
-        log.info(
-            "reconciled",
-            present=len(present),
-            deleted=len(superfluous),
-            issued_again=len(missing),
-            unreadable=len(unreadable),
-        )
 
     def _plan_until(self, deadline: float, step: int, world_size: int) -> Plan | None:
         waited = False

@@ -44,6 +44,7 @@ Point = Literal[
     # Reconciling
     "restore.written",  # the streams are there; what is missing in them has not been asked for
     "reconcile.deleted",  # superfluous tickets are gone; missing ones are not issued again
+    "reconcile.counted",  # whoever audits knows how many tickets there are; the feed has yet to go on
     # Issuing
     "issue.counted",  # the ledger counts the tickets; none is written
     "issue.written",  # a chunk of tickets is in the stream

@@ -102,7 +102,8 @@ def make_streams(**changes: Any) -> Streams:
     fields: dict[str, Any] = {
         "server": "here",
         "learner_is_live": False,
-        "issued": 0,
+        "issued": None,
+        "issued_since": 0,
         "window": 10,
         "tickets": (),
         "groups": (),

@@ -35,8 +35,12 @@ class Books:
         self._asked = streams.tickets if streams else ()
         self._groups = streams.groups if streams else ()
         self._pending = [number for at, number in self._groups if at > commit.cursor or at in commit.carry]
-        counter = max(commit.issued, streams.issued if streams else 0)
-        self.issued = _issued(counter, (*self._asked, *self._pending), window=streams.window if streams else 0)
+        self.issued = commit.issued
+        if streams and streams.issued is not None:
+            self.issued = max(commit.issued, streams.issued)
+        elif streams:
+            self.issued = _guess_issued(commit.issued, (*self._asked, *self._pending), window=streams.window)
+        self._issued_since = streams.issued_since if streams else 0
         self._ended: Counts = np.zeros(self.issued, np.int32)  # how often
         self._trained: Counts = np.zeros(self.issued, np.int32)
         self._by_outcome: dict[str, Mask] = {}
@@ -135,8 +139,9 @@ class Books:
 
     def never_issued(self) -> Mapping[str, int]:
         """Entries about tickets that do not exist."""
+        first = self.issued + self._issued_since
         entries = {"tickets/never_issued": self._asked, "groups/never_issued": self._pending}
-        found = {name: sum(number >= self.issued for number in numbers) for name, numbers in entries.items()}
+        found = {name: sum(number >= first for number in numbers) for name, numbers in entries.items()}
         return {name: count for name, count in found.items() if count}
 
     def _num_ended(self, numbers: Iterable[int]) -> int:
@@ -153,10 +158,10 @@ class Books:
         return mask
 
 
-def _issued(counter: int, present: Iterable[int], *, window: int) -> int:
-    """The ticket counter, which may be behind what the streams show, as when a learner has just begun. What was issued
-    is still there, but for what was lost; so behind a gap that is wider than the window of outstanding tickets nothing
-    was ever issued: somebody made these numbers up."""
+def _guess_issued(counter: int, present: Iterable[int], *, window: int) -> int:
+    """The number of the next ticket, where no learner has looked yet: the checkpoint's counter, or what the streams
+    show beyond it. What was issued is still there, but for what was lost; so behind a gap that is wider than the window
+    of outstanding tickets nothing was ever issued: somebody made these numbers up."""
     for number in sorted(number for number in present if number >= counter):
         if number - counter > window:
             break

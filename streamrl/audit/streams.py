@@ -36,7 +36,8 @@ RawEntry = tuple[EntryId, Mapping[bytes, bytes]]
 class Streams:
     server: str
     learner_is_live: bool
-    issued: int  # training tickets that the learner has issued, by its own word; 0: it has issued none yet
+    issued: int | None  # the number of the next training ticket, by the learner's own word; None: none has looked yet
+    issued_since: int  # how many more it has issued while the streams were read
     window: int  # how many tickets the run keeps outstanding at most
     tickets: tuple[int, ...]  # numbers of the entries that ask for a training group
     groups: tuple[tuple[EntryId, int], ...]  # the entries that answer a ticket, or say that it failed
@@ -82,10 +83,12 @@ def read_streams(client: redis.Redis, keys: Keys, *, run_uid: str) -> Streams:
     malformed: Counter[str] = Counter()
     tickets = tuple(_read_tickets(client, keys, run_uid, malformed))
     groups = tuple(_read_groups(client, keys, run_uid, malformed))
+    issued, issued_since = _read_counters(meta, read_meta(client, keys))
     return Streams(
         server=server_name(client),
         learner_is_live=bool(client.exists(keys.lease)),
-        issued=int(meta.get(b"issued", 0)),
+        issued=issued,
+        issued_since=issued_since,
         window=_window(meta.get(b"config", b"")),
         tickets=tickets,
         groups=groups,
@@ -152,6 +155,14 @@ def _entries(client: redis.Redis, stream: str) -> Iterator[RawEntry]:
         if not page:
             return
         first = f"({page[-1][0].decode()}"
+
+
+def _read_counters(before: Mapping[bytes, bytes], after: Mapping[bytes, bytes]) -> tuple[int | None, int]:
+    """Whoever became the learner in between counts anew, and may begin lower."""
+    if b"issued" not in before or b"issued" not in after:
+        return None, 0
+    first, last = int(before[b"issued"]), int(after[b"issued"])
+    return min(first, last), max(0, last - first)
 
 
 def _window(config: bytes) -> int:

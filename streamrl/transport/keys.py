@@ -24,8 +24,8 @@ class Keys:
 
     @property
     def meta(self) -> str:
-        """Hash: uid, epoch, config (JSON), fingerprint, state, created_at, cursor, step; issued: the highest
-        number of a training ticket that this epoch has issued, plus one, for the audit."""
+        """Hash: uid, epoch, config (JSON), fingerprint, state, created_at, cursor, step; issued: the number of the next
+        training ticket, for the audit; once a learner has looked what Redis holds."""
         return f"{self.prefix}meta"
 
     @property

@@ -114,6 +114,11 @@ class LearnerStream:
                 self._tenure.write("issue tickets", call)
                 crashpoint("issue.written")
 
+    def count_issued(self, issued: int) -> None:
+        """What the audit goes by from here on: training tickets up to this number, exclusive, have been issued."""
+        self._tenure.write("count the tickets", scripts.count_issued(self._keys, self._fence, issued=issued))
+        crashpoint("reconcile.counted")
+
     def read(self, purpose: Purpose, *, after: str, count: int, block_ms: int) -> list[Entry]:
         """Groups beyond the entry id `after`; empty when none came within `block_ms` (at most some seconds)."""
         stream = self._keys.groups(purpose)

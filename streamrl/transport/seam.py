@@ -31,6 +31,10 @@ class GroupStream(Protocol):
         """A ticket with `retry_of` also ends the request for it, and is noted among the retried: all in one step."""
         ...
 
+    def count_issued(self, issued: int) -> None:
+        """The number of the next training ticket, for whoever audits: `issue` carries it on."""
+        ...
+
     def read(self, purpose: Purpose, *, after: str, count: int, block_ms: int) -> list[Entry]:
         """Groups after this id in the stream's order; waits for the first one at most so long, 0: not at all."""
         ...

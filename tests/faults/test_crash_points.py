@@ -20,7 +20,8 @@ OF_LEARNERS = sorted(POINTS - set(OF_WORKERS))
 IN_A_DIRECTORY = ("blob.aside", "blob.renamed")
 AT_SIGTERM = ("ticket.handed_back", "worker.left")
 ONCE = ("lease.taken", "run.recorded", "epoch.recorded", "claim.written", "restore.written", "release.written")
-ONCE += ("dead.written", "retry.counted", "reconcile.deleted", "prune.aside", "prune.removed", *AT_SIGTERM)
+ONCE += ("dead.written", "retry.counted", "reconcile.deleted", "reconcile.counted", "prune.aside", "prune.removed")
+ONCE += AT_SIGTERM
 _FOR_EVER_S = 3600.0
 BEFORE_THE_EPOCH = ("lease.taken", "run.recorded", "file.aside")  # its second passing is the epoch's record
 

@@ -163,7 +163,6 @@ class DisasterWorld:
         self.num_hands = 0
         self.late: list[tuple[WorkerStream, Leased]] = []  # ran out, or were delivered; whoever had them may not know
         self.copies = [site.servers.copy()]  # of Redis, the newest last
-        self.redis_losses = 0
         self.looked = True
         self.at_risk = False  # tickets have ended in the learner's memory alone, and Redis has lost their groups
         self.unnoticed = False  # Redis was replaced, and the learner has not asked who is there
@@ -379,7 +378,6 @@ class DisasterWorld:
         self.redis_suffered(kind)
 
     def redis_suffered(self, kind: str) -> None:
-        self.redis_losses += 1
         self.newest_claim = 0
         self.looked, self.at_risk = False, True
         self._mark = self.life.num_looks if self.life is not None else 0
@@ -517,12 +515,10 @@ class DisasterWorld:
 
     def _is_excused(self, number: int) -> bool:
         """What the audit cannot see once Redis has lost something: tickets that have ended in the learner's memory, and
-        are safe as long as it lives; and such as it has yet to issue, where groups of a dead lineage lie beyond."""
-        if self.life is None or not self.redis_losses:
+        are safe as long as it lives."""
+        if self.life is None or not self.at_risk:
             return False
-        state = self.life.feed.state()
-        ended_in_memory = self.at_risk and any(ending.ticket == number for ending in state.uncommitted)
-        return ended_in_memory or number >= state.ledger.issued
+        return any(ending.ticket == number for ending in self.life.feed.state().uncommitted)
 
     def _what_lasts(self) -> dict[bytes, object]:
         """All of Redis but what may run out while one looks."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -13,6 +15,7 @@ import redis.asyncio
 
 from learner.journal import Ending
 from streamrl.audit import Audit, audit_folder
+from streamrl.audit.streams import read_streams
 from streamrl.errors import ConfigError, Fenced, ResourceError
 from streamrl.transport.keys import Keys
 from tests.feed_world import encode_answer
@@ -151,6 +154,36 @@ async def test_commits_while_the_audit_looks_are_not_taken_for_losses(world: Run
     assert [audit.to_json() for audit in audits if not audit.clean] == []
 
 
+class SlowToLook(redis.Redis):
+    """Something happens after its first answer."""
+
+    def __init__(self, client: redis.Redis, then: Callable[[], None]) -> None:
+        super().__init__(connection_pool=client.connection_pool)
+        self.then: Callable[[], None] | None = then
+
+    def hgetall(self, name: str) -> Any:
+        found = super().hgetall(name)
+        if self.then is not None:
+            self.then, then = None, self.then
+            then()
+        return found
+
+
+def test_tickets_issued_while_the_audit_looks_are_told_apart(world: RunWorld) -> None:
+    world.learner.plan()
+    uid = world.learner.uid
+    client = SlowToLook(world.client, lambda: world.learner.stream.issue([make_ticket(6, run_uid=uid)]))
+    seen = read_streams(client, world.keys, run_uid=uid)
+    assert (seen.issued, seen.issued_since, len(seen.tickets)) == (6, 1, 7)
+
+
+def test_of_two_learners_that_come_one_after_the_other_the_audit_believes_the_lower_counter(world: RunWorld) -> None:
+    world.learner.plan()
+    uid, client = world.learner.uid, SlowToLook(world.client, lambda: world.learner.stream.count_issued(4))
+    seen = read_streams(client, world.keys, run_uid=uid)
+    assert (seen.issued, seen.issued_since) == (4, 0)
+
+
 # Hands that meddle
 
 
@@ -198,6 +231,23 @@ async def test_a_ticket_that_was_read_and_forgotten_is_lost(world: RunWorld) -> 
     last = world.client.xrange(world.keys.groups("train"))[-1][0].decode()
     world.learner.commit(replace(state, cursor=last))
     assert world.audit().lost == 3
+
+
+async def test_answers_of_a_lost_lineage_that_lie_beyond_the_counter_are_no_gap(world: RunWorld) -> None:
+    """Redis has lost what was issued after the checkpoint, but for one late answer, and the learner began anew."""
+    await world.train_steps(1)
+    world.learner.commit()
+    uid, keys = world.learner.uid, world.keys
+    world.client.delete(keys.tickets("train"), keys.groups("train"))
+    world.restart()
+    header, body = encode_answer(make_ticket(17, run_uid=uid))
+    world.client.xadd(keys.groups("train"), {"n": "17", "u": uid, "h": header, "b": body})
+    world.learner.plan()
+    audit = found_clean(world.audit())
+    assert (audit.issued, audit.waiting, audit.malformed) == (9, 9 - 3, {"groups/never_issued": 1})
+    await world.train_steps(ALL_STEPS)
+    world.learner.commit()
+    assert found_clean(world.audit()).trained == NUM_PROMPTS
 
 
 async def test_malformed_and_foreign_entries_are_counted_and_change_no_sum(world: RunWorld) -> None:

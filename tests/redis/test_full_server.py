@@ -69,6 +69,8 @@ async def test_deliveries_commits_and_announcements_go_through(server: EmbeddedR
     learner.commit(step=1, cursor=group.entry_id, trim_below="9999999999999-0")
     assert learner.present_groups("train", after=START) == []
     learner.restore(cursor=group.entry_id)
+    learner.count_issued(1)
+    assert client.hget(KEYS.meta, "issued") == b"1"
 
 
 async def test_deliveries_that_go_together_go_through_though_the_first_has_lost_its_ticket(

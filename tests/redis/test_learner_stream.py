@@ -117,6 +117,20 @@ def test_a_commit_removes_what_has_ended_among_the_carry(
         assert delivered(learner) == [1, 3, 5]
 
 
+def test_the_counter_of_tickets_goes_along_with_them_once_the_learner_has_looked(
+    learner: LearnerStream, make_learner: MakeLearner, client: redis.Redis, keys: Keys
+) -> None:
+    learner.issue([make_ticket(3)])
+    assert client.hget(keys.meta, "issued") is None, "others may lie there, too"
+    learner.count_issued(4)
+    learner.issue([make_ticket(n) for n in (2, 4, 5)] + [make_ticket(99, purpose="eval")])
+    assert client.hget(keys.meta, "issued") == b"6"
+    learner.count_issued(5)
+    assert client.hget(keys.meta, "issued") == b"5"
+    make_learner(epoch=2)
+    assert client.hget(keys.meta, "issued") == b"5", "what was issued is there as long as nobody has looked"
+
+
 def test_of_a_ticket_that_repeats_a_dead_one_redis_knows_which(
     learner: LearnerStream, make_learner: MakeLearner, client: redis.Redis
 ) -> None:

@@ -24,6 +24,7 @@ WRITES: dict[str, Callable[[LearnerStream], None]] = {
     "renew": lambda learner: learner.renew(),
     "restore": lambda learner: learner.restore(cursor=START),
     "issue": lambda learner: learner.issue([make_ticket(0)]),
+    "count_issued": lambda learner: learner.count_issued(1),
     "commit": lambda learner: learner.commit(step=1, cursor="9-9", trim_below="9-9"),
     "trim_eval": lambda learner: learner.trim_eval(below="9-9"),
     "delete_tickets": lambda learner: learner.delete_tickets("train", ["1-1"]),

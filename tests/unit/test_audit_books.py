@@ -66,6 +66,18 @@ def test_a_number_beyond_all_that_can_be_outstanding_was_made_up() -> None:
     assert found.never_issued() == {"groups/never_issued": 2}
 
 
+def test_what_lies_beyond_the_learners_own_counter_was_never_issued_and_makes_no_gap() -> None:
+    found = books(tickets=(4, 5, 8), groups=(((51, 0), 7),), issued=6)
+    assert (found.issued, numbers(found.lost)) == (6, [])
+    assert found.never_issued() == {"tickets/never_issued": 1, "groups/never_issued": 1}
+
+
+def test_tickets_issued_while_the_streams_were_read_are_no_strangers() -> None:
+    found = books(tickets=(4, 5, 6, 7, 8), issued=6, issued_since=2)
+    assert (found.issued, numbers(found.lost)) == (6, [])
+    assert found.never_issued() == {"tickets/never_issued": 1}
+
+
 def test_entries_about_tickets_that_have_ended_are_left_over() -> None:
     found = books(tickets=(0, 4, 5), groups=(((51, 0), 1), ((51, 1), 4), ((30, 0), 2)))
     assert (found.num_leftover_tickets, found.num_leftover_groups) == (1, 2)

@@ -63,7 +63,7 @@ if redis.call('HGET', appends, tickets) == token then return {'OK'} end
 if redis.pcall('XPENDING', tickets, group).err then
   redis.call('XGROUP', 'CREATE', tickets, group, '0', 'MKSTREAM')
 end
-local issued = tonumber(redis.call('HGET', meta, 'issued') or 0)
+local issued = tonumber(redis.call('HGET', meta, 'issued'))
 local function note_retry(number, repeats)
   if repeats == '' then return redis.call('HDEL', retried, number) end  -- another lineage's number may have been one
   local letter = redis.call('HGET', requests, repeats)
@@ -75,10 +75,10 @@ local function note_retry(number, repeats)
 end
 for i = 4, #ARGV, 3 do
   redis.call('XADD', tickets, '*', 'n', ARGV[i], 'u', uid, 'b', ARGV[i + 1])
-  issued = math.max(issued, ARGV[i] + 1)
+  issued = issued and math.max(issued, ARGV[i] + 1)
   if purpose == 'train' then note_retry(ARGV[i], ARGV[i + 2]) end
 end
-if purpose == 'train' then redis.call('HSET', meta, 'issued', issued) end
+if issued and purpose == 'train' then redis.call('HSET', meta, 'issued', issued) end
 redis.call('HSET', appends, tickets, token)
 redis.call('HINCRBY', counters, 'issued', (#ARGV - 3) / 3)
 return {'OK'}
@@ -93,10 +93,25 @@ def issue(
 
     With a retry goes the request for it, and the letter of the dead ticket: so a request is answered by one ticket,
     and whoever learns after a crash that the ticket is there learns what it repeats.
+
+    The counter that `count_issued` has written goes along with them.
     """
     touched = [keys.tickets(purpose), keys.appends, keys.counters, keys.dead, keys.retry_requests, keys.retried]
     parts = [part for number, body, dead in tickets for part in (number, body, "" if dead is None else dead)]
     return call(_ISSUE, keys, fence, touched, WORKERS, token, purpose, *parts)
+
+
+_COUNT_ISSUED = fenced("""
+if redis.call('HGET', meta, 'issued') == ARGV[1] then return {'OK'} end
+redis.call('HDEL', meta, 'issued')  -- a full server takes the next write only after one like this
+redis.call('HSET', meta, 'issued', ARGV[1])
+return {'OK'}
+""")
+
+
+def count_issued(keys: Keys, fence: Fence, *, issued: int) -> Call:
+    """Tell the audit the number of the next training ticket."""
+    return call(_COUNT_ISSUED, keys, fence, [], issued)
 
 
 _NUMBERS = Script("""

@@ -38,7 +38,6 @@ if buried then redis.call('DEL', tombstone) end
 redis.call('SET', lease, holder, 'PX', lease_ms)
 redis.call('HSET', meta, 'uid', uid, 'epoch', epoch, 'state', 'running', 'config', config, 'fingerprint', fingerprint)
 redis.call('HSETNX', meta, 'created_at', now)
-redis.call('HDEL', meta, 'issued')  -- another lineage's counter may be ahead of ours
 return {'OK'}
 """)
 
