@@ -328,10 +328,12 @@ def _make_reference(around: Surroundings, algorithm: Algorithm, policy: Policy) 
 
 
 def read_prompts_of(config: schema.Config, speech: Speech) -> tuple[PromptSet, PromptSet | None]:
-    load = partial(PromptSet.load, tokenizer=speech.tokenizer, data=config.data, seed=config.seed)
-    train = load(config.data.train)
-    validation = config.data.validation
-    return train, load(validation, key="data.validation") if validation is not None else None
+    data, seed, validation = config.data, config.seed, config.data.validation
+    train = PromptSet.load_train(tokenizer=speech.tokenizer, data=data, seed=seed)
+    if validation is None:
+        return train, None
+    key = "data.validation"
+    return train, PromptSet.load(validation, tokenizer=speech.tokenizer, data=data, seed=seed, key=key)
 
 
 def refuse_unsupported(config: schema.Config, world: World) -> None:

@@ -67,7 +67,7 @@ class Conductor:
     ) -> None:
         self._config, self._world_size, self._run_uid = config, world_size, run_uid
         self._config_fingerprint = xxhash.xxh3_64_hexdigest(config_to_json(config).encode())
-        self._data_fingerprint, self._num_prompts = prompts.fingerprint(), len(prompts.rows)
+        self._data_fingerprint, self._num_prompts = prompts.fingerprint(), prompts.num_tickets(1)
         self._stream, self._feed, self._validation = stream, feed, validation
         self._checkpoints, self._lease, self._recorder = checkpoints, lease, recorder
         self._suspects = suspects

@@ -1,8 +1,8 @@
 """The prompts of a run, tokenised once, and which of them a ticket asks for.
 
-Ticket t asks for row `permutation(t // n)[t % n]` of the n rows: a function of t, the seed and the dataset alone, so
-that any ticket can be issued again at any time. The fingerprint stands for that function; a checkpoint carries it, and
-a run whose fingerprint has changed must not go on.
+Ticket t asks for place `t % n` of pass `t // n` over the data, whose n places follow from the seed, the datasets and
+their weights alone (`learner.mixture`), so that any ticket can be issued again at any time. The fingerprint stands for
+that function; a checkpoint carries it, and a run whose fingerprint has changed must not go on.
 
 The tokenizer is whatever `transformers` loaded; it is passed in, so that nothing here imports torch. Blocks on
 reading the file and on tokenising it, at the start only.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ import structlog
 import xxhash
 from jinja2 import TemplateError
 
+from learner.mixture import Mixture, Part
 from streamrl.config import schema
 from streamrl.data.prompts import PromptRow, read_prompts
 from streamrl.errors import DataError
@@ -29,7 +30,6 @@ from streamrl.errors import DataError
 log = structlog.get_logger(__name__)
 
 _BATCH = 1024  # texts that the tokenizer gets at once
-_CACHED_EPOCHS = 2  # around the end of a pass, tickets of two passes are asked for by turns
 
 
 class Tokenizer(Protocol):
@@ -50,6 +50,7 @@ class Prompt:
     text: str  # as the model reads it, chat template applied
     token_ids: npt.NDArray[np.int32]  # [P]
     fields: Mapping[str, Any]
+    dataset: str = ""  # by which name `data.train` knows it; empty where there is only one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +60,17 @@ class NumSkipped:
 
 
 class PromptSet:
-    """All usable prompts of a file, in its order, and the tickets' order over them."""
+    """All usable prompts of the files, in their order, and the tickets' order over them."""
 
     def __init__(
-        self, rows: Sequence[Prompt], *, seed: int, shuffle: bool, num_skipped: NumSkipped, num_truncated: int = 0
+        self,
+        rows: Sequence[Prompt],
+        *,
+        seed: int,
+        shuffle: bool,
+        num_skipped: NumSkipped,
+        num_truncated: int = 0,
+        parts: Sequence[Part] | None = None,  # of the rows, in their order; None: one
     ) -> None:
         assert rows, "a prompt set holds at least one prompt"
         self.rows = tuple(rows)
@@ -70,13 +78,36 @@ class PromptSet:
         self.num_truncated = num_truncated
         self._seed = seed
         self._shuffle = shuffle
-        self._permutations: dict[int, npt.NDArray[np.intp]] = {}  # by pass over the data, the latest few
+        self._mixture = Mixture(parts or [Part(num_rows=len(rows))], seed=seed, shuffle=shuffle)
+
+    @classmethod
+    def load_train(cls, *, tokenizer: Tokenizer, data: schema.Data, seed: int) -> PromptSet:
+        """What `data.train` names: a file, or several."""
+        sets = data.train_sets()
+        if isinstance(data.train, str):
+            [one] = sets
+            return cls.load(one.path, tokenizer=tokenizer, data=data, seed=seed)
+        found = [cls.load(one.path, tokenizer=tokenizer, data=data, seed=seed, key=one.key) for one in sets]
+        parts = [Part(num_rows=len(of.rows), weight=one.weight) for one, of in zip(sets, found, strict=True)]
+        for one, part in zip(sets, parts, strict=True):
+            log.info("dataset", name=one.name, rows=part.num_rows, weight=one.weight, in_each_pass=part.num_places)
+        return cls(
+            [replace(row, dataset=one.name) for one, of in zip(sets, found, strict=True) for row in of.rows],
+            seed=seed,
+            shuffle=data.shuffle,
+            num_skipped=NumSkipped(
+                malformed=sum(of.num_skipped.malformed for of in found),
+                overlong=sum(of.num_skipped.overlong for of in found),
+            ),
+            num_truncated=sum(of.num_truncated for of in found),
+            parts=parts,
+        )
 
     @classmethod
     def load(
         cls, path: str | Path, *, tokenizer: Tokenizer, data: schema.Data, seed: int, key: str = "data.train"
     ) -> PromptSet:
-        """Read and tokenise the file; `key` is the setting that names it, for errors."""
+        """Read and tokenise one file; `key` is the setting that names it, for errors."""
         file = read_prompts(path, malformed=data.malformed, key=key)
         reader = _Reader(file.path, tokenizer, data)
         rows = list(reader.read(file.rows))
@@ -101,8 +132,10 @@ class PromptSet:
         return len(self.rows)
 
     def fingerprint(self) -> str:
-        """Stands for what every ticket number means: the rows, the seed and whether they are shuffled."""
+        """Stands for what every ticket number means: the rows, how they are mixed, and the seed of their order."""
         digest = xxhash.xxh3_128(f"{self._seed} {self._shuffle}".encode())
+        if self._mixture.num_places != len(self.rows) or len(self._mixture.parts) > 1:
+            digest.update("".join(f" {part.num_places}/{part.num_rows}" for part in self._mixture.parts).encode())
         for row in self.rows:
             fields = json.dumps(dict(row.fields), sort_keys=True).encode()
             digest.update(f"\n{len(row.token_ids)} {len(fields)} ".encode())
@@ -111,23 +144,11 @@ class PromptSet:
         return digest.hexdigest()
 
     def num_tickets(self, max_epochs: int) -> int:
-        return len(self.rows) * max_epochs
+        return self._mixture.num_places * max_epochs
 
     def locate(self, ticket: int) -> tuple[int, int]:
         """(passes over the data before it, index of its row)"""
-        data_epoch, position = divmod(ticket, len(self.rows))
-        return data_epoch, int(self._permutation(data_epoch)[position]) if self._shuffle else position
-
-    def _permutation(self, data_epoch: int) -> npt.NDArray[np.intp]:
-        known = self._permutations.get(data_epoch)
-        if known is None:
-            # Sorted raw draws: of a bit generator numpy promises the same stream in every release, of shuffles not.
-            key = np.array([self._seed % (1 << 64), data_epoch], dtype=np.uint64)
-            draws = np.random.Philox(key=key).random_raw(len(self.rows))
-            known = self._permutations[data_epoch] = np.argsort(draws, kind="stable")
-            for old in sorted(self._permutations)[:-_CACHED_EPOCHS]:
-                del self._permutations[old]
-        return known
+        return self._mixture.locate(ticket)
 
 
 class _Reader:

@@ -23,6 +23,7 @@ import structlog
 
 from learner.backlog import Backlog
 from learner.data import PromptSet
+from learner.datasets import Datasets
 from learner.dispatch import Dispatch
 from learner.hand import Hand, Held
 from learner.judge import LATE_FAILURE, Drop, Failed, Ignore, Judge, Take
@@ -69,6 +70,7 @@ class Feed:
         self._sleep = sleep
         self._ledger = Ledger(state.ledger)
         self._lengths = Lengths(config.sampling.max_tokens, state.lengths)
+        self._datasets = Datasets(prompts, self._ledger.retries, state.datasets)
         self._lag = LagRule(config.lag, state.versions)
         self._hand = Hand(ledger=self._ledger, lag=self._lag, groups_per_step=self._groups_per_step, carry=state.carry)
         self._backlog = Backlog(max_bytes=config.redis.max_backlog_bytes, largest_group=_largest_group(config))
@@ -161,6 +163,7 @@ class Feed:
             ledger=self._ledger.state(),
             versions=self._lag.known(),
             lengths=self._lengths.known(),
+            datasets=self._datasets.known(),
             journal=self._journal,
             uncommitted=self._ledger.uncommitted,
         )
@@ -189,6 +192,7 @@ class Feed:
             **dropped,
             **ignored,
             **self._lengths.metrics(),
+            **self._datasets.metrics(),
         }
 
     def reconcile(self, *, step: int) -> None:
@@ -291,6 +295,7 @@ class Feed:
     def _end(self, header: GroupHeader, outcome: str, *, step: int) -> None:
         self._ledger.resolve(header.ticket, outcome, step=step + 1)
         self._lengths.count(header, dropped=outcome != TRAINED)
+        self._datasets.count(header, trained=outcome == TRAINED, step=step)
 
 
 def _largest_group(config: schema.Config) -> int:

@@ -51,6 +51,7 @@ class StreamState:
     ledger: LedgerState = field(default_factory=LedgerState)
     versions: tuple[tuple[int, int], ...] = ()  # (version, its step) as far back as the lag rule looks
     lengths: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # of what ended (learner.lengths)
+    datasets: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # likewise (learner.datasets)
     journal: str | None = None  # its newest file
     uncommitted: tuple[Ending, ...] = ()  # what ended since that file; the next one gets it, not the manifest
 
@@ -81,6 +82,7 @@ class StreamState:
             ledger=LedgerState(**ledger),
             versions=tuple((version, step) for version, step in value["versions"]),
             lengths={int(bound): (ended, dropped) for bound, (ended, dropped) in value["lengths"].items()},
+            datasets={name: (trained, dropped) for name, (trained, dropped) in value.get("datasets", {}).items()},
             journal=value["journal"],
         )
 

@@ -149,7 +149,7 @@ def claim_folder(config: schema.Config, prompts: PromptSet, *, confirm: Callable
     checkpoint = root.open(epoch.parent) if epoch.parent else None
     if checkpoint is not None and checkpoint.state.data_fingerprint not in (ANY_DATA, prompts.fingerprint()):
         raise DataError(
-            f"{checkpoint.folder} was made with other prompts, seed or order than data.train = {config.data.train!r} "
+            f"{checkpoint.folder} was made with other prompts, seed or order than data.train = {_paths(config.data)} "
             "gives now: tickets would mean other prompts"
         )
     return Claimed(run_uid=run_uid, epoch=epoch, checkpoints=root, checkpoint=checkpoint)
@@ -189,6 +189,10 @@ def take_lease(config: schema.Config, client: redis.Redis, keys: Keys, *, holder
         takeover=takeover,
         give_up_after_s=config.redis.give_up_after_s,
     )
+
+
+def _paths(data: schema.Data) -> str:
+    return ", ".join(repr(dataset.path) for dataset in data.train_sets())
 
 
 def _total_steps(training: schema.Training, prompts: PromptSet) -> int:

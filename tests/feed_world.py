@@ -78,11 +78,13 @@ def encode_failure(ticket: Ticket, error: str = "the engine said no") -> Any:
 class FeedWorld:
     """One run: the server, the dataset, the last commit, and the feed of the learner that is alive."""
 
-    def __init__(self, config: schema.Config | None = None, *, num_prompts: int = 10) -> None:
+    def __init__(
+        self, config: schema.Config | None = None, *, num_prompts: int = 10, prompts: PromptSet | None = None
+    ) -> None:
         self.clock = Clock()
         self.server = MemoryServer(wait=self.clock.advance)
         self.config = config or make_config()
-        self.prompts = make_prompts(num_prompts)
+        self.prompts = prompts or make_prompts(num_prompts)
         self.committed = StreamState()
         self.committed_step = 0
         self.journal: dict[str, tuple[str | None, tuple[Ending, ...]]] = {}  # by file: the one before, and what ended

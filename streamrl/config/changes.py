@@ -35,6 +35,7 @@ RULES: tuple[tuple[str, str | None], ...] = (
     ("model.attention", None),
     ("model.gradient_checkpointing", None),
     ("data.shuffle", _TICKETS),
+    ("data.train.*.weight", _TICKETS),
     ("data.*", None),  # what the files hold is compared by itself
     ("sampling.accept_mismatch", None),
     ("sampling.*", _SAMPLED),

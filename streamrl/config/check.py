@@ -21,7 +21,7 @@ from streamrl.transport.url import FORMS, PASSWORD, SCHEMES, masked, split_passw
 LOCAL_REWARD_SERVER = "local"  # the url of an http source that means the run's own reward_server
 EMBEDDED_REDIS = "embedded"
 
-_REWARD_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
 _MAX_TIME = re.compile(r"(\d+):([01]\d|2[0-3]):([0-5]\d):([0-5]\d)\Z")
 _OBJECT_STORE = re.compile(r"(?P<scheme>[a-z][a-z0-9+-]*)://[^/\s]\S*\Z")
 
@@ -232,9 +232,20 @@ def _validation(config: Config) -> Iterator[Problem]:
         )
 
 
+def _datasets(config: Config) -> Iterator[Problem]:
+    train = config.data.train
+    for name in () if isinstance(train, str) else train:
+        if not _NAME.match(name):
+            yield Problem(
+                key="data.train",
+                value=name,
+                remedy="names of datasets are letters, digits, - and _ (they become metric names)",
+            )
+
+
 def _rewards(config: Config) -> Iterator[Problem]:
     for name, source in config.rewards.items():
-        if not _REWARD_NAME.match(name):
+        if not _NAME.match(name):
             yield Problem(
                 key="rewards",
                 value=name,
@@ -323,6 +334,7 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _training,
     _lag,
     _validation,
+    _datasets,
     _rewards,
     _places,
 )

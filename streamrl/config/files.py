@@ -17,7 +17,9 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 
 def check_files(config: Config) -> None:
     """Refuse paths that do not hold what they should; prompts are read to their end."""
-    problems = [*_model("model.path", config.model.path), *_prompts("data.train", config.data.train, config)]
+    problems = [*_model("model.path", config.model.path)]
+    for dataset in config.data.train_sets():
+        problems += _prompts(dataset.key, dataset.path, config)
     if config.data.validation is not None:
         problems += _prompts("data.validation", config.data.validation, config)
     if config.reward_server is not None:

@@ -25,9 +25,14 @@ def known_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[
     for name, field in section.model_fields.items():
         key = prefix + name
         yield key
-        inner = key + "." + (f"{ANY_NAME}." if get_origin(field.annotation) is dict else "")
+        inner = key + "." + (f"{ANY_NAME}." if _has_names(field.annotation) else "")
         for part in sections_in(field.annotation):
             yield from known_keys(part, inner)
+
+
+def _has_names(annotation: Any) -> bool:
+    """Whether it is a map from names that the user chooses, or may be one."""
+    return get_origin(annotation) is dict or any(_has_names(part) for part in get_args(annotation))
 
 
 def required_keys(path: Sequence[str]) -> list[str]:

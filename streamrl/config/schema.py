@@ -6,10 +6,11 @@ NeMo-Aligner know a setting by.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -46,14 +47,50 @@ class Model(Section):
     lora: Lora | None = None  # train adapters; the base is the reference
 
 
+class Dataset(Section):
+    path: str
+    # A pass over the data asks for weight x its rows: 2 for each row twice, 0.5 for half of them, in turn.
+    weight: Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)] = 1.0
+
+
+def _path_or_map(value: object) -> str:
+    """So that mistakes in a map are told of its entries, not that it is no path."""
+    return "a map" if isinstance(value, dict) else "a path"
+
+
+Train = Annotated[
+    Annotated[str, Tag("a path")] | Annotated[dict[str, Dataset], Field(min_length=1), Tag("a map")],
+    Discriminator(_path_or_map),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSet:
+    """A dataset of `data.train`, however that was written."""
+
+    key: str  # of the setting that names its file
+    name: str  # empty where there is only one
+    path: str
+    weight: float
+
+
 class Data(Section):
-    train: str  # JSONL of prompts: {"text"|"prompt"|"messages": ..., further fields go to the rewards}
+    # JSONL of prompts: {"text"|"prompt"|"messages": ..., further fields go to the rewards}; or several, by name
+    train: Train
     validation: str | None = None
     max_prompt_tokens: Positive = 1024
     # A prompt over max_prompt_tokens; truncate: its last tokens are the prompt, what they say is what rewards see
     overlong: Literal["error", "skip", "truncate"] = "error"
     malformed: Literal["error", "skip"] = "error"  # a line that is not a prompt; skipped ones are counted
     shuffle: bool = True
+
+    def train_sets(self) -> tuple[TrainSet, ...]:
+        if isinstance(self.train, str):
+            return (TrainSet(key="data.train", name="", path=self.train, weight=1.0),)
+        return tuple(
+            TrainSet(key=f"data.train.{name}.path", name=name, path=dataset.path, weight=dataset.weight)
+            for name, dataset in self.train.items()
+        )
 
 
 class Sampling(Section):

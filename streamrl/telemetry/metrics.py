@@ -4,6 +4,8 @@ A step's record is a flat map from these names to finite numbers. Rewards of a s
 `train_rollouts/rewards/<source>`, drops by reason `stream/dropped/<reason>`, messages that decided no ticket
 `stream/ignored/<reason>`. Drops by the longest response of the group, up to so many tokens and beyond the next smaller
 number: `stream/dropped_by_length/<tokens>` counts them, `stream/drop_rate_by_length/<tokens>` is their share.
+Where `data.train` names several datasets, `stream/trained_by_dataset/<name>` and `stream/dropped_by_dataset/<name>`
+count groups since the start of the run, `train_rollouts/rewards_by_dataset/<name>` is the mean reward of those trained.
 `policy/ratio_histogram/<edge>` is the share of tokens whose ratio pi / mu is at most that edge and above the next
 smaller one. `idle/<wait>` is the share of the step that rank 0 spent in that wait.
 """
@@ -84,10 +86,13 @@ _FAMILIES = (
     "policy/ratio_histogram/",
     "idle/",
     "train_rollouts/rewards/",
+    "train_rollouts/rewards_by_dataset/",
     "val_rollouts/rewards/",
     "stream/dropped/",
     "stream/dropped_by_length/",
     "stream/drop_rate_by_length/",
+    "stream/trained_by_dataset/",
+    "stream/dropped_by_dataset/",
     "stream/ignored/",
 )
 

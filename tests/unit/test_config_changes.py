@@ -47,6 +47,8 @@ def test_what_changed_is_shown_from_and_to() -> None:
         ({"model": {"path": "models/other"}}, ["model.path"]),
         ({"model": {"path": "models/sft", "lora": {}}}, ["model.lora.rank", "model.lora.alpha", "model.lora.targets"]),
         ({"seed": 5}, ["seed"]),
+        ({"data": {"train": "elsewhere.jsonl"}}, []),
+        ({"data": {"train": {"a": {"path": "train.jsonl", "weight": 2.0}}}}, ["data.train.a.weight"]),
         (
             {"rewards": {"exact": {"type": "function", "target": "exact_match", "weight": 2.0}}},
             ["rewards.exact.weight"],

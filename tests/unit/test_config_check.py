@@ -51,6 +51,7 @@ def test_the_defaults_contradict_nothing(good: Path) -> None:
         ("sampling.repetition_penalty=1.1", "sampling.repetition_penalty = 1.1: ", "sampling.accept_mismatch=true"),
         ("sampling.min_tokens=2000", "sampling.min_tokens = 2000: ", "sampling.max_tokens = 1024"),
         ("validation.sampling.min_tokens=2000", "validation.sampling.min_tokens = 2000: ", "max_tokens = 1024"),
+        ("data.train={a b: {path: x.jsonl}}", "data.train = 'a b': ", "letters, digits"),
         ("data.validation=null", "validation.every_steps = 10: ", "data.validation"),
         ("algorithm.kl.estimator=k2", "algorithm.kl.estimator = 'k2': ", "must be k1"),
         ("algorithm.kl.placement=loss", "algorithm.kl.estimator = 'k1': ", "must be k2 or k3"),

@@ -42,6 +42,17 @@ def test_the_yaml_of_a_configuration_loads_to_the_same(loaded: Loaded, tmp_path:
     assert config_to_json(again) == config_to_json(loaded.config)  # which also tells 1 from 1.0 and from true
 
 
+def test_datasets_keep_their_names_and_their_order(tmp_path: Path) -> None:
+    path, resolved = tmp_path / "x.yaml", tmp_path / "resolved.yaml"
+    path.write_text(AWKWARD.replace('"a: b # c.jsonl"', '{z: {path: z}, "no": {path: n, weight: 2}, a: {path: a}}'))
+    config = load_config(path).config
+
+    resolved.write_text(dump_config(config))
+
+    for again in (load_config(resolved).config, config_from_json(config_to_json(config))):
+        assert [(one.name, one.weight) for one in again.data.train_sets()] == [("z", 1.0), ("no", 2.0), ("a", 1.0)]
+
+
 def test_the_json_of_a_configuration_loads_to_the_same(loaded: Loaded) -> None:
     assert config_from_json(config_to_json(loaded.config)) == loaded.config
 

@@ -73,6 +73,14 @@ def test_an_empty_dataset_is_refused(config: Path) -> None:
     assert "data.train" in problem
 
 
+def test_each_of_several_datasets_is_looked_for(config: Path) -> None:
+    several = "{here: {path: train.jsonl}, there: {path: nowhere.jsonl}}"
+
+    assert problems(config, f"data.train={several}") == [
+        "data.train.there.path: no such file: nowhere.jsonl; give the path of a JSONL file of prompts"
+    ]
+
+
 def test_validation_prompts_are_read_too(config: Path) -> None:
     [problem] = problems(config, "data.validation=nowhere.jsonl")
 

@@ -170,6 +170,37 @@ def test_a_key_named_like_the_type_of_its_source_confuses_nobody(folder: Path) -
     ]
 
 
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("{}", "data.train = a map: Dictionary should have at least 1 item after validation, not 0"),
+        ("[a.jsonl]", "data.train = ['a.jsonl']: must be text (quote it if it is meant so)"),
+        ("{math: {path: a, weight: 0}}", "data.train.math.weight = 0: must be greater than 0"),
+        ("{math: {path: a, wight: 1}}", "unknown key 'data.train.math.wight'; did you mean 'data.train.math.weight'?"),
+        ("{math: a.jsonl}", "data.train.math = 'a.jsonl': must be a map of settings"),
+        (
+            "{math: {weight: 1}}",
+            "data.train.math.path is not set; set it in the file, or with the override data.train.math.path=VALUE",
+        ),
+    ],
+)
+def test_a_mistake_about_datasets_names_the_entry(folder: Path, value: str, message: str) -> None:
+    override = f"data.train={value}"
+
+    assert error_of("base.yaml", override) == f"override {override!r}: {message}"
+
+
+def test_one_dataset_of_several_may_be_overridden(folder: Path) -> None:
+    (folder / "mine.yaml").write_text("extends: base.yaml\ndata: {train: {a: {path: a}, b: {path: b, weight: 2}}}\n")
+
+    config = load_config("mine.yaml", ["data.train.a.weight=0.5"]).config
+
+    assert [(one.key, one.name, one.path, one.weight) for one in config.data.train_sets()] == [
+        ("data.train.a.path", "a", "a", 0.5),
+        ("data.train.b.path", "b", "b", 2.0),
+    ]
+
+
 def test_a_mistake_in_a_file_is_told_with_its_line(folder: Path) -> None:
     (folder / "mine.yaml").write_text("extends: base.yaml\n\nsampling:\n  num_samples: 4\n  temprature: 1\n")
 

@@ -21,6 +21,9 @@ CONF = Path(__file__).parents[2] / "conf"
 EXAMPLES = {
     "model.path",
     "data.train",
+    "data.train.math.path",
+    "data.train.chat.path",
+    "data.train.chat.weight",
     "data.validation",
     "rewards.model.type",
     "rewards.model.url",
@@ -41,8 +44,8 @@ MAPS = {"model.lora": Lora(), "metrics.wandb": Wandb()}  # sections that are nul
 
 
 def test_the_reference_holds_every_setting() -> None:
-    names = re.compile(r"^rewards\.(model|answer)\.")
-    written = {names.sub(f"rewards.{ANY_NAME}.", key) for key in reference()}
+    names = re.compile(r"^(rewards|data\.train)\.(model|answer|math|chat)\.")
+    written = {names.sub(rf"\1.{ANY_NAME}.", key) for key in reference()}
 
     sections = {key for key in known_keys() if any(other.startswith(f"{key}.") for other in known_keys())}
     assert set(known_keys()) - sections - written == set()
@@ -51,7 +54,7 @@ def test_the_reference_holds_every_setting() -> None:
 def test_the_reference_shows_the_true_defaults() -> None:
     minimal = Config(
         model={"path": "m"},
-        data={"train": "t"},
+        data={"train": {name: {"path": "t"} for name in ("math", "chat")}},
         rewards={
             "model": HttpReward(type="http", url="http://h"),
             "answer": FunctionReward(type="function", target="f"),
@@ -73,6 +76,8 @@ def reference() -> Mapping[str, Any]:
         name = key.rpartition(".")[2]
         assert re.search(rf"(?m)^  {name}: null ", text), f"{key} must be shown with its default"
         text = text.replace(f"\n  {name}: null ", f"\n  {name}: ")
+    assert "\n  train: prompts.jsonl " in text, "one file is the rule; several are shown in comments"
+    text = text.replace("\n  train: prompts.jsonl ", "\n  train: ")
     text = re.sub(r"(?m)^    # (\w+:)", r"    \1", text)
     return dict(_leaves(parse(text, name="reinforce.yaml", numbered=True).plain()))
 

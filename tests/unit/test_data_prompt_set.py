@@ -133,6 +133,61 @@ def test_the_order_is_pinned_since_running_jobs_depend_on_it(tmp_path: Path) -> 
     assert [prompts.locate(ticket)[1] for ticket in range(8)] == [7, 3, 0, 1, 4, 2, 5, 6]
 
 
+def mixed(folder: Path, *weights: float, seed: int = 1, counts: tuple[int, ...] = (4, 6), **settings: Any) -> PromptSet:
+    """Datasets a, b, ... of so many rows."""
+    train: dict[str, Any] = {}
+    for name, count, weight in zip("abc", counts, weights, strict=False):
+        path = folder / f"{name}.jsonl"
+        path.write_text("".join(f'{{"text": "{name}{i}"}}\n' for i in range(count)))
+        train[name] = {"path": str(path), "weight": weight}
+    data = schema.Data.model_validate({"train": train, **settings})
+    return PromptSet.load_train(tokenizer=CharTokenizer(), data=data, seed=seed)
+
+
+def test_prompts_of_several_datasets_are_asked_for_by_weight_and_know_where_they_came_from(tmp_path: Path) -> None:
+    prompts = mixed(tmp_path, 2.0, 0.5)
+    assert [(row.dataset, row.text) for row in prompts.rows] == [
+        *(("a", f"a{i}") for i in range(4)),
+        *(("b", f"b{i}") for i in range(6)),
+    ]
+    assert prompts.num_tickets(3) == 3 * (8 + 3)
+    asked = [prompts.rows[prompts.locate(ticket)[1]].dataset for ticket in range(11)]
+    assert (asked.count("a"), asked.count("b")) == (8, 3)
+
+
+def test_one_path_and_a_single_dataset_of_weight_one_are_the_same(tmp_path: Path) -> None:
+    single = mixed(tmp_path, 1.0)
+    data = schema.Data(train=str(tmp_path / "a.jsonl"))
+    plain = PromptSet.load_train(tokenizer=CharTokenizer(), data=data, seed=1)
+    assert plain.fingerprint() == single.fingerprint()
+    assert [plain.locate(ticket) for ticket in range(9)] == [single.locate(ticket) for ticket in range(9)]
+    assert {row.dataset for row in plain.rows} == {""}
+
+
+def test_the_fingerprint_of_a_mixture_changes_with_its_weights_and_with_where_a_dataset_ends(tmp_path: Path) -> None:
+    same = mixed(tmp_path, 2.0, 0.5).fingerprint()
+    assert mixed(tmp_path, 2.0, 0.5).fingerprint() == same
+    assert mixed(tmp_path, 2.0, 1.0).fingerprint() != same
+    assert mixed(tmp_path, 1.0, 0.5).fingerprint() != same
+    assert mixed(tmp_path, 1.0, 1.0).fingerprint() != mixed(tmp_path, 1.0, 1.0, counts=(4, 5)).fingerprint()
+    assert mixed(tmp_path, 2.0).fingerprint() != mixed(tmp_path, 1.0).fingerprint()
+
+
+def test_a_dataset_without_usable_prompts_is_named_by_its_setting(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^data\.train\.b\.path: .*b\.jsonl holds no prompts"):
+        mixed(tmp_path, 1.0, 1.0, counts=(3, 0))
+
+
+def test_what_was_left_out_is_counted_over_all_datasets(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "abcdef"}\n{"text": "x"}\n{\n')
+    train = {name: {"path": str(tmp_path / f"{name}.jsonl")} for name in "ab"}
+    settings = {"max_prompt_tokens": 3, "overlong": "skip", "malformed": "skip"}
+    data = schema.Data.model_validate({"train": train, **settings})
+    prompts = PromptSet.load_train(tokenizer=CharTokenizer(), data=data, seed=1)
+    assert prompts.num_skipped == NumSkipped(malformed=2, overlong=2)
+
+
 def test_without_shuffling_the_order_is_that_of_the_file(tmp_path: Path) -> None:
     prompts = load(numbered(tmp_path, 5), shuffle=False)
     assert [prompts.locate(ticket) for ticket in range(7)] == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 0), (1, 1)]
