@@ -6,7 +6,9 @@ a place that falls free is filled at once, and N workers share the work by speed
     queue longer than a ticket, or cache nearly full ─► none          what runs still needs more of the cache
     else ─► as many again as are at work, up to the bound             the first look at a new load is a guess
 
-Nothing waits for a whole batch. Blocks on nothing.
+The bound is in samples. Answers are long-tailed: of a ticket's samples most are done long before the last one, and if
+tickets were counted, the places of those that are done would stay empty until then (of 8 samples with geometric lengths
+more than half). Nothing waits for a whole batch. Blocks on nothing.
 """
 
 from __future__ import annotations
@@ -16,8 +18,11 @@ from workers.engines.base import EngineStats
 _KV_FULL = 0.8
 
 
-def num_to_take(stats: EngineStats, *, num_at_work: int, samples_per_ticket: int, most: int) -> int:
-    """`most`: the bound on tickets at work (`worker.max_groups_in_flight`)."""
+def num_to_take(stats: EngineStats, *, num_at_work: int, num_open: int, samples_per_ticket: int, most: int) -> int:
+    """`num_open`: samples of the tickets at work that are not made and scored yet; `most`: the bound on these, counted
+    in tickets (`worker.max_groups_in_flight`). The last ticket may go beyond it in part, so that no place waits.
+    """
     if num_at_work and (stats.num_waiting >= samples_per_ticket or stats.kv_used >= _KV_FULL):
         return 0
-    return max(0, min(most - num_at_work, max(1, num_at_work)))
+    room = most * samples_per_ticket - num_open
+    return max(0, min(-(-room // samples_per_ticket), max(1, num_at_work)))

@@ -8,7 +8,7 @@ counts an attempt. An engine that dies is not the ticket's fault: its EngineErro
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,10 +65,17 @@ class Answerer:
         """What the monitor shows of the reward sources."""
         return self._rewards.facts()
 
-    async def answer(self, ticket: Ticket, engine: Engine) -> Group:
+    async def answer(self, ticket: Ticket, engine: Engine, *, sample_done: Callable[[], None] = lambda: None) -> Group:
+        """`sample_done` is called for each sample as it is made and scored, or has failed."""
         began = time.monotonic()
+
+        async def sample() -> _Scored | _Failed:
+            outcome = await self._sample(ticket, engine)
+            sample_done()
+            return outcome
+
         outcomes = await gather_or_cancel(
-            {f"ticket {ticket.number} sample {i}": self._sample(ticket, engine) for i in range(ticket.num_samples)}
+            {f"ticket {ticket.number} sample {i}": sample() for i in range(ticket.num_samples)}
         )
         return self._group(ticket, outcomes, began)
 

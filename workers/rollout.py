@@ -69,7 +69,11 @@ class _Held:
     """A ticket at work."""
 
     leased: Leased
+    num_open: int  # samples that are not made and scored yet
     delivering: bool = False  # from here on the ticket goes because we deliver it
+
+    def sample_done(self) -> None:
+        self.num_open -= 1
 
 
 class Rollout:
@@ -143,12 +147,13 @@ class Rollout:
             most = num_to_take(
                 engine.stats(),
                 num_at_work=len(self._groups),
+                num_open=sum(held.num_open for held in self._groups.values()),
                 samples_per_ticket=self._samples_per_ticket,
                 most=self._settings.max_groups_in_flight,
             )
             if most:
                 for leased in await self._lease(most):
-                    held = _Held(leased=leased)
+                    held = _Held(leased=leased, num_open=leased.ticket.num_samples)
                     task = asyncio.create_task(self._fulfil(held, engine), name=f"ticket {leased.ticket.number}")
                     self._groups[task] = held
             if self._groups:
@@ -195,7 +200,7 @@ class Rollout:
             log.warning("version_awaited_in_vain", ticket=ticket.number, min_version=ticket.min_version)
             await self._tickets.hand_back([leased])
             return
-        group = await self._answerer.answer(ticket, engine)
+        group = await self._answerer.answer(ticket, engine, sample_done=held.sample_done)
         await self._weights.proved(_newest_version(group))
         header, body = encode_group(group)
         held.delivering = True

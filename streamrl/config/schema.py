@@ -262,7 +262,7 @@ class Metrics(Section):
 class Worker(Section):
     count: NonNegative = 1  # workers that `streamrl up` starts
     engine: Literal["vllm", "transformers"] = "vllm"
-    max_groups_in_flight: Positive = 32
+    max_groups_in_flight: Positive = 32  # so many groups' samples; those that are done leave their places to others
     lease_s: PositiveFloat = 60.0  # a ticket whose worker shows no life for so long goes to another
     max_attempts: Positive = 3  # reported failures before a ticket goes to the dead letters
     min_survivors: Positive = 2  # deliver a group when at least so many samples have a score

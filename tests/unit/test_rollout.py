@@ -14,7 +14,7 @@ from streamrl.wire.group import decode_header
 from tests.worker_world import FIRST_VERSION, WorkerWorld
 from workers.engines.base import Engine, SampleRequest
 from workers.engines.double import EngineDouble
-from workers.rewards.base import ScoreItem
+from workers.rewards.base import FakeReward, ScoreItem
 
 
 async def test_a_ticket_becomes_a_group_with_all_that_the_learner_needs() -> None:
@@ -118,14 +118,54 @@ async def test_what_was_made_under_a_version_that_was_refused_is_not_delivered()
 
 
 async def test_no_more_tickets_are_taken_than_may_be_in_flight() -> None:
-    world = WorkerWorld(engine=EngineDouble(hold=True), max_groups_in_flight=2)
+    world = WorkerWorld(engine=EngineDouble(hold=True), max_groups_in_flight=2, lease_s=0.1)
     for number in range(5):
-        world.put(number, num_samples=1)
+        world.put(number, num_samples=4)
     world.start()
-    await world.until(lambda: len(world.engine.requests) == 2, "two tickets are in flight")
+    await world.until(lambda: len(world.engine.requests) >= 8, "two tickets are in flight")
+    await world.until(lambda: world.tickets.renewals > 8, "the worker has looked again")
     assert len(world.tickets.waiting) == 3
 
     world.engine.release()
+    await world.delivered(5)
+    await world.finish()
+
+
+async def test_the_place_of_a_sample_that_is_done_does_not_wait_for_the_last_one_of_its_group() -> None:
+    first_of_each = EngineDouble(hold=True, holds=lambda request: len(first_of_each.requests) % 4 == 1)
+    world = WorkerWorld(engine=first_of_each, max_groups_in_flight=2)
+    for number in range(12):
+        world.put(number, num_samples=4)
+    world.start()
+    await world.until(lambda: len(world.engine.requests) == 4 * 8, "as many groups are begun as there are places")
+    await world.until(lambda: world.engine.stats().in_flight == 8, "each waits for its last sample alone")
+    assert len(world.tickets.waiting) == 4
+    assert not world.tickets.delivered
+
+    world.engine.release()
+    await world.delivered(12)
+    await world.finish()
+
+
+async def test_samples_that_wait_for_their_scores_keep_their_places() -> None:
+    answer = asyncio.Event()
+
+    class SlowReward(FakeReward):
+        async def score(self, item: ScoreItem) -> float:
+            score = await super().score(item)
+            await answer.wait()
+            return score
+
+    slow = SlowReward()
+    world = WorkerWorld(source=slow, max_groups_in_flight=2, lease_s=0.1)
+    for number in range(5):
+        world.put(number, num_samples=4)
+    world.start()
+    await world.until(lambda: len(slow.items) >= 8, "two tickets wait for their scores")
+    await world.until(lambda: world.tickets.renewals > 8, "the worker has looked again")
+    assert len(world.tickets.waiting) == 3
+
+    answer.set()
     await world.delivered(5)
     await world.finish()
 

@@ -17,8 +17,8 @@ from workers.engines.base import EngineStats, Generated, KvCache, SampleRequest
 class EngineDouble:
     """Answers at once, or when told to.
 
-    `capacity` samples are at work at a time, each for `sample_s`. With `hold=True` samples wait for `release`; a load
-    that comes in between shows in their spans, as in a real engine.
+    `capacity` samples are at work at a time, each for `sample_s`. With `hold=True` samples wait for `release`, all of
+    them or those that `holds` says; a load that comes in between shows in their spans, as in a real engine.
     `trouble` may return the error that a request meets.
     """
 
@@ -27,6 +27,7 @@ class EngineDouble:
         *,
         num_tokens: int = 4,
         hold: bool = False,
+        holds: Callable[[SampleRequest], bool] = lambda request: True,
         capacity: int = 1 << 30,
         sample_s: float = 0.0,
         trouble: Callable[[SampleRequest], StreamrlError | None] = lambda request: None,
@@ -37,6 +38,7 @@ class EngineDouble:
         self.kv_used = 0.0  # what `stats` says of the cache
         self._num_tokens = num_tokens
         self._trouble = trouble
+        self._holds = holds
         self._dead: EngineError | None = None
         self._free = asyncio.Event()
         self._places = asyncio.Semaphore(capacity)
@@ -61,7 +63,8 @@ class EngineDouble:
         begun_under = self.loads[-1]
         self._in_flight += 1
         try:
-            await self._free.wait()
+            if self._holds(request):
+                await self._free.wait()
             async with self._places:
                 await asyncio.sleep(self._sample_s)
         finally:
