@@ -30,12 +30,12 @@ from typing import Any
 import structlog
 import xxhash
 
-from learner.epochs import CheckpointName, Epoch, Lineage, claim_epoch, parents_named_after
+from learner.epochs import CheckpointName, Epoch, Lineage, claim_epoch, highest_epoch, parents_named_after
 from learner.journal import Journal
 from learner.ledger import StreamState
 from streamrl.crashpoints import crashpoint
 from streamrl.durable import fsync_file, fsync_folder, write_durably
-from streamrl.errors import DataError
+from streamrl.errors import DataError, Fenced
 
 MANIFEST = "manifest.json"
 BEST_METRIC = "val_rollouts/rewards"  # higher is better
@@ -107,6 +107,7 @@ class CheckpointRoot:
 
     def commit(self, name: CheckpointName, state: CheckpointState) -> Checkpoint:
         """Seal what all ranks have written and give it its name; when this returns, the checkpoint is the newest.
+        Fenced when a younger epoch has the run.
 
         A checkpoint of this very name gets the state alone: no step was made since, so the ranks need not have written.
         """
@@ -124,16 +125,27 @@ class CheckpointRoot:
         crashpoint("journal.written")
         state = replace(state, stream=stream.committed(journal))
         sealed = _seal({"schema": _SCHEMA, "files": files, "state": state.to_json()})
-        write_durably((final if again else folder) / MANIFEST, sealed)
-        crashpoint("checkpoint.sealed")
         if again:
+            self._refuse_replaced(name)
+            write_durably(final / MANIFEST, sealed)
+            crashpoint("checkpoint.sealed")
             self.discard(name)
         else:
+            write_durably(folder / MANIFEST, sealed)
+            crashpoint("checkpoint.sealed")
+            self._refuse_replaced(name)
             folder.rename(final)
             crashpoint("checkpoint.renamed")
             fsync_folder(self._folder)
         crashpoint("checkpoint.committed")
         return Checkpoint(name=name, folder=final, state=state)
+
+    def _refuse_replaced(self, name: CheckpointName) -> None:
+        """Looked at as late as can be. What gets through between the look and the rename is in no lineage; the state
+        of a checkpoint that a younger epoch goes on from must not change under it."""
+        highest = highest_epoch(self.root)
+        if highest > name.epoch:
+            raise Fenced(f"{self.root}: epoch {highest} has the run; a replaced learner's checkpoint {name} is refused")
 
     def names(self, lineage: Lineage) -> list[CheckpointName]:
         """Checkpoints of the lineage, the newest first; whether they are complete is not looked at."""

@@ -12,7 +12,7 @@ from learner.checkpoint import BEST_METRIC, MANIFEST, Checkpoint, CheckpointRoot
 from learner.epochs import CheckpointName, ancestry
 from learner.journal import Ending
 from learner.ledger import Ledger, StreamState
-from streamrl.errors import DataError
+from streamrl.errors import DataError, Fenced
 
 
 def state_of(step: int, **changes: Any) -> CheckpointState:
@@ -168,10 +168,37 @@ def test_a_run_never_silently_begins_anew_when_its_checkpoints_are_damaged_or_go
         root.claim_epoch("uid")
 
 
-def test_what_a_replaced_learner_writes_is_never_gone_on_from(root: CheckpointRoot) -> None:
+def left_behind(root: CheckpointRoot, epoch: int, step: int) -> None:
+    """By a learner that was replaced between its last look and its rename."""
+    checkpoints = root.root / "checkpoints"
+    newest = max(path for path in checkpoints.iterdir() if CheckpointName.parse(path.name))
+    shutil.copytree(newest, checkpoints / str(CheckpointName(epoch, step)))
+
+
+def test_a_replaced_learner_commits_nothing(root: CheckpointRoot) -> None:
+    first = save(root, 1, 10)
+    root.claim_epoch("uid")
+    with pytest.raises(Fenced, match="epoch 2 has the run"):
+        save(root, 1, 20)
+    assert [name.step for name in root.names(ancestry(root.root))] == [10]
+    assert not (root.root / "checkpoints" / "e000001-s00000020").exists()
+    save(root, 2, 20)
+    assert newest(root) == CheckpointName(2, 20)
+    assert root.open(first.name, digests=True) == first
+
+
+def test_the_checkpoint_that_a_younger_epoch_goes_on_from_keeps_its_state(root: CheckpointRoot) -> None:
+    parent = save(root, 1, 10)
+    assert root.claim_epoch("uid").parent == parent.name
+    with pytest.raises(Fenced, match="epoch 2 has the run"):
+        root.commit(parent.name, state_of(10, stream=with_endings(11, Ending(11, "dropped/stale", 1))))
+    assert root.newest_complete(ancestry(root.root)) == parent
+
+
+def test_what_a_replaced_learner_wrote_is_never_gone_on_from(root: CheckpointRoot) -> None:
     save(root, 1, 10)
     assert root.claim_epoch("uid").parent == CheckpointName(1, 10)
-    save(root, 1, 20)
+    left_behind(root, 1, 20)
     assert newest(root) == CheckpointName(1, 10)
     assert root.claim_epoch("uid").parent == CheckpointName(1, 10)
     save(root, 3, 11)
@@ -204,7 +231,7 @@ def test_an_epoch_prunes_its_ancestors_but_not_another_branch(root: CheckpointRo
     save(root, 1, 10)
     save(root, 1, 20)
     root.claim_epoch("uid")
-    save(root, 1, 30)
+    left_behind(root, 1, 30)
     for step in (21, 22):
         save(root, 2, step)
     prune(root, epoch=2)
@@ -217,7 +244,7 @@ def test_a_replaced_learner_does_not_prune_what_its_successor_goes_on_from(root:
     lineage = ancestry(root.root)
     root.claim_epoch("uid")
     for step in (20, 30):
-        save(root, 1, step)
+        left_behind(root, 1, step)
     assert root.prune(lineage, epoch=1, keep_last=1, keep_best=0) == [CheckpointName(1, 20)]
     assert newest(root) == CheckpointName(1, 10)
 
