@@ -149,6 +149,11 @@ class Conductor:
         running = self._validation is not None and self._validation.running
         return Plan(kind=Kind.IDLE if running else Kind.END, step=step)
 
+    def next_while_publishing(self, step: int) -> Plan:
+        """IDLE at once, since the publisher is waited for elsewhere; STOP when a signal says so."""
+        self._lease.check()
+        return Plan(kind=Kind.STOP if self._stop.is_set() else Kind.IDLE, step=step)
+
     def next_after_pause(self, step: int) -> Plan:
         """IDLE, a moment later: before something that failed is tried again."""
         self._lease.check()

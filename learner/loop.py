@@ -29,8 +29,9 @@ from learner.gradients import Batch, Gradients
 from learner.lag import oldest_trained_step
 from learner.model import Policy, Speech
 from learner.optim import Update, learning_rate, update
+from learner.outgoing import Outgoing
 from learner.plan import Kind, Plan, Verdict
-from learner.publish import Published, Publisher
+from learner.publish import Publisher
 from learner.record import Timers
 from learner.replayed import Unpublished
 from learner.save import Saver
@@ -43,7 +44,6 @@ from streamrl.errors import TrainingError
 from streamrl.telemetry.progress import Progress, Wait
 from streamrl.transport.seam import GroupStream
 from streamrl.transport.types import RunState
-from streamrl.versions import show
 from streamrl.wire.group import Group
 
 log = structlog.get_logger(__name__)
@@ -72,8 +72,15 @@ class Parts:
 class Loop:
     def __init__(self, parts: Parts) -> None:
         self._parts, self._config, self._world = parts, parts.config, parts.world
-        self._conductor, self._publisher = parts.conductor, parts.publisher
-        self._progress, self._timers = parts.progress, parts.timers
+        self._conductor, self._progress, self._timers = parts.conductor, parts.progress, parts.timers
+        self._outgoing = Outgoing(
+            publisher=parts.publisher,
+            max_ahead=parts.config.lag.max_steps,
+            conductor=parts.conductor,
+            told_to_stop=lambda: self._agree(Conductor.next_while_publishing).kind is Kind.STOP,
+            progress=parts.progress,
+            timers=parts.timers,
+        )
         self._step = parts.start.step  # optimizer steps made
         self._consumed_samples = parts.start.consumed_samples
         self._num_skipped = self._num_skipped_in_row = 0
@@ -105,26 +112,25 @@ class Loop:
 
     def _train(self) -> Kind:
         while True:
-            self._note(self._publisher.settle())
+            self._outgoing.settle()
             plan = self._agree(Conductor.next_plan)
             match plan.kind:
                 case Kind.STEP:
                     self._train_on(plan)
                 case Kind.IDLE:
-                    if self._publisher.failing:
-                        self._publisher.begin(self._step)
+                    self._outgoing.retry(self._step)
                 case Kind.COMMIT:
                     self._save()
                 case Kind.PUBLISH:
-                    if not self._publisher.busy:
-                        self._publisher.begin(self._step, whole=True)
+                    self._outgoing.send_whole(self._step)
                 case _:
                     return plan.kind
 
     def _close(self) -> Kind:
         """Workers get the last weights, and show how good they are."""
-        self._await_publisher()
-        latest = self._publisher.latest
+        if not self._outgoing.wait():
+            return Kind.STOP
+        latest = self._outgoing.latest
         if (latest is None or latest.step != self._step) and self._publish_at_last() is Kind.STOP:
             return Kind.STOP
         return self._validate() if self._config.validation.at_end else Kind.END
@@ -132,14 +138,14 @@ class Loop:
     def _validate(self) -> Kind:
         """END when the answers are there, STOP when told to stop before."""
         if self._conductor is not None:
-            self._conductor.start_validation(self._publisher.latest)
+            self._conductor.start_validation(self._outgoing.latest)
         while (plan := self._agree(Conductor.next_while_validating)).kind is Kind.IDLE:
             pass
         return plan.kind
 
     def _publish_at_last(self) -> Kind:
         """Publish, again and again if need be; END when done, STOP when told to stop before."""
-        while not self._publish():
+        while not self._outgoing.send(self._step):
             if self._agree(Conductor.next_after_pause).kind is Kind.STOP:
                 return Kind.STOP
         return Kind.END
@@ -171,7 +177,7 @@ class Loop:
             return
         self._step += 1
         if self._step % self._config.weights.publish_every == 0:
-            self._publish_beside()
+            self._outgoing.send_beside(self._step)
         self._validate_beside()
         metrics = tally.metrics(self._world)
         self._consumed_samples += int(metrics["train_rollouts/rollout_size"])
@@ -227,57 +233,18 @@ class Loop:
                 f"(training.max_skipped_in_row); the last checkpoint is sound: try a smaller optimizer.lr"
             )
 
-    def _publish(self) -> bool:
-        """Now, and wait for it."""
-        self._progress.working("publish")
-        with self._timers.measure("publish"):
-            self._publisher.begin(self._step)
-            return self._await_publisher()
-
-    def _publish_beside(self) -> None:
-        """While training goes on, unless that would take it further ahead of the workers' weights than lag.max_steps.
-
-        A version that is still on its way is not waited for either: the next step's weights go out instead.
-        """
-        self._progress.working("publish")
-        with self._timers.measure("publish"):
-            self._note(self._publisher.settle())
-            if self._publisher.busy and self._is_far_ahead():
-                self._await_publisher()
-            if not self._publisher.busy:
-                self._publisher.begin(self._step)
-            if self._is_far_ahead():
-                self._await_publisher()
-
-    def _is_far_ahead(self) -> bool:
-        latest = self._publisher.latest
-        return latest is None or self._step - latest.step > self._config.lag.max_steps
-
-    def _await_publisher(self) -> bool:
-        """Whether what was on its way got out. However long that takes, `weights.give_up_after_s` ends it."""
-        with self._progress.waiting(Wait.WEIGHTS):
-            return self._note(self._publisher.finish(self._parts.watchdog.beat))
-
-    def _note(self, published: Published | None) -> bool:
-        if published is None:
-            return False
-        if self._conductor is not None:
-            self._conductor.note_published(published)
-        self._progress.note(version=show(published.version))
-        return True
-
     def _validate_beside(self) -> None:
         """Ask now and then how good the newest weights are; training goes on meanwhile."""
         every = self._config.validation.every_steps
         if self._conductor is not None and every and self._step % every == 0:
-            self._conductor.start_validation(self._publisher.latest)
+            self._conductor.start_validation(self._outgoing.latest)
 
     def _save(self) -> bool:
         self._progress.working("checkpoint")
         self._parts.watchdog.beat()
         with self._timers.measure("checkpoint"):
             return self._parts.saver.save(
-                self._step, version_n=self._publisher.last_n, consumed_samples=self._consumed_samples
+                self._step, version_n=self._outgoing.last_n, consumed_samples=self._consumed_samples
             )
 
     def _tally(self) -> Tally:
@@ -290,7 +257,7 @@ class Loop:
         idle = {f"idle/{wait}": waited_s / step_s for wait, waited_s in self._progress.take_waits().items()}
         if self._conductor is None:
             return
-        latest = self._publisher.latest
+        latest = self._outgoing.latest
         assert latest is not None, "the first version is published before the first step"
         self._conductor.record(
             self._step,

@@ -155,11 +155,10 @@ class Publisher:
         )
         return self.latest
 
-    def finish(self, beat: Callable[[], None] = lambda: None) -> Published | None:
+    def finish(self) -> Published | None:
         """Wait for the version on its way, if there is one."""
         published = None
         while self.busy:
-            beat()
             published = self.settle(wait_s=_SLICE_S)
         return published
 

@@ -179,9 +179,6 @@ class Unpublished:
         was_busy, self.busy = self.busy, False
         return self.latest if was_busy else None
 
-    def finish(self, beat: Callable[[], None]) -> Published | None:
-        return self.settle()
-
 
 def versions_of(recording: Recording) -> list[tuple[int, int]]:
     """(version, its step) of all that made a token, in order. Reads every group: DataError if one is damaged."""

@@ -155,6 +155,7 @@ def test_a_signal_stops_before_anything_else(tmp_path: Path) -> None:
     assert scene.kinds(0) == [Kind.STOP]
     assert scene.conductor.next_while_validating(0).kind is Kind.STOP
     assert scene.conductor.next_after_pause(0).kind is Kind.STOP
+    assert scene.conductor.next_while_publishing(0).kind is Kind.STOP
 
 
 def test_the_run_ends_at_its_last_step(tmp_path: Path) -> None:

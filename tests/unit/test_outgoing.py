@@ -1,0 +1,129 @@
+"""When weights go out, how long training waits for that, and that whoever ends the learner does not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from learner.companion import Beside
+from learner.outgoing import Outgoing
+from learner.publish import Published
+from learner.record import Timers
+from streamrl.telemetry.progress import Progress
+from streamrl.versions import make_version
+from streamrl.weights.stores import MemoryStore
+from tests.unit.test_learner_publish import Scene
+
+
+class FakePublisher:
+    """A version gets out at the look after the one that `settles_in` counts down to; or never."""
+
+    failing = False
+    latest: Published | None = None
+    last_n = -1
+
+    def __init__(self, settles_in: int | None) -> None:
+        self._settles_in, self._left = settles_in, 0
+        self.begun: list[int] = []
+        self.busy = False
+
+    def begin(self, step: int, *, whole: bool = False) -> None:
+        assert not self.busy
+        self.begun.append(step)
+        self.busy, self._left = True, self._settles_in or 0
+
+    def settle(self, *, wait_s: float = 0.0) -> Published | None:
+        if not self.busy or self._settles_in is None:
+            return None
+        self._left -= 1
+        if self._left >= 0:
+            return None
+        self.busy = False
+        self.latest = Published(version=make_version(1, 0), step=self.begun[-1], num_bytes=0, changed_fraction=0.0)
+        return self.latest
+
+
+class Answers:
+    """Told to stop at the nth time of asking."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        self._stop_at, self.asked = stop_at, 0
+
+    def __call__(self) -> bool:
+        self.asked += 1
+        return self.asked == self._stop_at
+
+
+def outgoing(publisher: object, answers: Callable[[], bool], *, max_ahead: int = 1) -> Outgoing:
+    return Outgoing(
+        publisher=publisher,
+        max_ahead=max_ahead,
+        conductor=None,
+        told_to_stop=answers,
+        progress=Progress(part="learner/0", role="learner"),
+        timers=Timers(),
+    )
+
+
+def test_a_version_is_sent_when_it_is_out() -> None:
+    publisher, answers = FakePublisher(settles_in=2), Answers()
+    assert outgoing(publisher, answers).send(5)
+    assert publisher.latest is not None
+    assert publisher.latest.step == 5
+    assert answers.asked == 3
+
+
+def test_a_word_to_stop_ends_the_wait_for_a_version() -> None:
+    assert not outgoing(FakePublisher(settles_in=None), Answers(stop_at=3)).send(5)
+
+
+def test_training_waits_only_where_it_would_run_too_far_ahead() -> None:
+    publisher, answers = FakePublisher(settles_in=4), Answers()
+    out = outgoing(publisher, answers, max_ahead=2)
+    out.send(0)
+    asked = answers.asked
+    out.send_beside(1)
+    out.send_beside(2)  # the version of step 1 is still on its way, and is left alone
+    assert (publisher.begun, answers.asked) == ([0, 1], asked)
+    out.send_beside(3)  # three steps ahead of version 0
+    assert publisher.begun == [0, 1, 3]
+    assert answers.asked > asked
+
+
+def test_training_that_waits_for_a_version_goes_on_when_told_to_stop() -> None:
+    publisher = FakePublisher(settles_in=None)
+    out = outgoing(publisher, Answers(stop_at=1), max_ahead=0)
+    out.send_beside(1)
+    assert publisher.begun == [1]
+    assert publisher.busy
+
+
+class HangingStore(MemoryStore):
+    """Takes nothing until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.let_go = threading.Event(), threading.Event()
+
+    def put(self, name: str, data: bytes) -> None:
+        self.reached.set()
+        assert self.let_go.wait(60)
+        super().put(name, data)
+
+
+@pytest.mark.timeout(60)
+def test_a_store_that_hangs_holds_up_the_end_for_a_second_or_two(tmp_path: Path) -> None:
+    """And not for `weights.give_up_after_s`, which is 300 here."""
+    store, beside = HangingStore(), Beside("publisher")
+    publisher = Scene(tmp_path, store=store, beside=beside).publisher
+    with beside.working(join_s=30):
+        began = time.monotonic()
+        assert not outgoing(publisher, store.reached.is_set).send(0)  # told to stop once it hangs
+        took_s = time.monotonic() - began
+        store.let_go.set()
+    assert publisher.busy
+    assert took_s < 10
