@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -37,11 +38,29 @@ def test_what_comes_from_elsewhere_is_pinned() -> None:
         assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+|source|base", image), image
     for line in re.findall(r"pip install (.*)", TEXT):
         for word in line.split(" && ")[0].split():
-            named = not word.startswith(("-", '"', "$")) and not word.endswith(".txt") and word not in ("cpu",)
+            named = not word.startswith(("-", '"', "$")) and not word.endswith(".txt") and word not in ("cpu", "cu130")
             assert not named or "==" in word, f"{word} in {line}"
     assert all(
         "==" in line for line in (ROOT / "docker" / "constraints.txt").read_text().splitlines() if line[0] != "#"
     )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("target", ["monitor", "learner", "worker-gpu"])
+def test_what_an_image_installs_can_be_had_together(target: str, tmp_path: Path) -> None:
+    """Asks the package index, as .ci/setup does; what is in worker-cpu that very script installs."""
+    (line,) = re.findall(r"uv pip install (.*)", stage(f"build-{target}"))
+    words = [word for word in shlex.split(line) if "==" in word or word.startswith(".[")]
+    wanted = [f"streamrl{word[1:]} @ {ROOT.as_uri()}" if word[0] == "." else word for word in words]
+    asked = tmp_path / "asked.txt"
+    asked.write_text("\n".join(wanted))
+    uv = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", "--python-version", "3.12"]
+    uv += ["--python-platform", "x86_64-unknown-linux-gnu", "--constraints", "docker/constraints.txt"]
+    found = tmp_path / "found.txt"
+    done = subprocess.run([*uv, asked, "-o", found], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    versions = dict(re.findall(r"^([\w.-]+)==(\S+)", found.read_text(), re.MULTILINE))
+    assert "torch" not in versions or versions["torch"].startswith("2.13.0"), "with the CUDA of the Dockerfile"
 
 
 @pytest.mark.parametrize("target", TARGETS)
