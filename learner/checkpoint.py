@@ -81,14 +81,14 @@ class CheckpointRoot:
         self._folder = root / "checkpoints"
         self._journal = Journal(root)
 
-    def claim_epoch(self, run_uid: str, *, confirm: Callable[[], None] = lambda: None) -> Epoch:
+    def claim_epoch(self, run_uid: str, *, confirm: Callable[[], None] = lambda: None, known: int = 0) -> Epoch:
         """Claim the next epoch, going on from the newest complete checkpoint of the surviving lineage."""
 
         def newest(lineage: Lineage) -> CheckpointName | None:
             checkpoint = self.newest_complete(lineage)
             return checkpoint.name if checkpoint else None
 
-        return claim_epoch(self.root, run_uid=run_uid, newest=newest, confirm=confirm)
+        return claim_epoch(self.root, run_uid=run_uid, newest=newest, confirm=confirm, known=known)
 
     def temp_folder(self, name: CheckpointName) -> Path:
         """Where the ranks write; known to each of them without asking."""

@@ -92,14 +92,16 @@ def claim_epoch(
     run_uid: str,
     newest: Callable[[Lineage], CheckpointName | None],
     confirm: Callable[[], None] = lambda: None,
+    known: int = 0,
 ) -> Epoch:
     """Claim the next epoch; `newest` finds the newest complete checkpoint of a lineage, which may take long, and
-    `confirm` raises when the lease is not ours any more."""
+    `confirm` raises when the lease is not ours any more. `known`: an epoch that others have seen, which a folder that
+    was put back from a copy does not hold; it is passed over, with all before it."""
     folder = root / "epochs"
     folder.mkdir(parents=True, exist_ok=True)
     fsync_folder(root)
     before = highest_epoch(root)
-    number = before + 1
+    number = max(before, known) + 1
     for _ in range(_CLAIM_ATTEMPTS):
         lineage = _lineage_of(root, before)
         parent = newest(lineage)
@@ -107,7 +109,7 @@ def claim_epoch(
         record = {"parent": str(parent) if parent else None, "run_uid": run_uid, **_whoami()}
         if not create_exclusively(folder / f"{number:06d}", json.dumps(record).encode()):
             before = highest_epoch(root)  # another learner was faster: go on from what it went on from
-            number = before + 1
+            number = max(before, known) + 1
         elif parent is None or (root / "checkpoints" / str(parent)).is_dir():
             crashpoint("epoch.recorded")
             return Epoch(number=number, parent=parent, run_uid=run_uid)

@@ -30,7 +30,7 @@ from streamrl.config.dump import config_to_json
 from streamrl.errors import ConfigError, DataError
 from streamrl.transport.keys import Keys
 from streamrl.transport.learner import LearnerStream
-from streamrl.transport.tenure import await_lease
+from streamrl.transport.tenure import await_lease, known_epoch
 from streamrl.versions import epoch_of
 
 if TYPE_CHECKING:
@@ -114,7 +114,8 @@ def admit(
         raise ConfigError(f"{config.folder} is the replay of a recording, which goes on with --replay only")
     # However long it took to get here: another may have waited for our lease to end.
     still_ours = partial(await_lease, client, keys, holder=holder, lease_s=config.learner.lease_s, wait_s=0.0)
-    claimed = claim_folder(config, prompts, confirm=still_ours)
+    known = partial(known_epoch, client, keys, give_up_after_s=config.redis.give_up_after_s)
+    claimed = claim_folder(config, prompts, confirm=still_ours, known=known)
     epoch = claimed.epoch.number
     stream = LearnerStream(
         client,
@@ -133,8 +134,15 @@ def admit(
     return Admitted(start=start, stream=stream, checkpoints=claimed.checkpoints, checkpoint=claimed.checkpoint)
 
 
-def claim_folder(config: schema.Config, prompts: PromptSet, *, confirm: Callable[[], None] = lambda: None) -> Claimed:
-    """Claim the next epoch; the caller sees to it, and `confirm` by raising, that nobody else works in this folder."""
+def claim_folder(
+    config: schema.Config,
+    prompts: PromptSet,
+    *,
+    confirm: Callable[[], None] = lambda: None,
+    known: Callable[[str], int] = lambda run_uid: 0,
+) -> Claimed:
+    """Claim the next epoch, after the one that is `known` of the run elsewhere; the caller sees to it, and `confirm` by
+    raising, that nobody else works in this folder."""
     root = CheckpointRoot(config.folder)
     run_uid = claim_run(config.folder)
     if not config.checkpoint.resume and root.names(ancestry(config.folder)):
@@ -143,7 +151,7 @@ def claim_folder(config: schema.Config, prompts: PromptSet, *, confirm: Callable
         )
     changed = changed_since_checkpoint(config)
     check_changes(changed, folder=str(config.folder))  # before the claim: who is refused leaves no trace
-    epoch = root.claim_epoch(run_uid, confirm=confirm)
+    epoch = root.claim_epoch(run_uid, confirm=confirm, known=known(run_uid))
     if changed:
         log.warning("settings changed since the checkpoint", changes=[str(change) for change in changed])
     checkpoint = root.open(epoch.parent) if epoch.parent else None

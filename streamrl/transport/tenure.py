@@ -60,6 +60,13 @@ def await_lease(
     crashpoint("lease.taken")
 
 
+def known_epoch(client: redis.Redis, keys: Keys, run_uid: str, *, give_up_after_s: float) -> int:
+    """The newest epoch of this run that Redis has seen; 0 when it has seen none."""
+    attempts = Attempts(client, "say how the run stands", give_up_after_s=give_up_after_s)
+    uid, epoch = repeat(lambda: client.hmget(keys.meta, "uid", "epoch"), attempts=attempts)
+    return int(epoch) if uid == run_uid.encode() and epoch else 0
+
+
 def _wait_out(try_once: Callable[[], str | None], keys: Keys, wait_s: float) -> None:
     deadline = time.monotonic() + wait_s
     while (other := try_once()) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 import ssl
 import subprocess
@@ -224,7 +225,10 @@ def test_tls_that_does_not_work_says_what_would(tls_port: int, guarded: Guarded)
 # Sentinels
 
 
+_GUIDE = Path(__file__).parents[2] / "docs" / "operations.md"
 _WATCH = """sentinel monitor run 127.0.0.1 {port} 1
+sentinel auth-user run sentinel
+sentinel auth-pass run of-sentinel
 sentinel down-after-milliseconds run 60000
 sentinel failover-timeout run 10000
 requirepass of-sentinel
@@ -233,9 +237,10 @@ requirepass of-sentinel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """A master, and a sentinel that decides alone."""
+    """A master, and a sentinel that decides alone, under the users that the guide has for them."""
 
     url: str
+    users: str  # of its servers, a line of their configuration
     master: int
     sentinel: int
 
@@ -243,12 +248,18 @@ class Service:
 @pytest.fixture
 def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     monkeypatch.setenv(SENTINEL_PASSWORD, "of-sentinel")
-    with serve(tmp_path) as master:
+    others = re.findall(r"^user (?:replica|sentinel) .*", _GUIDE.read_text(), re.MULTILINE)
+    assert len(others) == 2
+    file = tmp_path / "users.acl"
+    lines = [re.sub(r"^user (\w+) on #DIGEST", r"user \1 on >of-\1", line) for line in others]
+    file.write_text("\n".join([*lines, "user default on nopass ~* &* +@all"]))
+    users = f"aclfile {file}\n"
+    with serve(tmp_path, config=users) as master:
         wait_until(lambda: answers(master.port), description="the master answers")
         with serve(tmp_path, "--sentinel", config=_WATCH.format(port=master.port)) as sentinel:
             wait_until(lambda: answers(sentinel.port), description="the sentinel answers")
             url = f"redis+sentinel://127.0.0.1:{sentinel.port}/run"
-            yield Service(url=url, master=master.port, sentinel=sentinel.port)
+            yield Service(url=url, users=users, master=master.port, sentinel=sentinel.port)
 
 
 async def test_a_sentinel_url_finds_the_master(service: Service) -> None:
@@ -269,9 +280,9 @@ def asked_to_move(sentinel: redis.Redis) -> bool:
 
 @pytest.mark.long
 def test_a_client_follows_when_sentinels_make_another_master(service: Service, tmp_path: Path) -> None:
-    follows = f"replicaof 127.0.0.1 {service.master}\n"
+    follows = f"replicaof 127.0.0.1 {service.master}\nmasteruser replica\nmasterauth of-replica\n"
     with (
-        serve(tmp_path, config=follows) as replica,
+        serve(tmp_path, config=service.users + follows) as replica,
         connect(service.url, SETTINGS) as client,
         redis.Redis(port=service.sentinel, password="of-sentinel", protocol=2) as sentinel,
     ):
@@ -293,6 +304,9 @@ def test_a_client_follows_when_sentinels_make_another_master(service: Service, t
         wait_until(moved, description="the client is at the new master", timeout_s=60.0)
         repeat(lambda: client.set("after", 1), attempts=Attempts(client, "write", give_up_after_s=20.0))
         assert client.mget("before", "after") == [b"1", b"1"]
+        for port in (service.master, replica.port):
+            with redis.Redis(port=port, protocol=2) as admin:
+                assert [(entry["username"], entry["object"]) for entry in admin.acl_log()] == []
 
 
 def test_a_service_that_cannot_be_found_is_one_clear_error() -> None:

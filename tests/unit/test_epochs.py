@@ -47,6 +47,13 @@ def test_epochs_count_from_one_and_no_two_learners_get_the_same(tmp_path: Path) 
     assert highest_epoch(tmp_path) == 16
 
 
+def test_epochs_that_others_have_seen_are_passed_over(tmp_path: Path) -> None:
+    claim(tmp_path)
+    epoch = claim_epoch(tmp_path, run_uid="uid", newest=lambda lineage: None, known=7)
+    assert epoch.number == 8
+    assert claim_epoch(tmp_path, run_uid="uid", newest=lambda lineage: None, known=7).number == 9
+
+
 def test_a_record_names_run_parent_host_and_time(tmp_path: Path) -> None:
     claim(tmp_path)
     claim(tmp_path, CheckpointName(1, 30))
