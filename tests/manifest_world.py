@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
-OVERLAYS = ("cpu", "gpu-small", "gpu-large")
+OVERLAYS = tuple(sorted(path.name for path in (ROOT / "k8s" / "overlays").iterdir()))
 COMPONENT = "app.kubernetes.io/component"
 
 Object = Mapping[str, Any]

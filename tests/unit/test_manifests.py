@@ -86,6 +86,11 @@ def test_no_secret_is_in_the_manifests_and_each_is_named_in_the_readme(rendered:
             if "secret" in volume:
                 assert f"secret generic {volume['secret']['secretName']}" in readme, volume
         assert not any(re.search(r"//[^/@\s]*:[^/@\s]+@", word) for word in container.words), container.words
+    for one in rendered.of_kind("ConfigMap"):
+        for file, text in one["data"].items():
+            lines = [line.partition("#")[0] for line in text.splitlines()]
+            held = [line for line in lines if re.search(r"(password|secret|token|pass|auth)\s*[:= ]\s*\S", line, re.I)]
+            assert held == [], file
 
 
 def test_each_part_gets_the_password_of_its_own_role_only(rendered: Rendered) -> None:

@@ -16,11 +16,18 @@ from streamrl.config.load import load_config
 from streamrl.config.schema import Config, HttpReward
 from streamrl.launch.parts import DRAIN_S
 from streamrl.weights.stores import budget_in_redis
-from tests.manifest_world import OVERLAYS, ROOT, Container, Rendered, render
+from tests.manifest_world import COMPONENT, OVERLAYS, ROOT, Container, Rendered, render
 
 UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "mb": 1 << 20, "gb": 1 << 30}
 # Read by others than us: where Python and its libraries keep what they keep, and that nothing is fetched from a hub.
 READ_BY_OTHERS = {"HOME", "HF_HUB_OFFLINE"}
+# Where the program of a component says what it answers over HTTP.
+ANSWERED_BY = {
+    "worker": "workers/http.py",
+    "reward": "workers/rewards/server.py",
+    "monitor": "streamrl/monitor/scrape.py",
+    "dashboard": "streamrl/monitor/web/server.py",
+}
 
 
 @pytest.fixture(params=OVERLAYS)
@@ -78,6 +85,21 @@ def test_every_variable_is_read_by_the_program_or_stands_in_its_words(rendered: 
             known = name in READ_BY_OTHERS or name.removesuffix("_FILE") in ours
             assert known or f"$({name})" in words, (container.spec["name"], name)
     assert "HF_HUB_OFFLINE" in Path(huggingface_hub.constants.__file__).read_text()
+
+
+def test_every_path_that_a_probe_or_prometheus_asks_for_is_answered(rendered: Rendered) -> None:
+    asked = {
+        (container.pod, container.spec[probe]["httpGet"]["path"])
+        for container in rendered.containers()
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe")
+        if "httpGet" in container.spec.get(probe, {})
+    }
+    for monitor in rendered.of_kind("PodMonitor", "ServiceMonitor"):
+        (endpoint,) = monitor["spec"].get("endpoints") or monitor["spec"]["podMetricsEndpoints"]
+        asked.add((monitor["spec"]["selector"]["matchLabels"][COMPONENT], endpoint["path"]))
+    assert ("worker", "/readyz") in asked
+    for component, path in asked:
+        assert f'"{path}"' in (ROOT / ANSWERED_BY[component]).read_text(), (component, path)
 
 
 @pytest.fixture
