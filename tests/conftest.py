@@ -101,9 +101,9 @@ def keys(run_name: str) -> Keys:
 
 
 def pytest_unconfigure() -> None:
-    """The summary is the last thing that is read: vLLM, and the libtriton that it brings along, complain of their own
+    """The summary is the last thing that is read: vLLM and triton, which torch may import, complain of their own
     doings while the interpreter ends."""
-    if "vllm" in sys.modules:
+    if not {"vllm", "triton"}.isdisjoint(sys.modules):
         atexit.register(_end_in_silence)  # pytest itself has yet to give stderr back
 
 
