@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import click
 
 from streamrl.cli.arguments import takes_config
 from streamrl.config.check import check_config
-from streamrl.config.dump import config_to_json, dump_config
+from streamrl.config.dump import dump_config
 from streamrl.config.files import check_files
 from streamrl.config.load import load_config
+from streamrl.transport.url import masked
 
 
 @click.group()
@@ -23,9 +27,9 @@ def show(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
     """Print every setting as the run would have it; what is not a default says where it was written."""
     loaded = load_config(file, overrides)
     if as_json:
-        click.echo(config_to_json(loaded.config))
+        click.echo(json.dumps(_without_passwords(loaded.config.model_dump(mode="json"))))
     else:
-        click.echo(dump_config(loaded.config, loaded.origin), nl=False)
+        click.echo(masked(dump_config(loaded.config, loaded.origin)), nl=False)
 
 
 @config.command()
@@ -38,3 +42,11 @@ def check(file: str, overrides: tuple[str, ...], no_files: bool) -> None:
     if not no_files:
         check_files(loaded.config)
     click.echo(f"{file}: good" + (" (files were not looked at)" if no_files else ""))
+
+
+def _without_passwords(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_passwords(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_without_passwords(one) for one in value]
+    return masked(value) if isinstance(value, str) else value

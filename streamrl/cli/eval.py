@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import click
 
@@ -179,17 +178,10 @@ def _read_prompts(config: Config, tokenizer: Any) -> list[EvalPrompt]:
 
 def _permissions(config: Config) -> Permissions:
     """Whoever starts this has named the configuration: what that names is their word."""
-    from streamrl.config.check import LOCAL_REWARD_SERVER
-    from streamrl.config.schema import FunctionReward
+    from streamrl.config.places import reward_code, reward_hosts
     from workers.permissions import Permissions
 
-    code, hosts = [], []
-    for source in config.rewards.values():
-        if isinstance(source, FunctionReward):
-            code.append(source.target)
-        elif source.url != LOCAL_REWARD_SERVER:
-            hosts.append(urlsplit(source.url).netloc.rpartition("@")[2])
-    return Permissions(reward_code=tuple(code), hosts=tuple(hosts))
+    return Permissions(reward_code=tuple(reward_code(config)), hosts=tuple(reward_hosts(config)))
 
 
 def _answers(prompts: Sequence[EvalPrompt], result: Result) -> Iterator[dict[str, Any]]:

@@ -1,38 +1,25 @@
 """Contradictions between settings, which no single setting shows. Everything is found before one error is raised.
 
-Files are looked at elsewhere (`files`): this needs nothing but the configuration.
+Addresses are judged in `places`, files in `files`: this needs nothing but the configuration.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
-from urllib.parse import urlsplit
 
+from streamrl.config import places
 from streamrl.config.explain import show
 from streamrl.config.losses import DEFAULTS
-from streamrl.config.schema import Algorithm, Config, FunctionReward, HttpReward, Sampling
+from streamrl.config.problem import Problem
+from streamrl.config.schema import Algorithm, Config, Sampling
 from streamrl.errors import ConfigError
-from streamrl.transport.url import FORMS, PASSWORD, SCHEMES, masked, split_password
-
-LOCAL_REWARD_SERVER = "local"  # the url of an http source that means the run's own reward_server
-EMBEDDED_REDIS = "embedded"
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
 _MAX_TIME = re.compile(r"(\d+):([01]\d|2[0-3]):([0-5]\d):([0-5]\d)\Z")
-_OBJECT_STORE = re.compile(r"(?P<scheme>[a-z][a-z0-9+-]*)://[^/\s]\S*\Z")
 
 Where = Callable[[str], str | None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    key: str
-    value: Any
-    remedy: str  # what is wrong with it and what would be right
 
 
 def check_config(config: Config, where: Where = lambda _key: None) -> None:
@@ -53,8 +40,7 @@ def max_time_s(text: str) -> int:
 
 def _line(problem: Problem, where: Where) -> str:
     origin = where(problem.key)
-    # An override is shown as it was written, with whatever password was in it.
-    return f"{masked(origin) + ': ' if origin else ''}{problem.key} = {show(problem.value)}: {problem.remedy}"
+    return f"{origin + ': ' if origin else ''}{problem.key} = {show(problem.value)}: {problem.remedy}"
 
 
 def _sampling(config: Config) -> Iterator[Problem]:
@@ -232,97 +218,17 @@ def _validation(config: Config) -> Iterator[Problem]:
         )
 
 
-def _datasets(config: Config) -> Iterator[Problem]:
+def _names(config: Config) -> Iterator[Problem]:
     train = config.data.train
-    for name in () if isinstance(train, str) else train:
-        if not _NAME.match(name):
-            yield Problem(
-                key="data.train",
-                value=name,
-                remedy="names of datasets are letters, digits, - and _ (they become metric names)",
-            )
-
-
-def _rewards(config: Config) -> Iterator[Problem]:
-    for name, source in config.rewards.items():
-        if not _NAME.match(name):
-            yield Problem(
-                key="rewards",
-                value=name,
-                remedy="names of sources are letters, digits, - and _ (they become metric names)",
-            )
-        if isinstance(source, FunctionReward):
-            if ":" not in source.target and not source.target.isidentifier():
-                yield Problem(
-                    key=f"rewards.{name}.target",
-                    value=source.target,
-                    remedy="must be the name of a built-in, package.module:function or path/to/file.py:function",
-                )
-        else:
-            yield from _http(config, name, source)
-    if config.reward_server is not None and not any(isinstance(r, HttpReward) for r in config.rewards.values()):
-        yield Problem(
-            key="reward_server.model",
-            value=config.reward_server.model,
-            remedy=f"no reward source asks this server; add one of type http with url: {LOCAL_REWARD_SERVER}",
-        )
-
-
-def _http(config: Config, name: str, source: HttpReward) -> Iterator[Problem]:
-    for index, url in enumerate(source.urls):
-        key = f"rewards.{name}.replicas" if index else f"rewards.{name}.url"
-        if url == LOCAL_REWARD_SERVER:
-            if config.reward_server is None:
-                yield Problem(key=key, value=url, remedy="there is no reward_server section that it could mean")
-            elif source.form not in ("streamrl", "openrlhf"):
-                remedy = "the run's own reward_server answers the forms streamrl and openrlhf"
-                yield Problem(key=f"rewards.{name}.form", value=source.form, remedy=remedy)
-        elif not _is_url(url, ("http", "https")):
-            remedy = f"must be http://host:port, or {LOCAL_REWARD_SERVER} for the run's own reward_server"
-            yield Problem(key=key, value=url, remedy=remedy)
-
-
-def _places(config: Config) -> Iterator[Problem]:
-    url, store = config.redis.url, config.weights.store
-    if url != EMBEDDED_REDIS and not _is_server(url):
-        yield Problem(key="redis.url", value=masked(url), remedy=f"must be {FORMS}, or {EMBEDDED_REDIS}")
-    elif "@" in url and split_password(url)[1] is not None:
-        yield Problem(
-            key="redis.url",
-            value=masked(url),
-            remedy="a configuration is written to disk and into Redis, so it must not hold a password; leave the user "
-            f"only, and name a file that holds the password in the environment: {PASSWORD}_FILE",
-        )
-    if store != "redis:" and not store.removeprefix("file:").startswith("/") and not is_object_store(store):
-        yield Problem(
-            key="weights.store",
-            value=store,
-            remedy="must be redis:, file:/a/path that all machines share, or an object store such as s3://bucket/folder",
-        )
-
-
-def is_object_store(url: str) -> bool:
-    """Whether it is the URL of a place that fsspec may know, and that can be written to."""
-    match = _OBJECT_STORE.match(url)
-    return match is not None and match["scheme"] not in ("file", "http", "https", "redis", "rediss", "unix")
-
-
-def _is_server(url: str) -> bool:
-    if url.startswith("unix:///"):
-        return True
-    scheme = url.partition("://")[0]
-    if scheme.endswith("+sentinel"):  # several hosts, and a service
-        parts = urlsplit(url)
-        return scheme in SCHEMES and bool(parts.netloc) and parts.path.strip("/") != ""
-    return _is_url(url, SCHEMES)
-
-
-def _is_url(text: str, schemes: tuple[str, ...]) -> bool:
-    try:
-        parts = urlsplit(text)
-        return parts.scheme in schemes and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, a bracket that is not closed
-        return False
+    named = {
+        "datasets": ("data.train", () if isinstance(train, str) else train),
+        "sources": ("rewards", config.rewards),
+    }
+    for what, (key, names) in named.items():
+        for name in names:
+            if not _NAME.match(name):
+                remedy = f"names of {what} are letters, digits, - and _ (they become metric names)"
+                yield Problem(key=key, value=name, remedy=remedy)
 
 
 _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
@@ -334,7 +240,8 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _training,
     _lag,
     _validation,
-    _datasets,
-    _rewards,
-    _places,
+    _names,
+    places.check_rewards,
+    places.check_redis,
+    places.check_store,
 )

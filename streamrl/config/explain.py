@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from streamrl.config.keys import nearest_key, required_keys, sections_in
 from streamrl.config.schema import Reward
 from streamrl.config.source import Node
+from streamrl.transport.url import masked
 
 _MAX_SHOWN = 60  # characters of a value in an error
 _RIGHT = {  # what would be right, where pydantic's own words do not say it to a reader of YAML
@@ -19,6 +20,7 @@ _RIGHT = {  # what would be right, where pydantic's own words do not say it to a
     "bool_type": "must be true or false",
     "string_type": "must be text (quote it if it is meant so)",
     "finite_number": "must be a finite number",
+    "string_pattern_mismatch": "must be letters, digits, '.', '_' and '-', at most 64, a letter or digit first",
 }
 _SOURCE_TYPES = " or ".join(repr(get_args(s.model_fields["type"].annotation)[0]) for s in sections_in(Reward))
 
@@ -37,8 +39,8 @@ def explain(error: ValidationError, tree: Node) -> str:
 
 
 def show(value: Any) -> str:
-    """A value as an error shows it."""
-    text = "nothing" if value is None else "a map" if isinstance(value, dict) else repr(value)
+    """A value as an error shows it: short, and without the passwords of URLs."""
+    text = "nothing" if value is None else "a map" if isinstance(value, dict) else masked(repr(value))
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 1] + "…"
 
 

@@ -22,6 +22,7 @@ from streamrl.config.explain import explain, show
 from streamrl.config.schema import Config
 from streamrl.config.source import Node, parse
 from streamrl.errors import ConfigError
+from streamrl.transport.url import masked
 
 EXTENDS = "extends"
 
@@ -99,7 +100,7 @@ def _text(path: Path) -> str:
 
 def _override(text: str) -> Node:
     """`a.b=c` as the map {a: {b: c}}."""
-    origin = f"override {text!r}"
+    origin = f"override {masked(text)!r}"
     key, equals, value = text.partition("=")
     names = key.strip().split(".")
     if not (equals and all(names)):

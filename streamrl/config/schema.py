@@ -283,7 +283,7 @@ class Learner(Section):
 
 class Config(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "run"
-    seed: NonNegative = 1234
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 1234  # no more bits than every generator takes
     dir: Path = Path("runs")  # the run's folder is dir/name
     redis: Redis = Redis()
     model: Model

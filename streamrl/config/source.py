@@ -51,7 +51,7 @@ _TAGS = {_STR, _NULL, _BOOL, _INT, _FLOAT, "tag:yaml.org,2002:map", "tag:yaml.or
 _RESOLVERS = [
     (_NULL, re.compile(r"(?:~|null|Null|NULL|)\Z")),
     (_BOOL, re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z")),
-    (_INT, re.compile(r"[-+]?[0-9]+\Z")),
+    (_INT, re.compile(r"[-+]?[0-9]{1,1000}\Z")),  # Python refuses to read more than 4300; a float takes any number
     (_FLOAT, re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?\Z")),
     (_FLOAT, re.compile(r"(?:[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z")),
 ]
@@ -85,6 +85,8 @@ def parse(text: str, *, name: str, numbered: bool) -> Node:
     except yaml.MarkedYAMLError as error:
         why = " ".join(part for part in (error.context, error.problem) if part)
         raise ConfigError(f"{place(error.problem_mark or error.context_mark)}: not valid YAML: {why}") from error
+    except RecursionError:
+        raise ConfigError(f"{name}: not a configuration: lists or maps are nested hundreds deep") from None
     except yaml.YAMLError as error:  # a character that YAML does not allow
         raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from error
     return _node(root, place) if root is not None else Node(value=None, origin=name)

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from streamrl.config import schema
-from streamrl.config.check import EMBEDDED_REDIS, check_config
+from streamrl.config.check import check_config
 from streamrl.config.dump import dump_config
 from streamrl.config.files import check_files
 from streamrl.config.load import Loaded
+from streamrl.config.places import EMBEDDED_REDIS
 from streamrl.durable import write_durably
 from streamrl.errors import ConfigError, ResourceError
 from streamrl.launch.parts import Cluster, RunFolder, learner_command

@@ -12,10 +12,9 @@ import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from streamrl.config import schema
-from streamrl.config.check import LOCAL_REWARD_SERVER
+from streamrl.config.places import reward_code, reward_hosts
 from streamrl.launch.processes import Command
 
 REWARD = "reward/0"
@@ -88,14 +87,10 @@ def worker_command(
 ) -> Command:
     words = ["--redis", redis_url, "--run", config.name, "--worker-id", str(number), "--model", config.model.path]
     words += ["--log-file", str(folder.log(f"worker-{number}.log"))]
-    for source in config.rewards.values():
-        if isinstance(source, schema.FunctionReward):
-            if ":" in source.target:  # what is built in needs no permission
-                words += ["--allow-reward-code", source.target]
-        else:
-            for url in source.urls:
-                if url != LOCAL_REWARD_SERVER:
-                    words += ["--allow-host", urlsplit(url).netloc.rpartition("@")[2]]
+    for target in reward_code(config):
+        words += ["--allow-reward-code", target]
+    for host in reward_hosts(config):
+        words += ["--allow-host", host]
     if reward_url is not None:
         words += ["--local-reward-url", reward_url]
     return Command(

@@ -11,9 +11,10 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from streamrl.config.check import EMBEDDED_REDIS, check_config, is_object_store
+from streamrl.config.check import check_config
 from streamrl.config.files import check_files
 from streamrl.config.load import Loaded
+from streamrl.config.places import EMBEDDED_REDIS, is_object_store
 from streamrl.config.schema import Config, RewardServer
 from streamrl.errors import ResourceError
 from streamrl.transport.connection import check_server, connect

@@ -19,9 +19,9 @@ import structlog
 
 from streamrl.audit import audit_folder
 from streamrl.config import schema
-from streamrl.config.check import EMBEDDED_REDIS
 from streamrl.config.dump import dump_config
 from streamrl.config.load import Loaded
+from streamrl.config.places import EMBEDDED_REDIS
 from streamrl.durable import write_durably
 from streamrl.launch.display import Display
 from streamrl.launch.interrupts import Interrupts

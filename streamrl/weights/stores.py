@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from streamrl.config.check import is_object_store
+from streamrl.config.places import is_object_store
 from streamrl.crashpoints import crashpoint
 from streamrl.durable import fsync_folder
 from streamrl.errors import ConfigError, TransportError, WeightsError

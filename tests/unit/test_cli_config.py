@@ -88,3 +88,19 @@ def test_checking_a_configuration_imports_no_torch(config: str) -> None:
         "sys.exit(code or any(name in sys.modules for name in ('torch', 'vllm', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_what_is_shown_holds_no_password(config: str, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    urls = [
+        "redis.url=redis://user:secret@host:1",
+        "rewards.m={type: http, url: 'http://h:1', replicas: ['http://u:secret@h']}",
+    ]
+
+    assert main(["config", "show", config, *urls, *options]) == 0
+
+    shown = capsys.readouterr().out
+    assert "redis://user:***@host:1" in shown
+    assert "http://u:***@h" in shown
+    assert "secret" not in shown
+    assert not options or json.loads(shown)["rewards"]["m"]["url"] == "http://h:1"

@@ -67,9 +67,14 @@ def test_the_defaults_contradict_nothing(good: Path) -> None:
         ("rewards.m={type: http, url: local}", "rewards.m.url = 'local': ", "reward_server"),
         ("rewards.m={type: http, url: host}", "rewards.m.url = 'host': ", "http://host:port"),
         ("rewards.m={type: http, url: 'http://h:x'}", "rewards.m.url = 'http://h:x': ", "http://host:port"),
+        ("rewards.m={type: http, url: 'http://u@h'}", "rewards.m.url = 'http://u@h': ", "rewards.m.token_file"),
+        ("rewards.m={type: http, url: 'http://h?token=x'}", "rewards.m.url = 'http://h?token=x': ", "no query"),
+        ("rewards.m={type: http, url: 'http://h', replicas: ['x']}", "rewards.m.replicas = 'x': ", "http://host:port"),
         ("reward_server.model=rm", "reward_server.model = 'rm': ", "url: local"),
         ("redis.url=localhost", "redis.url = 'localhost': ", "redis://host:port/0"),
         ("redis.url=redis://", "redis.url = 'redis://': ", "redis://host:port/0"),
+        ("redis.url='redis+sentinel://[::1'", "redis.url = 'redis+sentinel://[::1': ", "redis://host:port/0"),
+        ("redis.url=ftp+sentinel://h/service", "redis.url = 'ftp+sentinel://h/service': ", "redis://host:port/0"),
         ("weights.store=file:relative", "weights.store = 'file:relative': ", "file:/a/path"),
         ("weights.store=http://x", "weights.store = 'http://x': ", "file:/a/path"),
         ("weights.store=s3:bucket", "weights.store = 's3:bucket': ", "s3://bucket/folder"),
@@ -82,6 +87,26 @@ def test_a_contradiction_is_one_line_with_key_value_and_remedy(
 
     assert problem.startswith(starts)
     assert names in problem
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        ("redis.url=redis://user:secret@host:1", "STREAMRL_REDIS_PASSWORD_FILE"),
+        ("redis.url=redis+sentinel://:secret@a:1,b:2/service", "STREAMRL_REDIS_PASSWORD_FILE"),
+        ("rewards.m={type: http, url: 'http://user:secret@host'}", "rewards.m.token_file"),
+        ("weights.store=sftp://user:secret@host/folder", "each machine's environment"),
+    ],
+)
+def test_a_password_is_refused_and_not_shown(good: Path, override: str, remedy: str) -> None:
+    loaded = load_config(good, [override])
+
+    with pytest.raises(ConfigError) as caught:
+        check_config(loaded.config, loaded.origin)
+
+    assert remedy in str(caught.value)
+    assert ":***@" in str(caught.value)
+    assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +129,7 @@ def test_a_contradiction_is_one_line_with_key_value_and_remedy(
         ["rewards.m={type: function, target: 'my/rewards.py:score'}"],
         ["redis.url=unix:///tmp/redis.sock"],
         ["redis.url=rediss://user@host:6380/0"],
+        ["redis.url=redis+sentinel://user@a:1,b:2/service/0"],
         ["weights.store=file:/shared"],
         ["weights.store=s3://bucket/folder"],
         ["training.max_time=01:02:03:04"],

@@ -132,6 +132,8 @@ def test_a_folder_an_empty_file_and_a_list_are_no_configuration(folder: Path) ->
         ("sampling.num_samples=0", "sampling.num_samples = 0: must be greater than or equal to 1"),
         ("sampling.greedy=yes", "sampling.greedy = 'yes': must be true or false"),
         ("name=2024", "name = 2024: must be text (quote it if it is meant so)"),
+        ("name=../x", "name = '../x': must be letters, digits, '.', '_' and '-', at most 64, a letter or digit first"),
+        ("seed=4294967296", "seed = 4294967296: must be less than 4294967296"),
         ("name=", "name = nothing: must be text (quote it if it is meant so)"),
         ("model.dtype=fp8", "model.dtype = 'fp8': must be 'float32' or 'bfloat16'"),
         ("optimizer=3", "optimizer = 3: must be a map of settings"),

@@ -23,6 +23,7 @@ def read(text: str) -> Node:
         ("5.", 5.0),
         ("+7", 7),
         ("007", 7),
+        ("9" * 5000, math.inf),
         (".inf", math.inf),
         ("-.INF", -math.inf),
         ("true", True),
@@ -80,3 +81,8 @@ def test_what_is_not_plain_data_is_refused_in_one_line(text: str, message: str) 
         read(text)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+def test_what_nests_too_deep_is_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"^x.yaml: not a configuration: lists or maps are nested hundreds deep$"):
+        read("key: " + 2000 * "[" + 2000 * "]")

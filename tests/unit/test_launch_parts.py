@@ -45,15 +45,14 @@ def test_a_worker_may_run_the_code_and_ask_the_hosts_that_the_operator_has_writt
         "exact": {"type": "function", "target": "exact_match"},
         "mine": {"type": "function", "target": "rewards/mine.py:score"},
         "theirs": {"type": "function", "target": "package.module:score"},
-        "far": {"type": "http", "url": "http://user:secret@judge:5555/v1"},
+        "far": {"type": "http", "url": "http://judge:5555/v1", "replicas": ["http://twin:5556"]},
         "near": {"type": "http", "url": "local"},
     }
     command = worker(make_config(rewards=rewards), reward_url="http://127.0.0.1:4000")
 
     assert values(command, "--allow-reward-code") == ["rewards/mine.py:score", "package.module:score"]
-    assert values(command, "--allow-host") == ["judge:5555"]
+    assert values(command, "--allow-host") == ["judge:5555", "twin:5556"]
     assert values(command, "--local-reward-url") == ["http://127.0.0.1:4000"]
-    assert not any("secret" in word for word in command.arguments)
 
 
 def test_a_worker_that_needs_no_permission_gets_none() -> None:

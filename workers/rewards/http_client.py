@@ -18,6 +18,7 @@ from urllib.parse import SplitResult, urlsplit
 import httpx
 
 from streamrl.config import schema
+from streamrl.config.places import LOCAL_REWARD_SERVER
 from streamrl.errors import ConfigError, RewardError
 from workers.permissions import Permissions
 from workers.rewards.base import Health, ScoreItem
@@ -26,7 +27,6 @@ from workers.rewards.forms import FORMS, Form
 from workers.rewards.http_request import Refused, TryAgain, ask, make_client
 from workers.rewards.replicas import Replica, Replicas
 
-LOCAL = "local"  # the url that means: the server which the launcher runs on this machine
 MAX_ROWS = 64  # a request
 FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0  # between attempts
 
@@ -52,7 +52,7 @@ def build_http_reward(
 
 
 def _address(key: str, url: str, form: Form, permissions: Permissions, local_reward_url: str | None) -> str:
-    if url == LOCAL:
+    if url == LOCAL_REWARD_SERVER:
         if local_reward_url is None:
             raise ConfigError(f"{key}: `local` needs a reward server on this machine: set reward_server.model")
         url = local_reward_url  # named on this worker's command line, so it needs no other permission

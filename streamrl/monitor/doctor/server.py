@@ -9,8 +9,8 @@ from typing import Any
 
 import redis
 
-from streamrl.config.check import EMBEDDED_REDIS
 from streamrl.config.load import Loaded
+from streamrl.config.places import EMBEDDED_REDIS
 from streamrl.errors import ResourceError
 from streamrl.monitor.doctor.finding import Finding, error, ok, warning
 from streamrl.monitor.units import size

@@ -1,0 +1,125 @@
+"""The places that a configuration names: Redis, the store of weights, reward services and code.
+
+What is no address is told, and what holds a password is refused: a configuration is written to disk and into Redis.
+Whoever starts a run with a configuration has thereby allowed what it names (`reward_code`, `reward_hosts`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from urllib.parse import SplitResult, urlsplit
+
+from streamrl.config.problem import Problem
+from streamrl.config.schema import Config, FunctionReward, HttpReward
+from streamrl.transport.url import FORMS, PASSWORD, SCHEMES, masked, split_password
+
+LOCAL_REWARD_SERVER = "local"  # the url of an http source that means the run's own reward_server
+EMBEDDED_REDIS = "embedded"
+
+_SENTINELS = re.compile(r"(?P<scheme>[a-z]+\+sentinel)://[^/]+/+[^/]")  # several hosts, and a service
+_OBJECT_STORE = re.compile(r"(?P<scheme>[a-z][a-z0-9+-]*)://[^/\s]\S*\Z")
+
+
+def reward_code(config: Config) -> list[str]:
+    """The user's functions among the sources; what is built in needs nobody's word."""
+    sources = config.rewards.values()
+    return [one.target for one in sources if isinstance(one, FunctionReward) and ":" in one.target]
+
+
+def reward_hosts(config: Config) -> list[str]:
+    """`name:port` of each service that is asked, replicas too; not the run's own reward server."""
+    urls = [url for one in config.rewards.values() if isinstance(one, HttpReward) for url in one.urls]
+    return [urlsplit(url).netloc for url in urls if url != LOCAL_REWARD_SERVER]
+
+
+def is_object_store(url: str) -> bool:
+    """Whether it is the URL of a place that fsspec may know, and that can be written to."""
+    match = _OBJECT_STORE.match(url)
+    return match is not None and match["scheme"] not in ("file", "http", "https", "redis", "rediss", "unix")
+
+
+def check_rewards(config: Config) -> Iterator[Problem]:
+    for name, source in config.rewards.items():
+        if isinstance(source, HttpReward):
+            yield from _check_service(config, name, source)
+        elif ":" not in source.target and not source.target.isidentifier():
+            yield Problem(
+                key=f"rewards.{name}.target",
+                value=source.target,
+                remedy="must be the name of a built-in, package.module:function or path/to/file.py:function",
+            )
+    if config.reward_server is not None and not any(isinstance(r, HttpReward) for r in config.rewards.values()):
+        yield Problem(
+            key="reward_server.model",
+            value=config.reward_server.model,
+            remedy=f"no reward source asks this server; add one of type http with url: {LOCAL_REWARD_SERVER}",
+        )
+
+
+def _check_service(config: Config, name: str, source: HttpReward) -> Iterator[Problem]:
+    for index, url in enumerate(source.urls):
+        key = f"rewards.{name}.replicas" if index else f"rewards.{name}.url"
+        if url == LOCAL_REWARD_SERVER:
+            if config.reward_server is None:
+                yield Problem(key=key, value=url, remedy="there is no reward_server section that it could mean")
+            elif source.form not in ("streamrl", "openrlhf"):
+                remedy = "the run's own reward_server answers the forms streamrl and openrlhf"
+                yield Problem(key=f"rewards.{name}.form", value=source.form, remedy=remedy)
+            continue
+        parts = _split(url, ("http", "https"))
+        if parts is None:
+            remedy = f"must be http://host:port, or {LOCAL_REWARD_SERVER} for the run's own reward_server"
+            yield Problem(key=key, value=url, remedy=remedy)
+        elif parts.username is not None or parts.query:
+            remedy = f"must name no user and no query; a file with a bearer token is named by rewards.{name}.token_file"
+            yield Problem(key=key, value=url, remedy=remedy)
+
+
+def check_redis(config: Config) -> Iterator[Problem]:
+    url = config.redis.url
+    if url == EMBEDDED_REDIS:
+        return
+    if not _is_server(url):
+        yield Problem(key="redis.url", value=url, remedy=f"must be {FORMS}, or {EMBEDDED_REDIS}")
+    elif split_password(url)[1] is not None:
+        yield Problem(
+            key="redis.url",
+            value=url,
+            remedy="a configuration is written to disk and into Redis, so it must not hold a password; leave the user "
+            f"only, and name a file that holds the password in the environment: {PASSWORD}_FILE",
+        )
+
+
+def check_store(config: Config) -> Iterator[Problem]:
+    store = config.weights.store
+    if store != "redis:" and not store.removeprefix("file:").startswith("/") and not is_object_store(store):
+        yield Problem(
+            key="weights.store",
+            value=store,
+            remedy="must be redis:, file:/a/path that all machines share, or an object store such as s3://bucket/folder",
+        )
+    elif masked(store) != store:
+        yield Problem(
+            key="weights.store",
+            value=store,
+            remedy="a configuration is written to disk and into Redis, so it must not hold a password; each machine's "
+            "environment has the credentials of the store",
+        )
+
+
+def _is_server(url: str) -> bool:
+    if url.startswith("unix:///"):
+        return True
+    if match := _SENTINELS.match(url):
+        return match["scheme"] in SCHEMES
+    return _split(url, SCHEMES) is not None
+
+
+def _split(text: str, schemes: tuple[str, ...]) -> SplitResult | None:
+    """None when it is no URL of one of these schemes with a host, and a port that one can connect to if any."""
+    try:
+        parts = urlsplit(text)
+        return parts if parts.scheme in schemes and parts.hostname and parts.port != 0 else None
+    except ValueError:  # a port that is no number, a bracket that is not closed
+        return None
