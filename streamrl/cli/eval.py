@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from streamrl.cli.arguments import OutputFile
+from streamrl.durable import write_durably
 from streamrl.errors import ConfigError, DataError
 from streamrl.terminal import printable
 
@@ -62,9 +64,7 @@ class _Subject:
 @click.option("--max-prompts", type=click.IntRange(min=1), help="At most so many; by default validation.max_prompts.")
 @click.option("--engine", type=click.Choice(["transformers", "vllm"]), default="transformers", show_default=True)
 @click.option("--local-reward-url", metavar="URL", help="The reward server that the configuration calls `local`.")
-@click.option(
-    "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write prompts and answers here, JSONL."
-)
+@click.option("--output", type=OutputFile(), help="Write prompts and answers here, JSONL.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def evaluate(
     checkpoint: str,
@@ -88,7 +88,8 @@ def evaluate(
         )
     result, asked = _evaluate(subject, local_reward_url)
     if output is not None:
-        output.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in _answers(asked, result)))
+        lines = (json.dumps(line, ensure_ascii=False) + "\n" for line in _answers(asked, result))
+        write_durably(output, "".join(lines).encode())
     step = subject.checkpoint.state.step if subject.checkpoint else None
     told = {"checkpoint": subject.name, "step": step, "prompts": texts, "engine": engine, **result.to_json()}
     click.echo(json.dumps(told, indent=2) if as_json else printable_table(subject.name, texts, result))
@@ -148,7 +149,7 @@ def _evaluate(subject: _Subject, local_reward_url: str | None) -> tuple[Result, 
     config = subject.config
     check_config(config)
     configure_logging("eval", None, quiet=True)
-    rewards = build_rewards(config.rewards, _permissions(config), local_reward_url)
+    rewards = build_rewards(config.rewards, permissions(config), local_reward_url)
     model = read_model(config.model.path, trust_remote_code=False)
     prompts = _read_prompts(config, model.tokenizer)
     with tempfile.TemporaryDirectory(prefix="streamrl-eval-") as folder:
@@ -176,7 +177,7 @@ def _read_prompts(config: Config, tokenizer: Any) -> list[EvalPrompt]:
     return [EvalPrompt(text=row.text, token_ids=row.token_ids, fields=row.fields) for row in rows]
 
 
-def _permissions(config: Config) -> Permissions:
+def permissions(config: Config) -> Permissions:
     """Whoever starts this has named the configuration: what that names is their word."""
     from streamrl.config.places import reward_code, reward_hosts
     from workers.permissions import Permissions

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from streamrl.cli.arguments import OutputFile
 from streamrl.errors import ConfigError, DataError
 from streamrl.monitor.history import History
 from streamrl.monitor.opening import find_target
@@ -23,7 +24,7 @@ _HELP = """Draw reward, KL, lag, throughput, time, correction, loss and length o
 @click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[RUN_FOLDER]")
 @click.option("--redis", "url", metavar="URL", help="The run's Redis; by default STREAMRL_REDIS.")
 @click.option("--run", metavar="NAME", help="The run's name.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="The file; by default NAME.png, here.")
+@click.option("-o", "--output", type=OutputFile(suffix=".png"), help="The file; by default NAME.png, here.")
 def plot(folder: Path | None, url: str | None, run: str | None, output: Path | None) -> None:
     from streamrl.monitor.plot import save_report
 
@@ -31,8 +32,6 @@ def plot(folder: Path | None, url: str | None, run: str | None, output: Path | N
     if not history.steps.records and not history.validations.records:
         raise DataError(f"nothing has been recorded of run {name!r} yet: its first step is still to come")
     output = output or Path(f"{name}.png")
-    if not output.parent.is_dir():
-        raise ConfigError(f"--output {str(output)!r}: there is no folder {str(output.parent)!r}")
     steps = history.steps.records
     save_report(output, history, title=f"{name}, {steps[-1].step if steps else 0} steps")
     click.echo(f"{output}: {len(steps)} steps, {len(history.validations.records)} validations")

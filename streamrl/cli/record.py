@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from streamrl.cli.arguments import OutputFile
 from streamrl.cli.target import OpenRun, open_run, takes_run
 from streamrl.errors import ConfigError
 from streamrl.monitor.opening import Target
@@ -140,9 +141,7 @@ class _Progress:
 @record.command("export")
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
 @click.option("--format", "kind", type=click.Choice(["jsonl", "parquet"]), default="jsonl", show_default=True)
-@click.option(
-    "--output", type=click.Path(dir_okay=False, path_type=Path), help="The file; by default stdout for jsonl."
-)
+@click.option("--output", type=OutputFile(), help="The file; by default stdout for jsonl.")
 @click.option("--tokenizer", metavar="MODEL", help="Folder of the model whose tokenizer gives the texts.")
 @click.option("--no-text", is_flag=True, help="Token ids alone, also where the run's own model is at hand.")
 def export_to(folder: Path, kind: str, output: Path | None, tokenizer: str | None, no_text: bool) -> None:

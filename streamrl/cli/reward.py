@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from streamrl.cli.arguments import OutputFile
 from streamrl.config import schema
 from streamrl.durable import write_durably
 from streamrl.errors import ConfigError, ResourceError
@@ -78,7 +79,7 @@ def reward() -> None:
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
 @click.option("--threads", type=_POSITIVE, help="CPU threads of the model; torch's choice by default.")
 @click.option("--token-file", help="File with the bearer token that callers of /score must send.")
-@click.option("--url-file", type=click.Path(path_type=Path), help="File to write the server's URL to, once it listens.")
+@click.option("--url-file", type=OutputFile(), help="File to write the server's URL to, once it listens.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that the model brings along.")
 def serve(**options: Any) -> None:
     """Serve a reward model: POST /score, GET /health, /metrics and /openapi.json.
@@ -175,8 +176,8 @@ def train(threads: int | None, pairs: Path | None, ratings: Path | None, **optio
 
 @reward.command("read-hh")
 @click.argument("source", type=click.Path(path_type=Path))
-@click.option("--pairs", required=True, type=click.Path(path_type=Path), help="JSONL for `streamrl reward train`.")
-@click.option("--prompts", required=True, type=click.Path(path_type=Path), help="JSONL for data.train of a run.")
+@click.option("--pairs", required=True, type=OutputFile(), help="JSONL for `streamrl reward train`.")
+@click.option("--prompts", required=True, type=OutputFile(), help="JSONL for data.train of a run.")
 def read_hh(source: Path, pairs: Path, prompts: Path) -> None:
     """Turn SOURCE into pairs and prompts.
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from streamrl.cli.eval import permissions
 from streamrl.cli.main import main
 from streamrl.config import schema
 from tests.helpers import make_group, make_sample, make_ticket
 from tests.replay_world import make_entries, make_recording, make_replay_run, run_replay
 from workers.evaluate import summarise
+from workers.rewards.base import build_rewards
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +113,15 @@ def test_a_result_counts_what_failed_and_what_was_not_answered() -> None:
     assert (result.num_prompts, result.num_answered, result.num_failed) == (4, 2, 1)
     assert (result.reward, result.finished, result.num_samples) == (1.25, 0.75, 4)
     assert result.reward_error == pytest.approx(0.75)  # of the means 0.5 and 2
+
+
+def test_every_replica_that_the_configuration_names_may_be_asked(run: schema.Config) -> None:
+    service = schema.HttpReward(type="http", url="http://a:1", replicas=("http://b:2",))
+
+    allowed = permissions(run.model_copy(update={"rewards": {**run.rewards, "judge": service}}))
+
+    assert allowed.hosts == ("a:1", "b:2")
+    build_rewards({"judge": service}, allowed, None)  # refuses a host that is not allowed
 
 
 def test_nothing_answered_is_no_number() -> None:

@@ -101,7 +101,7 @@ def test_parquet_without_its_package_says_what_to_install(
     ("arguments", "told"),
     [
         (["--format", "parquet"], "name it with --output FILE"),
-        (["--output", "nowhere/x.jsonl"], "there is no folder nowhere"),
+        (["--output", "nowhere/x.jsonl"], "there is no folder 'nowhere'"),
         (["--tokenizer", "nowhere"], "--tokenizer nowhere: there is no tokenizer.json"),
     ],
 )
