@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from workers.ports import bind
+from streamrl.ports import bind
 from workers.rewards.batcher import Batcher, FakeScoringModel
 from workers.rewards.server import RewardApp
 from workers.rewards.serving import run

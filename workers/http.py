@@ -21,8 +21,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from streamrl.errors import ConfigError
+from streamrl.ports import address_of, bind
 from workers.health import Health
-from workers.ports import bind
 
 _STOP_S = 1
 
@@ -49,9 +49,8 @@ async def serving(health: Health, address: tuple[str, int]) -> AsyncIterator[str
     )
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[bound]), name="http")
-    host, port = bound.getsockname()[:2]
     try:
-        yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        yield address_of(bound)
     finally:
         server.should_exit = True
         await task

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import secrets
-import socket
 from typing import TextIO
 
 import click
 
 from streamrl.cli.target import takes_run
-from streamrl.errors import ConfigError, ResourceError
+from streamrl.errors import ConfigError
+from streamrl.extras import need
 from streamrl.monitor.opening import Target
-
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+from streamrl.ports import LOOPBACK, address_of, bind
 
 _HELP = """Show a run in the browser: curves, idle time by cause, versions by worker, rollouts.
 
@@ -37,35 +36,14 @@ def dashboard(target: Target, host: str, port: int, makes_token: bool, token_fil
     token = token_file.read().strip() if token_file else secrets.token_urlsafe(24) if makes_token else None
     if token == "":
         raise ConfigError("--token-file: the file is empty")
-    only_loopback = host in _LOOPBACK
+    only_loopback = host in LOOPBACK
     if not only_loopback and token is None:
         raise ConfigError(f"--host {host}: others may reach it, so a token is needed; add --token or --token-file FILE")
-    _need_monitor_extra()
+    need("the dashboard", "starlette", "uvicorn", extra="monitor")
     from streamrl.monitor.opening import opened
     from streamrl.monitor.web.server import Dashboard, serve
 
-    with opened(target) as there, _listen(host, port) as listener:
-        shown = f"[{host}]" if ":" in host else host
-        url = f"http://{shown}:{listener.getsockname()[1]}/" + (f"#token={token}" if token else "")
+    with opened(target) as there, bind(host, port, what="dashboard") as listener:
+        url = f"http://{address_of(listener, host=host)}/" + (f"#token={token}" if token else "")
         board = Dashboard(there, token=token, only_loopback=only_loopback)
         serve(board.app(), listener, lambda: click.echo(f"dashboard of {target.run}: {url}"))
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ResourceError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from None
-    return listener
-
-
-def _need_monitor_extra() -> None:
-    from importlib.util import find_spec
-
-    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
-    if missing:
-        raise ResourceError(f"{', '.join(missing)} is not installed: pip install 'streamrl[monitor]'")

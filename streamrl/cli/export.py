@@ -7,7 +7,6 @@ import json
 import click
 
 from streamrl.cli.target import takes_run
-from streamrl.errors import ResourceError
 from streamrl.monitor.opening import Target
 
 
@@ -28,12 +27,11 @@ def prometheus(target: Target, host: str, port: int) -> None:
     """
     from streamrl.monitor.opening import opened
     from streamrl.monitor.scrape import serve_metrics
+    from streamrl.ports import address_of, bind
 
-    with opened(target) as there:
-        try:
-            serve_metrics(there, host=host, port=port, ready=lambda url: click.echo(f"metrics of {target.run}: {url}"))
-        except OSError as error:
-            raise ResourceError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from None
+    with opened(target) as there, bind(host, port, what="exporter") as bound:
+        url = f"http://{address_of(bound, host=host)}/metrics"
+        serve_metrics(there, bound, ready=lambda: click.echo(f"metrics of {target.run}: {url}"))
 
 
 @export.command()

@@ -59,9 +59,10 @@ def _prepare(overrides: tuple[str, ...], console: Console) -> Loaded:
     """The configuration, with everything made that it names. What the user sets wins."""
     from streamrl.config.check import check_config
     from streamrl.config.load import load_config
+    from streamrl.extras import need
     from streamrl.launch.display import spinner
     from streamrl.launch.parts import RunFolder
-    from streamrl.launch.preflight import check_package, check_packages, only_one
+    from streamrl.launch.preflight import check_packages, only_one
     from streamrl.launch.up import shipped_config
     from streamrl.quickstart import prepare
 
@@ -69,7 +70,7 @@ def _prepare(overrides: tuple[str, ...], console: Console) -> Loaded:
     loaded = load_config(file, overrides)
     check_config(loaded.config, loaded.origin)
     check_packages(loaded.config)
-    check_package("matplotlib", "the quickstart's plot", "monitor")
+    need("the quickstart's plot", "matplotlib", extra="monitor")
     config, folder = loaded.config, RunFolder(loaded.config.folder)
     with only_one(folder.lock, config.name):
         if prepare.clear(folder.path, keep=(folder.lock.name,)):

@@ -10,7 +10,8 @@ import click
 from streamrl.cli.arguments import OutputFile
 from streamrl.config import schema
 from streamrl.durable import write_durably
-from streamrl.errors import ConfigError, ResourceError
+from streamrl.errors import ConfigError
+from streamrl.extras import need
 
 _POSITIVE = click.IntRange(min=1)
 _DEFAULTS = {name: field.default for name, field in schema.RewardServer.model_fields.items()}
@@ -88,16 +89,15 @@ def serve(**options: Any) -> None:
     SIGTERM ends it after what was asked is answered. For several replicas start several, and name them in the
     configuration's rewards.NAME.replicas.
     """
-    _need_rewards_extra()
-    from workers.ports import bind
+    need("the reward server", "torch", "transformers", "starlette", "uvicorn", extra="rewards")
+    from streamrl.ports import address_of, bind
     from workers.rewards import serving
     from workers.rewards.bearer import read_token
 
     token = None if options["token_file"] is None else read_token(options["token_file"], key="--token-file")
     bound = bind(options["host"], options["port"], what="reward server")  # before the model: a taken port shows at once
     with bound:
-        host, port = options["host"], bound.getsockname()[1]
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        url = f"http://{address_of(bound, host=options['host'])}"
 
         def ready() -> None:
             if options["url_file"] is not None:
@@ -152,7 +152,7 @@ def train(threads: int | None, pairs: Path | None, ratings: Path | None, **optio
     """
     if (pairs is None) == (ratings is None):
         raise ConfigError("exactly one of --pairs and --ratings is needed")
-    _need_rewards_extra()
+    need("training a reward model", "torch", "transformers", extra="rewards")
     from workers.rewards.examples import read_pairs, read_ratings
     from workers.rewards.model import prepare_process
     from workers.rewards.train import TrainSettings
@@ -190,11 +190,3 @@ def read_hh(source: Path, pairs: Path, prompts: Path) -> None:
         f"{source}: {done.num_pairs} pairs to {pairs}, {done.num_prompts} prompts to {prompts}; "
         f"{done.num_skipped} rows have no prompt in common and are left out"
     )
-
-
-def _need_rewards_extra() -> None:
-    from importlib.util import find_spec
-
-    missing = [name for name in ("torch", "transformers", "starlette", "uvicorn") if find_spec(name) is None]
-    if missing:
-        raise ResourceError(f"{', '.join(missing)} is not installed: pip install 'streamrl[rewards]'")

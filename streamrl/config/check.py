@@ -219,12 +219,8 @@ def _validation(config: Config) -> Iterator[Problem]:
 
 
 def _names(config: Config) -> Iterator[Problem]:
-    train = config.data.train
-    named = {
-        "datasets": ("data.train", () if isinstance(train, str) else train),
-        "sources": ("rewards", config.rewards),
-    }
-    for what, (key, names) in named.items():
+    datasets = () if isinstance(config.data.train, str) else config.data.train
+    for what, key, names in (("datasets", "data.train", datasets), ("sources", "rewards", config.rewards)):
         for name in names:
             if not _NAME.match(name):
                 remedy = f"names of {what} are letters, digits, - and _ (they become metric names)"

@@ -24,7 +24,7 @@ from streamrl.config.places import EMBEDDED_REDIS
 from streamrl.durable import write_durably
 from streamrl.errors import ConfigError, ResourceError
 from streamrl.launch.parts import Cluster, RunFolder, learner_command
-from streamrl.launch.preflight import check_package
+from streamrl.launch.preflight import check_learner
 from streamrl.launch.processes import Command
 from streamrl.transport.connection import check_server, connect
 from streamrl.transport.embedded import serving
@@ -51,8 +51,7 @@ def build(loaded: Loaded, wanted: Wanted) -> Command:
     check_config(config, loaded.origin)
     cluster = _cluster(wanted)
     url = None if wanted.replay is not None else _server(config, wanted)
-    check_package("torch", "the learner", "learner")
-    check_package("transformers", "the learner", "learner")
+    check_learner()
     check_files(config)
     folder = RunFolder(config.folder)
     address, password = (None, None) if url is None else split_password(url)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
-import importlib.util
 import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +12,10 @@ from streamrl.config.check import check_config
 from streamrl.config.files import check_files
 from streamrl.config.load import Loaded
 from streamrl.config.places import EMBEDDED_REDIS, is_object_store
-from streamrl.config.schema import Config, RewardServer
+from streamrl.config.schema import Config
 from streamrl.errors import ResourceError
+from streamrl.extras import need
+from streamrl.ports import bind
 from streamrl.transport.connection import check_server, connect
 from streamrl.transport.embedded import find_server
 from streamrl.weights.object_store import ObjectStore
@@ -32,7 +31,8 @@ def check_before_start(loaded: Loaded) -> None:
         ObjectStore.open(config.weights.store)
     check_files(config)
     if config.reward_server is not None and config.reward_server.port:
-        _check_port(config.reward_server)
+        server = config.reward_server
+        bind(server.host, server.port, what=f"reward_server.port = {server.port}").close()
     if config.redis.url == EMBEDDED_REDIS:
         find_server()
     else:
@@ -46,32 +46,15 @@ def check_before_start(loaded: Loaded) -> None:
 
 def check_packages(config: Config) -> None:
     """That what this configuration needs is installed."""
-    check_package("torch", "the learner", "learner")
-    check_package("transformers", "the learner", "learner")
+    check_learner()
     if config.worker.count and config.worker.engine == "vllm":
-        check_package("vllm", "worker.engine = 'vllm'", "worker-cpu", "worker-gpu")
+        need("worker.engine = 'vllm'", "vllm", extra="worker-cpu", or_extra="worker-gpu")
     if config.reward_server is not None:
-        check_package("uvicorn", "reward_server", "rewards")
+        need("reward_server", "starlette", "uvicorn", extra="rewards")
 
 
-def check_package(package: str, needed_by: str, *extras: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        choices = " or ".join(f"`pip install 'streamrl[{extra}]'`" for extra in extras)
-        raise ResourceError(f"{needed_by} needs the package {package}, which is not installed: {choices}")
-
-
-def _check_port(server: RewardServer) -> None:
-    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((server.host, server.port))
-        except OSError as error:
-            reason = "it is taken" if error.errno == errno.EADDRINUSE else error.strerror
-            raise ResourceError(
-                f"reward_server.port = {server.port}: cannot listen there on {server.host}: {reason}; "
-                "choose another, or 0 for any free one"
-            ) from None
+def check_learner() -> None:
+    need("the learner", "torch", "transformers", extra="learner")
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from streamrl.errors import ResourceError
+from streamrl.extras import need
 from streamrl.monitor.charts import CHARTS, Chart
 from streamrl.monitor.history import History
 
@@ -18,11 +18,10 @@ _SMOOTHING = 0.04  # of the steps: the window of the running mean
 
 
 def save_report(path: Path, history: History, *, title: str) -> None:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ResourceError("matplotlib is not installed: pip install 'streamrl[monitor]'") from None
+    need("a plot", "matplotlib", extra="monitor")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     num_rows = -(-len(CHARTS) // _COLUMNS)
     figure = Figure(figsize=(_COLUMNS * _SIZE[0], num_rows * _SIZE[1]), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)

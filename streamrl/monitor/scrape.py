@@ -5,6 +5,7 @@ Blocks until it is interrupted. Redis is looked at when somebody asks, at most o
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from streamrl.monitor.opening import Opened
 from streamrl.monitor.watcher import Watcher
 
 _FRESH_S = 1.0
+_SILENCE_S = 10.0
 
 
 class Scraper:
@@ -38,8 +40,12 @@ class Scraper:
             return self._text
 
 
-def make_server(scraper: Scraper, *, host: str, port: int) -> ThreadingHTTPServer:
+def make_server(scraper: Scraper, bound: socket.socket, *, silence_s: float = _SILENCE_S) -> ThreadingHTTPServer:
+    """On a socket that is bound, which it closes. A connection may say nothing for `silence_s`."""
+
     class Handler(BaseHTTPRequestHandler):
+        timeout = silence_s
+
         def do_GET(self) -> None:
             found = self.path.partition("?")[0] == "/metrics"
             body = (scraper.text() if found else "see /metrics\n").encode()
@@ -52,10 +58,14 @@ def make_server(scraper: Scraper, *, host: str, port: int) -> ThreadingHTTPServe
         def log_message(self, format: str, *args: object) -> None:
             """A line for every scrape says nothing."""
 
-    return ThreadingHTTPServer((host, port), Handler)
+    server = ThreadingHTTPServer(bound.getsockname()[:2], Handler, bind_and_activate=False)
+    server.socket.close()
+    server.socket = bound
+    server.server_activate()
+    return server
 
 
-def serve_metrics(there: Opened, *, host: str, port: int, ready: Callable[[str], None]) -> None:
-    with make_server(Scraper(there), host=host, port=port) as server:
-        ready(f"http://{host}:{server.server_port}/metrics")
+def serve_metrics(there: Opened, bound: socket.socket, *, ready: Callable[[], None]) -> None:
+    with make_server(Scraper(there), bound) as server:
+        ready()
         server.serve_forever()

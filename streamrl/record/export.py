@@ -6,7 +6,6 @@ cannot be read are left out and counted. Blocks on the disk only.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from streamrl.errors import ResourceError, WireError
+from streamrl.extras import need
 from streamrl.record.read import Recording, open_group
 from streamrl.record.words import Words
 from streamrl.transport.types import Entry, entry_order
@@ -82,11 +82,7 @@ def write_parquet(recording: Recording, path: Path, *, words: Words | None) -> E
 
 
 def check_parquet() -> None:
-    if importlib.util.find_spec("pyarrow") is None:
-        raise ResourceError(
-            "--format parquet needs the package pyarrow, which is not installed: `pip install 'streamrl[parquet]'`, "
-            "or use --format jsonl"
-        )
+    need("--format parquet", "pyarrow", extra="parquet")
 
 
 def write_whole(path: Path, write: Callable[[Path], Exported]) -> Exported:

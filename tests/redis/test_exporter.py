@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import threading
 import urllib.request
 from pathlib import Path
@@ -19,6 +20,7 @@ from streamrl.monitor.alerts import ALERTS, alert_rules, grafana_dashboard
 from streamrl.monitor.exporter import FAMILIES, prometheus_text
 from streamrl.monitor.opening import Target, opened
 from streamrl.monitor.scrape import Scraper, make_server
+from streamrl.ports import address_of, bind
 from streamrl.transport.keys import Keys
 from tests.redis.monitor_world import Watched
 from tests.redis.run_world import RunWorld
@@ -97,10 +99,11 @@ def test_a_scrape_over_http_is_fresh_and_cheap(run: Watched) -> None:
     now = 0.0
     with opened(Target(url=run.world.url, run=run.world.keys.name)) as there:
         scraper = Scraper(there, clock=lambda: now)
-        with make_server(scraper, host="127.0.0.1", port=0) as server:
+        bound = bind("127.0.0.1", 0, what="test")
+        with make_server(scraper, bound, silence_s=0.2) as server:
             thread = threading.Thread(target=server.serve_forever, name="exporter")
             thread.start()
-            url = f"http://127.0.0.1:{server.server_port}/metrics"
+            url = f"http://{address_of(bound)}/metrics"
             try:
                 with urllib.request.urlopen(url, timeout=10) as reply:
                     assert "version=0.0.4" in reply.headers["content-type"]
@@ -109,6 +112,8 @@ def test_a_scrape_over_http_is_fresh_and_cheap(run: Watched) -> None:
                 assert scraper.text() == first
                 now = 5.0
                 assert "another" in scraper.text()
+                with socket.create_connection(bound.getsockname(), timeout=10) as silent:
+                    assert silent.recv(1) == b""  # closed: who says nothing holds no thread
             finally:
                 server.shutdown()
                 thread.join()

@@ -10,7 +10,8 @@ import pytest
 
 from streamrl.cli.main import main
 from streamrl.errors import ResourceError
-from streamrl.launch.preflight import check_package, only_one
+from streamrl.extras import need
+from streamrl.launch.preflight import only_one
 
 CONFIG = """
 name: checked
@@ -79,12 +80,12 @@ def test_a_taken_port_is_one_line(config: Path, capsys: pytest.CaptureFixture[st
         line = mistake(capsys, str(config))
 
     assert f"reward_server.port = {port}" in line
-    assert "it is taken" in line
+    assert "Address already in use; choose another one, or 0" in line
 
 
 def test_a_missing_package_is_named_with_the_way_to_install_it() -> None:
-    with pytest.raises(ResourceError, match=r"worker.engine needs the package no_such_thing.*streamrl\[worker-cpu\]"):
-        check_package("no_such_thing", "worker.engine", "worker-cpu")
+    with pytest.raises(ResourceError, match=r"worker.engine needs no_such_thing, not.*streamrl\[worker-cpu\]"):
+        need("worker.engine", "json", "no_such_thing", extra="worker-cpu")
 
 
 def test_a_folder_is_run_by_one_launcher_at_a_time(tmp_path: Path) -> None:

@@ -35,9 +35,9 @@ from streamrl.monitor.opening import Opened
 from streamrl.monitor.rollouts import Decode, find_decoder, list_rollouts, open_rollout
 from streamrl.monitor.watcher import Watcher
 from streamrl.monitor.web.trace import Trace
+from streamrl.ports import LOOPBACK
 
 _POINTS = 400  # of a curve: more than a phone or a screen has columns for
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -80,7 +80,7 @@ class Dashboard:
 
     def _guarded(self, handler: Handler, *, needs_token: bool = True) -> Handler:
         async def guarded(request: Request) -> Response:
-            if self._only_loopback and (request.url.hostname or "") not in _LOOPBACK:
+            if self._only_loopback and (request.url.hostname or "") not in LOOPBACK:
                 return PlainTextResponse("this dashboard answers on loopback only", 421, headers=_HEADERS)
             if needs_token and not self._is_let_in(request):
                 return JSONResponse(

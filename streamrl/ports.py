@@ -6,6 +6,8 @@ import socket
 
 from streamrl.errors import ResourceError
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
 
 def bind(host: str, port: int, *, what: str) -> socket.socket:
     """Port 0: any free one. `what` names in an error who wanted it."""
@@ -25,3 +27,10 @@ def bind(host: str, port: int, *, what: str) -> socket.socket:
             f"{what}: cannot take port {port} of {host}: {error.strerror}; choose another one, or 0 for any free one"
         ) from None
     return bound
+
+
+def address_of(bound: socket.socket, *, host: str | None = None) -> str:
+    """HOST:PORT as a URL has it; the host as it was asked for, by default what the socket says."""
+    found, port = bound.getsockname()[:2]
+    host = host or found
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
