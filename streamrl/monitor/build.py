@@ -92,23 +92,29 @@ def _config(snapshot: Snapshot) -> Mapping[str, Any]:
 
 
 def _limits(config: Mapping[str, Any]) -> Limits:
-    lag, redis = config.get("lag", {}), config.get("redis", {})
+    stale = _section(config, "lag").get("stale")
     return Limits(
-        max_lag_steps=lag.get("max_steps"),
-        groups_per_step=config.get("training", {}).get("groups_per_step"),
-        max_backlog_bytes=redis.get("max_backlog_bytes"),
-        idle_timeout_s=config.get("learner", {}).get("idle_timeout_s"),
-        max_attempts=config.get("worker", {}).get("max_attempts"),
-        stale=lag.get("stale"),
-        reward_sources=tuple(config.get("rewards", {})),
+        max_lag_steps=_integer(_section(config, "lag"), "max_steps"),
+        groups_per_step=_integer(_section(config, "training"), "groups_per_step"),
+        max_backlog_bytes=_integer(_section(config, "redis"), "max_backlog_bytes"),
+        idle_timeout_s=_number(_section(config, "learner"), "idle_timeout_s"),
+        max_attempts=_integer(_section(config, "worker"), "max_attempts"),
+        stale=stale if isinstance(stale, str) else None,
+        reward_sources=tuple(_section(config, "rewards")),
     )
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Whatever another version, or a stranger, has written there: nothing where it is no section."""
+    found = config.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def _run(snapshot: Snapshot, name: str, config: Mapping[str, Any], steps: Sequence[Record], learner: Learner) -> Run:
     info = snapshot.run
     step = max(snapshot.step, steps[-1].step if steps else 0)
-    max_steps = config.get("training", {}).get("max_steps", -1)
-    max_epochs = config.get("training", {}).get("max_epochs", 1)
+    max_steps = _integer(_section(config, "training"), "max_steps") or -1
+    max_epochs = _integer(_section(config, "training"), "max_epochs") or 1
     passes = learner.metrics.get("train_rollouts/epoch")
     share = step / max_steps if max_steps > 0 else passes / max_epochs if passes is not None else None
     return Run(
@@ -173,7 +179,7 @@ def _worker(report: Report, part: Part, snapshot: Snapshot) -> Worker:
     version = detail.get("version")
     # Leases are under the name that the worker leases by, which its reports carry behind a prefix.
     name = report.part.partition("/")[2]
-    leases = sum(counts.leased_by.get(name, 0) + counts.leased_by.get(report.part, 0) for counts in _all(snapshot))
+    leases = sum(one.leased_by.get(name, 0) + one.leased_by.get(report.part, 0) for one in snapshot.streams.values())
     return Worker(
         part=part,
         version=show(version) if isinstance(version, int) else str(version) if version is not None else None,
@@ -189,16 +195,12 @@ def _worker(report: Report, part: Part, snapshot: Snapshot) -> Worker:
     )
 
 
-def _all(snapshot: Snapshot) -> Iterable[StreamCounts]:
-    return snapshot.streams.values()
-
-
 def _rewards(
     config: Mapping[str, Any], metrics: Mapping[str, float], workers: Sequence[Worker]
 ) -> Iterable[RewardSource]:
     """Workers report `rewards/<source>/<fact>`; one that says nothing of a source is passed over."""
     alive = [worker.detail for worker in workers if worker.part.alive]
-    for name in config.get("rewards", {}):
+    for name in _section(config, "rewards"):
         latencies = [s for d in alive if (s := _number(d, f"rewards/{name}/latency_s")) is not None]
         states = sorted({str(d[key]) for d in alive if (key := f"rewards/{name}/state") in d}, key=WELL.__eq__)
         yield RewardSource(
@@ -227,10 +229,8 @@ def _stream(purpose: str, counts: StreamCounts) -> Stream:
 
 
 def _weights(snapshot: Snapshot, steps: Sequence[Record], workers: Sequence[Worker]) -> Weights:
-    latest, sizes = (
-        snapshot.latest_version,
-        [r.values["weights/num_bytes"] for r in steps if "weights/num_bytes" in r.values],
-    )
+    latest = snapshot.latest_version
+    sizes = [r.values["weights/num_bytes"] for r in steps if "weights/num_bytes" in r.values]
     lags = [worker.lag or 0 for worker in workers if worker.part.alive]
     return Weights(
         latest=show(latest) if latest is not None else None,
@@ -258,11 +258,11 @@ def _drops(metrics: Mapping[str, float]) -> Drops:
     )
 
 
-def _number(detail: Mapping[str, int | float | str], name: str) -> float | None:
+def _number(detail: Mapping[str, Any], name: str) -> float | None:
     value = detail.get(name)
     return value if isinstance(value, int | float) else None
 
 
-def _integer(detail: Mapping[str, int | float | str], name: str) -> int | None:
+def _integer(detail: Mapping[str, Any], name: str) -> int | None:
     value = _number(detail, name)
     return None if value is None else int(value)

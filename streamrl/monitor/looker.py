@@ -13,6 +13,7 @@ from streamrl.monitor.view import View
 from streamrl.monitor.watcher import Watcher
 
 _OVERDUE_S = 2.0
+_LEAVE_S = 1.0  # who leaves does not wait until Redis has answered: the thread ends with the process
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class Looker:
             yield
         finally:
             self._stop.set()
-            thread.join()
+            thread.join(_LEAVE_S)
 
     def look(self) -> None:
         try:

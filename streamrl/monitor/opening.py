@@ -13,7 +13,7 @@ from pathlib import Path
 
 import redis
 
-from streamrl.errors import ConfigError, ResourceError
+from streamrl.errors import ConfigError, ResourceError, TransportError
 from streamrl.transport.address import server_name
 from streamrl.transport.connection import connect
 from streamrl.transport.keys import Keys
@@ -63,14 +63,18 @@ def find_target(folder: Path | None, url: str | None, run: str | None) -> Target
 
 @contextmanager
 def opened(target: Target) -> Iterator[Opened]:
-    with connect(target.server(), _Timeouts()) as client:
+    with open_server(target.server()) as client:
         yield Opened(client=client, keys=Keys(target.run), server=server_name(client))
 
 
 @contextmanager
 def open_server(url: str) -> Iterator[redis.Redis]:
+    """What the server refuses, or leaves unanswered, of what its user asks inside is a TransportError."""
     with connect(url, _Timeouts()) as client:
-        yield client
+        try:
+            yield client
+        except redis.RedisError as error:
+            raise TransportError(f"Redis at {server_name(client)}: {error}") from error
 
 
 def _read_config(folder: Path) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from dataclasses import dataclass
@@ -58,8 +59,17 @@ def _read(client: redis.Redis, name: str) -> ListedRun:
         name=name,
         state=(state or b"unknown").decode(errors="replace"),
         is_live=bool(lease),
-        epoch=int(epoch or 0),
-        step=int(step or 0),
+        epoch=int(_number(epoch)),
+        step=int(_number(step)),
         parts=parts,
-        created_at=float(created_at) if created_at else None,
+        created_at=_number(created_at) or None,
     )
+
+
+def _number(value: bytes | None) -> float:
+    """0 where there is none: one broken run hides no other."""
+    try:
+        number = float(value or 0)
+    except ValueError:
+        return 0.0
+    return number if math.isfinite(number) else 0.0

@@ -13,6 +13,9 @@ import redis
 import redis.asyncio
 
 from streamrl.cli.main import main
+from streamrl.errors import TransportError
+from streamrl.monitor.opening import open_server
+from streamrl.monitor.runs import list_runs
 from streamrl.transport.keys import Keys
 from streamrl.transport.report_codec import encode_report
 from tests.helpers import wait_until
@@ -102,6 +105,21 @@ def test_what_a_monitor_cannot_read_hides_nothing_else(run: Watched, client: red
     client.hset(run.world.keys.progress, "rogue", b"\xff")
     client.hset(run.world.keys.progress, "worker/odd", encode_report(run_report()))
     wait_until(lambda: len(run.view().workers) == 2, description="both sound reports are shown")
+
+
+def test_one_broken_run_hides_no_other_in_the_list(run: Watched, client: redis.Redis) -> None:
+    broken = Keys(f"{run.world.keys.name}-broken")
+    client.hset(broken.meta, mapping={"state": b"\xff", "epoch": "no number", "step": "inf", "created_at": ""})
+
+    listed = {one.name: one for one in list_runs(client).runs}
+
+    assert listed[run.world.keys.name].epoch == 1
+    assert (listed[broken.name].epoch, listed[broken.name].step, listed[broken.name].created_at) == (0, 0, None)
+
+
+def test_what_the_server_refuses_is_one_error_with_its_name(redis_url: str) -> None:
+    with pytest.raises(TransportError, match=r"^Redis at .*: unknown command"), open_server(redis_url) as client:
+        client.execute_command("NOSUCHCOMMAND")
 
 
 def run_report() -> Any:

@@ -43,7 +43,8 @@ def test_without_a_limit_on_steps_passes_over_the_prompts_tell_how_far_it_is() -
 
 
 def test_a_configuration_that_cannot_be_read_leaves_gaps_and_no_error() -> None:
-    for text in ("", "[]", "null", "{"):
+    sections = {"lag": [1], "training": {"max_steps": "9", "max_epochs": 0}, "redis": 3, "rewards": "x", "worker": None}
+    for text in ("", "[]", "null", "{", json.dumps(sections)):
         info = RunInfo(uid="u", name="run", epoch=1, config_json=text, fingerprint="f", state="running")
         assert view(make_snapshot(run=info)).limits.max_lag_steps is None
 

@@ -34,3 +34,5 @@ def examine(loaded: Loaded) -> Iterator[Finding]:
             yield from check(loaded)
         except UserError as mistake:
             yield error(name, str(mistake), "mend it as it says")
+        except OSError as refused:
+            yield error(name, str(refused), "see to what the machine refuses")

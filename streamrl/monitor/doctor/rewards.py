@@ -9,11 +9,11 @@ import urllib.request
 from collections.abc import Iterator
 
 from streamrl.config.load import Loaded
-from streamrl.config.schema import FunctionReward, HttpReward
+from streamrl.config.places import LOCAL_REWARD_SERVER
+from streamrl.config.schema import FunctionReward
 from streamrl.monitor.doctor.finding import Finding, error, ok, warning
 
 _TIMEOUT_S = 5.0
-_LOCAL = "local"
 
 
 def check_rewards(loaded: Loaded) -> Iterator[Finding]:
@@ -21,10 +21,8 @@ def check_rewards(loaded: Loaded) -> Iterator[Finding]:
         label = f"reward {name}"
         if isinstance(source, FunctionReward):
             yield _function(label, source)
-        elif source.url == _LOCAL:
-            yield ok(label, "the reward server that `streamrl up` starts here")
         else:
-            yield _server(label, source)
+            yield from (_server(label, url) for url in source.urls)
 
 
 def _function(label: str, source: FunctionReward) -> Finding:
@@ -43,8 +41,10 @@ def _function(label: str, source: FunctionReward) -> Finding:
     return ok(label, f"function in module {module}")
 
 
-def _server(label: str, source: HttpReward) -> Finding:
-    url = f"{source.url.rstrip('/')}/health"
+def _server(label: str, address: str) -> Finding:
+    if address == LOCAL_REWARD_SERVER:
+        return ok(label, "the reward server that `streamrl up` starts here")
+    url = f"{address.rstrip('/')}/health"
     began = time.perf_counter()
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S):
@@ -53,4 +53,4 @@ def _server(label: str, source: HttpReward) -> Finding:
         return warning(label, f"{url} answers {answer.code}", "look whether a reward server is there")
     except (OSError, ValueError) as failed:
         return error(label, f"{url} does not answer: {failed}", "start it, or mend the source's url")
-    return ok(label, f"{source.url} answers in {1000 * (time.perf_counter() - began):.0f} ms")
+    return ok(label, f"{address} answers in {1000 * (time.perf_counter() - began):.0f} ms")

@@ -32,12 +32,18 @@ def check_redis(loaded: Loaded) -> Iterator[Finding]:
         yield error("redis", str(gone), "start it, or mend redis.url")
         return
     with client:
-        info: Any = client.info()
+        try:
+            info: Any = client.info()
+            latency = _latency(client)
+        except redis.RedisError as refused:
+            remedy = "ask as a user who may; `streamrl redis acl` prints what each may"
+            yield error("redis", f"it does not tell of itself: {refused}", remedy)
+            return
         yield _version(info)
         yield _policy(info)
         yield _room(info, settings.max_backlog_bytes)
         yield _durability(info)
-        yield _latency(client)
+        yield latency
 
 
 def _version(info: dict[str, Any]) -> Finding:
