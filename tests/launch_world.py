@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import redis
 
-from streamrl.launch.watch import STEP, Watch
+from streamrl.launch.watch import Watch
 from streamrl.telemetry.progress import Report
 from streamrl.transport.keys import Keys
 from streamrl.transport.snapshot import Record, Snapshot, StreamCounts
@@ -21,7 +21,7 @@ def make_record(step: int, **values: float) -> Record:
 
 
 def step_record(step: int, **values: float) -> Record:
-    return make_record(step, **{STEP: float(step), **values})
+    return make_record(step, **{"train_optim/optim_step": float(step), **values})
 
 
 def make_report(part: str, **changes: Any) -> Report:
@@ -67,6 +67,6 @@ def make_watch(*records: Record, max_steps: int | None = 100, snapshot: Snapshot
     """As if it had read these; it has no server."""
     watch = Watch(cast(redis.Redis, None), Keys("run"), max_steps=max_steps)
     for record in records:
-        watch.take(record)
+        watch.history.add(record)
     watch.now = snapshot or make_snapshot()
     return watch

@@ -21,9 +21,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from streamrl.launch.watch import Watch, sparkline
+from streamrl.launch.watch import Watch
 from streamrl.telemetry.progress import Report
-from streamrl.terminal import printable
+from streamrl.terminal import printable, sparkline
 from streamrl.transport.snapshot import Snapshot
 from streamrl.versions import show
 
@@ -224,7 +224,7 @@ def _version(report: Report) -> str:
 
 
 def _curves(watch: Watch, *, width: int) -> Iterator[RenderableType]:
-    rewards = [value for _, value in watch.curve("train_rollouts/rewards")]
+    rewards = watch.curve("train_rollouts/rewards")
     if rewards:
         marks = sparkline(rewards, max(10, width - 36))
         yield Text.assemble(

@@ -12,7 +12,9 @@ from typing import Any
 
 import redis
 
+from streamrl.errors import TransportError
 from streamrl.telemetry.thinning import LONGEST_RECENT, NUM_LEVELS, is_validation
+from streamrl.transport.address import server_name
 from streamrl.transport.keys import Keys
 from streamrl.transport.snapshot import Record, to_records
 from streamrl.transport.types import START, entry_order
@@ -63,7 +65,13 @@ class History:
         self._last_id: str | None = None  # of the recent ones; None: nothing was read yet
 
     def refresh(self, client: redis.Redis, keys: Keys) -> bool:
-        """Whether anything is new."""
+        """Whether anything is new; TransportError when Redis does not tell."""
+        try:
+            return self._refresh(client, keys)
+        except redis.RedisError as error:
+            raise TransportError(f"Redis at {server_name(client)} could not tell the metrics: {error}") from error
+
+    def _refresh(self, client: redis.Redis, keys: Keys) -> bool:
         if self._last_id is None:
             return self._read_all(client, keys)
         entries: Any = client.xrange(keys.metrics, min=f"({self._last_id}", count=_NEW_A_LOOK)
@@ -76,7 +84,7 @@ class History:
         """Of a run's folder: the lines of its metrics.jsonl."""
         for line in records:
             values = {name: v for name, v in line.items() if name not in ("step", "epoch", "at")}
-            self._add(Record(id=START, step=line["step"], epoch=line["epoch"], at=line["at"], values=values))
+            self.add(Record(id=START, step=line["step"], epoch=line["epoch"], at=line["at"], values=values))
 
     def _read_all(self, client: redis.Redis, keys: Keys) -> bool:
         older = [keys.validations, *(keys.thinned(level) for level in range(NUM_LEVELS, 0, -1))]
@@ -99,12 +107,12 @@ class History:
 
     def _take(self, records: Sequence[Record], *, keep_id: bool = False) -> bool:
         for record in records:
-            self._add(record)
+            self.add(record)
             if not keep_id:
                 self._last_id = record.id
         return bool(records)
 
-    def _add(self, record: Record) -> None:
+    def add(self, record: Record) -> None:
         curve = self.validations if is_validation(record.values) else self.steps
         curve.add(record)
         if len(curve.records) > self._longest:

@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from textwrap import wrap
 
-from streamrl.launch.watch import sparkline
 from streamrl.monitor.units import age, number, plural, size
 from streamrl.monitor.view import Cause, Part, View, Worker
-from streamrl.terminal import printable
+from streamrl.terminal import printable, sparkline
 
 WIDTH = 100
 _LABEL = 9

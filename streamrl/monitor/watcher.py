@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping
 
 import redis
 
-from streamrl.errors import TransportError
 from streamrl.monitor.build import build_view
 from streamrl.monitor.history import History
 from streamrl.monitor.view import View
@@ -55,10 +54,7 @@ class Watcher:
 
     def look(self) -> View:
         seen = snapshot(self._client, self._keys, num_records=1, num_events=1, give_up_after_s=_PATIENCE_S)
-        try:
-            self.history.refresh(self._client, self._keys)
-        except redis.RedisError as error:
-            raise TransportError(f"Redis at {self._server} could not tell the metrics: {error}") from error
+        self.history.refresh(self._client, self._keys)
         ages: Mapping[str, float] = self._liveness.ages(seen.reports, at=seen.at)
         self.view = build_view(
             seen,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from streamrl.launch.display import LiveDisplay, PlainDisplay, View, duration, plain_line, render
-from streamrl.launch.watch import SPARKS, Watch, sparkline
+from streamrl.launch.watch import Watch
+from streamrl.terminal import SPARKS, sparkline
 from streamrl.versions import make_version
 from tests.launch_world import NOW, make_record, make_report, make_snapshot, make_watch, step_record
 
@@ -73,6 +76,16 @@ def test_progress_curve_and_facts_are_there() -> None:
     assert "exact 0.40 → 1.40" in text
     assert "1200 trained, 540 dropped" in text
     assert "1.4 (max 3) steps" in text
+
+
+def test_steps_that_a_crash_undid_are_not_shown() -> None:
+    before = [step_record(step, **{"train_rollouts/rewards": 1.0}) for step in range(1, 58)]
+    again = replace(step_record(51, **{"train_rollouts/rewards": 2.0}), epoch=2, at=NOW + 60)
+    watch = make_watch(*before, again)
+
+    assert watch.step == 51
+    assert watch.curve("train_rollouts/rewards") == [1.0] * 50 + [2.0]
+    assert watch.seconds_left() == pytest.approx(49 * (60 - 32) / 19)  # at the pace of steps 32 to 51
 
 
 def test_before_redis_is_there_the_phase_is_all() -> None:

@@ -8,13 +8,12 @@ from typing import NamedTuple
 
 from rich.text import Text
 
-from streamrl.launch.watch import sparkline
 from streamrl.monitor import text as words
 from streamrl.monitor.rollouts import OpenRollout
 from streamrl.monitor.top.screen import HELP, Page, Screen
 from streamrl.monitor.units import age, number
 from streamrl.monitor.view import View, Worker
-from streamrl.terminal import printable
+from streamrl.terminal import printable, sparkline
 
 _LABEL = 9
 _STYLES = {"healthy": "bold green", "degraded": "bold yellow", "stalled": "bold red", "ended": "bold red"}
