@@ -1,0 +1,48 @@
+"""The run's own reward server: ready when it says so, each time anew, and always at the same address."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+from streamrl.config import schema
+from streamrl.launch.parts import RunFolder
+from streamrl.launch.processes import Command, Process
+from streamrl.launch.reward_part import RewardPart
+from tests.helpers import wait_until
+
+
+class MadeUpProcess:
+    code: int | None = None
+
+    def poll(self) -> int | None:
+        return self.code
+
+
+def test_a_server_that_died_is_ready_again_only_when_it_says_so(tmp_path: Path) -> None:
+    started: list[tuple[Command, MadeUpProcess]] = []
+
+    def start(command: Command) -> Process:
+        started.append((command, MadeUpProcess()))
+        return cast(Process, started[-1][1])
+
+    folder = RunFolder(tmp_path)
+    part = RewardPart(schema.RewardServer(model="m"), folder, say=lambda text: None, start=start)
+    folder.reward_url.write_text("http://127.0.0.1:4711")
+    part.look()
+    assert (part.url, part.progress.report().doing) == ("http://127.0.0.1:4711", "serve")
+
+    started[0][1].code = 1
+
+    def is_started_again() -> bool:
+        part.look()
+        return len(started) == 2
+
+    wait_until(is_started_again, description="the server is started again")
+    part.look()
+    assert part.progress.report().doing == "start again"
+    assert "--port=4711" in started[1][0].arguments  # where the workers know it
+
+    folder.reward_url.write_text("http://127.0.0.1:4711")
+    part.look()
+    assert part.progress.report().doing == "serve"
