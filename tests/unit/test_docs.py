@@ -1,4 +1,4 @@
-"""docs/ and k8s/README.md are true to what there is: each command, setting, cause, variable and path in them exists."""
+"""The pages for users are true to what there is: each command, setting, cause, variable and path in them exists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from tests.helpers import wait_until
 from tests.unit.test_manifests_programs import command_of
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "k8s" / "README.md"])
+PAGES = sorted(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "k8s/README.md")) + sorted(
+    (ROOT / "docs").glob("*.md")
+)
 SCRIPTS = sorted((ROOT / "docs" / "hosts").glob("*.sh"))
 SOURCES = "".join(
     path.read_text() for part in ("streamrl", "workers", "learner") for path in (ROOT / part).rglob("*.py")
@@ -104,7 +106,7 @@ def test_every_variable_and_path_exists(page: Path) -> None:
         assert name in SOURCES or name.removesuffix("_FILE") in SOURCES, name
     for name in re.findall(r"^([A-Z_]+)=", "\n".join(code(page)), re.MULTILINE):
         assert f"${{{name}" in scripts or name.startswith("STREAMRL"), name
-    for path in re.findall(r"\b((?:docs|k8s|docker|conf|bench|tests|streamrl)/[\w./-]+\w)", text):
+    for path in re.findall(r"\b((?:docs|k8s|docker|conf|bench|tests|streamrl|workers|learner)/[\w./-]+\w)", text):
         assert (ROOT / path).exists(), path
 
 

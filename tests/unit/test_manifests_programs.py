@@ -47,8 +47,11 @@ def command_of(words: list[str]) -> tuple[click.Command, list[str]]:
     assert words[0] == "streamrl", words
     module, attribute = COMMANDS[words[1]].target.split(":")
     command, rest = getattr(importlib.import_module(module), attribute), words[2:]
-    while isinstance(command, click.Group):
-        command, rest = command.commands[rest[0]], rest[1:]
+    while isinstance(command, click.Group) and rest:
+        if rest[0] in command.commands:
+            command, rest = command.commands[rest[0]], rest[1:]
+        else:
+            command = command.commands["live"]  # which `streamrl record RUN_FOLDER` stands for; no other group has it
     return command, rest
 
 
