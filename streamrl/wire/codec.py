@@ -7,8 +7,9 @@ extension types run hooks. So sizes are bounded before anything is built, and wh
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import struct
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgpack
 
@@ -22,11 +23,18 @@ MAX_MESSAGE_BYTES = 64 << 20
 _MAX_CONTAINER = 4096  # samples in a group, spans in a sample, fields in a map: all far below this
 _MAX_ITEMS_PER_BYTE_BUDGET = 1 << 16
 
+Code = Literal["I", "Q", "d"]  # of numbers, as `struct` calls them: unsigned ones of 4 and 8 bytes, and doubles
+
 
 def pack(fields: Mapping[str, object]) -> bytes:
     """One message: the schema's number and the fields."""
     message: bytes = msgpack.packb({"schema": SCHEMA, **fields}, use_bin_type=True)
     return message
+
+
+def pack_numbers(code: Code, values: Sequence[float]) -> bytes:
+    """What `Fields.numbers` gives back."""
+    return struct.pack(f"<{len(values)}{code}", *values)
 
 
 def unpack(data: bytes, *, max_bytes: int = MAX_MESSAGE_BYTES) -> Fields:
@@ -132,6 +140,14 @@ class Fields:
         if len(data) != count * kind.itemsize:
             raise WireError(f"field {name!r} holds {len(data)} bytes, expected {count} items of {kind.itemsize}")
         return np.frombuffer(data, dtype=kind)
+
+    def numbers(self, name: str, code: Code, *, count: int) -> tuple[Any, ...]:
+        """The same as Python's numbers: where they are few, and looked at one by one, arrays cost more."""
+        data = self.blob(name)
+        size = struct.calcsize(code)
+        if len(data) != count * size:
+            raise WireError(f"field {name!r} holds {len(data)} bytes, expected {count} items of {size}")
+        return struct.unpack(f"<{count}{code}", data)
 
     def list(self, name: str, *, max_items: int = _MAX_CONTAINER) -> list[Any]:
         value = self._take(name)

@@ -27,7 +27,7 @@ import numpy.typing as npt
 import xxhash
 
 from streamrl.errors import WireError
-from streamrl.wire.codec import Fields, pack, unpack
+from streamrl.wire.codec import Fields, pack, pack_numbers, unpack
 from streamrl.wire.ticket import MAX_SAMPLES, PURPOSES, Purpose
 
 FinishReason = Literal["stop", "length"]
@@ -36,7 +36,7 @@ MAX_HEADER_BYTES = 1 << 20
 MAX_REWARD_SOURCES = 32
 _MAX_SPANS = 4096
 _ANY_VOCABULARY = 1 << 31
-_I4, _U4, _U8, _F4, _F8 = (np.dtype(name) for name in ("<i4", "<u4", "<u8", "<f4", "<f8"))
+_I4, _U4, _F4 = (np.dtype(name) for name in ("<i4", "<u4", "<f4"))
 
 
 class Span(NamedTuple):
@@ -184,21 +184,19 @@ def _pack_samples(samples: Sequence[Sample]) -> dict[str, object]:
     for s in samples:
         if len(s.logprobs) != len(s.token_ids):  # laid end to end, the samples behind it would get wrong ones
             raise WireError(f"a sample has {len(s.logprobs)} log-probs for {len(s.token_ids)} tokens")
-    spans = [span for s in samples for span in s.spans]
+        if not all(map(math.isfinite, s.rewards.values())):
+            raise WireError("a reward is not a finite number")
     sources = list(dict.fromkeys(source for s in samples for source in s.rewards))
-    rewards = np.array([[s.rewards.get(source, math.nan) for source in sources] for s in samples], dtype="<f8")
-    if np.isfinite(rewards).sum() != sum(len(s.rewards) for s in samples):
-        raise WireError("a reward is not a finite number")
     return {
         "token_ids": _joined("<i4", [s.token_ids for s in samples]),
         "logprobs": _joined("<f4", [s.logprobs for s in samples]),
-        "num_runs": np.array([len(s.mask_runs) for s in samples], dtype="<u4").tobytes(),
-        "mask_runs": np.array([run for s in samples for run in s.mask_runs], dtype="<u4").tobytes(),
-        "num_spans": np.array([len(s.spans) for s in samples], dtype="<u4").tobytes(),
-        "spans": np.array(spans, dtype="<u8").tobytes(),
+        "num_runs": pack_numbers("I", [len(s.mask_runs) for s in samples]),
+        "mask_runs": pack_numbers("I", [run for s in samples for run in s.mask_runs]),
+        "num_spans": pack_numbers("I", [len(s.spans) for s in samples]),
+        "spans": pack_numbers("Q", [part for s in samples for span in s.spans for part in span]),
         "sources": sources,
-        "rewards": rewards.tobytes(),
-        "totals": np.array([s.reward for s in samples], dtype="<f8").tobytes(),
+        "rewards": pack_numbers("d", [s.rewards.get(source, math.nan) for s in samples for source in sources]),
+        "totals": pack_numbers("d", [s.reward for s in samples]),
         "finish_reasons": [s.finish_reason for s in samples],
     }
 
@@ -212,8 +210,8 @@ def _unpack_samples(f: Fields, header: GroupHeader, vocabulary: int) -> tuple[Sa
     num_tokens = sum(lengths)
     token_ids = _take_tokens(f, "token_ids", num_tokens, vocabulary)
     logprobs = _take_logprobs(f, num_tokens)
-    totals = f.array("totals", _F8, count=len(lengths)).tolist()
-    if tuple(totals) != header.sample_rewards:
+    totals = f.numbers("totals", "d", count=len(lengths))
+    if totals != header.sample_rewards:
         raise WireError("rewards of header and body differ")
     reasons = f.list("finish_reasons", max_items=MAX_SAMPLES)
     if any(reason not in FINISH_REASONS for reason in reasons):
@@ -256,7 +254,7 @@ def _take_rewards(f: Fields, num_samples: int) -> list[dict[str, float]]:
     sources = f.list("sources", max_items=MAX_REWARD_SOURCES)
     if any(type(source) is not str for source in sources) or len(set(sources)) != len(sources):
         raise WireError("reward sources must be different names")
-    rewards = f.array("rewards", _F8, count=num_samples * len(sources)).tolist()
+    rewards = f.numbers("rewards", "d", count=num_samples * len(sources))
     if any(map(math.isinf, rewards)):
         raise WireError("rewards must be finite")
     rows = [rewards[at * len(sources) : (at + 1) * len(sources)] for at in range(num_samples)]
@@ -264,30 +262,31 @@ def _take_rewards(f: Fields, num_samples: int) -> list[dict[str, float]]:
 
 
 def _take_runs(f: Fields, lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    counts = f.array("num_runs", _U4, count=len(lengths)).tolist()
-    runs = f.array("mask_runs", _U4, count=sum(counts)).tolist()
+    counts = f.numbers("num_runs", "I", count=len(lengths))
+    runs = f.numbers("mask_runs", "I", count=sum(counts))
     for length, count, end in zip(lengths, counts, accumulate(counts), strict=True):
-        of_sample = tuple(runs[end - count : end])
+        of_sample = runs[end - count : end]
         if sum(of_sample) != length:
             raise WireError(f"loss mask covers {sum(of_sample)} of {length} tokens")
         yield of_sample
 
 
 def _take_spans(f: Fields, lengths: Sequence[int]) -> Iterator[tuple[Span, ...]]:
-    counts = f.array("num_spans", _U4, count=len(lengths)).tolist()
+    counts = f.numbers("num_spans", "I", count=len(lengths))
     if max(counts, default=0) > _MAX_SPANS:
         raise WireError(f"more than {_MAX_SPANS} version spans in a sample")
-    rows = f.array("spans", _U8, count=4 * sum(counts)).reshape(-1, 4).tolist()
+    parts = f.numbers("spans", "Q", count=4 * sum(counts))
+    spans = tuple(Span._make(parts[at : at + 4]) for at in range(0, len(parts), 4))
     for length, count, end in zip(lengths, counts, accumulate(counts), strict=True):
-        yield _join_spans(rows[end - count : end], length)
+        yield _joined_spans(spans[end - count : end], length)
 
 
-def _join_spans(rows: Sequence[list[int]], length: int) -> tuple[Span, ...]:
+def _joined_spans(spans: tuple[Span, ...], length: int) -> tuple[Span, ...]:
     reached = 0
-    for _, _, start, end in rows:
+    for _, _, start, end in spans:
         if start != reached or end <= start:
             raise WireError("version spans must follow one another without a gap")
         reached = end
     if reached != length:
         raise WireError(f"version spans cover {reached} of {length} tokens")
-    return tuple(map(Span._make, rows))
+    return spans
