@@ -96,7 +96,7 @@ def _mask_sample(sample: Sample, oldest_step: int) -> Sample:
     for span in sample.spans:
         if span.step < oldest_step:
             mask[span.start : span.end] = False
-    return replace(sample, mask_runs=_to_runs(mask))
+    return sample._replace(mask_runs=_to_runs(mask))
 
 
 def _to_runs(mask: npt.NDArray[np.bool_]) -> tuple[int, ...]:  # [T]

@@ -17,10 +17,10 @@ by columns, all samples of a group in one array, so that a group is checked by a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,7 @@ MAX_HEADER_BYTES = 1 << 20
 MAX_REWARD_SOURCES = 32
 _MAX_SPANS = 4096
 _ANY_VOCABULARY = 1 << 31
+C = TypeVar("C", tuple[Any, ...], npt.NDArray[Any])
 _I4, _U4, _F4 = (np.dtype(name) for name in ("<i4", "<u4", "<f4"))
 
 
@@ -48,8 +49,9 @@ class Span(NamedTuple):
     end: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class Sample(NamedTuple):
+    """A row of the body's columns; named tuples, for many are built at a time."""
+
     token_ids: npt.NDArray[np.int32]  # [T] the response alone
     logprobs: npt.NDArray[np.float32]  # [T] of the distribution really sampled from
     mask_runs: tuple[int, ...]  # lengths, alternating trained / not trained, summing to T
@@ -218,20 +220,14 @@ def _unpack_samples(f: Fields, header: GroupHeader, vocabulary: int) -> tuple[Sa
         raise WireError(f"finish reasons must be of {FINISH_REASONS}")
     if tuple(reason == "stop" for reason in reasons) != header.sample_finished:
         raise WireError("finish reasons of header and body differ")
-    ends = accumulate(lengths)
-    columns = (lengths, ends, _take_runs(f, lengths), _take_spans(f, lengths), reasons, _take_rewards(f, len(lengths)))
-    return tuple(
-        Sample(
-            token_ids=token_ids[end - length : end],
-            logprobs=logprobs[end - length : end],
-            mask_runs=runs,
-            spans=spans,
-            finish_reason=reason,
-            rewards=rewards,
-            reward=total,
-        )
-        for length, end, runs, spans, reason, rewards, total in zip(*columns, totals, strict=True)
-    )
+    of_tokens = (_cut(token_ids, lengths), _cut(logprobs, lengths), _take_runs(f, lengths), _take_spans(f, lengths))
+    columns = (*of_tokens, reasons, _take_rewards(f, len(lengths)), totals)
+    return tuple(map(Sample._make, zip(*columns, strict=True)))
+
+
+def _cut(column: C, lengths: Sequence[int]) -> list[C]:
+    """What each sample has of it."""
+    return [column[end - length : end] for length, end in zip(lengths, accumulate(lengths), strict=True)]
 
 
 def _take_tokens(f: Fields, name: str, count: int, vocabulary: int) -> npt.NDArray[np.int32]:
@@ -257,31 +253,31 @@ def _take_rewards(f: Fields, num_samples: int) -> list[dict[str, float]]:
     rewards = f.numbers("rewards", "d", count=num_samples * len(sources))
     if any(map(math.isinf, rewards)):
         raise WireError("rewards must be finite")
-    rows = [rewards[at * len(sources) : (at + 1) * len(sources)] for at in range(num_samples)]
+    rows = _cut(rewards, [len(sources)] * num_samples)
     return [{source: reward for source, reward in zip(sources, row, strict=True) if reward == reward} for row in rows]
 
 
-def _take_runs(f: Fields, lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def _take_runs(f: Fields, lengths: Sequence[int]) -> list[tuple[int, ...]]:
     counts = f.numbers("num_runs", "I", count=len(lengths))
-    runs = f.numbers("mask_runs", "I", count=sum(counts))
-    for length, count, end in zip(lengths, counts, accumulate(counts), strict=True):
-        of_sample = runs[end - count : end]
-        if sum(of_sample) != length:
-            raise WireError(f"loss mask covers {sum(of_sample)} of {length} tokens")
-        yield of_sample
+    runs = _cut(f.numbers("mask_runs", "I", count=sum(counts)), counts)
+    covered = tuple(map(sum, runs))
+    if covered != lengths:
+        raise WireError(f"loss masks cover {covered} tokens of {lengths}")
+    return runs
 
 
-def _take_spans(f: Fields, lengths: Sequence[int]) -> Iterator[tuple[Span, ...]]:
+def _take_spans(f: Fields, lengths: Sequence[int]) -> list[tuple[Span, ...]]:
     counts = f.numbers("num_spans", "I", count=len(lengths))
     if max(counts, default=0) > _MAX_SPANS:
         raise WireError(f"more than {_MAX_SPANS} version spans in a sample")
     parts = f.numbers("spans", "Q", count=4 * sum(counts))
-    spans = tuple(Span._make(parts[at : at + 4]) for at in range(0, len(parts), 4))
-    for length, count, end in zip(lengths, counts, accumulate(counts), strict=True):
-        yield _joined_spans(spans[end - count : end], length)
+    spans = _cut(tuple(Span._make(parts[at : at + 4]) for at in range(0, len(parts), 4)), counts)
+    for of_sample, length in zip(spans, lengths, strict=True):
+        _check_cover(of_sample, length)
+    return spans
 
 
-def _joined_spans(spans: tuple[Span, ...], length: int) -> tuple[Span, ...]:
+def _check_cover(spans: Sequence[Span], length: int) -> None:
     reached = 0
     for _, _, start, end in spans:
         if start != reached or end <= start:
@@ -289,4 +285,3 @@ def _joined_spans(spans: tuple[Span, ...], length: int) -> tuple[Span, ...]:
         reached = end
     if reached != length:
         raise WireError(f"version spans cover {reached} of {length} tokens")
-    return spans

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -104,8 +103,8 @@ BAD_SAMPLES: dict[str, Sample] = {
     ),
     "spans beyond the end": make_sample(spans=(Span(version=1, step=0, start=0, end=5),)),
     "a reward that is NaN": make_sample(reward=float("nan")),
-    "a source's reward that is NaN": replace(make_sample(), rewards={"exact": float("nan")}),
-    "too many sources": replace(make_sample(), rewards={str(n): 1.0 for n in range(33)}),
+    "a source's reward that is NaN": make_sample()._replace(rewards={"exact": float("nan")}),
+    "too many sources": make_sample()._replace(rewards={str(n): 1.0 for n in range(33)}),
     "an unknown finish reason": make_sample(finish_reason="tired"),
 }
 
