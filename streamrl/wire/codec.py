@@ -37,7 +37,7 @@ def pack_numbers(code: Code, values: Sequence[float]) -> bytes:
     return struct.pack(f"<{len(values)}{code}", *values)
 
 
-def unpack(data: bytes, *, max_bytes: int = MAX_MESSAGE_BYTES) -> Fields:
+def unpack(data: bytes | memoryview, *, max_bytes: int = MAX_MESSAGE_BYTES) -> Fields:
     """The inverse of `pack`; any bytes give fields or one WireError."""
     if len(data) > max_bytes:
         raise WireError(f"message of {len(data)} bytes exceeds the limit of {max_bytes}")

@@ -1,13 +1,15 @@
 """A group: the n scored samples of one ticket, or the word that the ticket failed.
 
-Header and body are two messages. The header is small and has what planning needs (lengths, versions, rewards); the
+Header and body go apart. The header, a message, is small and has what planning needs (lengths, versions, rewards); the
 body has the arrays and is decoded only by the rank that trains on it. The header carries the body's digest.
 
 Per sample: token ids, a loss mask in runs (alternating lengths, trained tokens first; tool and environment tokens fit
 in without a new schema), the behaviour's log-probs, version spans, rewards by source, finish reason. The body has them
-by columns, all samples of a group in one array, so that a group is checked by a few looks at large arrays:
+by columns, all samples of a group in one array, so that a group is checked by a few looks at large arrays. What is
+large lies in front, raw and in this order, and is used where it lies; the rest is a message behind it:
 
-    token_ids, logprobs      one item a token                     lengths are the header's
+    prompt_ids, token_ids, logprobs      one item a token         lengths are the header's
+
     num_runs,  mask_runs     how many runs each sample has, and the runs of all
     num_spans, spans         likewise; a span is version, step, start, end
     sources,   rewards       names, and a number for each sample and name: NaN where a sample has none of that source
@@ -27,7 +29,7 @@ import numpy.typing as npt
 import xxhash
 
 from streamrl.errors import WireError
-from streamrl.wire.codec import Fields, pack, pack_numbers, unpack
+from streamrl.wire.codec import MAX_MESSAGE_BYTES, Fields, pack, pack_numbers, unpack
 from streamrl.wire.ticket import MAX_SAMPLES, PURPOSES, Purpose
 
 FinishReason = Literal["stop", "length"]
@@ -103,7 +105,10 @@ class Group:
 
 def encode_group(group: Group) -> tuple[bytes, bytes]:
     """(header, body); the header's digest, lengths and versions are computed here, from the body."""
-    body = pack({"prompt_ids": _joined("<i4", [group.prompt_ids]), **_pack_samples(group.samples)})
+    samples = group.samples
+    token_ids = _joined(_I4, [group.prompt_ids, *(s.token_ids for s in samples)])
+    logprobs = _joined(_F4, [s.logprobs for s in samples])
+    body = b"".join((token_ids, logprobs, pack(_columns(samples))))
     h = group.header
     versions = [span.version for s in group.samples for span in s.spans]
     header = pack(
@@ -175,14 +180,22 @@ def decode_body(header: GroupHeader, body: bytes, *, vocabulary: int = _ANY_VOCA
     token ids are below `vocabulary`."""
     if xxhash.xxh3_64_intdigest(body) != header.digest:
         raise WireError(f"body of ticket {header.ticket} does not match its digest")
-    f = unpack(body)
-    prompt_ids = _take_tokens(f, "prompt_ids", header.num_prompt_tokens, vocabulary)
-    samples = _unpack_samples(f, header, vocabulary)
+    num_prompt, num_tokens = header.num_prompt_tokens, sum(header.sample_lengths)
+    num_bytes = _I4.itemsize * (num_prompt + num_tokens) + _F4.itemsize * num_tokens
+    if not num_bytes <= len(body) <= MAX_MESSAGE_BYTES:
+        raise WireError(f"a body of {len(body)} bytes, with {num_bytes} for its tokens, is not possible")
+    token_ids = np.frombuffer(body, _I4, num_prompt + num_tokens)
+    logprobs = np.frombuffer(body, _F4, num_tokens, offset=token_ids.nbytes)
+    _check_tokens(token_ids, vocabulary)
+    _check_logprobs(logprobs)
+    f = unpack(memoryview(body)[num_bytes:])
+    samples = _unpack_samples(f, header, token_ids[num_prompt:], logprobs)
     f.done()
-    return Group(header=header, prompt_ids=prompt_ids, samples=samples)
+    return Group(header=header, prompt_ids=token_ids[:num_prompt], samples=samples)
 
 
-def _pack_samples(samples: Sequence[Sample]) -> dict[str, object]:
+def _columns(samples: Sequence[Sample]) -> dict[str, object]:
+    """All that is not an item a token."""
     for s in samples:
         if len(s.logprobs) != len(s.token_ids):  # laid end to end, the samples behind it would get wrong ones
             raise WireError(f"a sample has {len(s.logprobs)} log-probs for {len(s.token_ids)} tokens")
@@ -190,8 +203,6 @@ def _pack_samples(samples: Sequence[Sample]) -> dict[str, object]:
             raise WireError("a reward is not a finite number")
     sources = list(dict.fromkeys(source for s in samples for source in s.rewards))
     return {
-        "token_ids": _joined("<i4", [s.token_ids for s in samples]),
-        "logprobs": _joined("<f4", [s.logprobs for s in samples]),
         "num_runs": pack_numbers("I", [len(s.mask_runs) for s in samples]),
         "mask_runs": pack_numbers("I", [run for s in samples for run in s.mask_runs]),
         "num_spans": pack_numbers("I", [len(s.spans) for s in samples]),
@@ -203,15 +214,14 @@ def _pack_samples(samples: Sequence[Sample]) -> dict[str, object]:
     }
 
 
-def _joined(dtype: str, arrays: Sequence[npt.NDArray[Any]]) -> bytes:
+def _joined(dtype: np.dtype[Any], arrays: Sequence[npt.NDArray[Any]]) -> bytes:
     return np.concatenate(arrays, dtype=dtype, casting="same_kind").tobytes() if arrays else b""
 
 
-def _unpack_samples(f: Fields, header: GroupHeader, vocabulary: int) -> tuple[Sample, ...]:
+def _unpack_samples(
+    f: Fields, header: GroupHeader, token_ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]
+) -> tuple[Sample, ...]:
     lengths = header.sample_lengths
-    num_tokens = sum(lengths)
-    token_ids = _take_tokens(f, "token_ids", num_tokens, vocabulary)
-    logprobs = _take_logprobs(f, num_tokens)
     totals = f.numbers("totals", "d", count=len(lengths))
     if totals != header.sample_rewards:
         raise WireError("rewards of header and body differ")
@@ -230,20 +240,16 @@ def _cut(column: C, lengths: Sequence[int]) -> list[C]:
     return [column[end - length : end] for length, end in zip(lengths, accumulate(lengths), strict=True)]
 
 
-def _take_tokens(f: Fields, name: str, count: int, vocabulary: int) -> npt.NDArray[np.int32]:
-    tokens = f.array(name, _I4, count=count)
+def _check_tokens(token_ids: npt.NDArray[np.int32], vocabulary: int) -> None:
     # As an unsigned number a negative one is beyond every vocabulary.
-    if count and int(tokens.view(_U4).max()) >= vocabulary:
+    if len(token_ids) and int(token_ids.view(_U4).max()) >= vocabulary:
         raise WireError(f"token ids are not all from 0 to {vocabulary - 1}, as the vocabulary has them")
-    return tokens
 
 
-def _take_logprobs(f: Fields, count: int) -> npt.NDArray[np.float32]:
-    logprobs = f.array("logprobs", _F4, count=count)
+def _check_logprobs(logprobs: npt.NDArray[np.float32]) -> None:
     # A NaN is the result of both, and fails both comparisons.
-    if count and not (logprobs.min() > -math.inf and logprobs.max() <= 1e-3):
+    if len(logprobs) and not (logprobs.min() > -math.inf and logprobs.max() <= 1e-3):
         raise WireError("log-probs must be finite and at most 0")
-    return logprobs
 
 
 def _take_rewards(f: Fields, num_samples: int) -> list[dict[str, float]]:
