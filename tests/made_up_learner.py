@@ -77,6 +77,11 @@ class MadeUpLearner:
         wait_until(enough, description=f"{count} {purpose} groups", timeout_s=timeout_s)
         return found
 
+    def let_go(self) -> None:
+        """What was read may leave the stream."""
+        cursor = self._cursor["train"]
+        self.stream.commit(step=0, cursor=cursor, trim_below=cursor)
+
 
 def _bits(folder: Path) -> State:
     return {name: weight.ravel().view(np.uint32) for name, weight in load_file(folder / "model.safetensors").items()}

@@ -103,6 +103,9 @@ class _Figures(Collector):
     def collect(self) -> Iterator[Metric]:
         health, parts = self._health, self._health.parts
         yield _gauge("progress_age_seconds", "since the worker last got on", health.progress_age_s())
+        yield _gauge(
+            "tasks", "asyncio tasks: those of samples and groups, and the worker's own", len(asyncio.all_tasks())
+        )
         yield _gauge("ready", "1 where groups come out of it", not health.against_ready())
         if parts is None:
             return

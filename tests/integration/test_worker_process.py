@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
-import subprocess
-import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,46 +23,12 @@ from streamrl.wire.group import Group
 from tests.helpers import wait_until
 from tests.made_up_learner import MadeUpLearner
 from tests.tiny_models import make_model, response_logprobs
-from tests.weights_world import RUN_UID
+from tests.worker_processes import Workers, alive, descendants
 
-ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 1e-4
 PROMPTS = ("sort 1 2:", "say a b", "3 + 4 =", "hello")
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning:transformers.*")
-
-
-class Workers:
-    """Starts workers of one run, and leaves none behind."""
-
-    def __init__(self, folder: Path, url: str, run: str) -> None:
-        self._folder, self._url, self._run = folder, url, run
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self.name = f"test-{os.getpid()}-{run}"  # mirrors are the machine's, and other suites may run on it
-
-    def start(self, *arguments: str, number: int = 0) -> subprocess.Popen[bytes]:
-        worker_id = f"{self.name}-{number}"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, "-m", "workers", "--redis", self._url, "--run", self._run]
-        command += ["--worker-id", worker_id, "--log-file", str(self._folder / f"worker-{number}.log"), *arguments]
-        with self.stderr(number).open("ab") as stderr:
-            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=stderr, stderr=stderr)
-        self._processes.append(process)
-        return process
-
-    def stderr(self, number: int = 0) -> Path:
-        return self._folder / f"worker-{number}.err"
-
-    def mirrors(self) -> list[Path]:
-        return list(Path("/dev/shm").glob(f"streamrl-{RUN_UID}-{self.name}-*"))
-
-    def end(self) -> None:
-        for process in self._processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-        for mirror in self.mirrors():
-            shutil.rmtree(mirror)
 
 
 @pytest.fixture
@@ -109,32 +73,6 @@ def assert_true_to(model: Path, group: Group, *, version: int) -> None:
         assert {span.version for span in sample.spans} == {version}
         truth = response_logprobs(model, group.prompt_ids.tolist(), sample.token_ids.tolist(), min_tokens=1)
         assert np.abs(sample.logprobs - truth.numpy()).max() <= TOLERANCE
-
-
-def descendants(pid: int) -> set[int]:
-    """All processes below this one."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # ended meanwhile
-            continue
-        parents[int(stat.parent.name)] = int(fields[1])
-    found: set[int] = set()
-    while new := {child for child, parent in parents.items() if parent in found | {pid}} - found:
-        found |= new
-    return found
-
-
-def alive(pids: set[int]) -> set[int]:
-    return {pid for pid in pids if _state(pid) not in ("", "Z")}
-
-
-def _state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
 
 
 def test_tickets_become_groups_of_the_published_version_and_sigterm_ends_the_worker(
@@ -203,20 +141,31 @@ def test_a_killed_worker_loses_no_ticket_to_the_one_that_takes_its_place(
     assert not learner.stream.present_tickets("train")
 
 
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.long)])
 def test_sigterm_in_mid_work_ends_the_worker_soon_after_its_grace_and_no_ticket_waits_for_a_lease(
-    make_learner: MakeLearner, workers: Workers, models: list[Path], client: redis.Redis, keys: Keys
+    engine: str,
+    make_learner: MakeLearner,
+    workers: Workers,
+    models: list[Path],
+    client: redis.Redis,
+    keys: Keys,
+    record_property: Any,
 ) -> None:
     grace_s = 0.5
-    learner = make_learner(grace_s=grace_s, max_groups_in_flight=64)
+    arguments = {"kv_cache_memory_bytes": 64 << 20} if engine == "vllm" else {}
+    learner = make_learner(grace_s=grace_s, max_groups_in_flight=64, engine=engine, engine_args=arguments)
     learner.publish(models[0])
     process = workers.start("--model", str(models[0]))
     learner.issue(PROMPTS[0], num_samples=1)
     learner.groups(1, timeout_s=120.0)
-    learner.issue(*(PROMPTS * 250), first=100, num_samples=3)
+    learner.issue(*(PROMPTS * 1000), first=100, num_samples=3)
     learner.groups(4)
 
+    began, below = time.monotonic(), descendants(process.pid)
     process.send_signal(signal.SIGTERM)
     assert process.wait(grace_s + 3.0) == 0
+    record_property("figure", f"{engine}: gone {time.monotonic() - began:.2f} s after SIGTERM, grace {grace_s} s")
+    assert not alive(below)
     streams = snapshot(client, keys).streams["train"]
     assert streams.num_tickets > 0
     assert streams.leased_by.get(f"{workers.name}-0", 0) == 0 or _idle_is_over(client, keys)

@@ -156,6 +156,7 @@ async def test_metrics_are_those_of_the_moment(world: World) -> None:
     assert "streamrl_worker_groups_delivered_total 7.0" in text
     assert "streamrl_worker_kv_cache_used 0.5" in text
     assert "streamrl_worker_ready 1.0" in text
+    assert int(text.partition("\nstreamrl_worker_tasks ")[2].split(".")[0]) == len(asyncio.all_tasks())
     world.counts.groups_delivered = 8
     assert "streamrl_worker_groups_delivered_total 8.0" in (await world.get("/metrics")).text
 

@@ -30,7 +30,7 @@ from workers.engines.decoder import Decoder, Row
 from workers.engines.hf_model import build_model
 
 _ANSWER_S = 120.0  # for a load or a sign of life: they wait for one step of the batch
-_STOP_S = 5.0  # a thread in a long step ends after it; it is a daemon
+_STOP_S = 1.0  # a thread in a long step ends after it; it is a daemon
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

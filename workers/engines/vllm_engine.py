@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _ANSWER_S = 120.0  # the engine answers between two steps; none takes so long
-_STOP_S = 5
+_STOP_S = 1  # then it is killed: a worker that was told to stop leaves within 3 s of its grace
 _SOON, _SOONER, _SOONEST = 2, 1, 0  # vLLM's priorities: training, evaluation, canaries
 
 

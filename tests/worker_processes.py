@@ -1,0 +1,72 @@
+"""`python -m workers` as processes: started, looked at from outside, and none left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.weights_world import RUN_UID
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Workers:
+    """Starts workers of one run, and leaves none behind."""
+
+    def __init__(self, folder: Path, url: str, run: str) -> None:
+        self._folder, self._url, self._run = folder, url, run
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.name = f"test-{os.getpid()}-{run}"  # mirrors are the machine's, and other suites may run on it
+
+    def start(self, *arguments: str, number: int = 0) -> subprocess.Popen[bytes]:
+        worker_id = f"{self.name}-{number}"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, "-m", "workers", "--redis", self._url, "--run", self._run]
+        command += ["--worker-id", worker_id, "--log-file", str(self._folder / f"worker-{number}.log"), *arguments]
+        with self.stderr(number).open("ab") as stderr:
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=stderr, stderr=stderr)
+        self._processes.append(process)
+        return process
+
+    def stderr(self, number: int = 0) -> Path:
+        return self._folder / f"worker-{number}.err"
+
+    def mirrors(self) -> list[Path]:
+        return list(Path("/dev/shm").glob(f"streamrl-{RUN_UID}-{self.name}-*"))
+
+    def end(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        for mirror in self.mirrors():
+            shutil.rmtree(mirror)
+
+
+def descendants(pid: int) -> set[int]:
+    """All processes below this one."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # ended meanwhile
+            continue
+        parents[int(stat.parent.name)] = int(fields[1])
+    found: set[int] = set()
+    while new := {child for child, parent in parents.items() if parent in found | {pid}} - found:
+        found |= new
+    return found
+
+
+def alive(pids: set[int]) -> set[int]:
+    return {pid for pid in pids if _state(pid) not in ("", "Z")}
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
