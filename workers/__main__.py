@@ -108,7 +108,7 @@ async def _serve(options: Options) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await serve(options, stop)
+    await serve(options, stop, leave=_leave)
 
 
 if __name__ == "__main__":

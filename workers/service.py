@@ -3,7 +3,8 @@
     wait for the run ─► permissions, model, rewards ─► engines, one after the other (`workers.supervise`) ─► leave
 
 Ends with 0 by returning, else by the error that ended it. What must be there is waited for with a bound; a word to stop
-is heard in every one of these waits.
+is heard in every one of these waits, and what does not hear it, such as a call to a Redis that hangs, does not hold the
+worker for longer than its grace and `_LAST_S`.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NoReturn
 
 import redis.asyncio
 import structlog
@@ -39,7 +41,7 @@ from workers.proving import Prover
 from workers.rewards.base import Rewards, build_rewards
 from workers.rollout import Rollout
 from workers.supervise import RestartPatience, Supervisor
-from workers.tasks import unless
+from workers.tasks import cancel_all, unless
 from workers.weights import Patience, WeightFollower
 
 log = structlog.get_logger(__name__)
@@ -47,6 +49,7 @@ log = structlog.get_logger(__name__)
 _RUN_WAIT_S = 600.0  # for a learner to make the run
 _ENDED_RUN_WAIT_S = 120.0  # for a learner to take up a run that has ended
 _RUN_POLL_S = 0.5
+_LAST_S = 2.5  # beyond the grace, for handing tickets back and ending the engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +65,42 @@ class Options:
     http: str | None = None  # HOST:PORT to answer probes and metrics on
 
 
-async def serve(options: Options, stop: asyncio.Event) -> None:
-    """Returns when told to stop, or when the run has ended or was removed."""
+@dataclass(slots=True)
+class _Grace:
+    """How long a worker that is told to stop may go on: not at all, before it knows its run."""
+
+    seconds: float = 0.0
+
+
+async def serve(options: Options, stop: asyncio.Event, *, leave: Callable[[int], NoReturn]) -> None:
+    """Returns when told to stop, or when the run has ended or was removed. `leave` ends the process at once: where the
+    word to stop was not followed in time."""
     progress = Progress(part=f"worker/{options.worker}", role="worker")
     keys = Keys(options.run)
-    await asyncio.to_thread(_check_server, options.redis_url)
     health = Health(progress)
+    grace = _Grace()
+    async with _leaving_in_time(stop, grace, leave):
+        await asyncio.to_thread(_check_server, options.redis_url)
+        await _serve(options, keys, health, stop, grace)
+
+
+@contextlib.asynccontextmanager
+async def _leaving_in_time(stop: asyncio.Event, grace: _Grace, leave: Callable[[int], NoReturn]) -> AsyncIterator[None]:
+    async def insist() -> None:
+        await stop.wait()
+        await asyncio.sleep(grace.seconds + _LAST_S)
+        log.error("left_in_mid_work", reason="told to stop, and something did not end; leases that are held run out")
+        leave(1)
+
+    task = asyncio.create_task(insist(), name="leave in time")
+    try:
+        yield
+    finally:
+        await cancel_all([task])
+
+
+async def _serve(options: Options, keys: Keys, health: Health, stop: asyncio.Event, grace: _Grace) -> None:
+    progress = health.progress
     async with (
         _answering(health, options.http),
         connect_async(options.redis_url, schema.Redis()) as client,
@@ -76,7 +109,9 @@ async def serve(options: Options, stop: asyncio.Event) -> None:
         try:
             info = await _await_run(client, keys, options, stop, progress)
             if info is not None:
-                await _Service(options, keys, config_from_json(info.config_json), info, health).run(client, stop)
+                config = config_from_json(info.config_json)
+                grace.seconds = config.worker.grace_s
+                await _Service(options, keys, config, info, health).run(client, stop)
         except RunGone:
             log.info("run_gone", run=options.run)
 

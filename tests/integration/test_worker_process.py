@@ -16,6 +16,8 @@ import pytest
 import redis
 
 from streamrl.config import schema
+from streamrl.transport.connection import connect
+from streamrl.transport.embedded import EmbeddedRedis
 from streamrl.transport.keys import WORKERS, Keys
 from streamrl.transport.reports import read_reports
 from streamrl.transport.snapshot import snapshot
@@ -49,19 +51,22 @@ MakeLearner = Callable[..., MadeUpLearner]
 @pytest.fixture
 def make_learner(client: redis.Redis, keys: Keys, models: list[Path]) -> MakeLearner:
     def make(*, fingerprint: str | None = None, **worker: Any) -> MadeUpLearner:
-        settings = {"engine": "transformers", "threads": 1, "grace_s": 2.0, **worker}
-        config = schema.Config(
-            name=keys.name,
-            model=schema.Model(path=str(models[0])),
-            data=schema.Data(train="prompts.jsonl", max_prompt_tokens=32),
-            sampling=schema.Sampling(num_samples=3, max_tokens=24),
-            rewards={"length": _length_reward()},
-            weights=schema.Weights(dtype="float32"),
-            worker=schema.Worker(**settings),
-        )
-        return MadeUpLearner(client, keys, config, fingerprint=fingerprint)
+        return MadeUpLearner(client, keys, make_config(keys.name, models[0], **worker), fingerprint=fingerprint)
 
     return make
+
+
+def make_config(name: str, model: Path, **worker: Any) -> schema.Config:
+    settings = {"engine": "transformers", "threads": 1, "grace_s": 2.0, **worker}
+    return schema.Config(
+        name=name,
+        model=schema.Model(path=str(model)),
+        data=schema.Data(train="prompts.jsonl", max_prompt_tokens=32),
+        sampling=schema.Sampling(num_samples=3, max_tokens=24),
+        rewards={"length": _length_reward()},
+        weights=schema.Weights(dtype="float32"),
+        worker=schema.Worker(**settings),
+    )
 
 
 def _length_reward() -> schema.FunctionReward:
@@ -169,6 +174,29 @@ def test_sigterm_in_mid_work_ends_the_worker_soon_after_its_grace_and_no_ticket_
     streams = snapshot(client, keys).streams["train"]
     assert streams.num_tickets > 0
     assert streams.leased_by.get(f"{workers.name}-0", 0) == 0 or _idle_is_over(client, keys)
+
+
+def test_a_worker_that_is_told_to_stop_does_not_wait_for_a_redis_that_hangs(
+    tmp_path: Path, models: list[Path], redis_settings: schema.Redis
+) -> None:
+    grace_s = 0.5
+    with EmbeddedRedis.start(tmp_path / "redis") as server, connect(server.url, redis_settings) as client:
+        keys = Keys("hangs")
+        learner = MadeUpLearner(client, keys, make_config(keys.name, models[0], grace_s=grace_s))
+        learner.publish(models[0])
+        learner.issue(PROMPTS[0], num_samples=1)
+        workers = Workers(tmp_path, server.url, keys.name)
+        try:
+            process = workers.start("--model", str(models[0]))
+            learner.groups(1, timeout_s=120.0)
+            below = descendants(process.pid)
+            os.kill(server.pid, signal.SIGSTOP)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(grace_s + 3.0) == 1
+            wait_until(lambda: not alive(below), description="nothing of the worker is left")
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+            workers.end()
 
 
 def _idle_is_over(client: redis.Redis, keys: Keys) -> bool:
