@@ -69,7 +69,7 @@ class Learning:
         )
         self._feed.note_version(make_version(1, 0), 0)
         gc.collect()
-        gc.freeze()  # as learner.assemble does
+        gc.freeze()  # as learner.rank does
 
     def step(self, train: Callable[[Sequence[Group]], None] | None = None) -> int:
         """The number of groups in it. Without `train` nothing is learnt from them."""

@@ -21,9 +21,10 @@ from pathlib import Path
 import structlog
 import torch
 
-from learner.assemble import learn, stall_limit_s
+from learner.assemble import learn
 from learner.distributed import die_with_parent, join_world
 from learner.guardian import guarded
+from learner.rank import stall_limit_s
 from learner.replay import replay
 from streamrl.config.load import load_config
 from streamrl.errors import StreamrlError, TrainingError, UserError

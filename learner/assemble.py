@@ -5,7 +5,6 @@ prompts, tokenizer ─► model ─► lease, epoch, claim (rank 0) ─► Start
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -17,54 +16,30 @@ import redis
 import torch
 
 from learner.algorithms import make_algorithm
-from learner.algorithms.base import Algorithm
-from learner.checkpoint import CheckpointRoot
 from learner.companion import Beside
 from learner.conductor import Conductor
 from learner.data import PromptSet
 from learner.distributed import World
-from learner.epochs import CheckpointName
 from learner.exporters import check_exporters, open_exporters
 from learner.feed import Feed
-from learner.gradients import Gradients, Reference
 from learner.lease import LeaseKeeper
-from learner.loop import Loop, Parts
-from learner.lora import without_adapters
-from learner.model import Policy, Speech, evaluating, load_policy, load_reference, read_speech
-from learner.optim import make_optimizer
-from learner.packing import MicroBatch
+from learner.model import Policy, load_policy, read_speech
 from learner.publish import Publisher
+from learner.rank import Surroundings, read_prompts_of, stall_limit_s, work
 from learner.record import Recorder, Timers
-from learner.replayed import Unpublished
-from learner.save import Saver
 from learner.start import Admitted, Start, admit, holder_name, take_lease
-from learner.state import load_state
 from learner.suspects import Suspects
 from learner.validation import Validation
 from learner.watchdog import Watchdog
 from streamrl.config import schema
-from streamrl.errors import ConfigError, TrainingError, UserError
+from streamrl.errors import TrainingError, UserError
 from streamrl.telemetry.progress import Progress
 from streamrl.transport.connection import check_server, connect
 from streamrl.transport.keys import Keys
 from streamrl.transport.learner import LearnerStream
 from streamrl.transport.reports import ReportWriter
-from streamrl.transport.seam import GroupStream
 from streamrl.transport.types import RunState
 from streamrl.weights.stores import budget_in_redis, open_store
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """What this rank was given to work with."""
-
-    config: schema.Config
-    world: World
-    speech: Speech
-    progress: Progress
-    watchdog: Watchdog
-    timers: Timers
-    stop: threading.Event  # a signal asked us to end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +49,6 @@ class Server:
     client: redis.Redis
     keys: Keys
     holder: str
-
-
-def stall_limit_s(config: schema.Config) -> float:
-    """Without a round of the loop for so long a rank ends itself: longer than Redis may be away, twice over."""
-    return 60 + 2 * config.redis.give_up_after_s
 
 
 def learn(
@@ -91,7 +61,8 @@ def learn(
     environment: Mapping[str, str],
 ) -> RunState:
     """The whole life of one rank."""
-    refuse_unsupported(config, world)
+    if world.is_main:
+        check_exporters(config)
     speech = read_speech(config.model.path)
     prompts = read_prompts_of(config, speech) if world.is_main else None
     torch.manual_seed(config.seed)
@@ -160,68 +131,6 @@ def _lead(
             raise
         admitted.stream.release(state)
     return state
-
-
-def work(
-    around: Surroundings,
-    policy: Policy,
-    start: Start,
-    *,
-    conductor: Conductor | None,
-    stream: GroupStream,
-    publisher: Publisher | Unpublished,
-) -> RunState:
-    """Every rank: restore, then the loop."""
-    optimizer = make_optimizer(policy, around.config.optimizer)
-    checkpoints = CheckpointRoot(around.config.folder)
-    if start.checkpoint is not None:
-        name = CheckpointName.parse(start.checkpoint)
-        assert name is not None, f"{start.checkpoint} is a checkpoint's name"
-        load_state(checkpoints.open(name).folder, policy, optimizer, around.world)
-    loop = Loop(
-        Parts(
-            config=around.config,
-            world=around.world,
-            start=start,
-            stream=stream,
-            policy=policy,
-            optimizer=optimizer,
-            gradients=_make_gradients(around, policy),
-            publisher=publisher,
-            saver=Saver(
-                policy=policy,
-                optimizer=optimizer,
-                world=around.world,
-                checkpoints=checkpoints,
-                conductor=conductor,
-                epoch=start.epoch,
-            ),
-            conductor=conductor,
-            speech=around.speech,
-            progress=around.progress,
-            timers=around.timers,
-            watchdog=around.watchdog,
-        )
-    )
-    # What is here stays. The collector would look through all of it again after every few thousand groups.
-    gc.collect()
-    gc.freeze()
-    with around.watchdog.watching(), publisher.working():
-        state = loop.run()
-    around.progress.stopping()
-    return state
-
-
-def _make_gradients(around: Surroundings, policy: Policy) -> Gradients:
-    algorithm = make_algorithm(around.config.algorithm)
-    return Gradients(
-        policy=policy,
-        reference=_make_reference(around, algorithm, policy),
-        algorithm=algorithm,
-        config=around.config,
-        world=around.world,
-        beat=around.watchdog.beat,
-    )
 
 
 def _make_publisher(
@@ -310,37 +219,3 @@ def _make_stream(around: Surroundings, server: Server, start: Start) -> LearnerS
         lease_s=around.config.learner.lease_s,
         give_up_after_s=around.config.redis.give_up_after_s,
     )
-
-
-def _make_reference(around: Surroundings, algorithm: Algorithm, policy: Policy) -> Reference | None:
-    """The policy before the run: its base when adapters train, else a frozen copy; None when nobody asks."""
-    if not algorithm.needs_reference:
-        return None
-    adapted = around.config.model.lora is not None
-    frozen = policy if adapted else load_reference(around.config, around.world, around.speech.end_ids)
-
-    def ask(batch: MicroBatch) -> torch.Tensor:
-        with evaluating(frozen), without_adapters(frozen):
-            logp: torch.Tensor = frozen(batch).logp
-        return logp
-
-    return ask
-
-
-def read_prompts_of(config: schema.Config, speech: Speech) -> tuple[PromptSet, PromptSet | None]:
-    data, seed, validation = config.data, config.seed, config.data.validation
-    train = PromptSet.load_train(tokenizer=speech.tokenizer, data=data, seed=seed)
-    if validation is None:
-        return train, None
-    key = "data.validation"
-    return train, PromptSet.load(validation, tokenizer=speech.tokenizer, data=data, seed=seed, key=key)
-
-
-def refuse_unsupported(config: schema.Config, world: World) -> None:
-    if world.is_main:
-        check_exporters(config)
-    if config.model.lora is not None and world.size > 1:
-        raise ConfigError(
-            f"model.lora: adapters train in one process so far, and {world.size} were started; "
-            "set learner.processes=1, or train all weights (model.lora: null)"
-        )

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from streamrl.errors import TrainingError
 
@@ -42,6 +43,12 @@ class World:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    def mesh(self) -> DeviceMesh:
+        """Of all ranks, to shard a model over. Of a single one too, for what FSDP does beside sharding."""
+        if not dist.is_initialized():
+            dist.init_process_group(_backend(self.device), store=dist.HashStore(), rank=0, world_size=1)
+        return init_device_mesh(self.device.type, (self.size,))
 
     def barrier(self) -> None:
         self.total(np.zeros(1))
@@ -99,15 +106,17 @@ def join_world(environment: Mapping[str, str], *, timeout_s: float) -> Iterator[
     if torch.cuda.is_available():
         device = torch.device("cuda", int(environment.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    if size == 1:
-        yield World(rank=0, size=1, device=device)
-        return
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    if size > 1:
+        dist.init_process_group(_backend(device), timeout=timedelta(seconds=timeout_s))
     try:
         yield World(rank=rank, size=size, device=device)
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _backend(device: torch.device) -> str:
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def die_with_parent(parent: int) -> None:

@@ -1,18 +1,22 @@
-"""The trained model as a folder that plain transformers loads."""
+"""The trained model as a folder that plain transformers loads, and its adapters as one that peft loads."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from learner.distributed import World
-from learner.lora import merged_parameters
-from learner.model import Policy, load_model
+from learner.lora import adapter_parameters, merged_parameters, save_adapters
+from learner.model import Policy
+from learner.pretrained import load_model
 from learner.tensors import whole
 from streamrl.config import schema
+
+ADAPTER = "adapter"  # folder within the export
 
 
 class Tokenizer(Protocol):
@@ -20,17 +24,15 @@ class Tokenizer(Protocol):
 
 
 def export(policy: Policy, tokenizer: Tokenizer, config: schema.Config, world: World) -> Path:
-    """Config, tokenizer and merged weights in `weights.dtype`; all ranks take part, rank 0 writes.
+    """Config, tokenizer and merged weights in `weights.dtype`; where adapters were trained, these too, in fp32 and by
+    themselves. All ranks take part, rank 0 writes.
 
     The folder appears whole: it is written beside and renamed.
     """
     folder = config.folder / "export"
-    dtype = getattr(torch, config.weights.dtype)
-    weights: dict[str, torch.Tensor] = {}
-    for name, parameter in merged_parameters(policy.model):
-        tensor = whole(parameter)
-        if world.is_main:
-            weights[name] = tensor.to(device="cpu", dtype=dtype, copy=True)
+    dtype: torch.dtype = getattr(torch, config.weights.dtype)
+    weights = _gathered(merged_parameters(policy.model), dtype, world)
+    adapters = _gathered(adapter_parameters(policy.model), torch.float32, world)
     if world.is_main:
         temporary = folder.with_name("export.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
@@ -41,7 +43,21 @@ def export(policy: Policy, tokenizer: Tokenizer, config: schema.Config, world: W
         model.load_state_dict(weights, strict=False)
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
+        if config.model.lora is not None:
+            save_adapters(adapters, config.model.lora, temporary / ADAPTER, base=config.model.path)
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
     world.barrier()
     return folder
+
+
+def _gathered(
+    parameters: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, world: World
+) -> dict[str, torch.Tensor]:
+    """On rank 0's host; a collective."""
+    found = {}
+    for name, parameter in parameters:
+        tensor = whole(parameter)
+        if world.is_main:
+            found[name] = tensor.to(device="cpu", dtype=dtype, copy=True)
+    return found

@@ -6,34 +6,62 @@ peft is imported only where adapters are asked for: it is slow to import, and mo
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
+import transformers
 from torch import nn
+from torch.utils import swap_tensors
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError
 
 _ADAPTER = "default"
+_BASE = "base_layer."  # of a parameter's name, where its layer has an adapter
 
 
-def inject_adapters(model: nn.Module, settings: schema.Lora) -> None:
+def inject_adapters(model: transformers.PreTrainedModel, settings: schema.Lora, device: torch.device) -> None:
+    """The base may still be on `meta`. Adapters begin on the device, with values drawn on the host: all ranks alike."""
     import peft  # as the module says
 
-    adapters = peft.LoraConfig(
+    head = model.get_output_embeddings().weight
+    for name, module in model.named_modules():
+        if name.endswith(settings.targets) and module.weight is head:
+            raise ConfigError(f"model.lora.targets: {name} is the output projection or tied to it; leave it out")
+    try:
+        peft.inject_adapter_in_model(_as_peft_says(settings), model, adapter_name=_ADAPTER)
+    except ValueError as error:
+        targets = ", ".join(settings.targets)
+        raise ConfigError(f"model.lora.targets: no layer of the model is called any of {targets}") from error
+    for layer in _adapted(model).values():
+        own = [parameter for name, parameter in layer.named_parameters() if not name.startswith(_BASE)]
+        for parameter in own:
+            swap_tensors(parameter, nn.Parameter(torch.empty_like(parameter, device="cpu")))
+        layer.reset_lora_parameters(_ADAPTER, init_lora_weights=True)
+        for parameter in own:
+            swap_tensors(parameter, nn.Parameter(parameter.detach().to(device)))
+
+
+def _as_peft_says(settings: schema.Lora, **about: str) -> Any:
+    import peft
+
+    return peft.LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
         target_modules=list(settings.targets),
         bias="none",
+        **about,
     )
-    try:
-        peft.inject_adapter_in_model(adapters, model, adapter_name=_ADAPTER)
-    except ValueError as error:
-        targets = ", ".join(settings.targets)
-        raise ConfigError(f"model.lora.targets: no layer of the model is called any of {targets}") from error
+
+
+def base_name(name: str) -> str:
+    """What the parameter is called in the model without adapters."""
+    return name.replace(f".{_BASE}", ".")
 
 
 @contextmanager
@@ -59,6 +87,20 @@ def merged_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{owner}.{leaf}", parameter if delta is None else parameter + delta
         elif not any(name.startswith(f"{owner}.lora_") for owner in adapted):
             yield name, parameter
+
+
+def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(the name in peft's own files, the adapter's weight); nothing for a model without adapters."""
+    adapted = _adapted(model)
+    for name, parameter in model.named_parameters():
+        if any(name.startswith(f"{owner}.lora_") for owner in adapted):
+            yield f"base_model.model.{name.replace(f'.{_ADAPTER}', '')}", parameter
+
+
+def save_adapters(weights: Mapping[str, torch.Tensor], settings: schema.Lora, folder: Path, *, base: str) -> None:
+    """As peft loads them onto the base: `PeftModel.from_pretrained(model, folder)`."""
+    _as_peft_says(settings, base_model_name_or_path=base, task_type="CAUSAL_LM").save_pretrained(folder)
+    safetensors.torch.save_file(dict(weights), folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def _adapted(model: nn.Module) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """The policy and its frozen reference: transformers causal models, asked for log-probs of packed sequences only.
 
-The one file of the learner that loads transformers models. Masters are fp32; passes run under autocast where the
-setting says bfloat16. With more than one rank each decoder layer and the rest are sharded (FSDP2); the policy's forward
-pass is the whole of what happens between gathering and freeing parameters, so the head's log-probs are computed inside
-it.
+    built without memory ─► adapters ─► sharded ─► each rank reads its own rows ─► packing tried against the bare model
+
+Masters are fp32; passes run under autocast where the setting says bfloat16. With more than one rank each decoder layer
+and the rest are sharded (FSDP2); the policy's forward pass is the whole of what happens between gathering and freeing
+parameters, so the head's log-probs are computed inside it.
 """
 
 from __future__ import annotations
@@ -17,20 +18,28 @@ import numpy.typing as npt
 import torch
 import transformers
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.utils import swap_tensors
 
-from learner.attention import MASKED, VARLEN, choose
+from learner.attention import VARLEN, choose
 from learner.distributed import World
 from learner.logprobs import Head, LogProbs, token_logprobs
 from learner.lora import inject_adapters
 from learner.packing import MicroBatch, Piece, Shape, pack
+from learner.pretrained import Weights, begin_model, read_config, unusable
 from learner.work import Effort
 from streamrl.config import schema
 from streamrl.errors import DataError
 from streamrl.wire.fingerprint import fingerprint, stop_ids
 
 _SELF_CHECK_TOLERANCE = 1e-3
+_HOST = torch.device("cpu")
 
 
 class Policy(nn.Module):
@@ -66,6 +75,11 @@ class Policy(nn.Module):
         weight = self.model.get_output_embeddings().weight
         return token_logprobs(hidden, weight, batch.targets, batch.position < min_tokens, head)
 
+    def plain(self, token_ids: torch.Tensor) -> torch.Tensor:  # [T] -> [T - 1]
+        """What the bare model says of one sequence, without packing and without a head of ours."""
+        logits = self.model(input_ids=token_ids[None], use_cache=False).logits[0, :-1].float()
+        return logits.log_softmax(-1).gather(1, token_ids[1:, None])[:, 0]
+
 
 def _layer_types(config: transformers.PretrainedConfig) -> Sequence[str]:
     return getattr(config, "layer_types", None) or ["full_attention"]
@@ -73,21 +87,35 @@ def _layer_types(config: transformers.PretrainedConfig) -> Sequence[str]:
 
 def load_policy(config: schema.Config, world: World, end_ids: tuple[int, ...]) -> Policy:
     """The model to train, as the hub or the folder has it, with fp32 masters."""
-    model = load_model(config.model.path, attention=choose(config.model, world.device))
+    attention = choose(config.model, world.device)
+    model, weights = begin_model(config.model.path, attention=attention, device=world.device)
     if config.model.lora is not None:
-        inject_adapters(model, config.model.lora)
+        inject_adapters(model, config.model.lora, world.device)
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    policy = make_policy(model, config, end_ids).to(world.device).train()
+    policy = _fill(shard(make_policy(model, config, end_ids).train(), world), weights, world.device)
     check_packing(policy)
-    return shard(policy, world)
+    return policy
 
 
-def load_reference(config: schema.Config, world: World, end_ids: tuple[int, ...]) -> Policy:
+def load_reference(config: schema.Config, world: World, end_ids: tuple[int, ...], *, on_host: bool = False) -> Policy:
     """The policy as it was before the run: always from `model.path`, so that resuming never moves it."""
-    model = load_model(config.model.path, attention=choose(config.model, world.device))
-    model.to(getattr(torch, config.model.dtype)).requires_grad_(False)
-    return shard(make_policy(model, config, end_ids).to(world.device), world)
+    attention = choose(config.model, world.device)
+    model, weights = begin_model(config.model.path, attention=attention, device=world.device)
+    for parameter in model.requires_grad_(False).parameters():  # and not the buffers: rotations need their fp32
+        parameter.data = parameter.data.to(getattr(torch, config.model.dtype))
+    reference = shard(make_policy(model, config, end_ids), world, on_host=on_host)
+    return _fill(reference, weights, _HOST if on_host else world.device)
+
+
+def _fill(policy: Policy, weights: Weights, device: torch.device) -> Policy:
+    """Memory for what this rank holds, and its values."""
+    for parameter in policy.parameters():
+        if parameter.is_meta:
+            empty = torch.empty_like(parameter, device=device)
+            swap_tensors(parameter, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+    weights.fill(policy.model)
+    return policy
 
 
 def make_policy(model: transformers.PreTrainedModel, config: schema.Config, end_ids: tuple[int, ...]) -> Policy:
@@ -96,53 +124,29 @@ def make_policy(model: transformers.PreTrainedModel, config: schema.Config, end_
     return Policy(model, head=head, min_tokens=config.sampling.min_tokens, dtype=dtype)
 
 
-def shard(policy: Policy, world: World) -> Policy:
-    """Over all ranks: each decoder layer by itself, then what is left (embeddings, last norm, head) with the policy."""
-    if world.size == 1:
+def shard(policy: Policy, world: World, *, on_host: bool = False) -> Policy:
+    """Over all ranks: each decoder layer by itself, then what is left (embeddings, last norm, head) with the policy.
+
+    `on_host`: shards wait in the host's memory, and are on the device while their layer computes.
+    """
+    if world.size == 1 and not on_host:
         return policy
-    mesh = init_device_mesh(world.device.type, (world.size,))
+    mesh = world.mesh()
+    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if on_host else OffloadPolicy()
     blocks = set(policy.model._no_split_modules or ())
     for module in policy.model.modules():
         if type(module).__name__ in blocks:
-            fully_shard(module, mesh=mesh)
-    fully_shard(policy, mesh=mesh)
+            fully_shard(module, mesh=mesh, offload_policy=offload)
+    fully_shard(policy, mesh=mesh, offload_policy=offload)
+    register_fsdp_forward_method(policy, "plain")
     return policy
-
-
-def load_model(path: str, *, attention: str = MASKED) -> transformers.PreTrainedModel:
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation=attention, **_no_dropout(_read_config(path))
-        )
-    except (OSError, ValueError) as error:
-        raise _unusable(path, "be loaded as a causal language model", error) from error
-    if getattr(model.get_output_embeddings(), "bias", None) is not None:
-        raise DataError(f"model.path {path!r}: a bias in the output projection is not supported")
-    return model
-
-
-def _no_dropout(config: transformers.PretrainedConfig) -> dict[str, float]:
-    """Dropout would make pi differ from what the engine sampled from."""
-    marks = ("dropout", "pdrop")
-    return {name: 0.0 for name, value in config.to_dict().items() if isinstance(value, float) and name.endswith(marks)}
-
-
-def _read_config(path: str) -> transformers.PretrainedConfig:
-    try:
-        return transformers.AutoConfig.from_pretrained(path).get_text_config()
-    except (OSError, ValueError) as error:
-        raise _unusable(path, "be read", error) from error
 
 
 def _read_tokenizer(path: str) -> transformers.PreTrainedTokenizerBase:
     try:
         return transformers.AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
-        raise _unusable(path, "give a tokenizer", error) from error
-
-
-def _unusable(path: str, what: str, error: Exception) -> DataError:
-    return DataError(f"model.path {path!r} cannot {what}: {(str(error).splitlines() or [repr(error)])[0]}")
+        raise unusable(path, "give a tokenizer", error) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +161,7 @@ class Speech:
 
 def read_speech(path: str) -> Speech:
     """Tokenizer and configuration, no weights."""
-    config = _read_config(path)
+    config = read_config(path)
     tokenizer = _read_tokenizer(path)
     try:
         generation_eos = transformers.GenerationConfig.from_pretrained(path).eos_token_id
@@ -191,7 +195,7 @@ def evaluating(policy: Policy) -> Iterator[None]:
 def check_packing(policy: Policy) -> None:
     """Packed log-probs through our head must be the model's own; a model that does more to its logits is refused.
 
-    Asked once, before sharding, of a few sequences in one micro-batch, two of which have the same prompt.
+    Asked once, of a few sequences in one micro-batch, two of which have the same prompt; a collective.
     """
     vocabulary = policy.model.config.get_text_config().vocab_size
     ids = np.arange(1, 16, dtype=np.int32) * 7 % vocabulary
@@ -202,8 +206,7 @@ def check_packing(policy: Policy) -> None:
         ours = policy(batch.to(device), raw=True).logp.cpu()
         for piece in pieces:
             sequence = torch.from_numpy(np.concatenate([piece.prompt_ids, piece.token_ids])).long().to(device)
-            logits = policy.model(input_ids=sequence[None], use_cache=False).logits[0, :-1].float()
-            truth = logits.log_softmax(-1).gather(1, sequence[1:, None])[:, 0].cpu()
+            truth = policy.plain(sequence).cpu()
             if not torch.allclose(ours[batch.sample == piece.sample], truth, atol=_SELF_CHECK_TOLERANCE):
                 raise DataError(
                     f"model.path {policy.model.name_or_path!r}: {type(policy.model).__name__} changes its logits or "

@@ -20,14 +20,14 @@ import structlog
 import torch
 
 from learner.algorithms import make_algorithm
-from learner.assemble import Surroundings, read_prompts_of, refuse_unsupported, stall_limit_s, work
 from learner.conductor import Conductor
 from learner.data import PromptSet
 from learner.distributed import World
 from learner.export import export
-from learner.exporters import open_exporters
+from learner.exporters import check_exporters, open_exporters
 from learner.lease import LeaseKeeper
 from learner.model import Policy, load_policy, read_speech
+from learner.rank import Surroundings, read_prompts_of, stall_limit_s, work
 from learner.record import Recorder, Timers
 from learner.replayed import ReplayFeed, ReplayStream, Unpublished, as_replayed, versions_of
 from learner.start import REPLAY, Claimed, Start, claim_folder, make_start
@@ -48,7 +48,8 @@ log = structlog.get_logger(__name__)
 def replay(*, config: schema.Config, folder: Path, world: World, stop: threading.Event) -> RunState:
     """The whole life of one rank that learns from the recording in this folder."""
     config = as_replayed(config)
-    refuse_unsupported(config, world)
+    if world.is_main:
+        check_exporters(config)
     speech = read_speech(config.model.path)
     recording = Recording.open(folder)
     _check(recording, config, speech.fingerprint)

@@ -20,15 +20,21 @@ class Held:
 
 def held(tensor: torch.Tensor, *, shape: torch.Size) -> Held:
     """This rank's run of a parameter of this whole shape, or of an optimizer's state for it."""
+    assert tensor.shape == shape
+    first, rows = held_rows(tensor)
+    return Held(start=first * (shape.numel() // shape[0]) if first else 0, values=rows.view(-1))
+
+
+def held_rows(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
+    """(the first, this rank's rows of the first dimension, which share memory with the tensor)"""
     if not isinstance(tensor, DTensor):
-        assert tensor.shape == shape
-        return Held(start=0, values=tensor.detach().view(-1))
+        return 0, tensor.detach()
     local = tensor.detach().to_local()
     mesh = tensor.device_mesh
-    rows = -(-shape[0] // mesh.size())  # all ranks but the last ones hold so many
-    first = min(mesh.get_local_rank() * rows, shape[0])
-    assert len(local) == min(rows, shape[0] - first), "shards are equal runs of the first dimension"
-    return Held(start=first * (shape.numel() // shape[0]), values=local.view(-1))
+    size = -(-len(tensor) // mesh.size())  # all ranks but the last ones hold so many
+    first = min(mesh.get_local_rank() * size, len(tensor))
+    assert len(local) == min(size, len(tensor) - first), "shards are equal runs of the first dimension"
+    return first, local
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,9 @@ import transformers
 from learner.checkpoint import Checkpoint
 from learner.distributed import World
 from learner.lora import merged_parameters
-from learner.model import load_model, load_policy, read_speech
+from learner.model import load_policy, read_speech
 from learner.optim import make_optimizer
+from learner.pretrained import load_model
 from learner.state import load_state
 from streamrl.config import schema
 

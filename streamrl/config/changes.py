@@ -34,6 +34,7 @@ RULES: tuple[tuple[str, str | None], ...] = (
     ("model.dtype", None),
     ("model.attention", None),
     ("model.gradient_checkpointing", None),
+    ("model.reference", None),
     ("data.shuffle", _TICKETS),
     ("data.train.*.weight", _TICKETS),
     ("data.*", None),  # what the files hold is compared by itself

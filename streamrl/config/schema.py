@@ -45,6 +45,9 @@ class Model(Section):
     attention: Literal["auto", "masked", "varlen"] = "auto"  # of packed sequences; auto: varlen for bfloat16 on a GPU
     gradient_checkpointing: bool = False
     lora: Lora | None = None  # train adapters; the base is the reference
+    # Where the frozen reference waits, while KL needs one: on the device | in the host's memory, passing through the
+    # device layer by layer. With lora there is no copy, and nothing to place.
+    reference: Literal["device", "cpu"] = "device"
 
 
 class Dataset(Section):

@@ -1,7 +1,7 @@
 """What each rank does in test_learner_ranks: steps on its share of groups, versions, a checkpoint; and the gradients of
 every algorithm. Run by torchrun.
 
-python -m tests.integration.learner_ranks FOLDER [gradients]    FOLDER/model exists; results: FOLDER/out-<world size>
+python -m tests.integration.learner_ranks FOLDER JOB...    FOLDER/model exists; results: FOLDER/out-<world size>
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,14 @@ from learner.algorithms import make_algorithm
 from learner.algorithms.losses import LOSSES
 from learner.companion import Beside
 from learner.distributed import World, join_world
-from learner.gradients import Gradients
-from learner.model import evaluating, load_policy, load_reference
+from learner.export import export
+from learner.gradients import Gradients, Reference
+from learner.lora import adapter_parameters, merged_parameters
+from learner.model import Policy, load_policy, load_reference, probe, read_speech
 from learner.optim import make_optimizer, update
-from learner.packing import MicroBatch
+from learner.packing import pack
 from learner.publish import Publisher
+from learner.reference import asking, make_reference
 from learner.state import load_state, save_state
 from learner.tally import Tally
 from learner.tensors import whole
@@ -36,6 +40,7 @@ from streamrl.weights.stores import FileStore
 from tests.learner_cases import learner_config, random_groups
 
 NUM_STEPS = 3
+NUM_DOUBLE_STEPS = 51
 ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
     **{name: {"correction": name} for name in LOSSES},
     "token mean": {"loss_mean": "token"},
@@ -44,6 +49,7 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
     "rejection sampling": {"name": "rejection_sampling"},
 }
 END = 1  # of the tiny tokenizer
+ADAPTERS = schema.Lora(rank=3, targets=("q_proj", "v_proj", "down_proj"))  # three rows are no even shards
 
 
 class KeptAnnouncements:
@@ -56,31 +62,53 @@ class KeptAnnouncements:
         (self._folder / f"manifest-{announcement.version}").write_bytes(announcement.manifest)
 
 
+def policy64(config: schema.Config, world: World, end_ids: tuple[int, ...]) -> Policy:
+    """Float64 throughout. Only what is loaded as a reference has parameters in the dtype of its passes, and the model's
+    own norms would round to fp32 in between."""
+    policy = load_reference(config, world, end_ids).requires_grad_(True).train()
+    for module in policy.modules():
+        if "RMSNorm" in type(module).__name__:
+            module.forward = partial(_norm, module)
+    return policy
+
+
+def _norm(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(hidden, module.weight.shape, module.weight, module.variance_epsilon)
+
+
 class Rank:
     """One rank with its model, from the base model or from a checkpoint folder."""
 
-    def __init__(self, folder: Path, world: World) -> None:
-        # Little groups and a small bound: several micro-batches, not equally many on each rank.
-        self.config = learner_config(folder / "model", training=schema.Training(micro_batch_tokens=40))
+    def __init__(self, folder: Path, world: World, *, lora: schema.Lora | None = None, dtype: str = "float32") -> None:
+        self.config = learner_config(
+            folder / "model",
+            dir=folder / f"out-{world.size}",
+            # Not checked: users may not ask for float64.
+            model=schema.Model.model_construct(path=str(folder / "model"), dtype=dtype, lora=lora),
+            # Little groups and a small bound: several micro-batches, not equally many on each rank.
+            training=schema.Training(micro_batch_tokens=40),
+        )
         self.world = world
-        self.policy = load_policy(self.config, world, (END,))
+        torch.manual_seed(self.config.seed)
+        self.policy = (policy64 if dtype == "float64" else load_policy)(self.config, world, (END,))
         self.optimizer = make_optimizer(self.policy, self.config.optimizer)
-        self._reference = load_reference(self.config, world, (END,))
+        self.reference = make_reference(self.config, world, (END,), self.policy)
         self.gradients = self.make_gradients(self.config)
 
     def make_gradients(self, config: schema.Config) -> Gradients:
-        def ask(batch: MicroBatch) -> torch.Tensor:
-            with evaluating(self._reference):
-                return self._reference(batch).logp
-
         return Gradients(
             policy=self.policy,
-            reference=ask,
+            reference=self.reference,
             algorithm=make_algorithm(config.algorithm),
             config=config,
             world=self.world,
             beat=lambda: None,
         )
+
+    def reference_logprobs(self, reference: Reference | None = None) -> torch.Tensor:
+        ids = np.arange(3, 30, dtype=np.int32)
+        [batch] = pack([probe(ids)], max_tokens=len(ids), shape=self.policy.shape)
+        return (reference or self.reference)(batch)
 
     def gradient(self, settings: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Of an algorithm, over all ranks."""
@@ -104,6 +132,9 @@ class Rank:
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: whole(p).clone() for name, p in self.policy.model.named_parameters()}
 
+    def merged(self) -> dict[str, torch.Tensor]:
+        return {name: whole(p).clone() for name, p in merged_parameters(self.policy.model)}
+
 
 def publisher(rank: Rank, folder: Path, beside: Beside) -> Publisher:
     return Publisher(
@@ -124,8 +155,7 @@ def save_gradients(folder: Path, world: World) -> None:
     out.mkdir(exist_ok=True)
     rank = Rank(folder, world)
     found = {f"{a}/{name}": g for a, of in ALGORITHMS.items() for name, g in rank.gradient(of).items()}
-    if world.is_main:
-        safetensors.torch.save_file(found, out / "gradients.safetensors")
+    keep(found, out / "gradients.safetensors", world)
 
 
 def poison_one_rank(rank: Rank, versions: Publisher) -> dict[str, bool]:
@@ -150,9 +180,11 @@ def poison_one_rank(rank: Rank, versions: Publisher) -> dict[str, bool]:
 
 
 def work(folder: Path, world: World) -> None:
-    save_gradients(folder, world)
     out = folder / f"out-{world.size}"
+    out.mkdir(exist_ok=True)
     rank = Rank(folder, world)
+    keep(rank.weights(), out / "begin.safetensors", world)
+    reference = rank.reference_logprobs()
     metrics: dict[str, float] = {}
     beside = Beside("publisher")
     with beside.working(join_s=60):
@@ -164,6 +196,7 @@ def work(folder: Path, world: World) -> None:
             assert versions.finish() is not None
         assert versions.publish(NUM_STEPS) is not None
         found = poison_one_rank(rank, publisher(rank, out / "poisoned", beside))
+    assert torch.equal(rank.reference_logprobs(), reference), "steps do not move the reference"
     (out / f"poisoned-{world.rank}.json").write_text(json.dumps(found))
     (out / "checkpoint").mkdir(exist_ok=True)
     world.barrier()
@@ -174,18 +207,91 @@ def work(folder: Path, world: World) -> None:
     after, restored_after = (r.step(NUM_STEPS)["loss"] for r in (rank, restored))
     assert after == restored_after, f"a restored rank goes on differently: {after} and {restored_after}"
     if world.size > 1:
+        on_host = asking(load_reference(rank.config, world, (END,), on_host=True))
+        assert torch.equal(rank.reference_logprobs(on_host), reference), "it says the same wherever it waits"
         grown = Rank(folder, world)  # goes on from what one rank wrote
         load_state(folder / "out-1" / "checkpoint", grown.policy, grown.optimizer, world)
         grown.step(NUM_STEPS)
-        grown_weights = grown.weights()
-        if world.is_main:
-            safetensors.torch.save_file(grown_weights, out / "grown.safetensors")
-    weights = rank.weights()
-    if world.is_main:
-        safetensors.torch.save_file(weights, out / "weights.safetensors", {k: repr(v) for k, v in metrics.items()})
+        keep(grown.weights(), out / "grown.safetensors", world)
+    keep(rank.weights(), out / "weights.safetensors", world, {k: repr(v) for k, v in metrics.items()})
 
+
+def train_adapters(folder: Path, world: World) -> None:
+    """Steps, versions, a checkpoint, a resume and the export of a model whose base stays as it is."""
+    out = folder / f"out-{world.size}" / "adapters"
+    out.mkdir(parents=True, exist_ok=True)
+    rank = Rank(folder, world, lora=ADAPTERS)
+    keep(adapters_of(rank), out / "begin.safetensors", world)
+    before = rank.reference_logprobs()
+    beside = Beside("publisher")
+    with beside.working(join_s=60):
+        versions = publisher(rank, out, beside)
+        for number in range(NUM_STEPS):
+            rank.step(number)
+            assert versions.publish(number + 1) is not None
+    assert torch.equal(rank.reference_logprobs(), before), "the base is the reference, and never moves"
+    (out / "checkpoint").mkdir(exist_ok=True)
+    world.barrier()
+    save_state(out / "checkpoint", rank.policy, rank.optimizer, world)
+    world.barrier()
+    export(rank.policy, read_speech(rank.config.model.path).tokenizer, rank.config, world)
+    keep(rank.merged(), out / "merged.safetensors", world)
+    for name, written_by in (("resumed", world.size), ("changed", 1)):
+        resumed = Rank(folder, world, lora=ADAPTERS)
+        written = folder / f"out-{written_by}" / "adapters" / "checkpoint"
+        load_state(written, resumed.policy, resumed.optimizer, world)
+        assert torch.equal(resumed.reference_logprobs(), before), "not by a resume either"
+        resumed.step(NUM_STEPS)
+        keep(resumed.merged(), out / f"{name}.safetensors", world)
+    rank.step(NUM_STEPS)
+    keep(rank.merged(), out / "after.safetensors", world)
+
+
+def adapters_of(rank: Rank) -> dict[str, torch.Tensor]:
+    return {name: whole(parameter).clone() for name, parameter in adapter_parameters(rank.policy.model)}
+
+
+def keep(tensors: Mapping[str, torch.Tensor], path: Path, world: World, metadata: dict[str, str] | None = None) -> None:
+    if world.is_main:
+        safetensors.torch.save_file(dict(tensors), path, metadata)
+
+
+def train_in_float64(folder: Path, world: World) -> None:
+    """One rank: all steps, and the state after the first third. More: the second third, from where that one stopped."""
+    rank = Rank(folder, world, dtype="float64")
+    first, second = NUM_DOUBLE_STEPS // 3, 2 * NUM_DOUBLE_STEPS // 3
+    if world.size == 1:
+        make_double_steps(rank, 0, first)
+        save_double(rank, folder)
+        make_double_steps(rank, first, NUM_DOUBLE_STEPS)
+        keep(rank.weights(), folder / "double.safetensors", world)
+    else:
+        load_state(folder / "double-1", rank.policy, rank.optimizer, world)
+        make_double_steps(rank, first, second)
+        save_double(rank, folder)
+
+
+def make_double_steps(rank: Rank, begin: int, end: int) -> None:
+    for number in range(begin, end):
+        rank.step(number)
+
+
+def save_double(rank: Rank, folder: Path) -> None:
+    out = folder / f"double-{rank.world.size}"
+    out.mkdir(exist_ok=True)
+    rank.world.barrier()
+    save_state(out, rank.policy, rank.optimizer, rank.world)
+
+
+JOBS: Mapping[str, Callable[[Path, World], None]] = {
+    "gradients": save_gradients,
+    "work": work,
+    "adapters": train_adapters,
+    "float64": train_in_float64,
+}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with join_world(os.environ, timeout_s=60) as joined:
-        (save_gradients if sys.argv[2:] == ["gradients"] else work)(Path(sys.argv[1]), joined)
+        for job in sys.argv[2:]:
+            JOBS[job](Path(sys.argv[1]), joined)

@@ -133,10 +133,10 @@ def test_steps_that_are_never_finite_end_the_run_with_a_clear_error(
 
 
 def test_a_mistake_under_torchrun_is_told_once_and_not_tried_again(url: str, tmp_path: Path) -> None:
-    model = schema.Model(path=str(tmp_path / "model"), dtype="float32", lora=schema.Lora())
+    model = schema.Model(path=str(tmp_path / "model"), dtype="float32", lora=schema.Lora(targets=("nowhere",)))
     config = make_run(tmp_path, name="mistaken", model=model)
     assert run_to_end(config, url, processes=2) != 0
-    told = [line for line in output(config).splitlines() if line.startswith("learner: model.lora")]
+    told = [line for line in output(config).splitlines() if line.startswith("learner: model.lora.targets")]
     assert len(told) == 1
     assert json.loads((config.folder / "error.json").read_text())["exit_code"] == 2
 

@@ -8,17 +8,28 @@ import subprocess
 import sys
 from pathlib import Path
 
+import peft
 import pytest
 import safetensors
 import safetensors.torch
 import torch
+import transformers
 
 from learner.distributed import World
+from learner.pretrained import load_model
 from learner.state import load_state
 from streamrl.weights.manifest import Manifest, decode_manifest
 from streamrl.weights.mirror import Mirror
 from streamrl.weights.stores import FileStore
-from tests.integration.learner_ranks import ALGORITHMS, NUM_STEPS, Rank, work
+from tests.integration.learner_ranks import (
+    ADAPTERS,
+    ALGORITHMS,
+    JOBS,
+    NUM_DOUBLE_STEPS,
+    NUM_STEPS,
+    Rank,
+    make_double_steps,
+)
 from tests.tiny_models import make_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,8 +41,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Results of one rank in out-1, made here, and of two in out-2, made under torchrun."""
     folder = tmp_path_factory.mktemp("ranks")
     make_model(folder / "model", hidden=32, tied=False)
-    work(folder, ALONE)
-    torchrun(2, str(folder))
+    for job in JOBS.values():
+        job(folder, ALONE)
+    torchrun(2, str(folder), *JOBS)
     return folder
 
 
@@ -53,6 +65,14 @@ def check_gradients(folder: Path, size: int) -> None:
     assert {name.partition("/")[0] for name in one} == set(ALGORITHMS)
     assert all(torch.isfinite(gradient).all() for gradient in one.values())
     torch.testing.assert_close(more, one, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_sharded_ranks_begin_with_the_bits_that_transformers_loads(folder: Path, size: int) -> None:
+    begun = safetensors.torch.load_file(folder / f"out-{size}" / "begin.safetensors")
+    whole = dict(load_model(str(folder / "model")).named_parameters())
+    assert begun.keys() == whole.keys()
+    assert all(torch.equal(begun[name], whole[name]) for name in whole)
 
 
 def weights(folder: Path, size: int) -> dict[str, torch.Tensor]:
@@ -109,7 +129,7 @@ def test_published_versions_are_the_weights_bit_for_bit(folder: Path, size: int,
 
 @pytest.mark.long
 def test_four_ranks_publish_bit_for_bit_too(folder: Path, tmp_path: Path) -> None:
-    torchrun(4, str(folder))
+    torchrun(4, str(folder), "work")
     check_published(folder, 4, tmp_path)
 
 
@@ -155,3 +175,63 @@ def test_a_checkpoint_of_two_ranks_goes_on_alone(folder: Path) -> None:
 def test_a_checkpoint_of_one_rank_goes_on_with_two(folder: Path) -> None:
     grown = safetensors.torch.load_file(folder / "out-2" / "grown.safetensors")
     torch.testing.assert_close(grown, weights(folder, 1), atol=1e-5, rtol=0)
+
+
+def test_in_float64_a_run_of_one_two_and_one_ranks_ends_within_1e_9_of_the_whole_one(folder: Path) -> None:
+    rank = Rank(folder, ALONE, dtype="float64")
+    load_state(folder / "double-2", rank.policy, rank.optimizer, ALONE)
+    make_double_steps(rank, 2 * NUM_DOUBLE_STEPS // 3, NUM_DOUBLE_STEPS)
+    whole, ours = safetensors.torch.load_file(folder / "double.safetensors"), rank.weights()
+    assert {tensor.dtype for tensor in ours.values()} == {torch.float64}
+    torch.testing.assert_close(ours, whole, atol=1e-9, rtol=0)
+
+
+def adapted(folder: Path, size: int, what: str) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(folder / f"out-{size}" / "adapters" / f"{what}.safetensors")
+
+
+def test_adapters_begin_alike_on_any_number_of_ranks(folder: Path) -> None:
+    one, two = (adapted(folder, size, "begin") for size in (1, 2))
+    assert all(torch.equal(two[name], one[name]) for name in one)
+
+
+def test_two_ranks_train_the_adapters_that_one_trains(folder: Path) -> None:
+    one, two = (adapted(folder, size, "merged") for size in (1, 2))
+    torch.testing.assert_close(two, one, atol=1e-5, rtol=0)
+    base = load_model(str(folder / "model")).state_dict()
+    moved = {name for name in one if not torch.allclose(one[name], base[name], atol=1e-3)}
+    assert {name.split(".")[-2] for name in moved} == set(ADAPTERS.targets)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_adapters_go_on_from_a_checkpoint_as_if_nothing_had_been(folder: Path, size: int) -> None:
+    resumed, after = adapted(folder, size, "resumed"), adapted(folder, size, "after")
+    assert all(torch.equal(resumed[name], after[name]) for name in after)
+
+
+def test_adapters_of_one_rank_go_on_with_two(folder: Path) -> None:
+    torch.testing.assert_close(adapted(folder, 2, "changed"), adapted(folder, 1, "after"), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_workers_are_served_base_and_adapters_merged_as_they_are_exported(
+    folder: Path, size: int, tmp_path: Path
+) -> None:
+    out = folder / f"out-{size}"
+    mirror = Mirror(tmp_path)
+    paths = sorted((out / "adapters").glob("manifest-*"), key=lambda path: int(path.name.split("-")[1]))
+    for path in paths:
+        mirror.apply(decode_manifest(path.read_bytes()), FileStore(out / "adapters" / "blobs"))
+    merged, served = adapted(folder, size, "merged"), safetensors.torch.load_file(mirror.path)
+    exported = safetensors.torch.load_file(out / "run" / "export" / "model.safetensors")
+    assert served.keys() == merged.keys() == exported.keys()
+    assert all(torch.equal(served[name], merged[name]) for name in merged)
+    assert all(torch.equal(exported[name], merged[name]) for name in merged)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_exported_adapters_on_the_base_are_the_merged_model(folder: Path, size: int) -> None:
+    out = folder / f"out-{size}"
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, out / "run" / "export" / "adapter").merge_and_unload()
+    torch.testing.assert_close(dict(model.named_parameters()), adapted(folder, size, "merged"), atol=1e-6, rtol=0)

@@ -11,9 +11,10 @@ from torch import nn
 from learner.distributed import World
 from learner.export import export
 from learner.lora import merged_parameters, without_adapters
-from learner.model import Policy, evaluating, load_model, load_policy, probe, read_speech
+from learner.model import Policy, evaluating, load_policy, probe, read_speech
 from learner.optim import make_optimizer
 from learner.packing import MicroBatch, pack
+from learner.pretrained import load_model
 from learner.state import load_state, save_state
 from streamrl.config import schema
 from streamrl.errors import ConfigError
@@ -33,6 +34,7 @@ def config(tmp_path: Path) -> schema.Config:
 @pytest.fixture
 def policy(config: schema.Config) -> Policy:
     """With adapters that do something."""
+    torch.manual_seed(0)
     policy = load_policy(config, ALONE, (1,))
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
@@ -103,4 +105,12 @@ def test_targets_that_the_model_does_not_have_are_named(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model")
     model = schema.Model(path=str(folder), dtype="float32", lora=schema.Lora(targets=("c_attn",)))
     with pytest.raises(ConfigError, match=r"model\.lora\.targets: .*c_attn"):
+        load_policy(learner_config(folder, model=model), ALONE, (1,))
+
+
+@pytest.mark.parametrize(("target", "tied"), [("lm_head", False), ("embed_tokens", True)])
+def test_an_adapter_on_the_head_is_refused(tmp_path: Path, target: str, tied: bool) -> None:
+    folder = make_model(tmp_path / "model", tied=tied)
+    model = schema.Model(path=str(folder), dtype="float32", lora=schema.Lora(targets=("q_proj", target)))
+    with pytest.raises(ConfigError, match=rf"model\.lora\.targets: .*{target} is the output projection or tied"):
         load_policy(learner_config(folder, model=model), ALONE, (1,))

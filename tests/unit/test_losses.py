@@ -15,8 +15,9 @@ from learner.algorithms.kl import k1, k2, k3
 from learner.distributed import World
 from learner.gradients import Gradients
 from learner.logprobs import Head
-from learner.model import Policy, load_model, load_policy
+from learner.model import Policy, load_policy
 from learner.packing import MicroBatch
+from learner.pretrained import load_model
 from learner.tally import Tally
 from streamrl.config import schema
 from streamrl.wire.group import Group

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.logprobs import Head
-from learner.model import Policy, check_packing, load_model
+from learner.model import Policy, check_packing
 from learner.packing import MicroBatch, Piece, Shape, empty_micro_batch, pack
+from learner.pretrained import load_model
 from streamrl.errors import DataError
 from tests.tiny_models import Architecture, make_model, response_logprobs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,9 @@ import torch
 from learner.algorithms import make_algorithm
 from learner.distributed import World
 from learner.gradients import Gradients, Reference
-from learner.lora import without_adapters
-from learner.model import evaluating, load_policy, load_reference
+from learner.model import load_policy, load_reference
 from learner.optim import make_optimizer, update
-from learner.packing import MicroBatch
+from learner.reference import asking, make_reference
 from learner.state import load_state, save_state
 from learner.tally import Tally
 from streamrl.config import schema
@@ -28,19 +28,17 @@ RS: dict[str, Any] = {"name": "rejection_sampling"}
 class Run:
     """A policy that learns, from the model or from a checkpoint; with adapters the base is its reference."""
 
-    def __init__(self, folder: Path, *, lora: bool = False, algorithm: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, lora: bool = False, on_host: bool = False, algorithm: dict[str, Any] | None = None
+    ) -> None:
         adapters = schema.Lora(rank=4) if lora else None
         model = schema.Model(path=str(folder), dtype="float32", lora=adapters)
         self.config = learner_config(folder, model=model, algorithm=schema.Algorithm(**(algorithm or {})))
         torch.manual_seed(0)
         self.policy = load_policy(self.config, ALONE, (1,))
         self.optimizer = make_optimizer(self.policy, self.config.optimizer)
-        self.frozen = self.policy if lora else load_reference(self.config, ALONE, (1,))
-
-    def ask(self, batch: MicroBatch) -> torch.Tensor:
-        with evaluating(self.frozen), without_adapters(self.frozen):
-            logp: torch.Tensor = self.frozen(batch).logp
-        return logp
+        frozen = load_reference(self.config, ALONE, (1,), on_host=True) if on_host else None
+        self.ask = asking(frozen) if frozen else make_reference(self.config, ALONE, (1,), self.policy)
 
     def step(self, number: int) -> None:
         gradients = self.gradients(self.ask)
@@ -78,18 +76,36 @@ def saved(run: Run, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "adapters"])
-def test_steps_and_a_resume_do_not_move_the_reference_by_a_bit(folder: Path, tmp_path: Path, lora: bool) -> None:
-    run = Run(folder, lora=lora)
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    """What is sharded, if only over one rank, leaves a process group behind."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("kind", [{}, {"lora": True}, {"on_host": True}], ids=["all weights", "adapters", "on host"])
+def test_steps_and_a_resume_do_not_move_the_reference_by_a_bit(
+    folder: Path, tmp_path: Path, kind: dict[str, bool]
+) -> None:
+    run = Run(folder, **kind)
     before, start = run.reference_logprobs(), run.weights()
     for number in range(3):
         run.step(number)
     assert any(not torch.equal(now, start[name]) for name, now in run.weights().items()), "the policy did move"
-    resumed = Run(folder, lora=lora)
+    resumed = Run(folder, **kind)
     load_state(saved(run, tmp_path / "checkpoint"), resumed.policy, resumed.optimizer, ALONE)
     resumed.step(3)
     for after in (run.reference_logprobs(), resumed.reference_logprobs()):
         assert all(torch.equal(now, old) for now, old in zip(after, before, strict=True))
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_reference_that_waits_on_the_host_says_the_same_to_the_bit(folder: Path) -> None:
+    here, there = Run(folder), Run(folder, on_host=True)
+    both = zip(here.reference_logprobs(), there.reference_logprobs(), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in both)
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["all weights", "adapters"])

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from learner.lora import inject_adapters
-from learner.model import load_model
 from learner.packing import Piece
+from learner.pretrained import load_model
 from learner.work import Effort, peak_flops
 from streamrl.config import schema
 from tests.tiny_models import make_model
@@ -41,7 +41,7 @@ def test_a_models_effort_is_six_times_its_matrices_and_less_when_adapters_train(
     assert effort.layers == 6 * 2 * layer
     assert effort.head == 6 * model.get_output_embeddings().weight.numel()
     assert effort.attended == 12 * 2 * 32
-    inject_adapters(model, schema.Lora(rank=4, targets=("q_proj",)))
+    inject_adapters(model, schema.Lora(rank=4, targets=("q_proj",)), torch.device("cpu"))
     adapter = 2 * (32 * 4 + 4 * 32)
     adapted = Effort.of(model)
     assert adapted.layers == 4 * (2 * layer + adapter) + 2 * adapter

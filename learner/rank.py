@@ -1,0 +1,127 @@
+"""One rank at work: what it was given, and its way from the Start that all were told to the end of the loop.
+
+Start ─► restore ─► loop ─► how it ended
+
+The same for a live run (`learner.assemble`) and for a replay (`learner.replay`), which bring their own stream,
+conductor and publisher.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from dataclasses import dataclass
+
+from learner.algorithms import make_algorithm
+from learner.checkpoint import CheckpointRoot
+from learner.conductor import Conductor
+from learner.data import PromptSet
+from learner.distributed import World
+from learner.epochs import CheckpointName
+from learner.gradients import Gradients
+from learner.loop import Loop, Parts
+from learner.model import Policy, Speech
+from learner.optim import make_optimizer
+from learner.publish import Publisher
+from learner.record import Timers
+from learner.reference import make_reference
+from learner.replayed import Unpublished
+from learner.save import Saver
+from learner.start import Start
+from learner.state import load_state
+from learner.watchdog import Watchdog
+from streamrl.config import schema
+from streamrl.telemetry.progress import Progress
+from streamrl.transport.seam import GroupStream
+from streamrl.transport.types import RunState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What this rank was given to work with."""
+
+    config: schema.Config
+    world: World
+    speech: Speech
+    progress: Progress
+    watchdog: Watchdog
+    timers: Timers
+    stop: threading.Event  # a signal asked us to end
+
+
+def stall_limit_s(config: schema.Config) -> float:
+    """Without a round of the loop for so long a rank ends itself: longer than Redis may be away, twice over."""
+    return 60 + 2 * config.redis.give_up_after_s
+
+
+def read_prompts_of(config: schema.Config, speech: Speech) -> tuple[PromptSet, PromptSet | None]:
+    data, seed, validation = config.data, config.seed, config.data.validation
+    train = PromptSet.load_train(tokenizer=speech.tokenizer, data=data, seed=seed)
+    if validation is None:
+        return train, None
+    key = "data.validation"
+    return train, PromptSet.load(validation, tokenizer=speech.tokenizer, data=data, seed=seed, key=key)
+
+
+def work(
+    around: Surroundings,
+    policy: Policy,
+    start: Start,
+    *,
+    conductor: Conductor | None,
+    stream: GroupStream,
+    publisher: Publisher | Unpublished,
+) -> RunState:
+    """Every rank: restore, then the loop."""
+    optimizer = make_optimizer(policy, around.config.optimizer)
+    checkpoints = CheckpointRoot(around.config.folder)
+    if start.checkpoint is not None:
+        name = CheckpointName.parse(start.checkpoint)
+        assert name is not None, f"{start.checkpoint} is a checkpoint's name"
+        load_state(checkpoints.open(name).folder, policy, optimizer, around.world)
+    loop = Loop(
+        Parts(
+            config=around.config,
+            world=around.world,
+            start=start,
+            stream=stream,
+            policy=policy,
+            optimizer=optimizer,
+            gradients=_make_gradients(around, policy),
+            publisher=publisher,
+            saver=Saver(
+                policy=policy,
+                optimizer=optimizer,
+                world=around.world,
+                checkpoints=checkpoints,
+                conductor=conductor,
+                epoch=start.epoch,
+            ),
+            conductor=conductor,
+            speech=around.speech,
+            progress=around.progress,
+            timers=around.timers,
+            watchdog=around.watchdog,
+        )
+    )
+    # What is here stays. The collector would look through all of it again after every few thousand groups.
+    gc.collect()
+    gc.freeze()
+    with around.watchdog.watching(), publisher.working():
+        state = loop.run()
+    around.progress.stopping()
+    return state
+
+
+def _make_gradients(around: Surroundings, policy: Policy) -> Gradients:
+    config, world = around.config, around.world
+    algorithm = make_algorithm(config.algorithm)
+    asked = algorithm.needs_reference
+    return Gradients(
+        policy=policy,
+        reference=make_reference(config, world, around.speech.end_ids, policy) if asked else None,
+        algorithm=algorithm,
+        config=config,
+        world=world,
+        beat=around.watchdog.beat,
+    )

@@ -1,0 +1,125 @@
+"""A model read row by row from its files is, bit for bit, the one that transformers loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from torch import nn
+
+from learner.distributed import World
+from learner.model import load_policy, load_reference
+from learner.pretrained import begin_model, load_model
+from streamrl.config import schema
+from tests.learner_cases import learner_config
+from tests.tiny_models import make_model
+
+CPU = torch.device("cpu")
+ALONE = World(rank=0, size=1, device=CPU)
+
+
+def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers under all their names."""
+    found = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    return {name: tensor.detach() for name, tensor in found.items()}
+
+
+def read(folder: Path) -> transformers.PreTrainedModel:
+    """Row by row; it must not have been loaded whole."""
+    model, weights = begin_model(str(folder), attention="sdpa", device=CPU)
+    assert weights.sources
+    assert all(parameter.is_meta for parameter in model.parameters())
+    policy = load_policy(learner_config(folder), ALONE, (1,))
+    return policy.model
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Path:
+    path = folder / "model.safetensors"
+    safetensors.torch.save_file(change(safetensors.torch.load_file(path)), path, metadata={"format": "pt"})
+    return folder
+
+
+def in_many_files(folder: Path) -> Path:
+    model = load_model(str(folder))
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="20KB")
+    assert len(list(folder.glob("model-*.safetensors"))) > 3
+    return folder
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("architecture", ["qwen2", "llama"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_and_computed_buffers_are_those_that_transformers_loads(
+    tmp_path: Path, tied: bool, architecture: str, dtype: torch.dtype
+) -> None:
+    folder = make_model(tmp_path, architecture=architecture, tied=tied, dtype=dtype)
+    whole, ours = load_model(str(folder)), read(folder)
+    expected, found = tensors(whole), tensors(ours)
+    assert found.keys() == expected.keys()
+    assert "model.rotary_emb.inv_freq" in found
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert all(found[name].dtype == expected[name].dtype for name in expected)
+    assert (ours.get_output_embeddings().weight is ours.get_input_embeddings().weight) == tied
+
+
+def test_weights_in_many_files_are_found_by_their_index(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, tied=False)
+    expected = tensors(load_model(str(folder)))
+    found = tensors(read(in_many_files(folder)))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_tied_embedding_may_lie_under_the_name_of_the_head(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, tied=True)
+    expected = tensors(load_model(str(folder)))
+    rewrite(folder, lambda held: {"lm_head.weight": held.pop("model.embed_tokens.weight"), **held})
+    found = tensors(read(folder))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda held: {name.replace("norm.weight", "norm.gamma"): tensor for name, tensor in held.items()},
+        lambda held: {**held, "lm_head.weight": held["model.embed_tokens.weight"].clone()},
+        lambda held: {**held, "model.norm.weight": held["model.norm.weight"].to(torch.float8_e4m3fn)},
+    ],
+    ids=["other names", "tied tensors twice", "no plain numbers"],
+)
+def test_what_transformers_would_convert_is_left_to_transformers(
+    tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+) -> None:
+    folder = rewrite(make_model(tmp_path, tied=True), change)
+    model, weights = begin_model(str(folder), attention="sdpa", device=CPU)
+    assert not weights.sources
+    expected, found = tensors(load_model(str(folder))), tensors(model)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_adapters_begin_alike_whichever_way_their_base_is_loaded(tmp_path: Path) -> None:
+    plain, odd = make_model(tmp_path / "plain"), make_model(tmp_path / "odd")
+    rewrite(odd, lambda held: {**held, "lm_head.weight": held["model.embed_tokens.weight"].clone()})
+    found = []
+    for folder in (plain, odd):
+        torch.manual_seed(5)
+        model = schema.Model(path=str(folder), dtype="float32", lora=schema.Lora(rank=4))
+        found.append(tensors(load_policy(learner_config(folder, model=model), ALONE, (1,)).model))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[1])
+    first = found[0]["model.layers.0.self_attn.q_proj.lora_A.default.weight"]
+    assert first.std() > 0
+    assert not found[0]["model.layers.0.self_attn.q_proj.lora_B.default.weight"].any()
+
+
+def test_a_bfloat16_reference_rotates_like_the_policy(tmp_path: Path) -> None:
+    folder = make_model(tmp_path)
+    config = learner_config(folder, model=schema.Model(path=str(folder), dtype="bfloat16"))
+    reference, policy = load_reference(config, ALONE, (1,)), load_policy(config, ALONE, (1,))
+    assert {parameter.dtype for parameter in reference.parameters()} == {torch.bfloat16}
+    for (name, ours), (_, theirs) in zip(reference.named_buffers(), policy.named_buffers(), strict=True):
+        assert ours.dtype == torch.float32, name
+        assert torch.equal(ours, theirs), name
