@@ -1,0 +1,124 @@
+"""The objective written down plainly, in float64: one sequence at a time, sharing no code with the learner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from learner.model import Policy
+from streamrl.config import schema
+from streamrl.wire.group import Group, Sample
+
+
+def plain_logprobs(policy: Policy, group: Group, tokens: Sequence[int]) -> torch.Tensor:
+    prompt = group.prompt_ids.tolist()
+    ids = torch.tensor([prompt + list(tokens)])
+    logits = policy.model(input_ids=ids).logits[0, len(prompt) - 1 : -1].clone()
+    logits[0, 1] = -torch.inf  # min_tokens = 1: no end at once
+    return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+
+
+def coefficients(
+    logpi: torch.Tensor, logmu: torch.Tensor, advantage: torch.Tensor, settings: schema.Algorithm
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of one response, in the first pass (pi_p = pi): the loss of each token is (value), its gradient is
+    -(slope) A d log pi, and the KL in the loss weighs (weight)."""
+    r = torch.exp(logpi.detach() - logmu)
+    g = torch.exp((logpi.detach() - logmu).mean()).expand(len(r))
+    zero, one = torch.zeros_like(r), torch.ones_like(r)
+    c = settings.ratio_clamp or {"tis": 2.0}.get(settings.correction, 5.0)
+    usual = {"icepop": (0.5, 5.0), "sequence_mask": (0.99, 1.01), "gspo": (1 - 3e-4, 1 + 4e-4)}
+    low, high = settings.ratio_bounds or usual.get(settings.correction, (0.8, 1.2))
+    capped = torch.where(r > c, c * one, r)
+    if settings.correction in ("truncated", "tis", "decoupled"):
+        return -capped * advantage * (logpi.detach() if settings.correction != "decoupled" else 1), capped, capped
+    if settings.correction in ("icepop", "sequence_mask"):
+        judged, kept = (r, r) if settings.correction == "icepop" else (g, capped)
+        slope = torch.where((judged >= low) & (judged <= high), kept, zero)
+        return -slope * advantage * logpi.detach(), slope, slope
+    if settings.correction in ("gspo", "ppo"):
+        q = g if settings.correction == "gspo" else r
+        bounded = torch.where(q < low, low * one, torch.where(q > high, high * one, q))
+        free = (q * advantage) <= (bounded * advantage)
+        return -torch.where(free, q, bounded) * advantage, torch.where(free, q, zero), bounded
+    return -advantage * logpi.detach(), one, one
+
+
+def may_teach(sample: Sample, settings: schema.Algorithm) -> bool:
+    return sample.finish_reason == "stop" or not settings.mask_unfinished
+
+
+def moments(values: Sequence[float]) -> tuple[float, float]:
+    return float(np.mean(values)), float(np.std(values)) + 1e-6
+
+
+def plain_advantages(
+    groups: Sequence[Group], costs: list[list[float]], settings: schema.Algorithm
+) -> list[list[float]]:
+    """Of samples that may teach; 0 for the others, which have no loss."""
+    found: list[list[float]] = []
+    for group, cost in zip(groups, costs, strict=True):
+        rewards = [s.reward - c for s, c in zip(group.samples, cost, strict=True)]
+        ends = [may_teach(s, settings) for s in group.samples]
+        usable = [r for r, end in zip(rewards, ends, strict=True) if end]
+        std = float(np.std(usable, ddof=1)) + 1e-6 if settings.scale_by_std and len(usable) > 1 else 1.0
+        found.append(
+            [
+                (r - (sum(usable) - r) / (len(usable) - 1)) / std if end and len(usable) > 1 else 0.0
+                for r, end in zip(rewards, ends, strict=True)
+            ]
+        )
+    if settings.normalize_batch:
+        trained = [
+            a
+            for group, of_group in zip(groups, found, strict=True)
+            for s, a in zip(group.samples, of_group, strict=True)
+            if may_teach(s, settings)
+        ]
+        mean, std = moments(trained)
+        found = [[(a - mean) / std for a in of_group] for of_group in found]
+    return found
+
+
+def plain_loss(
+    policy: Policy, reference: Policy, groups: Sequence[Group], settings: schema.Algorithm
+) -> tuple[float, torch.Tensor]:
+    """The formulas of the docstrings: the loss, and what has its gradient."""
+    beta = settings.kl.coefficient
+    logpi = [[plain_logprobs(policy, g, s.token_ids.tolist()) for s in g.samples] for g in groups]
+    with torch.no_grad():
+        logref = [[plain_logprobs(reference, g, s.token_ids.tolist()) for s in g.samples] for g in groups]
+    logmu = [[torch.from_numpy(s.logprobs.copy()).double() for s in g.samples] for g in groups]
+    in_reward = beta if settings.kl.placement == "reward" else 0.0
+    costs = [
+        [
+            in_reward * float((abs(m - f) if settings.kl.absolute else m - f).mean())
+            for m, f in zip(*of_group, strict=True)
+        ]
+        for of_group in zip(logmu, logref, strict=True)
+    ]
+    advantages = plain_advantages(groups, costs, settings)
+    values: list[float] = []
+    slopes: list[torch.Tensor] = []
+    num_tokens = 0
+    for g, group in enumerate(groups):
+        for i, sample in enumerate(group.samples):
+            if not may_teach(sample, settings):
+                continue
+            length = len(sample.token_ids)
+            to_go = torch.arange(length - 1, -1, -1, dtype=torch.float64)
+            advantage = advantages[g][i] * settings.discount_factor**to_go
+            value, slope, weight = coefficients(logpi[g][i], logmu[g][i], advantage, settings)
+            gradient = -slope * advantage * logpi[g][i]
+            if settings.kl.placement == "loss":
+                d = logpi[g][i] - logref[g][i]
+                kl = beta * weight * (0.5 * d**2 if settings.kl.estimator == "k2" else torch.exp(-d) - 1 + d)
+                value, gradient = value + kl.detach(), gradient + kl
+            num_tokens += length
+            by_sequence = settings.loss_mean == "sequence"
+            values.append(float(value.mean() if by_sequence else value.sum()))
+            slopes.append(gradient.mean() if by_sequence else gradient.sum())
+    count = sum(len(group.samples) for group in groups) if settings.loss_mean == "sequence" else num_tokens
+    return sum(values) / count, torch.stack(slopes).sum() / count
