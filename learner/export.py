@@ -9,10 +9,11 @@ from typing import Protocol
 
 import torch
 
+from learner.attention import MASKED
 from learner.distributed import World
 from learner.lora import adapter_parameters, merged_parameters, save_adapters
 from learner.model import Policy
-from learner.pretrained import load_model
+from learner.pretrained import begin_model
 from learner.tensors import whole
 from streamrl.config import schema
 
@@ -37,11 +38,15 @@ def export(policy: Policy, tokenizer: Tokenizer, config: schema.Config, world: W
         temporary = folder.with_name("export.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         # A fresh model of the same kind knows its ties and its file layout; ours is sharded and may carry adapters.
-        model = load_model(config.model.path).to(dtype)
+        model, unread = begin_model(config.model.path, attention=MASKED, device=torch.device("cpu"))
+        model.to(dtype)
         missing = set(weights) ^ {name for name, _ in model.named_parameters()}
         assert not missing, f"names of the trained and of the original model differ: {sorted(missing)}"
-        model.load_state_dict(weights, strict=False)
-        model.save_pretrained(temporary)
+        if unread.sources:
+            model.save_pretrained(temporary, state_dict=weights)
+        else:
+            model.load_state_dict(weights, strict=False)
+            model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         if config.model.lora is not None:
             save_adapters(adapters, config.model.lora, temporary / ADAPTER, base=config.model.path)

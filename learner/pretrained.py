@@ -14,8 +14,8 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import structlog
@@ -49,16 +49,16 @@ class Weights:
     sources: Mapping[str, Source]  # by the model's own name, before adapters
 
     def fill(self, model: nn.Module) -> None:
-        """Read what this rank holds; adapters and computed buffers stay as they are."""
+        """Read what this rank holds; adapters stay as they are."""
         with torch.no_grad():
-            for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+            for name, parameter in model.named_parameters():
                 source = self.sources.get(base_name(name))
                 if source is not None:
-                    _read(source, tensor)
+                    _read(source, parameter)
 
 
-def _read(source: Source, tensor: torch.Tensor) -> None:
-    first, rows = held_rows(tensor)
+def _read(source: Source, parameter: torch.Tensor) -> None:
+    first, rows = held_rows(parameter)
     # Opened for each tensor: pages of a file count as this process's memory for as long as it is open.
     with safe_open(source.path, framework="pt") as file:
         rows.copy_(file.get_slice(source.name)[first : first + len(rows)])
@@ -84,16 +84,18 @@ def _match(model: transformers.PreTrainedModel, path: str) -> dict[str, Source]:
     if get_model_conversion_mapping(model, add_legacy=False):
         raise _Unlike(f"{type(model).__name__} is converted when it is loaded")
     found = _sources(path)
-    names = defaultdict(list)  # all that a tensor is called by: a tied head is the embedding too
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        names[tensor].append(name)
+    names = defaultdict(list)  # all that a parameter is called by: a tied head is the embedding too
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+    if others := set(model.state_dict()) - {name for called in names.values() for name in called}:
+        raise _Unlike(f"{min(others)} is no parameter")
     matched = {}
-    for tensor, called in names.items():
+    for parameter, called in names.items():
         held = [found[name] for name in called if name in found]
         if len(held) != 1:
             raise _Unlike(f"the files hold {called[0]} {len(held)} times")
         [(source, dtype, shape)] = held
-        if dtype not in _NUMBERS or not shape or shape != tuple(tensor.shape):  # a scalar has no rows
+        if dtype not in _NUMBERS or not shape or shape != tuple(parameter.shape):  # a scalar has no rows
             raise _Unlike(f"{source.name} is {dtype} {shape} in the files")
         matched[called[0]] = source
     return matched
@@ -131,6 +133,8 @@ def _build(path: str, attention: str) -> transformers.PreTrainedModel:
         raise unusable(path, "be loaded as a causal language model", error) from error
     _move_buffers(model, lambda buffer: torch.empty_like(buffer, device="cpu"))
     model.initialize_weights()  # of what has memory by now
+    with suppress(OSError):  # a model need not bring one
+        model.generation_config = transformers.GenerationConfig.from_pretrained(path)
     return _with_usable_head(model, path)
 
 

@@ -92,12 +92,8 @@ def test_validation_frames_the_run_and_shows_samples(whole: schema.Config) -> No
 def test_the_export_is_what_workers_were_served_and_plain_transformers_loads_it(
     whole: schema.Config, client: redis.Redis, tmp_path: Path
 ) -> None:
-    keys = Keys(whole.name)
-    kept = {int(version): decode_manifest(data) for version, data in client.hgetall(keys.manifests).items()}
-    mirror = Mirror(tmp_path)
-    mirror.apply_path(catch_up(0, kept[max(kept)], kept.get), open_store("redis:", client, keys))
-    assert kept[max(kept)].step == 6
-    served = safetensors.torch.load_file(mirror.path)
+    served, step = served_weights(whole, client, tmp_path)
+    assert step == 6
     exported = exported_weights(whole)
     assert all(torch.equal(served[name], exported[name]) for name in exported)
     model = transformers.AutoModelForCausalLM.from_pretrained(whole.folder / "export", dtype=torch.float32)
@@ -141,6 +137,22 @@ def test_a_mistake_under_torchrun_is_told_once_and_not_tried_again(url: str, tmp
     assert json.loads((config.folder / "error.json").read_text())["exit_code"] == 2
 
 
+@pytest.mark.long
+def test_adapters_train_on_two_ranks_and_workers_are_served_what_is_exported(
+    url: str, tmp_path: Path, client: redis.Redis
+) -> None:
+    model = schema.Model(path=str(tmp_path / "model"), dtype="float32", lora=schema.Lora(rank=3))
+    config = make_run(tmp_path, name="adapters", model=model)
+    with made_up_worker(config, url):
+        assert run_to_end(config, url, processes=2) == 0, output(config)
+    assert steps(config) == [1, 2, 3, 4, 5, 6]
+    served, _ = served_weights(config, client, tmp_path / "served")
+    exported = exported_weights(config)
+    assert all(torch.equal(served[name], exported[name]) for name in exported)
+    adapters = safetensors.torch.load_file(config.folder / "export" / "adapter" / "adapter_model.safetensors")
+    assert any(tensor.any() for name, tensor in adapters.items() if "lora_B" in name)
+
+
 def run_to_end(config: schema.Config, url: str, *, processes: int = 0) -> int:
     with running_learner(config, url, processes=processes) as process:
         return process.wait(PATIENCE_S)
@@ -164,6 +176,15 @@ def steps(config: schema.Config) -> list[int]:
 
 def exported_weights(config: schema.Config) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(config.folder / "export" / "model.safetensors")
+
+
+def served_weights(config: schema.Config, client: redis.Redis, folder: Path) -> tuple[dict[str, torch.Tensor], int]:
+    """(what a worker that comes now would serve, its step)"""
+    keys = Keys(config.name)
+    kept = {int(version): decode_manifest(data) for version, data in client.hgetall(keys.manifests).items()}
+    mirror = Mirror(folder)
+    mirror.apply_path(catch_up(0, kept[max(kept)], kept.get), open_store("redis:", client, keys))
+    return safetensors.torch.load_file(mirror.path), kept[max(kept)].step
 
 
 def last_checkpoint(config: schema.Config) -> Mapping[str, Any]:

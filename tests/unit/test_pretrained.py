@@ -12,11 +12,12 @@ import transformers
 from torch import nn
 
 from learner.distributed import World
+from learner.export import export
 from learner.model import load_policy, load_reference
 from learner.pretrained import begin_model, load_model
 from streamrl.config import schema
 from tests.learner_cases import learner_config
-from tests.tiny_models import make_model
+from tests.tiny_models import make_model, make_tokenizer
 
 CPU = torch.device("cpu")
 ALONE = World(rank=0, size=1, device=CPU)
@@ -123,3 +124,27 @@ def test_a_bfloat16_reference_rotates_like_the_policy(tmp_path: Path) -> None:
     for (name, ours), (_, theirs) in zip(reference.named_buffers(), policy.named_buffers(), strict=True):
         assert ours.dtype == torch.float32, name
         assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize(
+    ("tied", "twice"), [(True, False), (False, False), (True, True)], ids=["tied", "untied", "tied, and loaded whole"]
+)
+def test_an_export_is_to_the_byte_what_transformers_saves_of_the_trained_model(
+    tmp_path: Path, tied: bool, twice: bool
+) -> None:
+    folder = make_model(tmp_path / "model", tied=tied, dtype=torch.bfloat16)
+    transformers.GenerationConfig(temperature=0.7, do_sample=True, eos_token_id=[1, 2]).save_pretrained(folder)
+    if twice:
+        rewrite(folder, lambda held: {**held, "lm_head.weight": held["model.embed_tokens.weight"].clone()})
+    config = learner_config(folder, dir=tmp_path, weights=schema.Weights(dtype="bfloat16"))
+    policy = load_policy(config, ALONE, (1,))
+    model = load_model(str(folder))
+    with torch.no_grad():
+        for parameter in (*policy.parameters(), *model.parameters()):
+            parameter += 0.25
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "expected")
+    exported = export(policy, make_tokenizer(), config, ALONE)
+    names = {path.name for path in (tmp_path / "expected").iterdir()}
+    assert {"config.json", "generation_config.json", "model.safetensors"} <= names
+    for name in names:
+        assert (exported / name).read_bytes() == (tmp_path / "expected" / name).read_bytes(), name
