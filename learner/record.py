@@ -11,8 +11,10 @@ epoch, counts. Only rank 0 records. A disk or a Redis that fails here never stop
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -72,9 +74,13 @@ class Recorder:
         self._append("validation.jsonl", {"epoch": self._epoch, "at": time.time(), **record})
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        line = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
         try:
-            with (self._folder / name).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+            with (self._folder / name).open("ab", buffering=0) as file:
+                begin = file.seek(0, os.SEEK_END)
+                if file.write(line) < len(line):  # the disk is full from here on: half a line would spoil the next, too
+                    file.truncate(begin)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             log.warning("record not written", file=name, error=str(error))
 

@@ -3,14 +3,16 @@
     lease ─► durable epoch ─► checkpoint to go on from ─► claim in Redis ─► Start, broadcast as JSON
 
 The lease comes first, so that a learner that is not admitted leaves no trace. Blocks in waiting for the lease, at most
-twice its length, and on Redis and the disk.
+twice its length, on Redis and the disk, and while that is full: as long as Redis may be away.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 
 REPLAY = "replay.json"  # in the folder of a run that learns from a recording: which one
 _CANARY_TOKENS = 16
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_ROOM_EVERY_S = 1.0
 _NO_RUN_IDS = ("", "none")  # torchrun's words for not having been given one
 
 log = structlog.get_logger(__name__)
@@ -115,7 +119,8 @@ def admit(
     # However long it took to get here: another may have waited for our lease to end.
     still_ours = partial(await_lease, client, keys, holder=holder, lease_s=config.learner.lease_s, wait_s=0.0)
     known = partial(known_epoch, client, keys, give_up_after_s=config.redis.give_up_after_s)
-    claimed = claim_folder(config, prompts, confirm=still_ours, known=known)
+    claim = partial(claim_folder, config, prompts, confirm=still_ours, known=known)
+    claimed = once_there_is_room(claim, patience_s=config.redis.give_up_after_s, check=keeper.check)
     epoch = claimed.epoch.number
     stream = LearnerStream(
         client,
@@ -161,6 +166,27 @@ def claim_folder(
             "gives now: tickets would mean other prompts"
         )
     return Claimed(run_uid=run_uid, epoch=epoch, checkpoints=root, checkpoint=checkpoint)
+
+
+def once_there_is_room(
+    claim: Callable[[], Claimed],
+    *,
+    patience_s: float,
+    check: Callable[[], None],  # raises when there is no more use in waiting
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Claimed:
+    """A full disk is given room by others. Restarts would not bring it, and there are only so many of them."""
+    deadline = clock() + patience_s
+    while True:
+        check()
+        try:
+            return claim()
+        except OSError as error:
+            if error.errno not in _FULL or clock() > deadline:
+                raise
+            log.warning("no room to begin", error=str(error))
+        sleep(_ROOM_EVERY_S)
 
 
 def make_start(
