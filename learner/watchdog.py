@@ -3,6 +3,11 @@
 A collective that never returns, a file system that hangs: none of them raises. The watchdog is a thread, so it runs
 while the loop is stuck; it only ends the process, since a stuck thread cannot be reasoned with. A rank that is stopped
 altogether has its guardian (`learner.guardian`).
+
+    anywhere         the limit: longer than Redis may be away, for a rank waits in a collective while another one waits
+                     for Redis
+    while computing  nothing but ranks is waited for, and a micro-batch is much like another: many times the longest
+                     that was seen, once some were seen, though never less than a minute
 """
 
 from __future__ import annotations
@@ -19,6 +24,9 @@ from typing import NoReturn
 from learner.companion import companion
 
 EXIT_STALLED = 75
+_LEAST_S = 60.0
+_TIMES_THE_LONGEST = 20
+_ENOUGH_SEEN = 10  # micro-batches; the first ones take longer
 
 
 class Watchdog:
@@ -33,11 +41,28 @@ class Watchdog:
         self._limit_s, self._check_every_s, self._clock = limit_s, check_every_s, clock
         self._on_stall = on_stall or _end_process
         self._last = clock()
+        self._computing = False
+        self._num_seen, self._longest_s = 0, 0.0  # of what lies between two beats while computing
         self._stopped = threading.Event()
 
     def beat(self) -> None:
         """The loop got on: to be called at every round and between long phases."""
-        self._last = self._clock()
+        now = self._clock()
+        if self._computing:
+            self._num_seen += 1
+            self._longest_s = max(self._longest_s, now - self._last)
+        self._last = now
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Inside, this rank waits for nobody but its peers, who do the same; it beats after each micro-batch."""
+        self.beat()
+        self._computing = True
+        try:
+            yield
+        finally:
+            self.beat()
+            self._computing = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -48,9 +73,15 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._stopped.wait(self._check_every_s):
             stalled_s = self._clock() - self._last
-            if stalled_s > self._limit_s:
+            if stalled_s > self._bound_s:
                 self._on_stall(f"no round of the loop for {stalled_s:.0f} s: ending this rank, to be restarted")
                 return
+
+    @property
+    def _bound_s(self) -> float:
+        if not self._computing or self._num_seen < _ENOUGH_SEEN:
+            return self._limit_s
+        return min(self._limit_s, max(_LEAST_S, _TIMES_THE_LONGEST * self._longest_s))
 
 
 def _end_process(reason: str) -> NoReturn:

@@ -28,6 +28,41 @@ def test_a_loop_that_stands_still_is_ended() -> None:
         wait_until(stalled.is_set, description="the watchdog")
 
 
+def test_a_micro_batch_that_takes_many_times_as_long_as_any_before_is_ended_before_the_limit() -> None:
+    clock, stalled = Clock(), threading.Event()
+    watchdog = Watchdog(limit_s=300.0, clock=clock, check_every_s=0.01, on_stall=lambda _reason: stalled.set())
+    with watchdog.watching():
+        with watchdog.computing():
+            for _ in range(12):
+                clock.advance(4.0)
+                watchdog.beat()
+        clock.advance(200.0)  # whoever waits for Redis, or for a peer that does, has the whole limit
+        assert not stalled.wait(0.05)
+        with watchdog.computing():
+            clock.advance(79.0)
+            assert not stalled.wait(0.05)
+            clock.advance(2.0)
+            wait_until(stalled.is_set, description="the watchdog")
+
+
+@pytest.mark.parametrize(
+    ("micro_batch_s", "num_seen", "bound_s"), [(0.1, 12, 60.0), (0.1, 3, 300.0), (100.0, 12, 300.0)]
+)
+def test_what_a_micro_batch_may_take_has_a_floor_a_roof_and_a_beginning(
+    micro_batch_s: float, num_seen: int, bound_s: float
+) -> None:
+    clock, stalled = Clock(), threading.Event()
+    watchdog = Watchdog(limit_s=300.0, clock=clock, check_every_s=0.01, on_stall=lambda _reason: stalled.set())
+    with watchdog.watching(), watchdog.computing():
+        for _ in range(num_seen):
+            clock.advance(micro_batch_s)
+            watchdog.beat()
+        clock.advance(bound_s - 1)
+        assert not stalled.wait(0.05)
+        clock.advance(2)
+        wait_until(stalled.is_set, description="the watchdog")
+
+
 def test_the_lease_is_renewed_until_the_block_ends() -> None:
     renewals: list[str] = []
     keeper = LeaseKeeper(lambda: renewals.append("before the epoch"), lease_s=0.04)
