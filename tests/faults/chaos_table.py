@@ -35,6 +35,7 @@ class Line:
     twice: int | None = None
     wrong_weights: int | None = None  # served
     recovery_s: float | None = None  # the longest
+    p95_s: float | None = None  # of the recoveries, where there were enough of them
     wasted_steps: int | None = None
 
 
@@ -57,14 +58,17 @@ def line_of(scenario: str, results: Sequence[ModuleResult], *, is_built: bool) -
         lost=_total(row["lost"] for row in rows),
         twice=_total(row["twice"] for row in rows),
         wrong_weights=_total(row["more"].get("wrong") for row in rows),
-        recovery_s=max((row["recovery_s"] for row in rows if row["recovery_s"] is not None), default=None),
+        recovery_s=_longest(row["recovery_s"] for row in rows),
+        p95_s=_longest(row["more"].get("p95_s") for row in rows),
         wasted_steps=_total(row["wasted_steps"] for row in rows),
     )
 
 
 def render(lines: Sequence[Line]) -> list[str]:
     width = max(len(line.done) for line in lines)
-    heading = f"     {'what was done':<{width}}  runs  injected  lost  twice  wrong weights  recovery  wasted steps"
+    heading = (
+        f"     {'what was done':<{width}}  runs  injected  lost  twice  wrong weights  recovery     p95  wasted steps"
+    )
     return [heading, *(_render(line, width) for line in lines)]
 
 
@@ -72,14 +76,23 @@ def _render(line: Line, width: int) -> str:
     start = f"{line.scenario:<4} {line.done:<{width}}"
     if line.verdict in (NOT_BUILT, NOT_IN_SET):
         return f"{start}  {line.verdict}"
-    recovery = "-" if line.recovery_s is None else f"{line.recovery_s:.1f} s"
     counts = f"{line.num_rows:>4}  {_show(line.injections):>8}  {_show(line.lost):>4}  {_show(line.twice):>5}"
-    rest = f"{_show(line.wrong_weights):>13}  {recovery:>8}  {_show(line.wasted_steps):>12}"
+    times = f"{_show_s(line.recovery_s):>8}  {_show_s(line.p95_s):>6}"
+    rest = f"{_show(line.wrong_weights):>13}  {times}  {_show(line.wasted_steps):>12}"
     return f"{start}  {counts}  {rest}  {line.verdict}"
 
 
 def _show(count: int | None) -> str:
     return "-" if count is None else f"{count:,}"
+
+
+def _show_s(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.1f} s"
+
+
+def _longest(times: Iterator[float | None]) -> float | None:
+    """None when no row says."""
+    return max((seconds for seconds in times if seconds is not None), default=None)
 
 
 def _total(counts: Iterator[int | None]) -> int | None:

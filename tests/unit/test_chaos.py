@@ -42,9 +42,13 @@ def test_a_scenario_without_a_module_is_told_as_not_built() -> None:
 
 
 def test_rows_of_a_scenario_are_summed_and_its_longest_recovery_counts() -> None:
-    rows = (row("T7 learner", recovery_s=1.0, more={"wrong": 0}), row("T7 worker", injections=2, recovery_s=3.0))
+    rows = (
+        row("T7 learner", recovery_s=1.0, more={"wrong": 0}),
+        row("T7 worker", injections=2, recovery_s=3.0, more={"p95_s": 2.0}),
+    )
     line = line_of("T7", [ran(*rows, row("T70"))], is_built=True)
-    assert (line.num_rows, line.injections, line.recovery_s, line.wasted_steps) == (2, 3, 3.0, None)
+    assert (line.num_rows, line.injections, line.wasted_steps) == (2, 3, None)
+    assert (line.recovery_s, line.p95_s) == (3.0, 2.0)
     assert (line.lost, line.twice, line.wrong_weights, line.verdict) == (0, 0, 0, OK)
 
 
