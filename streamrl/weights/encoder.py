@@ -110,13 +110,13 @@ class ShardEncoder:
 
     def _encode_change(self, tensor: str, start: int, bits: Bits) -> _Part:
         old = self._base[tensor, start]
-        positions, digest = scan(bits, old)
-        changed = bits[positions]
+        changes, digest = scan(bits, old)
+        num_changed = len(changes.positions)
         payload: bytes | memoryview = b""
         coding = Coding.SAME
-        if len(positions):
+        if num_changed:
             coding = Coding.SPARSE
-            payload = encode_sparse(positions, changed - old[positions], self._compressor)
+            payload = encode_sparse(changes.positions, changes.differences, self._compressor)
         if len(payload) >= bits.nbytes:
             coding, payload = Coding.RAW, bits.data.cast("B")
         said = RangeDigest(
@@ -124,14 +124,13 @@ class ShardEncoder:
             start=start,
             length=len(bits),
             coding=coding,
-            num_changed=len(positions),
+            num_changed=num_changed,
             num_bytes=len(payload),
             digest=digest,
         )
-        if coding is Coding.RAW or 2 * len(positions) > len(bits):
+        if coding is Coding.RAW or 2 * num_changed > len(bits):
             return _Part(said=said, payload=payload, positions=None, bits=bits if coding is Coding.RAW else bits.copy())
-        # 32 bits are enough within a part, and these are kept until `advance`.
-        return _Part(said=said, payload=payload, positions=positions.astype(np.int32), bits=changed)
+        return _Part(said=said, payload=payload, positions=changes.positions, bits=changes.bits)
 
 
 def encode_whole(ranges: Sequence[HeldRange]) -> EncodedShard:

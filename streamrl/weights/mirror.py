@@ -4,7 +4,7 @@
                           (generation goes on all the while; pausing it is for the load alone)
 
 A worker far behind has many deltas to apply. All of them go to one stretch of a tensor, and then to the next
-(`columns`), so that memory is read once; the states in between never exist as a whole, and nobody could serve them.
+(`patching`), so that memory is read once; the states in between never exist as a whole, and nobody could serve them.
 
 What is proved: each blob is the one that its manifest names; and after the last patch, every range of every tensor that
 was touched is digested again from the file and compared with the last manifest. A range of an untouched tensor was
@@ -26,16 +26,14 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-import zstandard
 
 from streamrl.errors import ResourceError, TransportError, WeightsError
 from streamrl.versions import show
 from streamrl.weights import tensorfile
-from streamrl.weights.columns import columns
-from streamrl.weights.delta import decode_sparse
 from streamrl.weights.fetching import AHEAD_BYTES, fetch_ahead
-from streamrl.weights.format import Bits, Coding, RangeDigest, TensorMeta, digest_of
+from streamrl.weights.format import Bits, RangeDigest, TensorMeta, digest_of
 from streamrl.weights.manifest import Manifest, ShardRecord
+from streamrl.weights.patching import patch, side_by_side, threads_for
 from streamrl.weights.stores import BlobStore
 
 Fetched = Generator[tuple[ShardRecord, bytes]]
@@ -64,7 +62,6 @@ class Mirror:
         self._layout: Layout = {}
         self._views: Mapping[str, Bits] = {}  # [num_elements] each, into the file
         self._proved: dict[tuple[str, int], tuple[int, bytes]] = {}  # (tensor, start) -> (length, digest)
-        self._decompressor = zstandard.ZstdDecompressor()
 
     def apply(self, manifest: Manifest, store: BlobStore) -> None:
         """Take the mirror to this version: any newer anchor, or a delta on the version it holds.
@@ -78,19 +75,20 @@ class Mirror:
         """As `apply` for each in turn (see `catch_up`), but only the state at the end is proved: much faster."""
         touched: set[str] = set()
         reached: Manifest | None = None
+        num_threads = threads_for(len(manifests))
         try:
             self._refuse_unfit(manifests)
             for manifest in self._follow(manifests, store, touched):
                 reached = manifest
         except TransportError:
             if reached is not None:
-                self._prove(reached, touched)
+                self._prove(reached, touched, num_threads=num_threads)
             raise
         except WeightsError:
             self.version = 0
             raise
         if reached is not None:
-            self._prove(reached, touched)
+            self._prove(reached, touched, num_threads=num_threads)
 
     def close(self) -> None:
         """Remove the file. Who has it mapped keeps what is in it."""
@@ -139,15 +137,13 @@ class Mirror:
             self.version = 0  # until it is proved again
             self._prepare(manifest.tensors)
             for part, place in shard.parts():
-                self._write(part, memoryview(blob)[place])
+                target = self._view(part)
+                target[:] = np.frombuffer(memoryview(blob)[place], dtype=target.dtype)
                 touched.add(part.tensor)
 
     def _write_deltas(self, manifests: Sequence[Manifest], blobs: Mapping[str, bytes], touched: set[str]) -> None:
         self.version = 0
-        for column in columns(manifests):
-            for piece in column:
-                self._write(piece.said, memoryview(blobs[piece.blob_name])[piece.place])
-                touched.add(piece.said.tensor)
+        touched |= patch(self._views, manifests, blobs, num_threads=threads_for(len(manifests)))
 
     def _prepare(self, tensors: Sequence[TensorMeta]) -> None:
         layout = _layout(tensors)
@@ -157,30 +153,21 @@ class Mirror:
             self._views = tensorfile.create(self.path, tensors)
             self._layout = layout
 
-    def _write(self, part: RangeDigest, payload: memoryview) -> None:
-        target = self._view(part)
-        if part.coding is Coding.RAW:
-            target[:] = np.frombuffer(payload, dtype=target.dtype)
-            return
-        positions, differences = decode_sparse(
-            payload,
-            num_changed=part.num_changed,
-            length=part.length,
-            dtype=target.dtype,
-            decompressor=self._decompressor,
-        )
-        np.add.at(target, positions, differences)  # positions are distinct; twice as fast as reading and writing
-
-    def _prove(self, manifest: Manifest, touched: set[str]) -> None:
+    def _prove(self, manifest: Manifest, touched: set[str], *, num_threads: int) -> None:
         proved: dict[tuple[str, int], tuple[int, bytes]] = {}
-        for shard in manifest.shards:
-            for part in shard.ranges:
-                key, claim = (part.tensor, part.start), (part.length, part.digest)
-                known = part.tensor not in touched and self._proved.get(key) == claim
-                if not known and digest_of(self._view(part).data) != part.digest:
-                    where = f"{part.tensor} from element {part.start}"
-                    raise WeightsError(f"version {show(manifest.version)}: {where} does not agree with its digest")
-                proved[key] = claim
+        doubtful: list[RangeDigest] = []
+        for part in (part for shard in manifest.shards for part in shard.ranges):
+            key, claim = (part.tensor, part.start), (part.length, part.digest)
+            if part.tensor in touched or self._proved.get(key) != claim:
+                doubtful.append(part)
+            proved[key] = claim
+
+        def check(part: RangeDigest) -> None:
+            if digest_of(self._view(part).data) != part.digest:
+                where = f"{part.tensor} from element {part.start}"
+                raise WeightsError(f"version {show(manifest.version)}: {where} does not agree with its digest")
+
+        side_by_side(check, doubtful, num_threads=num_threads)
         self._proved = proved
         self.version = manifest.version
 

@@ -15,7 +15,7 @@ class AnchorPace:
     """An anchor when so many versions have passed since the last, or when their deltas sum up to a share of it.
 
     The share bounds what a late worker does: an anchor, and deltas of that share of its bytes. Applying a byte of a
-    delta takes some five times as long as copying a byte of an anchor, from a store as fast as memory. An anchor comes
+    delta takes some ten times as long as copying a byte of an anchor, from a store as fast as memory. An anchor comes
     beside a delta, unless deltas are so large that it had better come alone.
     """
 

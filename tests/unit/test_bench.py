@@ -151,7 +151,7 @@ def test_a_mirror_serves_nothing_wrong_however_it_is_misled(tmp_path: Path) -> N
 
 def test_a_mirror_that_verifies_nothing_is_found_out(tmp_path: Path) -> None:
     class CredulousMirror(Mirror):
-        def _prove(self, manifest: Manifest, touched: set[str]) -> None:
+        def _prove(self, manifest: Manifest, touched: set[str], *, num_threads: int) -> None:
             self.version = manifest.version
 
     trial = Trial(CredulousMirror(tmp_path, expected=TENSORS, run_uid=RUN_UID), seed=1)

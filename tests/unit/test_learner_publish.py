@@ -343,7 +343,7 @@ def test_a_budget_makes_room_for_the_next_version_before_the_grace_is_over(tmp_p
 
 
 def test_a_model_that_does_not_fit_the_budget_is_refused_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ResourceError, match=r"weights\.max_store_bytes = 300000: .* need 480128 bytes in Redis"):
+    with pytest.raises(ResourceError, match=r"weights\.max_store_bytes = 300000: .* need 472384 bytes in Redis"):
         Scene(tmp_path, max_store_bytes=300_000)
 
 

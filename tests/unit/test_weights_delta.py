@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.errors import WeightsError
-from streamrl.weights.delta import decode_sparse, encode_sparse, scan
+from streamrl.weights.delta import Sparse, decode_sparse, encode_sparse, scan
 from streamrl.weights.format import digest_of
 
 DTYPES = [np.dtype("<u2"), np.dtype("<u4")]
@@ -17,24 +17,26 @@ DTYPES = [np.dtype("<u2"), np.dtype("<u4")]
 
 def round_trip(new: np.ndarray, old: np.ndarray) -> np.ndarray:
     """`old` patched with what `new` changed, by way of the coding."""
-    positions, digest = scan(new, old)
+    changes, digest = scan(new, old)
     assert digest == digest_of(new.data)
+    assert np.array_equal(changes.positions, np.flatnonzero(new != old))
+    assert np.array_equal(changes.bits, new[changes.positions])
     patched = old.copy()
-    if len(positions):
-        coded = encode_sparse(positions, new[positions] - old[positions], zstandard.ZstdCompressor(level=1))
-        where, what = decode(coded, num_changed=len(positions), length=len(old), dtype=old.dtype)
+    if len(changes.positions):
+        coded = encode_sparse(changes.positions, changes.differences, zstandard.ZstdCompressor(level=1))
+        where, what = decode(coded, num_changed=len(changes.positions), length=len(old), dtype=old.dtype)
         patched[where] += what
     return patched
 
 
 def decode(coded: bytes, *, num_changed: int, length: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    return decode_sparse(
-        memoryview(coded),
-        num_changed=num_changed,
-        length=length,
-        dtype=dtype,
-        decompressor=zstandard.ZstdDecompressor(),
+    return decode_together(
+        [Sparse(data=memoryview(coded), num_changed=num_changed, start=0, length=length)], dtype=dtype
     )
+
+
+def decode_together(codings: list[Sparse], *, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    return decode_sparse(codings, dtype=dtype, decompressor=zstandard.ZstdDecompressor())
 
 
 @given(
@@ -89,10 +91,48 @@ def test_values_that_arithmetic_would_confuse_are_kept_apart(before, after):
     new = old.copy()
     new[50] = np.array(after).view(dtype)
 
-    positions, _ = scan(new, old)
+    changes, _ = scan(new, old)
 
-    assert positions.tolist() == [50]
+    assert changes.positions.tolist() == [50]
     assert np.array_equal(round_trip(new, old), new)
+
+
+@given(
+    dtype=st.sampled_from(DTYPES),
+    ranges=st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 300_000)), min_size=1, max_size=5),
+    share=st.sampled_from([1e-5, 1e-3, 0.6]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_deltas_decoded_together_are_those_decoded_one_by_one(dtype, ranges, share, seed):
+    rng = np.random.default_rng(seed)
+    codings, tensor = [], np.zeros(301_000, dtype=dtype)
+    for start, length in ranges:
+        positions = np.flatnonzero(rng.random(length) < share)
+        if len(positions):
+            differences = rng.integers(1, np.iinfo(dtype).max, size=len(positions), dtype=dtype)
+            coded = encode_sparse(positions, differences, zstandard.ZstdCompressor(level=1))
+            codings.append(Sparse(data=memoryview(coded), num_changed=len(positions), start=start, length=length))
+            tensor[start + positions] += differences
+    patched = np.zeros_like(tensor)
+
+    if codings:
+        np.add.at(patched, *decode_together(codings, dtype=dtype))
+
+    assert np.array_equal(patched, tensor)
+
+
+def test_wide_gaps_that_one_delta_lacks_and_another_has_too_many_of_are_refused():
+    """In sum they would agree."""
+    near, _ = coded_example()
+    far = encode_sparse(np.array([3, 4, 5, 6]), np.ones(4, dtype="<u2"), zstandard.ZstdCompressor(level=1))
+    lacks, has = (zstandard.decompress(coded) for coded in (near, far))
+    moved = [lacks[:-4], has + lacks[-4:]]
+    codings = [
+        Sparse(data=memoryview(zstandard.compress(plain, 1)), num_changed=4, start=0, length=200_001) for plain in moved
+    ]
+
+    with pytest.raises(WeightsError, match="wide gaps"):
+        decode_together(codings, dtype=np.dtype("<u2"))
 
 
 def coded_example() -> tuple[bytes, np.ndarray]:

@@ -1,0 +1,103 @@
+"""Deltas into the tensors that they change: each stretch with all of its deltas at once, stretches side by side.
+
+    columns ─► thread: decode a column's deltas together ─► add them where they belong ─► next column
+              thread: ...
+
+Columns share no element, so threads need not know of each other. One delta is patched by one thread, because a worker
+generates meanwhile; who is far behind generates nothing of use, and takes the cores that there are. Blocks on nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+import zstandard
+
+from streamrl.weights.columns import Piece, columns
+from streamrl.weights.delta import Sparse, decode_sparse
+from streamrl.weights.format import Bits, Coding
+from streamrl.weights.manifest import Manifest
+
+T = TypeVar("T")
+
+_MOST_THREADS = 4  # the memory is busy with so many
+_AT_ONCE = 1 << 16  # changed elements: what is decoded of them stays in the cache
+
+
+def threads_for(num_versions: int) -> int:
+    return 1 if num_versions == 1 else min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+
+
+def side_by_side(work: Callable[[T], None], items: Iterable[T], *, num_threads: int) -> None:
+    """The first error ends it, once what is under way has ended."""
+    if num_threads == 1:
+        for item in items:
+            work(item)
+        return
+    pool = ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="patching")
+    try:
+        for _ in pool.map(work, items):
+            pass
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def patch(
+    tensors: Mapping[str, Bits], manifests: Sequence[Manifest], blobs: Mapping[str, bytes], *, num_threads: int
+) -> set[str]:
+    """Deltas, each on the one before, with all of their blobs; gives the tensors that they changed.
+
+    WeightsError: something does not decode, and nobody knows what the tensors hold now.
+    """
+    stretches = list(columns(manifests))
+    side_by_side(lambda column: _patch_column(tensors, column, blobs), stretches, num_threads=num_threads)
+    return {column[0].said.tensor for column in stretches}
+
+
+def _patch_column(tensors: Mapping[str, Bits], column: Sequence[Piece], blobs: Mapping[str, bytes]) -> None:
+    tensor = tensors[column[0].said.tensor]
+    decompressor = zstandard.ZstdDecompressor()  # one of its own: they serve a single thread, and cost little to make
+    for pieces in _batches(column):
+        said = pieces[0].said
+        if said.coding is Coding.RAW:
+            tensor[said.start : said.start + said.length] = np.frombuffer(_payload(pieces[0], blobs), tensor.dtype)
+        else:
+            codings = [_sparse(piece, blobs) for piece in pieces]
+            # A position may come more than once, and sums do not mind; twice as fast as reading and writing.
+            np.add.at(tensor, *decode_sparse(codings, dtype=tensor.dtype, decompressor=decompressor))
+
+
+def _batches(column: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """A RAW piece by itself; SPARSE ones together, of not much more than _AT_ONCE elements."""
+    batch: list[Piece] = []
+    num_changed = 0
+    for piece in column:
+        raw = piece.said.coding is Coding.RAW
+        if batch and (raw or num_changed >= _AT_ONCE):
+            yield batch
+            batch, num_changed = [], 0
+        if raw:
+            yield [piece]
+        else:
+            batch.append(piece)
+            num_changed += piece.said.num_changed
+    if batch:
+        yield batch
+
+
+def _payload(piece: Piece, blobs: Mapping[str, bytes]) -> memoryview:
+    return memoryview(blobs[piece.blob_name])[piece.place]
+
+
+def _sparse(piece: Piece, blobs: Mapping[str, bytes]) -> Sparse:
+    said = piece.said
+    return Sparse(
+        data=_payload(piece, blobs),
+        num_changed=said.num_changed,
+        start=said.start,
+        length=said.length,
+    )
