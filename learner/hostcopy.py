@@ -1,6 +1,6 @@
 """The weights as they will be served, copied to the host: what is encoded while the optimizer goes on.
 
-The loop waits for this copy and for nothing else of a publish. The memory is used again for the next version, so a copy
+The loop waits for this copy, and for little else of a publish. The memory is used again for the next version, so a copy
 is to be encoded before the next is taken.
 """
 

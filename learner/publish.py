@@ -1,12 +1,12 @@
 """Weights out: every rank encodes what it holds, rank 0 announces the whole, and training goes on meanwhile.
 
-    loop      begin: canary, copy ─────► next step ──────► settle: the base has moved, or not ─► begin ...
-                        │                                    ▲
-    thread              └─► encode ─ put ─ gather ─ announce ┘                                 (`shipping`)
+    loop      begin: copy, canary ─────► next step ──────► settle: the base has moved, or not ─► begin ...
+                       │    └───────┐                        ▲
+    thread             └─► encode ──┴─► put ─ gather ─ announce                                (`shipping`)
 
-The loop itself waits for the canary's forward pass and for a copy of the weights on the host. One version is on its way
-at a time. A publish that fails anywhere changes nothing anywhere: the base stays, the number is never used again, and
-the next attempt is made against the same base with whatever the weights are by then.
+The loop itself waits for a copy of the weights on the host and for the canary's forward pass. One version is on its
+way at a time. A publish that fails anywhere changes nothing anywhere: the base stays, the number is never used again,
+and the next attempt is made against the same base with whatever the weights are by then.
 
 Whatever the thread waits for, `give_up_after_s` bounds how long the run goes on without a version getting out.
 """
@@ -124,13 +124,14 @@ class Publisher:
             step=step,
             base=base.version if base else 0,
             beside=base is not None and self._pace.due,
-            canary=self._canary(),
             ranges=self._copy.take(self._policy.model),
         )
         self._next_n += 1
         if self._trying_since is None:
             self._trying_since = self._clock()
-        self._under_way = self._beside.submit(lambda: self._shipper.ship(cargo))
+        encoded = self._beside.submit(lambda: self._shipper.encode(cargo))
+        canary = self._canary()  # meanwhile
+        self._under_way = self._beside.submit(lambda: self._shipper.ship(cargo, encoded.result(), canary))
 
     def settle(self, *, wait_s: float = 0.0) -> Published | None:
         """What came of the version on its way: published, or None: not yet (`busy`) or failed (`failing`)."""

@@ -47,7 +47,6 @@ class Cargo:
     base: int  # 0: an anchor by itself
     beside: bool  # an anchor beside the delta
     ranges: Sequence[HeldRange]  # this rank's
-    canary: Canary
 
     @property
     def num_shards(self) -> int:
@@ -81,14 +80,23 @@ class Shipper:
         self._store, self._announcer, self._sweeper = store, announcer, sweeper
         self._encoder = ShardEncoder()
 
-    def ship(self, cargo: Cargo) -> Shipped | None:
-        """A collective; None when it failed somewhere, which all ranks then know."""
-        mine = self._stored(cargo)
+    def encode(self, cargo: Cargo) -> list[EncodedShard]:
+        """This rank's part; empty when that did not work."""
+        try:
+            shards = [self._encoder.encode(cargo.ranges, anchor=cargo.base == 0)]
+            return [*shards, encode_whole(cargo.ranges)] if cargo.beside else shards
+        except StreamrlError as error:
+            log.warning("weights not encoded", version=show(cargo.version), error=str(error))
+            return []
+
+    def ship(self, cargo: Cargo, shards: Sequence[EncodedShard], canary: Canary) -> Shipped | None:
+        """What was encoded last. A collective; None when it failed somewhere, which all ranks then know."""
+        mine = self._stored(cargo, shards)
         packed = [encode_record(record) for record in mine] or [b""] * cargo.num_shards
         gathered = [self._world.gather_bytes(record) for record in packed]
         announced, refusal = False, None
         if all(record for records in gathered for record in records):
-            announced, refusal = self._announced(cargo, gathered)
+            announced, refusal = self._announced(cargo, canary, gathered)
         agreed = self._world.all_agree(announced)  # the others must hear of a refusal, and not wait for ever
         if refusal is not None:
             raise refusal
@@ -97,14 +105,8 @@ class Shipper:
         self._encoder.advance()
         return _shipped(cargo, gathered)
 
-    def _stored(self, cargo: Cargo) -> list[ShardRecord]:
+    def _stored(self, cargo: Cargo, shards: Sequence[EncodedShard]) -> list[ShardRecord]:
         """This rank's records of blobs that are in the store; empty when that did not work this time."""
-        try:
-            shards = [self._encoder.encode(cargo.ranges, anchor=cargo.base == 0)]
-            shards += [encode_whole(cargo.ranges)] if cargo.beside else []
-        except StreamrlError as error:
-            log.warning("weights not encoded", version=show(cargo.version), error=str(error))
-            shards = []
         if not self._found_room(shards):
             return []
         records = [
@@ -124,7 +126,9 @@ class Shipper:
         room = self._sweeper is None or self._sweeper.make_room(int(num_bytes[0]))
         return self._world.all_agree(room and bool(shards))
 
-    def _announced(self, cargo: Cargo, gathered: Sequence[Sequence[bytes]]) -> tuple[bool, Fenced | None]:
+    def _announced(
+        self, cargo: Cargo, canary: Canary, gathered: Sequence[Sequence[bytes]]
+    ) -> tuple[bool, Fenced | None]:
         """Rank 0 tells the workers; elsewhere there is nothing that could fail."""
         if self._announcer is None or self._sweeper is None:
             return True, None
@@ -137,7 +141,7 @@ class Shipper:
             tensors=self._tensors,
             shards=shards,
             anchor=anchor[0] if anchor else (),
-            canary=cargo.canary,
+            canary=canary,
         )
         keep = sorted(self._sweeper.kept_with(manifest))
         try:

@@ -220,8 +220,9 @@ class ByHand(AtOnce):
         return future
 
     def work(self) -> None:
-        future, job = self.jobs.pop()
-        future.set_result(job())
+        while self.jobs:
+            future, job = self.jobs.pop(0)
+            future.set_result(job())
 
 
 def test_training_goes_on_while_a_version_is_on_its_way(tmp_path: Path) -> None:
