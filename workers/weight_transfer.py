@@ -13,12 +13,10 @@ A load that fails leaves a model nobody may use; the error reaches the worker, w
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -26,6 +24,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from workers.mapped_file import MappedFile
 
 
 @dataclass
@@ -45,6 +45,7 @@ class MirrorWeightTransfer(WeightTransferEngine[MirrorInit, MirrorUpdate]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._mirror = MappedFile()
         # It warns of every layer without weights, rotary embeddings and tied heads too; we know better what is missing.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
@@ -64,7 +65,7 @@ class MirrorWeightTransfer(WeightTransferEngine[MirrorInit, MirrorUpdate]):
         wanted = {name for name, _ in self.model.named_parameters()}
         if self._tied:
             wanted -= {f"{name}.weight" for name, _ in self._heads()}
-        missing = wanted - set(self.model.load_weights(_tensors(update_info.path)))
+        missing = wanted - set(self.model.load_weights(self._mirror.tensors(update_info.path)))
         if missing:
             raise ValueError(f"{update_info.path} lacks {len(missing)} parameters, {min(missing)} for one")
 
@@ -75,7 +76,7 @@ class MirrorWeightTransfer(WeightTransferEngine[MirrorInit, MirrorUpdate]):
                 head.quant_method.process_weights_after_loading(head)
 
     def shutdown(self) -> None:
-        """Nothing is held between updates."""
+        self._mirror.close()
 
     @property
     def _tied(self) -> bool:
@@ -83,9 +84,3 @@ class MirrorWeightTransfer(WeightTransferEngine[MirrorInit, MirrorUpdate]):
 
     def _heads(self) -> list[tuple[str, ParallelLMHead]]:
         return [(name, module) for name, module in self.model.named_modules() if isinstance(module, ParallelLMHead)]
-
-
-def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 - not a mapping
-            yield name, file.get_tensor(name)
