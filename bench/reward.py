@@ -30,7 +30,7 @@ from streamrl.config import schema
 from streamrl.errors import ResourceError
 from workers.permissions import Permissions
 from workers.rewards.base import ScoreItem
-from workers.rewards.http_client import LOCAL, HttpReward, build_http_reward
+from workers.rewards.http_client import HttpReward, build_http_reward
 
 if TYPE_CHECKING:
     from bench.reward_model import BareModel
@@ -110,7 +110,7 @@ class _Caller:
 
     def __init__(self, runner: asyncio.Runner, url: str) -> None:
         self._runner = runner
-        source = schema.HttpReward(type="http", url=LOCAL)
+        source = schema.HttpReward(type="http", url="local")
         self._reward: HttpReward = build_http_reward("bench", source, Permissions(), url)
 
     def score(self, texts: Sequence[str]) -> None:
