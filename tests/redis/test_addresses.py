@@ -316,3 +316,14 @@ def test_a_service_that_cannot_be_found_is_one_clear_error() -> None:
     for url in ("redis+sentinel://host:1", "redis+sentinel:///run", "redis+sentinel://host:port/run"):
         with pytest.raises(ConfigError, match=r"redis\.url"):
             connect(url, settings)
+
+
+async def test_a_workers_unix_socket_has_room_for_a_whole_delivery(tmp_path: Path) -> None:
+    allowed = min(1 << 20, int(Path("/proc/sys/net/core/wmem_max").read_text()))
+    with EmbeddedRedis.start(tmp_path / "redis") as server:
+        async with connect_async(server.url, SETTINGS) as client:
+            assert await client.ping()
+            connection = await client.connection_pool.get_connection()
+            found = connection._writer.get_extra_info("socket")
+            assert found.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == 2 * allowed, "the kernel doubles it"
+            await client.connection_pool.release(connection)
