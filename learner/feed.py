@@ -131,9 +131,7 @@ class Feed:
         self._doubtful = True  # until this has gone through
         self._patience.begin()
         self._drop_what_got_old(step)
-        deadline = self._clock() + timeout_s
-        self._read_what_is_there(step, deadline)
-        plan = self._plan_until(deadline, step, world_size)
+        plan = self._plan_until(self._clock() + timeout_s, step, world_size)
         self._doubtful = False
         if plan is not None and plan.kind is Kind.STEP:
             self._planned = plan
@@ -202,12 +200,6 @@ class Feed:
         assert self._planned is None, "a plan is with the ranks: settle it first"
         self._reconciler.reconcile(cursor=self._cursor, step=step)
         self._patience.reconciled()
-
-    def _read_what_is_there(self, step: int, deadline: float) -> None:
-        """Before new tickets go out: workers that answer them at once would keep Redis from answering us."""
-        while self.control != "pause" and len(self._hand) < self._groups_per_step and self._clock() < deadline:
-            if not self._receive(step, 0.0):
-                return
 
     def _plan_until(self, deadline: float, step: int, world_size: int) -> Plan | None:
         waited = False
