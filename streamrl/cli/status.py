@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import click
 
 from streamrl.cli.target import takes_run
 from streamrl.errors import ResourceError, TransportError
 from streamrl.monitor.build import build_view
+from streamrl.monitor.causes.state import unreachable
 from streamrl.monitor.opening import Target, opened
-from streamrl.monitor.text import status_lines, why_lines
+from streamrl.monitor.text import cause_lines, status_lines, why_lines
 from streamrl.monitor.view import EXIT_CODES, EXIT_UNREACHABLE, SCHEMA, View
+from streamrl.terminal import printable
 from streamrl.transport.snapshot import snapshot
 
 _RECORDS = 60  # steps: for a short curve of the reward, and the pace
@@ -96,16 +99,10 @@ def look(target: Target) -> View:
 
 
 def _unreachable(target: Target, error: Exception, *, as_json: bool) -> int:
-    cause = {
-        "name": "redis_unreachable",
-        "level": "blocking",
-        "title": "Redis does not answer",
-        "evidence": str(error),
-        "remedy": "start Redis, or mend the way to it; learner and workers wait for redis.give_up_after_s and go on",
-    }
+    cause = unreachable(str(error))
     if as_json:
-        told = {"schema": SCHEMA, "run": {"name": target.run}, "verdict": "unreachable", "causes": [cause]}
+        told = {"schema": SCHEMA, "run": {"name": target.run}, "verdict": "unreachable", "causes": [asdict(cause)]}
         click.echo(json.dumps(told))
     else:
-        click.echo(f"{target.run}: {cause['title']}\n   seen  {cause['evidence']}\n   do    {cause['remedy']}")
+        click.echo("\n".join([f"{printable(target.run)}: unreachable", "", *cause_lines(cause)]))
     return EXIT_UNREACHABLE

@@ -40,10 +40,14 @@ def why_lines(view: View, *, width: int = WIDTH) -> list[str]:
     if not view.causes:
         return [*lines, f"   nothing holds it back: {learner_line(view)}"]
     for cause in view.causes:
-        lines += ["", f"{_MARKS[cause.level]} {printable(cause.title)}"]
-        lines += _paragraph("seen", cause.evidence, width=width)
-        lines += _paragraph("do", cause.remedy, width=width)
+        lines += ["", *cause_lines(cause, width=width)]
     return lines
+
+
+def cause_lines(cause: Cause, *, width: int = WIDTH) -> Iterator[str]:
+    yield f"{_MARKS[cause.level]} {printable(cause.title)}"
+    yield from _paragraph("seen", cause.evidence, width=width)
+    yield from _paragraph("do", cause.remedy, width=width)
 
 
 def _paragraph(label: str, text: str, *, width: int) -> Iterator[str]:

@@ -7,47 +7,49 @@ cause is one pure function of a `View`; all that apply are told, the blocking on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 
 from streamrl.monitor.causes import flow, parts, state
+from streamrl.monitor.causes.seen import Told
 from streamrl.monitor.view import Cause, Level, Verdict, View
 
-TABLE: tuple[Callable[[View], Cause | None], ...] = (
-    state.redis_full,
-    state.redis_refuses_writes,
-    state.redis_read_only,
-    state.redis_evicts,
-    state.finished,
-    state.failed,
-    state.stopped,
-    state.paused,
-    state.ending,
-    parts.learner_gone,
-    parts.learner_restarting,
-    parts.lease_held,
-    parts.learner_starting,
-    parts.learner_without_redis,
-    parts.publish_stuck,
-    parts.learner_stuck,
-    parts.no_workers,
-    flow.reward_outage,
-    parts.workers_starting,
-    parts.workers_without_weights,
-    parts.workers_stuck,
-    flow.byte_budget_reached,
-    flow.all_groups_dropped,
-    flow.poison_ticket,
-    flow.failing_tickets,
-    flow.stragglers,
-    flow.lag_bound_reached,
-    flow.generation_is_slow,
-    flow.evaluating,
-    flow.most_groups_dropped,
-    parts.weights_behind,
-    parts.some_workers_silent,
-    flow.dead_letters,
-    flow.steps_skipped,
-)
+TABLE: Mapping[str, Callable[[View], Told | None]] = {
+    "redis_full": state.redis_full,
+    "redis_refuses_writes": state.redis_refuses_writes,
+    "redis_read_only": state.redis_read_only,
+    "redis_evicts": state.redis_evicts,
+    "finished": state.finished,
+    "failed": state.failed,
+    "stopped": state.stopped,
+    "paused": state.paused,
+    "ending": state.ending,
+    "learner_gone": parts.learner_gone,
+    "learner_restarting": parts.learner_restarting,
+    "lease_held": parts.lease_held,
+    "learner_starting": parts.learner_starting,
+    "learner_without_redis": parts.learner_without_redis,
+    "publish_stuck": parts.publish_stuck,
+    "learner_stuck": parts.learner_stuck,
+    "no_workers": parts.no_workers,
+    "reward_outage": flow.reward_outage,
+    "workers_starting": parts.workers_starting,
+    "workers_without_weights": parts.workers_without_weights,
+    "workers_stuck": parts.workers_stuck,
+    "byte_budget_reached": flow.byte_budget_reached,
+    "all_groups_dropped": flow.all_groups_dropped,
+    "poison_ticket": flow.poison_ticket,
+    "failing_tickets": flow.failing_tickets,
+    "stragglers": flow.stragglers,
+    "lag_bound_reached": flow.lag_bound_reached,
+    "generation_is_slow": flow.generation_is_slow,
+    "evaluating": flow.evaluating,
+    "most_groups_dropped": flow.most_groups_dropped,
+    "weights_behind": parts.weights_behind,
+    "workers_silent": parts.workers_silent,
+    "dead_letters": flow.dead_letters,
+    "steps_skipped": flow.steps_skipped,
+}
 
 _LEVELS: tuple[Level, ...] = ("blocking", "attention", "info")
 
@@ -55,7 +57,7 @@ _LEVELS: tuple[Level, ...] = ("blocking", "attention", "info")
 def find_causes(view: View, *, was_removed: bool = False) -> tuple[Cause, ...]:
     if view.run.state == "absent":
         return (state.absent(view, was_removed=was_removed),)
-    found = [cause for look in TABLE if (cause := look(view)) is not None]
+    found = [Cause(name=name, **asdict(told)) for name, look in TABLE.items() if (told := look(view)) is not None]
     return tuple(sorted(found, key=lambda cause: _LEVELS.index(cause.level)))
 
 

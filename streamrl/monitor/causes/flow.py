@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from streamrl.monitor.causes.parts import alive, lead
+from collections.abc import Mapping
+
+from streamrl.monitor.causes.seen import Told, alive, is_running, lead, lead_waiting, waiting_for
 from streamrl.monitor.units import age, plural, size
-from streamrl.monitor.view import Cause, View
+from streamrl.monitor.view import View
+from streamrl.telemetry.progress import Wait
 
 _SLOW_S = 60.0  # without a group, the learner has waited long
 _TIMES_POISON = 3  # workers that lost one and the same ticket
 _MOST = 0.9
 _ENOUGH_GROUPS = 64  # to speak of a share
-
-
-def _waits_for(view: View, *names: str) -> bool:
-    part = lead(view)
-    return part is not None and part.state == "waiting" and part.doing in names
+_REMEDIES: Mapping[str, str] = {  # by why groups are dropped
+    "zero_variance": "all samples of a group get the same reward: make prompts or reward less easy or less hard, "
+    "raise sampling.num_samples or temperature, or set algorithm.drop_zero_variance=false",
+    "stale": "groups are too old when they come: raise lag.max_steps or hard_limit_steps, add workers, "
+    "or lower sampling.max_tokens",
+    "wrong_model": "a worker serves another model or tokenizer: compare its --model with the run's",
+    "non_finite": "losses are not finite: lower optimizer.lr, or look at the rewards",
+}
 
 
 def _count(view: View, name: str) -> float:
     return view.learner.live.get(name, view.learner.metrics.get(name, 0.0))
 
 
-def reward_outage(view: View) -> Cause | None:
+def reward_outage(view: View) -> Told | None:
     """A source of which something is out, or workers that wait for rewards."""
     workers = alive(view)
-    waiting = [w for w in workers if (w.part.state, w.part.doing) == ("waiting", "rewards")]
+    waiting = waiting_for(view, Wait.REWARDS)
     broken = [source for source in view.rewards if source.state not in (None, "well")]
     if not waiting and not broken:
         return None
@@ -32,8 +38,7 @@ def reward_outage(view: View) -> Cause | None:
     if waiting:
         longest = max(worker.part.doing_s for worker in waiting)
         told.append(f"{len(waiting)} of {len(workers)} workers wait for rewards, for up to {age(longest)}")
-    return Cause(
-        name="reward_outage",
+    return Told(
         level="blocking" if waiting and len(waiting) == len(workers) else "attention",
         title="a reward source does not answer",
         evidence="; ".join(told),
@@ -41,16 +46,15 @@ def reward_outage(view: View) -> Cause | None:
     )
 
 
-def byte_budget_reached(view: View) -> Cause | None:
+def byte_budget_reached(view: View) -> Told | None:
     budget, train = view.limits.max_backlog_bytes, view.train
     if not budget or not train.groups or train.tickets:
         return None
     # What Redis takes is about a quarter more than the groups themselves, which the setting counts.
     used = max(_count(view, "stream/backlog_bytes"), train.group_bytes / 1.25)
-    if used + used / train.groups < budget or not _waits_for(view, "groups"):
+    if used + used / train.groups < budget or lead_waiting(view, Wait.GROUPS) is None:
         return None
-    return Cause(
-        name="byte_budget_reached",
+    return Told(
         level="blocking",
         title="the byte budget of the stream is used up",
         evidence=f"{plural(train.groups, 'group')} take {size(used)} of redis.max_backlog_bytes = {size(budget)}: "
@@ -60,11 +64,11 @@ def byte_budget_reached(view: View) -> Cause | None:
     )
 
 
-def all_groups_dropped(view: View) -> Cause | None:
+def all_groups_dropped(view: View) -> Told | None:
     """Since the last step: whatever comes is dropped."""
     live, then = view.learner.live, view.learner.metrics
     batch = view.limits.groups_per_step
-    if not live or not batch or not _waits_for(view, "groups"):
+    if not live or not batch or lead_waiting(view, Wait.GROUPS) is None:
         return None
     dropped = live.get("stream/groups_dropped", 0.0) - then.get("stream/groups_dropped", 0.0)
     if dropped < 2 * batch:
@@ -75,8 +79,7 @@ def all_groups_dropped(view: View) -> Cause | None:
         if name.startswith("stream/dropped/")
     }
     told = ", ".join(f"{why} {count:.0f}" for why, count in sorted(reasons.items(), key=lambda item: -item[1]) if count)
-    return Cause(
-        name="all_groups_dropped",
+    return Told(
         level="blocking",
         title="groups come, and are dropped",
         evidence=f"{dropped:.0f} since the last step, and a step takes {batch}: {told}",
@@ -84,13 +87,12 @@ def all_groups_dropped(view: View) -> Cause | None:
     )
 
 
-def most_groups_dropped(view: View) -> Cause | None:
+def most_groups_dropped(view: View) -> Told | None:
     total = view.drops.trained + view.drops.dropped
     if total < _ENOUGH_GROUPS or view.drops.dropped < _MOST * total:
         return None
     worst = max(view.drops.by_reason, key=lambda why: view.drops.by_reason[why], default="")
-    return Cause(
-        name="most_groups_dropped",
+    return Told(
         level="attention",
         title="most groups are dropped",
         evidence=f"{view.drops.dropped} of {total}, most of them for {worst or 'reasons unknown'}",
@@ -99,22 +101,14 @@ def most_groups_dropped(view: View) -> Cause | None:
 
 
 def _remedy_of_drops(reason: str) -> str:
-    return {
-        "zero_variance": "all samples of a group get the same reward: make prompts or reward less easy or less hard, "
-        "raise sampling.num_samples or temperature, or set algorithm.drop_zero_variance=false",
-        "stale": "groups are too old when they come: raise lag.max_steps or hard_limit_steps, add workers, "
-        "or lower sampling.max_tokens",
-        "wrong_model": "a worker serves another model or tokenizer: compare its --model with the run's",
-        "non_finite": "losses are not finite: lower optimizer.lr, or look at the rewards",
-    }.get(reason, "the learner's log and `streamrl groups tail` show such groups")
+    return _REMEDIES.get(reason, "the learner's log and `streamrl groups tail` show such groups")
 
 
-def poison_ticket(view: View) -> Cause | None:
+def poison_ticket(view: View) -> Told | None:
     times = view.train.oldest_times
     if times is None or times < _TIMES_POISON:
         return None
-    return Cause(
-        name="poison_ticket",
+    return Told(
         level="attention",
         title="a ticket goes from worker to worker",
         evidence=f"the oldest one, issued {age(view.train.oldest_s)} ago, was leased {times} times and never answered; "
@@ -124,7 +118,7 @@ def poison_ticket(view: View) -> Cause | None:
     )
 
 
-def failing_tickets(view: View) -> Cause | None:
+def failing_tickets(view: View) -> Told | None:
     """Workers answer, and only with failures."""
     workers = [worker for worker in alive(view) if worker.failed]
     delivered = sum(worker.delivered for worker in alive(view))
@@ -132,8 +126,7 @@ def failing_tickets(view: View) -> Cause | None:
     if failed < _TIMES_POISON or failed < delivered:
         return None
     errors = [letter["error"] for letter in view.dead.latest]
-    return Cause(
-        name="failing_tickets",
+    return Told(
         level="attention" if delivered else "blocking",
         title="workers fail most tickets",
         evidence=f"{failed} failed, {delivered} delivered" + (f"; the last error: {errors[0]:.200}" if errors else ""),
@@ -141,12 +134,11 @@ def failing_tickets(view: View) -> Cause | None:
     )
 
 
-def stragglers(view: View) -> Cause | None:
-    part = lead(view)
-    if part is None or not _waits_for(view, "stragglers"):
+def stragglers(view: View) -> Told | None:
+    part = lead_waiting(view, Wait.STRAGGLERS)
+    if part is None:
         return None
-    return Cause(
-        name="stragglers",
+    return Told(
         level="blocking" if part.doing_s > _SLOW_S else "info",
         title="a full batch waits for old tickets",
         evidence=f"for {age(part.doing_s)}; the oldest, of {view.train.oldest_worker or 'nobody'}, was issued "
@@ -156,19 +148,18 @@ def stragglers(view: View) -> Cause | None:
     )
 
 
-def lag_bound_reached(view: View) -> Cause | None:
+def lag_bound_reached(view: View) -> Told | None:
     """Workers have nothing to take, since the learner has as many groups as it may have asked for."""
     lag, batch, train = view.limits.max_lag_steps, view.limits.groups_per_step, view.train
-    idle = [w for w in alive(view) if (w.part.state, w.part.doing) == ("waiting", "tickets")]
-    if lag is None or batch is None or view.run.state != "running" or not idle or len(idle) < len(alive(view)):
+    idle = waiting_for(view, Wait.TICKETS)
+    if lag is None or batch is None or not is_running(view) or not idle or len(idle) < len(alive(view)):
         return None
     ready = min(train.groups, (lag + 1) * batch)
-    if train.tickets or train.groups < batch or _waits_for(view, "groups", "resume"):
+    if train.tickets or train.groups < batch or lead_waiting(view, Wait.GROUPS, Wait.RESUME):
         return None
     part = lead(view)
     does = f"{part.doing}, for {age(part.doing_s)}" if part else "not there"
-    return Cause(
-        name="lag_bound_reached",
+    return Told(
         level="info",
         title="the lag bound is reached: workers wait for the learner",
         evidence=f"no ticket is left to take, {ready} groups wait to be trained, and (lag.max_steps + 1) x "
@@ -178,17 +169,16 @@ def lag_bound_reached(view: View) -> Cause | None:
     )
 
 
-def generation_is_slow(view: View) -> Cause | None:
-    part = lead(view)
-    if part is None or not _waits_for(view, "groups") or not view.train.tickets:
+def generation_is_slow(view: View) -> Told | None:
+    part = lead_waiting(view, Wait.GROUPS)
+    if part is None or not view.train.tickets:
         return None
     workers = alive(view)
     if not workers:
         return None
     slow = part.doing_s > max(_SLOW_S, 10 * view.learner.metrics.get("timers/step", 0.0))
     speed = sum(worker.tokens_per_s or 0.0 for worker in workers)
-    return Cause(
-        name="generation_is_slow",
+    return Told(
         level="attention" if slow else "info",
         title="the learner waits for groups",
         evidence=f"for {age(part.doing_s)}; {plural(len(workers), 'worker')} generate {speed:.0f} tokens/s, "
@@ -197,12 +187,11 @@ def generation_is_slow(view: View) -> Cause | None:
     )
 
 
-def evaluating(view: View) -> Cause | None:
-    part = lead(view)
-    if part is None or not _waits_for(view, "evaluation"):
+def evaluating(view: View) -> Told | None:
+    part = lead_waiting(view, Wait.EVALUATION)
+    if part is None:
         return None
-    return Cause(
-        name="evaluating",
+    return Told(
         level="info",
         title="validation is under way",
         evidence=f"for {age(part.doing_s)}; {plural(view.streams[1].tickets, 'ticket')} of it are unanswered",
@@ -210,12 +199,11 @@ def evaluating(view: View) -> Cause | None:
     )
 
 
-def dead_letters(view: View) -> Cause | None:
+def dead_letters(view: View) -> Told | None:
     if not view.dead.count:
         return None
     latest = f"; the last one: {view.dead.latest[0]['error']:.200}" if view.dead.latest else ""
-    return Cause(
-        name="dead_letters",
+    return Told(
         level="attention",
         title="tickets were given up",
         evidence=f"{plural(view.dead.count, 'dead letter')}{latest}",
@@ -223,12 +211,11 @@ def dead_letters(view: View) -> Cause | None:
     )
 
 
-def steps_skipped(view: View) -> Cause | None:
+def steps_skipped(view: View) -> Told | None:
     skipped = view.learner.metrics.get("train_optim/skipped_steps", 0.0)
     if not skipped:
         return None
-    return Cause(
-        name="steps_skipped",
+    return Told(
         level="attention",
         title="steps were skipped",
         evidence=f"{skipped:.0f} had a loss or gradient that is not finite",

@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
+from streamrl.monitor.causes.seen import Told, alive, is_running, lead, lead_waiting, waiting_for
 from streamrl.monitor.units import age, plural
-from streamrl.monitor.view import Cause, Part, View, Worker
+from streamrl.monitor.view import Part, View
+from streamrl.telemetry.progress import Wait
 
 _STUCK_S = 120.0  # at work on one thing without getting on
 _STUCK_STEPS = 10.0  # or for so many usual steps, where those take long
 _JOIN = "start one: python -m workers --redis URL --run NAME; it may join from any machine"
 
 
-def alive(view: View) -> list[Worker]:
-    return [worker for worker in view.workers if worker.part.alive]
-
-
-def lead(view: View) -> Part | None:
-    """Rank 0, when it reports."""
-    part = view.learner.lead
-    return part if part is not None and part.alive else None
-
-
-def _runs(view: View) -> bool:
-    return view.run.state == "running"
-
-
-def learner_gone(view: View) -> Cause | None:
+def learner_gone(view: View) -> Told | None:
     seen = view.learner.lead
     reports = seen is not None and seen.state != "silent"
-    if not _runs(view) or reports or view.learner.holder:
+    if not is_running(view) or reports or view.learner.holder:
         return None
     last = f"rank 0 last reported {age(seen.report_s)} ago" if seen else "no rank reports"
-    return Cause(
-        name="learner_gone",
+    return Told(
         level="blocking",
         title="the learner is gone",
         evidence=f"{last}, and its lease has run out",
@@ -40,11 +27,10 @@ def learner_gone(view: View) -> Cause | None:
     )
 
 
-def learner_restarting(view: View) -> Cause | None:
-    if not _runs(view) or lead(view) or not view.learner.holder:
+def learner_restarting(view: View) -> Told | None:
+    if not is_running(view) or lead(view) or not view.learner.holder:
         return None
-    return Cause(
-        name="learner_restarting",
+    return Told(
         level="blocking",
         title="the learner is restarting, or has just died",
         evidence=f"{view.learner.holder} holds the run for another {age(view.learner.lease_left_s)}, "
@@ -53,12 +39,11 @@ def learner_restarting(view: View) -> Cause | None:
     )
 
 
-def lease_held(view: View) -> Cause | None:
-    part = lead(view)
-    if part is None or (part.state, part.doing) != ("waiting", "lease"):
+def lease_held(view: View) -> Told | None:
+    part = lead_waiting(view, Wait.LEASE)
+    if part is None:
         return None
-    return Cause(
-        name="lease_held",
+    return Told(
         level="blocking",
         title="another learner holds the run",
         evidence=f"{part.name} on {part.host} has waited for {age(part.doing_s)}; "
@@ -67,12 +52,11 @@ def lease_held(view: View) -> Cause | None:
     )
 
 
-def learner_starting(view: View) -> Cause | None:
+def learner_starting(view: View) -> Told | None:
     part = lead(view)
     if part is None or part.state != "starting":
         return None
-    return Cause(
-        name="learner_starting",
+    return Told(
         level="blocking" if part.progress_s > _STUCK_S else "info",
         title="the learner is starting",
         evidence=f"{part.doing}, for {age(part.doing_s)}",
@@ -80,12 +64,11 @@ def learner_starting(view: View) -> Cause | None:
     )
 
 
-def learner_without_redis(view: View) -> Cause | None:
-    part = lead(view)
-    if part is None or (part.state, part.doing) != ("waiting", "redis"):
+def learner_without_redis(view: View) -> Told | None:
+    part = lead_waiting(view, Wait.REDIS)
+    if part is None:
         return None
-    return Cause(
-        name="learner_without_redis",
+    return Told(
         level="blocking",
         title="the learner waits for Redis",
         evidence=f"for {age(part.doing_s)}, though Redis answers here",
@@ -93,12 +76,11 @@ def learner_without_redis(view: View) -> Cause | None:
     )
 
 
-def publish_stuck(view: View) -> Cause | None:
-    part = lead(view)
-    if part is None or (part.state, part.doing) != ("waiting", "weights"):
+def publish_stuck(view: View) -> Told | None:
+    part = lead_waiting(view, Wait.WEIGHTS)
+    if part is None:
         return None
-    return Cause(
-        name="publish_stuck",
+    return Told(
         level="blocking",
         title="new weights cannot be stored",
         evidence=f"the learner has tried for {age(part.doing_s)}; the newest version is "
@@ -107,15 +89,14 @@ def publish_stuck(view: View) -> Cause | None:
     )
 
 
-def learner_stuck(view: View) -> Cause | None:
+def learner_stuck(view: View) -> Told | None:
     part = lead(view)
     if part is None or part.state not in ("working", "stopping"):
         return None
     usual = view.learner.metrics.get("timers/step", 0.0)
     if part.progress_s < max(_STUCK_S, _STUCK_STEPS * usual):
         return None
-    return Cause(
-        name="learner_stuck",
+    return Told(
         level="blocking",
         title="the learner does not get on",
         evidence=f"{part.doing} for {age(part.progress_s)}; a step usually takes {age(usual or None)}",
@@ -124,14 +105,13 @@ def learner_stuck(view: View) -> Cause | None:
     )
 
 
-def no_workers(view: View) -> Cause | None:
-    if not _runs(view) or alive(view):
+def no_workers(view: View) -> Told | None:
+    if not is_running(view) or alive(view):
         return None
     gone = [worker.part for worker in view.workers]
     latest = min(gone, key=lambda part: part.report_s, default=None)
     last = f"; the last one, {latest.name}, reported {age(latest.report_s)} ago" if latest else ""
-    return Cause(
-        name="no_workers",
+    return Told(
         level="blocking",
         title="there are no workers",
         evidence=f"{plural(view.train.tickets, 'ticket')} wait and nobody reports{last}",
@@ -139,13 +119,12 @@ def no_workers(view: View) -> Cause | None:
     )
 
 
-def workers_starting(view: View) -> Cause | None:
+def workers_starting(view: View) -> Told | None:
     workers = alive(view)
     if not workers or any(not _is_starting(worker.part) for worker in workers):
         return None
     slowest = max(workers, key=lambda worker: worker.part.doing_s).part
-    return Cause(
-        name="workers_starting",
+    return Told(
         level="info" if slowest.progress_s < _STUCK_S else "blocking",
         title="the workers are starting",
         evidence=f"all {len(workers)} of them; {slowest.name}: {slowest.doing}, for {age(slowest.doing_s)}",
@@ -157,14 +136,13 @@ def _is_starting(part: Part) -> bool:
     return part.state == "starting" or part.doing in ("load the tokenizer", "start the engine", "engine", "run")
 
 
-def workers_without_weights(view: View) -> Cause | None:
+def workers_without_weights(view: View) -> Told | None:
     workers = alive(view)
-    waiting = [w for w in workers if (w.part.state, w.part.doing) == ("waiting", "weights")]
+    waiting = waiting_for(view, Wait.WEIGHTS)
     if not workers or len(waiting) < len(workers):
         return None
     longest = max(worker.part.doing_s for worker in waiting)
-    return Cause(
-        name="workers_without_weights",
+    return Told(
         level="blocking",
         title="the workers wait for weights",
         evidence=f"all {len(workers)} of them, for {age(longest)}; the newest version: {view.weights.latest or 'none'}",
@@ -172,7 +150,7 @@ def workers_without_weights(view: View) -> Cause | None:
     )
 
 
-def workers_stuck(view: View) -> Cause | None:
+def workers_stuck(view: View) -> Told | None:
     workers = alive(view)
     usual = view.learner.metrics.get("timers/generate", 0.0)
     limit = max(_STUCK_S, _STUCK_STEPS * usual)
@@ -180,8 +158,7 @@ def workers_stuck(view: View) -> Cause | None:
     if not stuck:
         return None
     names = ", ".join(part.name for part in stuck[:3])
-    return Cause(
-        name="workers_stuck",
+    return Told(
         level="blocking" if len(stuck) == len(workers) else "attention",
         title="workers do not get on",
         evidence=f"{len(stuck)} of {len(workers)} hold tickets and finished nothing for over {age(limit)}: {names}",
@@ -189,7 +166,7 @@ def workers_stuck(view: View) -> Cause | None:
     )
 
 
-def weights_behind(view: View) -> Cause | None:
+def weights_behind(view: View) -> Told | None:
     workers, bound = alive(view), view.limits.max_lag_steps
     if bound is None:
         return None
@@ -197,8 +174,7 @@ def weights_behind(view: View) -> Cause | None:
     if not behind:
         return None
     worst = max(behind, key=lambda worker: worker.lag or 0)
-    return Cause(
-        name="weights_behind",
+    return Told(
         level="attention",
         title="workers are far behind on weights",
         evidence=f"{len(behind)} of {len(workers)} serve weights over {bound + 1} steps old; {worst.part.name} serves "
@@ -208,13 +184,12 @@ def weights_behind(view: View) -> Cause | None:
     )
 
 
-def some_workers_silent(view: View) -> Cause | None:
+def workers_silent(view: View) -> Told | None:
     silent = [worker.part for worker in view.workers if not worker.part.alive]
-    if not silent or not alive(view) or not _runs(view):
+    if not silent or not alive(view) or not is_running(view):
         return None
     names = ", ".join(f"{part.name} ({age(part.report_s)})" for part in silent[:3])
-    return Cause(
-        name="workers_silent",
+    return Told(
         level="attention",
         title="some workers have died or cannot reach Redis",
         evidence=f"{len(silent)} of {len(view.workers)} no longer report: {names}",

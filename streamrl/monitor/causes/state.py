@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from streamrl.monitor.causes.seen import Told, is_running
 from streamrl.monitor.units import size
 from streamrl.monitor.view import Cause, View
 
 _FULL = 0.97  # of maxmemory; close to it, large writes fail already
 _TIGHT = 0.85
+
+
+def unreachable(error: str) -> Cause:
+    return Cause(
+        name="redis_unreachable",
+        level="blocking",
+        title="Redis does not answer",
+        evidence=error,
+        remedy="start Redis, or mend the way to it; learner and workers wait for redis.give_up_after_s and go on",
+    )
 
 
 def absent(view: View, *, was_removed: bool) -> Cause:
@@ -18,13 +29,12 @@ def absent(view: View, *, was_removed: bool) -> Cause:
     return Cause(name="absent", level="blocking", title="there is no such run", evidence=evidence, remedy=remedy)
 
 
-def redis_full(view: View) -> Cause | None:
+def redis_full(view: View) -> Told | None:
     redis = view.redis
     share = redis.used_bytes / redis.max_bytes if redis.max_bytes else 0.0
     if share < _TIGHT:
         return None
-    return Cause(
-        name="redis_full",
+    return Told(
         level="blocking" if share >= _FULL else "attention",
         title="Redis is full" if share >= _FULL else "Redis is nearly full",
         evidence=f"it uses {size(redis.used_bytes)} of the {size(redis.max_bytes)} that maxmemory allows ({share:.0%})",
@@ -33,11 +43,10 @@ def redis_full(view: View) -> Cause | None:
     )
 
 
-def redis_refuses_writes(view: View) -> Cause | None:
+def redis_refuses_writes(view: View) -> Told | None:
     if not view.redis.save_error:
         return None
-    return Cause(
-        name="redis_refuses_writes",
+    return Told(
         level="blocking",
         title="Redis cannot save, and refuses writes",
         evidence=view.redis.save_error,
@@ -45,11 +54,10 @@ def redis_refuses_writes(view: View) -> Cause | None:
     )
 
 
-def redis_read_only(view: View) -> Cause | None:
+def redis_read_only(view: View) -> Told | None:
     if view.redis.role == "master":
         return None
-    return Cause(
-        name="redis_read_only",
+    return Told(
         level="blocking",
         title="this Redis is a replica",
         evidence=f"its role is {view.redis.role}: it takes no writes, and may lag behind",
@@ -57,11 +65,10 @@ def redis_read_only(view: View) -> Cause | None:
     )
 
 
-def redis_evicts(view: View) -> Cause | None:
+def redis_evicts(view: View) -> Told | None:
     if view.redis.policy == "noeviction" or not view.redis.max_bytes:
         return None
-    return Cause(
-        name="redis_evicts",
+    return Told(
         level="attention",
         title="Redis may throw rollouts away",
         evidence=f"maxmemory-policy is {view.redis.policy}",
@@ -69,11 +76,10 @@ def redis_evicts(view: View) -> Cause | None:
     )
 
 
-def finished(view: View) -> Cause | None:
+def finished(view: View) -> Told | None:
     if view.run.state != "finished":
         return None
-    return Cause(
-        name="finished",
+    return Told(
         level="info",
         title="the run has finished",
         evidence=f"{view.run.step} steps were made",
@@ -81,11 +87,10 @@ def finished(view: View) -> Cause | None:
     )
 
 
-def failed(view: View) -> Cause | None:
+def failed(view: View) -> Told | None:
     if view.run.state != "failed":
         return None
-    return Cause(
-        name="failed",
+    return Told(
         level="blocking",
         title="the learner ended with an error",
         evidence=f"the run's state is failed, after step {view.run.step}",
@@ -94,11 +99,10 @@ def failed(view: View) -> Cause | None:
     )
 
 
-def stopped(view: View) -> Cause | None:
+def stopped(view: View) -> Told | None:
     if view.run.state != "stopped":
         return None
-    return Cause(
-        name="stopped",
+    return Told(
         level="blocking",
         title="the run was stopped",
         evidence=f"a checkpoint was written at step {view.run.step}, and the learner left in order",
@@ -106,11 +110,10 @@ def stopped(view: View) -> Cause | None:
     )
 
 
-def paused(view: View) -> Cause | None:
-    if view.run.control != "pause" or view.run.state != "running":
+def paused(view: View) -> Told | None:
+    if view.run.control != "pause" or not is_running(view):
         return None
-    return Cause(
-        name="paused",
+    return Told(
         level="blocking",
         title="an operator paused the run",
         evidence="the word in Redis is pause",
@@ -118,11 +121,10 @@ def paused(view: View) -> Cause | None:
     )
 
 
-def ending(view: View) -> Cause | None:
-    if view.run.control not in ("drain", "stop") or view.run.state != "running":
+def ending(view: View) -> Told | None:
+    if view.run.control not in ("drain", "stop") or not is_running(view):
         return None
-    return Cause(
-        name="ending",
+    return Told(
         level="info",
         title="the run is on its way to an end",
         evidence=f"the operator's word is {view.run.control}; {view.train.tickets} tickets are under way",

@@ -1,0 +1,43 @@
+"""What causes are told from: who is there, who waits for what; and the form in which each is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from streamrl.monitor.view import Level, Part, View, Worker
+from streamrl.telemetry.progress import Wait
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """A cause, but for its name, which the table has."""
+
+    level: Level
+    title: str
+    evidence: str
+    remedy: str
+
+
+def alive(view: View) -> list[Worker]:
+    return [worker for worker in view.workers if worker.part.alive]
+
+
+def waiting_for(view: View, wait: Wait) -> list[Worker]:
+    """The workers that wait for this."""
+    return [worker for worker in alive(view) if (worker.part.state, worker.part.doing) == ("waiting", wait)]
+
+
+def lead(view: View) -> Part | None:
+    """Rank 0, when it reports."""
+    part = view.learner.lead
+    return part if part is not None and part.alive else None
+
+
+def lead_waiting(view: View, *waits: Wait) -> Part | None:
+    """Rank 0, when it waits for one of these."""
+    part = lead(view)
+    return part if part is not None and part.state == "waiting" and part.doing in waits else None
+
+
+def is_running(view: View) -> bool:
+    return view.run.state == "running"
