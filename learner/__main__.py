@@ -1,15 +1,18 @@
-"""One rank of the learner: `torchrun ... -m learner --config RUN/config.yaml --redis URL`, or alone without torchrun.
+"""One rank of the learner: `python -m learner.agent ... -- --config RUN/config.yaml --redis URL`, which is torchrun, or
+alone: `python -m learner --config ...`.
 
 With `--replay DIR` in place of `--redis URL` it learns from a recording.
 
-Exit codes: 0 finished or stopped as told, 2 a user's mistake, 1 all else, which torchrun answers with a restart. Where
-a restart would only fail again, the agent is told to end too.
+Exit codes: 0 finished or stopped by the operator's word, 2 a user's mistake, 76 told to end by a signal while under
+torchrun, 1 all else. Torchrun answers the last two with a restart, unless it is ending itself; where a restart would
+only fail again, it is told to.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -22,7 +25,7 @@ import structlog
 import torch
 
 from learner.assemble import learn
-from learner.distributed import die_with_parent, join_world
+from learner.distributed import die_with_parent, join_world, show_rank
 from learner.guardian import guarded
 from learner.rank import stall_limit_s
 from learner.replay import replay
@@ -30,6 +33,9 @@ from streamrl.config.load import load_config
 from streamrl.errors import StreamrlError, TrainingError, UserError
 from streamrl.telemetry.logs import configure_logging
 
+# An agent whose ranks have ended with 0 is done, and would not come to the next rendezvous; and a forked rank with
+# nothing to complain of waits for its agent to hear so, which an agent that is ending never does.
+_EXIT_TOLD = 76
 _STOPPED_LIMIT_S = 10.0  # of a rank that was stopped from outside; longer than any look at a process takes
 
 log = structlog.get_logger("learner")
@@ -44,9 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     under_agent = "TORCHELASTIC_RUN_ID" in os.environ
     if under_agent:
         die_with_parent(parent)
+        show_rank(rank)
     try:
         with guarded(limit_s=_STOPPED_LIMIT_S) if under_agent else nullcontext():
-            _run(options)
+            was_told = _run(options)
     except StreamrlError as error:
         hopeless = isinstance(error, UserError | TrainingError)
         log.error(str(error), exc_info=not hopeless)
@@ -55,12 +62,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if hopeless and rank == "0" and options.error_file:
             options.error_file.write_text(json.dumps({"error": str(error), "exit_code": error.exit_code}))
         if hopeless and under_agent and os.environ.get("LOCAL_RANK") == "0":
-            os.kill(parent, signal.SIGTERM)  # or it would try again, max-restarts times
+            os.kill(_agent(parent), signal.SIGTERM)  # or it would try again, max-restarts times
         return error.exit_code
-    return 0
+    return _EXIT_TOLD if under_agent and was_told else 0
 
 
-def _run(options: argparse.Namespace) -> None:
+def _agent(parent: int) -> int:
+    """Its process id: a fork server may stand between it and us."""
+    above = multiprocessing.parent_process()
+    return parent if above is None or above.pid is None else above.pid
+
+
+def _run(options: argparse.Namespace) -> bool:
+    """Whether a signal has ended it, to this rank or to another one."""
     config = load_config(options.config).config
     if config.learner.threads:
         torch.set_num_threads(config.learner.threads)
@@ -78,9 +92,11 @@ def _run(options: argparse.Namespace) -> None:
                 takeover=options.takeover and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0",
                 world=world,
                 stop=stop,
+                elastic=options.elastic,
                 environment=os.environ,
             )
         log.info("learner ends", state=state)
+    return stop.is_set() or state == "running"
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -90,6 +106,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     source.add_argument("--redis", metavar="URL", help="where the run's stream is")
     source.add_argument("--replay", metavar="DIR", type=Path, help="learn from this recording, without Redis")
     parser.add_argument("--takeover", action="store_true", help="replace a learner that still holds the run")
+    parser.add_argument("--elastic", action="store_true", help="when told to end, leave the run to other machines")
     parser.add_argument("--log-file", type=Path, help="write JSON lines here; {rank} in it becomes the rank")
     parser.add_argument("--error-file", type=Path, help="write an error here that no restart can mend, as JSON")
     return parser.parse_args(arguments)

@@ -58,9 +58,10 @@ def learn(
     takeover: bool,
     world: World,
     stop: threading.Event,
+    elastic: bool,
     environment: Mapping[str, str],
 ) -> RunState:
-    """The whole life of one rank."""
+    """The whole life of one rank; "running": others go on with the run."""
     if world.is_main:
         check_exporters(config)
     speech = read_speech(config.model.path)
@@ -78,6 +79,7 @@ def learn(
             watchdog=Watchdog(limit_s=stall_limit_s(config)),
             timers=Timers(),
             stop=stop,
+            elastic=elastic,
         )
         stack.enter_context(ReportWriter(client, server.keys, around.progress))
         if prompts is None:
@@ -129,7 +131,8 @@ def _lead(
             # Nothing that a restart could mend: say so to whoever watches the run.
             admitted.stream.release("failed")
             raise
-        admitted.stream.release(state)
+        if state != "running":  # whoever comes next has our name, and needs no release
+            admitted.stream.release(state)
     return state
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -130,3 +131,9 @@ def die_with_parent(parent: int) -> None:
         raise TrainingError(f"prctl(PR_SET_PDEATHSIG) failed: {os.strerror(ctypes.get_errno())}")
     if os.getppid() != parent:  # it died before the line above took effect
         raise TrainingError("the process that started this rank is gone")
+
+
+def show_rank(rank: str) -> None:
+    """In `ps` and `top`, where all ranks of a machine look alike."""
+    if sys.platform == "linux":
+        Path("/proc/self/comm").write_text(f"rank-{rank}")

@@ -14,10 +14,12 @@ that depend on nothing else (publish now? checkpoint now?) need no words.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import structlog
 import torch
 
@@ -67,6 +69,7 @@ class Parts:
     progress: Progress
     timers: Timers
     watchdog: Watchdog
+    stop: threading.Event  # this rank was told to end; all end together
 
 
 class Loop:
@@ -195,12 +198,16 @@ class Loop:
             vocabulary=self._parts.speech.vocabulary,
             oldest_step=oldest_trained_step(self._config.lag, plan.step),
         )
-        return fetched, [Verdict(int(verdict)) for verdict in self._world.total(fetched.verdicts)]
+        told = float(self._parts.stop.is_set())
+        *verdicts, num_told = self._world.total(np.append(fetched.verdicts, told))
+        if num_told:  # of whichever machine: rank 0 ends all with its next plan
+            self._parts.stop.set()
+        return fetched, [Verdict(int(verdict)) for verdict in verdicts]
 
     def _learn(self, groups: Sequence[Group], tally: Tally) -> list[Update]:
         """An update for each pass over the batch; none after one that had to be skipped."""
         made: list[Update] = []
-        with self._timers.measure("train"):
+        with self._timers.measure("train"), self._parts.watchdog.computing():
             with self._timers.measure("init_logprobs"):
                 batch = self._parts.gradients.prepare(groups, tally)
             while len(made) < self._config.algorithm.reinforce_epochs and (not made or made[-1].applied):

@@ -12,6 +12,8 @@ import gc
 import threading
 from dataclasses import dataclass
 
+import numpy as np
+
 from learner.algorithms import make_algorithm
 from learner.checkpoint import CheckpointRoot
 from learner.conductor import Conductor
@@ -46,7 +48,8 @@ class Surroundings:
     progress: Progress
     watchdog: Watchdog
     timers: Timers
-    stop: threading.Event  # a signal asked us to end
+    stop: threading.Event  # a signal asked us, or another rank, to end
+    elastic: bool = False  # whoever is asked to end leaves, and the other machines go on
 
 
 def stall_limit_s(config: schema.Config) -> float:
@@ -72,7 +75,7 @@ def work(
     stream: GroupStream,
     publisher: Publisher | Unpublished,
 ) -> RunState:
-    """Every rank: restore, then the loop."""
+    """Every rank: restore, then the loop. "running": this rank is told to end, and others go on with the run."""
     optimizer = make_optimizer(policy, around.config.optimizer)
     checkpoints = CheckpointRoot(around.config.folder)
     if start.checkpoint is not None:
@@ -102,6 +105,7 @@ def work(
             progress=around.progress,
             timers=around.timers,
             watchdog=around.watchdog,
+            stop=around.stop,
         )
     )
     # What is here stays. The collector would look through all of it again after every few thousand groups.
@@ -110,7 +114,16 @@ def work(
     with around.watchdog.watching(), publisher.working():
         state = loop.run()
     around.progress.stopping()
-    return state
+    return _go_on(around, state)
+
+
+def _go_on(around: Surroundings, state: RunState) -> RunState:
+    """A collective. The run itself was not stopped when a machine was told to leave, or when another one comes, for
+    which torchrun ends all ranks as well: workers must not take it for the end."""
+    if state != "stopped" or not around.elastic:
+        return state
+    told = around.world.largest(np.array([float(around.stop.is_set())]))
+    return "running" if told[0] else state
 
 
 def _make_gradients(around: Surroundings, policy: Policy) -> Gradients:

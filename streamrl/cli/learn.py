@@ -27,8 +27,9 @@ Each machine starts learner.processes ranks, one a GPU. Started again, it goes o
 run's folder, dir/name, which all machines must see. Settings that a run may not change half-way are refused, with what
 to do instead. Workers come by themselves: `python -m workers --redis URL --run NAME`.
 
-With --nodes MIN:MAX machines may leave and come; each time the ranks start again from the newest checkpoint. The
-machine of --rendezvous must stay.
+With --nodes MIN:MAX machines may leave and come; each time the ranks start again from the newest checkpoint. A machine
+that is told to end (SIGTERM) leaves in good order, after a checkpoint; `streamrl stop` ends the run. The machine of
+--rendezvous must stay.
 
 The exit code is torchrun's: 0 when the run has ended well. An error that no restart can mend is in the run's folder, in
 learner.error.

@@ -107,6 +107,12 @@ class Cluster:
     nodes: str  # how many: "4", or "1:4" for any number between
     endpoint: str  # HOST:PORT on one of them, where the agents meet
 
+    @property
+    def is_elastic(self) -> bool:
+        """Machines may leave and come."""
+        least, _, most = self.nodes.partition(":")
+        return most not in ("", least)
+
 
 def learner_command(
     config: schema.Config,
@@ -129,12 +135,15 @@ def learner_command(
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={cluster.endpoint if cluster else '127.0.0.1:0'}",
         f"--rdzv-id={holder or (_holder_of_all(config, cluster) if cluster else _holder(folder.path))}",
-        "--rdzv-conf=last_call_timeout=1",  # the default waits half a minute at every restart
+        # By default every restart waits half a minute for more machines, and 15 s for one that has died. That is three
+        # times the interval, on the clock of whoever looks, so clocks must agree to within these 6 s.
+        "--rdzv-conf=last_call_timeout=1,keep_alive_interval=2",
         f"--shutdown-timeout={DRAIN_S}",
     ]
-    program = ["-m", "learner", "--config", str(folder.config)]
+    program = ["--config", str(folder.config)]
     program += ["--redis", redis_url] if redis_url is not None else ["--replay", str(replay)]
     program += ["--takeover"] if takeover else []
+    program += ["--elastic"] if cluster and cluster.is_elastic else []
     program += ["--log-file", str(folder.log("learner-{rank}.log")), "--error-file", str(folder.learner_error)]
     # A store shared between rounds makes ranks read addresses of peers that are gone, and wait for them for ever.
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -142,7 +151,7 @@ def learner_command(
         environment["OMP_NUM_THREADS"] = str(learner.threads)
     return Command(
         name=LEARNER,
-        arguments=(sys.executable, "-m", "torch.distributed.run", *agent, *program),
+        arguments=(sys.executable, "-m", "learner.agent", *agent, "--", *program),
         log=folder.log("learner.out"),
         environment=environment,
     )

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,11 +67,11 @@ def make_run(folder: Path, *, name: str, num_prompts: int = 400, **sections: Any
 
 def learner_command(config: schema.Config, url: str, *, processes: int = 0, max_restarts: int = 3) -> list[str]:
     """Under torchrun with so many ranks; 0: alone, without it."""
-    agent = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    agent = [*agent, f"--max-restarts={max_restarts}"] if processes else []
+    agent = ["-m", "learner.agent", "--standalone", f"--nproc-per-node={processes}"]
+    program = [*agent, f"--max-restarts={max_restarts}", "--"] if processes else ["-m", "learner"]
     arguments = ["--config", str(config.folder / "config.yaml"), "--redis", url]
     arguments += ["--error-file", str(config.folder / "error.json")]
-    return [sys.executable, *agent, "-m", "learner", *arguments]
+    return [sys.executable, *program, *arguments]
 
 
 @contextmanager
@@ -110,16 +111,21 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def made_up_worker(
-    config: schema.Config, url: str, *, scale: float = 1.0, absurd: Collection[int] = ()
+    config: schema.Config,
+    url: str,
+    *,
+    scale: float = 1.0,
+    absurd: Collection[int] = (),
+    may_answer: Callable[[], float] = lambda: math.inf,
 ) -> Iterator[None]:
-    """Answers tickets until the block ends, with rewards up to `scale`; those of `absurd` tickets make a loss overflow.
-    An error in it fails the test there."""
+    """Answers tickets until the block ends, as many in all as it may by now, with rewards up to `scale`; those of
+    `absurd` tickets make a loss overflow. An error in it fails the test there."""
     stop = threading.Event()
     errors: list[BaseException] = []
 
     def work() -> None:
         try:
-            asyncio.run(_Worker(config, url, scale, absurd).run(stop))
+            asyncio.run(_Worker(config, url, scale, absurd).run(stop, may_answer))
         except BaseException as error:  # noqa: BLE001 - handed to the test
             errors.append(error)
 
@@ -144,18 +150,21 @@ class _Worker:
         vocabulary = self._model.config.vocab_size
         self._fingerprint = fingerprint(vocab=tokenizer.get_vocab(), stop_ids=ends, vocab_size=vocabulary)
 
-    async def run(self, stop: threading.Event) -> None:
+    async def run(self, stop: threading.Event, may_answer: Callable[[], float]) -> None:
         client = connect_async(self._url, self._config.redis)
         stream = WorkerStream(client, Keys(self._config.name), worker="made-up", lease_s=30.0)
+        num_answered = 0
         try:
             while not stop.is_set():
                 latest = await stream.latest() if await stream.run_info() else None
-                if latest is None:
+                more = int(min(8, may_answer() - num_answered))
+                if latest is None or more <= 0:
                     await asyncio.to_thread(stop.wait, 0.05)
                     continue
-                for leased in await stream.lease(max_tickets=8, block_ms=50):
+                for leased in await stream.lease(max_tickets=more, block_ms=50):
                     group = await asyncio.to_thread(self._answer, leased, latest.version, latest.step)
                     await stream.deliver(leased, *encode_group(group))
+                    num_answered += 1
         finally:
             await client.aclose()
 

@@ -49,9 +49,9 @@ def test_on_one_machine_the_line_is_that_of_up(
 
     words = line(capsys)
     assert words[0] == "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-    assert words[2:4] == ["-m", "torch.distributed.run"]
+    assert words[2:4] == ["-m", "learner.agent"]
     expected = {"--nnodes=1", "--nproc-per-node=2", "--max-restarts=7", "--rdzv-endpoint=127.0.0.1:0"}
-    assert expected | {"--rdzv-conf=last_call_timeout=1"} <= set(words)
+    assert expected | {"--rdzv-conf=last_call_timeout=1,keep_alive_interval=2"} <= set(words)
     assert words[words.index("--redis") + 1] == redis_url
     assert not (tmp_path / "runs").exists()  # a dry run leaves nothing
 
@@ -125,18 +125,19 @@ def test_a_fork_of_a_run_that_is_not_there_is_told(
 
 
 def test_what_is_shown_is_what_runs(file: Path, tmp_path: Path) -> None:
-    """With a torchrun that only says what it was given, in this very process's place."""
-    fake = tmp_path / "fake" / "torch" / "distributed"
+    """With an agent that only says what it was given, in this very process's place."""
+    fake = tmp_path / "fake" / "learner"
     fake.mkdir(parents=True)
-    for name in (fake.parent / "__init__.py", fake / "__init__.py"):
-        name.write_text("")
-    (fake / "run.py").write_text("import os, sys; print(os.getpid(), *sys.argv[1:]); sys.exit(7)")
+    (fake / "__init__.py").write_text("")
+    (fake / "agent.py").write_text("import os, sys; print(os.getpid(), *sys.argv[1:]); sys.exit(7)")
     code = (
-        f"import os, sys; print(os.getpid()); sys.path.insert(0, {str(fake.parents[1])!r}); "
-        f"os.environ['PYTHONPATH'] = {str(fake.parents[1])!r} + ':' + os.environ.get('PYTHONPATH', ''); "
+        "import os, sys; print(os.getpid()); "
+        f"os.environ['PYTHONPATH'] = {str(fake.parent)!r} + ':' + os.environ.get('PYTHONPATH', ''); "
         f"from streamrl.cli.main import main; main(['learn', {str(file)!r}, '--replay', 'recording'])"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
 
     assert result.returncode == 7, result.stderr
     before, shown, ran = result.stdout.splitlines()

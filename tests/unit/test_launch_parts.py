@@ -6,8 +6,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from streamrl.config import schema
-from streamrl.launch.parts import RunFolder, learner_command, reward_command, worker_command
+from streamrl.launch.parts import Cluster, RunFolder, learner_command, reward_command, worker_command
 from streamrl.launch.processes import Command
 
 FOLDER = RunFolder(Path("runs/run"))
@@ -64,10 +66,20 @@ def test_the_learner_runs_under_torchrun_with_its_ranks_and_restarts() -> None:
 
     command = learner_command(config, FOLDER, redis_url="unix:///redis.sock")
 
-    assert command.arguments[1:3] == ("-m", "torch.distributed.run")
-    assert {"--nproc-per-node=2", "--max-restarts=7", "--rdzv-conf=last_call_timeout=1"} <= set(command.arguments)
+    assert command.arguments[1:3] == ("-m", "learner.agent")
+    assert {"--nproc-per-node=2", "--max-restarts=7", "--rdzv-conf=last_call_timeout=1,keep_alive_interval=2"} <= set(
+        command.arguments
+    )
     assert values(command, "--config") == ["runs/run/config.yaml"]
     assert command.environment == {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "3"}
+
+
+@pytest.mark.parametrize(("nodes", "elastic"), [("4", False), ("4:4", False), ("1:4", True)])
+def test_where_machines_may_leave_the_learner_is_told_so(nodes: str, elastic: bool) -> None:
+    command = learner_command(
+        make_config(), FOLDER, redis_url="x", cluster=Cluster(nodes=nodes, endpoint="trainer-0:29400")
+    )
+    assert ("--elastic" in command.arguments) is elastic
 
 
 def test_a_learner_replaces_another_only_when_told_to() -> None:

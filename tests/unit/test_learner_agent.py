@@ -1,0 +1,48 @@
+"""What torchrun's agent forks ranks from: all imported, no GPU touched, and deaf to what is the agent's to pass on."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from learner.agent import main
+
+ROOT = Path(__file__).parents[2]
+
+# In the fork server's place: its parent, the test, is the agent.
+_NURSERY = """
+import os, signal, sys, threading
+import torch
+touched = []
+for name in ("is_available", "device_count", "current_device", "get_device_properties", "_lazy_init"):
+    setattr(torch.cuda, name, lambda *_, name=name, **__: touched.append(name) or 0)
+import learner.nursery
+print(touched, "learner.assemble" in sys.modules, threading.active_count(), flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+rank = os.fork()
+if rank == 0:
+    os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]), flush=True)
+signal.pause()
+"""
+
+
+def test_ranks_are_forked_from_a_server_that_has_everything_and_no_gpu_and_only_they_heed_sigterm() -> None:
+    with subprocess.Popen([sys.executable, "-c", _NURSERY], cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            assert server.stdout.readline() == "[] True 1\n"
+            assert int(server.stdout.readline()) == 128 + signal.SIGTERM
+            assert server.poll() is None
+        finally:
+            server.kill()
+
+
+def test_an_agent_must_be_told_what_is_its_own() -> None:
+    with pytest.raises(SystemExit, match="TORCHRUN_OPTIONS -- LEARNER_OPTIONS"):
+        main(["--nproc-per-node=1", "--config", "x"])
