@@ -86,11 +86,13 @@ def _layer_types(config: transformers.PretrainedConfig) -> Sequence[str]:
 
 
 def load_policy(config: schema.Config, world: World, end_ids: tuple[int, ...]) -> Policy:
-    """The model to train, as the hub or the folder has it, with fp32 masters."""
+    """The model to train, as the hub or the folder has it, with fp32 masters, or float64 ones."""
     attention = choose(config.model, world.device)
     model, weights = begin_model(config.model.path, attention=attention, device=world.device)
     if config.model.lora is not None:
         inject_adapters(model, config.model.lora, world.device)
+    if config.model.dtype == "float64":
+        _cast(model, torch.float64)
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy = _fill(shard(make_policy(model, config, end_ids).train(), world), weights, world.device)
@@ -102,10 +104,15 @@ def load_reference(config: schema.Config, world: World, end_ids: tuple[int, ...]
     """The policy as it was before the run: always from `model.path`, so that resuming never moves it."""
     attention = choose(config.model, world.device)
     model, weights = begin_model(config.model.path, attention=attention, device=world.device)
-    for parameter in model.requires_grad_(False).parameters():  # and not the buffers: rotations need their fp32
-        parameter.data = parameter.data.to(getattr(torch, config.model.dtype))
+    _cast(model.requires_grad_(False), getattr(torch, config.model.dtype))
     reference = shard(make_policy(model, config, end_ids), world, on_host=on_host)
     return _fill(reference, weights, _HOST if on_host else world.device)
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Its parameters, and not its buffers: rotations need their fp32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def _fill(policy: Policy, weights: Weights, device: torch.device) -> Policy:

@@ -41,7 +41,8 @@ class Lora(Section):
 
 class Model(Section):
     path: str  # folder or hub name of a causal language model
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of forward and backward passes; masters stay fp32
+    # Of forward and backward passes; masters stay fp32, but for float64: everything, to compare runs to the last digit
+    dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
     attention: Literal["auto", "masked", "varlen"] = "auto"  # of packed sequences; auto: varlen for bfloat16 on a GPU
     gradient_checkpointing: bool = False
     lora: Lora | None = None  # train adapters; the base is the reference

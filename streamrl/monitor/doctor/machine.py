@@ -17,7 +17,7 @@ from streamrl.monitor.doctor.finding import Finding, error, ok, warning
 from streamrl.monitor.doctor.model import count_parameters
 from streamrl.monitor.units import plural, size
 
-_BYTES = {"float32": 4, "bfloat16": 2}
+_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 _MASTER_BYTES = 4 + 4 + 8  # fp32 weights, gradients, and AdamW's two moments
 _CHECKPOINT_BYTES = 4 + 8  # fp32 weights and the moments
 _FEWEST_FILES = 4096
