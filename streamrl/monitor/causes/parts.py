@@ -22,7 +22,7 @@ def learner_gone(view: View) -> Told | None:
         level="blocking",
         title="the learner is gone",
         evidence=f"{last}, and its lease has run out",
-        remedy="start it again (`streamrl up CONFIG`, or torchrun -m learner): it goes on from the last checkpoint; "
+        remedy="start it again (`streamrl up CONFIG`, or `streamrl learn`): it goes on from the last checkpoint; "
         "its log says why it ended",
     )
 
