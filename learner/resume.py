@@ -53,7 +53,7 @@ def find_checkpoint(text: str) -> Checkpoint:
     place, _, which = text.rpartition("@") if "@" in text and not path.is_dir() else (text, "", "")
     folder = Path(place)
     if not (folder / "checkpoints").is_dir():
-        raise DataError(f"{text}: {folder} is not the folder of a run: there is no {folder / 'checkpoints'}")
+        raise DataError(f"{text}: there is no {folder / 'checkpoints'}; name the folder of a run")
     root, lineage = CheckpointRoot(folder), ancestry(folder)
     if not which:
         newest = root.newest_complete(lineage)

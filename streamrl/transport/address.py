@@ -29,6 +29,7 @@ from streamrl.transport.url import FORMS, PASSWORD, SENTINEL_PASSWORD, masked
 AnyClient = redis.Redis | redis.asyncio.Redis
 
 _SENTINEL_PORT = 26379
+_DATABASE = re.compile(r"/?\d*")
 _SERVICE = re.compile(r"/([A-Za-z0-9._-]+)(?:/(\d+))?/?")
 
 
@@ -95,6 +96,9 @@ def server_name(client: AnyClient) -> str:
 def _checked(url: str) -> str:
     try:
         parse_url(url)  # type: ignore[no-untyped-call]
+        # The client's own parser takes any other path for database 0.
+        if not url.startswith("unix:") and not _DATABASE.fullmatch(urlsplit(url).path):
+            raise ValueError("its path is no number of a database")
     except ValueError:
         # Without what may be a password, wherever the URL is wrong.
         shown = re.sub("//.*@", "//", url.partition("?")[0])

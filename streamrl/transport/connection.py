@@ -53,7 +53,7 @@ def connect(url: str, settings: Timeouts) -> redis.Redis:
         repeat(client.ping, attempts=Attempts(client, "answer", give_up_after_s=settings.connect_timeout_s))
     except TransportError as error:
         client.close()
-        raise ResourceError(f"{error}. {_remedy(url, error.__cause__)}") from None
+        raise ResourceError(f"{str(error).rstrip(".")}. {_remedy(url, error.__cause__)}") from None
     return client
 
 
@@ -120,11 +120,6 @@ def check_server(client: redis.Redis, *, max_backlog_bytes: int = 0, max_store_b
             f"redis.max_backlog_bytes = {max_backlog_bytes}{weights}: Redis at {server_name(client)} may use {limit} "
             "bytes in all (maxmemory); set them well below that, or raise maxmemory"
         )
-
-
-async def check_server_async(client: redis.asyncio.Redis) -> None:
-    info = await repeat_async(client.info, attempts=Attempts(client, "say what it is"))
-    _check_info(server_name(client), info)
 
 
 def _check_info(server: str, info: Mapping[str, Any]) -> None:

@@ -313,7 +313,8 @@ def test_a_service_that_cannot_be_found_is_one_clear_error() -> None:
     settings = schema.Redis(connect_timeout_s=0.3)
     with pytest.raises(ResourceError, match="Its sentinels must be there and know the service"):
         connect("redis+sentinel://127.0.0.1:1/other", settings)
-    for url in ("redis+sentinel://host:1", "redis+sentinel:///run", "redis+sentinel://host:port/run"):
+    wrong = ("redis+sentinel://host:1", "redis+sentinel:///run", "redis+sentinel://host:port/run", "redis://host/one")
+    for url in wrong:
         with pytest.raises(ConfigError, match=r"redis\.url"):
             connect(url, settings)
 

@@ -94,6 +94,16 @@ async def test_a_score_that_is_not_finite_is_an_error_and_its_neighbours_keep_th
     assert isinstance(bad, ScoringFailed)
 
 
+async def test_a_model_that_answers_too_few_scores_costs_the_batch_and_not_the_server() -> None:
+    model = FakeScoringModel()
+    answers = iter([[1.0], [3.0]])
+    model.score = lambda rows: next(answers)  # type: ignore[method-assign]
+    async with running(model) as batcher:
+        with pytest.raises(ScoringFailed):
+            await batcher.score([[1], [2]])
+        assert await batcher.score([[3]]) == [3.0]
+
+
 async def test_stopping_leaves_nobody_waiting() -> None:
     async with running(FakeScoringModel(), max_delay_s=3600) as batcher:
         waiting = asyncio.create_task(batcher.score([[1]]))

@@ -146,6 +146,8 @@ class Batcher:
         loop = asyncio.get_running_loop()
         try:
             scores = await loop.run_in_executor(self._thread, self._model.score, [entry.row for entry in batch])
+            if len(scores) != len(batch):
+                raise ValueError(f"the model gave {len(scores)} scores for {len(batch)} rows")
         except Exception as error:  # a model may raise anything; it costs these rows and not the server
             logging.getLogger(__name__).exception("a batch of %d rows could not be scored", len(batch))
             scores, reason = [math.nan] * len(batch), f"the model raised {type(error).__name__}"
