@@ -62,14 +62,11 @@ class KeptAnnouncements:
         (self._folder / f"manifest-{announcement.version}").write_bytes(announcement.manifest)
 
 
-def policy64(config: schema.Config, world: World, end_ids: tuple[int, ...]) -> Policy:
-    """Float64 throughout. Only what is loaded as a reference has parameters in the dtype of its passes, and the model's
-    own norms would round to fp32 in between."""
-    policy = load_reference(config, world, end_ids).requires_grad_(True).train()
+def never_round(policy: Policy) -> None:
+    """The model's own norms would be computed in fp32."""
     for module in policy.modules():
         if "RMSNorm" in type(module).__name__:
             module.forward = partial(_norm, module)
-    return policy
 
 
 def _norm(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -83,14 +80,15 @@ class Rank:
         self.config = learner_config(
             folder / "model",
             dir=folder / f"out-{world.size}",
-            # Not checked: users may not ask for float64.
-            model=schema.Model.model_construct(path=str(folder / "model"), dtype=dtype, lora=lora),
+            model=schema.Model(path=str(folder / "model"), dtype=dtype, lora=lora),
             # Little groups and a small bound: several micro-batches, not equally many on each rank.
             training=schema.Training(micro_batch_tokens=40),
         )
         self.world = world
         torch.manual_seed(self.config.seed)
-        self.policy = (policy64 if dtype == "float64" else load_policy)(self.config, world, (END,))
+        self.policy = load_policy(self.config, world, (END,))
+        if dtype == "float64":
+            never_round(self.policy)
         self.optimizer = make_optimizer(self.policy, self.config.optimizer)
         self.reference = make_reference(self.config, world, (END,), self.policy)
         self.gradients = self.make_gradients(self.config)
