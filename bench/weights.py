@@ -1,9 +1,10 @@
-"""Versioned weights, as far as no engine is needed: how small deltas are, how fast, and that no wrong one is served.
+"""Versioned weights: how small deltas are, how fast, what they cost learner and engine; and no wrong one is served.
 
     real Adam steps ─► bf16 states ─► encode ─► store ─► mirror in shared memory: patch, verify
+                                                                                 (and on into vLLM: `serving`)
 
 The figures of encode and patch are those of one core, of encoder and mirror alone: the store is in memory. Who comes
-late takes everything out of Redis.
+late takes everything out of Redis, with all cores. A quick answer has no engine in it, which alone takes a minute.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
     del fast
     say("steps of a learner that publishes, and of one that does not")
     lines += _steps(quick=quick, say=say)
+    if not quick:
+        lines += _serving(say=say)
     num_trials = 1_000 if quick else 10_000
     say(f"{num_trials:,} corrupted versions")
     return lines + _corruption(num_trials)
@@ -74,6 +77,13 @@ def _steps(*, quick: bool, say: Say) -> list[Line]:
     from bench.publish_steps import bench_steps  # torch
 
     return bench_steps(quick=quick, say=say)
+
+
+def _serving(*, say: Say) -> list[Line]:
+    from bench.serving import bench_serving  # vLLM
+
+    with _mirror_folder() as shared:
+        return bench_serving(shared=shared, num_rounds=4, say=say)
 
 
 def _size(lr: float, states: list[State]) -> list[Line]:

@@ -35,7 +35,7 @@ MIDDLE = Size(name="25M", hidden=512, layers=8)
 
 def write_model(folder: Path, size: Size) -> int:
     """As a folder that engines load; its number of parameters."""
-    tokenizer = _make_tokenizer()
+    tokenizer = make_tokenizer()
     config = transformers.Qwen2Config(
         vocab_size=VOCABULARY,
         hidden_size=size.hidden,
@@ -68,7 +68,7 @@ def after_a_step(state: State, number: int) -> State:
     return {name: bits ^ (rng.random(len(bits)) < 0.05).astype(bits.dtype) for name, bits in state.items()}
 
 
-def _make_tokenizer() -> transformers.PreTrainedTokenizerFast:
+def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
     """A byte-level BPE without merges: AutoTokenizer keeps this form as it is."""
     tokens = [_PAD, _END, *(chr(33 + number) for number in range(VOCABULARY - 2))]
     tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, merges=[]))

@@ -1,0 +1,69 @@
+"""A learner of one rank with a real model: its steps, and its versions on their way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from bench.publishing import RUN_UID
+from bench.training import train_once
+from learner.companion import AtOnce, Beside
+from learner.distributed import World
+from learner.model import Policy, load_policy
+from learner.publish import Published, Publisher
+from learner.shipping import Announcer
+from streamrl.config import schema
+from streamrl.weights.stores import BlobStore
+
+_LR = 1e-6
+_CANARY_TOKENS = 16
+
+
+class LearnerSide:
+    def __init__(
+        self, config: schema.Config, *, store: BlobStore, announcer: Announcer, beside: Beside | AtOnce, num_tokens: int
+    ) -> None:
+        world = World(rank=0, size=1, device=torch.device("cpu"))
+        self._policy: Policy = load_policy(config, world, (1,))
+        self._optimizer = torch.optim.AdamW(self._policy.parameters(), lr=_LR, betas=(0.9, 0.98), weight_decay=0.1)
+        self._num_tokens = num_tokens
+        self._step = 0
+        self.publisher = Publisher(
+            policy=self._policy,
+            config=config,
+            world=world,
+            run_uid=RUN_UID,
+            epoch=1,
+            store=store,
+            announcer=announcer,
+            canary_ids=np.arange(3, 3 + _CANARY_TOKENS, dtype=np.int32),
+            beside=beside,
+        )
+
+    def train(self) -> None:
+        """One real step."""
+        train_once(self._policy.model, self._optimizer, num_tokens=self._num_tokens)
+        self._step += 1
+
+    def begin(self) -> None:
+        """What it has learned, on its way."""
+        self.publisher.begin(self._step)
+
+    def finish(self) -> Published:
+        published = self.publisher.finish()
+        assert published is not None, "a store on this machine takes every version"
+        return published
+
+    def publish(self) -> Published:
+        """Both."""
+        self.begin()
+        return self.finish()
+
+    def save(self, path: Path) -> int:
+        """All of it, as whoever knows no versions would publish it: a file of so many bytes, left to the page cache."""
+        named = self._policy.model.named_parameters()
+        save_file({name: p.detach().to(torch.bfloat16).contiguous() for name, p in named}, path)
+        return path.stat().st_size

@@ -1,0 +1,31 @@
+"""vLLM's own way of taking new weights, inside its worker process, which `worker_extension_cls` mixes this into.
+
+The clock is read there too, so that neither messages nor the step that is under way count.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from safetensors.torch import load_file
+from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
+
+from bench.measure import seconds
+
+
+class OwnReload:
+    """Each method is a call to every worker process."""
+
+    def hold_tensors(self, path: str) -> None:
+        """Keep a copy of what this file has."""
+        # Its reload warns of tied heads as of weights that are missing.
+        logging.getLogger("vllm.model_executor.model_loader.reload.inplace").setLevel(logging.ERROR)
+        self._held = {name: tensor.clone() for name, tensor in load_file(path).items()}
+
+    def reload_held(self) -> float:
+        """How long it takes with tensors that lie in memory."""
+        return seconds(lambda: self.reload_weights(weights_iterator=iter(self._held.items())))
+
+    def reload_file(self, path: str) -> float:
+        tensors = safetensors_weights_iterator([path], use_tqdm_on_load=False)
+        return seconds(lambda: self.reload_weights(weights_iterator=tensors))

@@ -1,0 +1,265 @@
+"""A version's way into a vLLM engine at work: how long it takes, and what it costs the engine.
+
+    learner: step ─► canary, copy, encode ─► Redis ─► worker: fetch, patch ─► pause ─► load ─► resume: it serves
+    beside it, by turns:   vLLM's own reload of the same tensors, which lie in its memory: the measure of both bars
+                           step ─► safetensors file ─► pause ─► vLLM's own reload of it ─► resume: the usual way
+
+A real engine on a CPU, with the 136M parameters in bf16 and _NUM_IN_FLIGHT samples under way all the time; that is some
+ten steps a second, so what a load costs shows within a second. The engine has one core; learner, worker and Redis share
+the other one. Time runs from the end of the learner's step, so canary and copy are in it. What an update costs is
+tokens of the second that begins with the pause, against those of a second in which nothing else is done.
+
+The usual way's file is written to the local disk's page cache, and not over a network. On a CPU vLLM's own reload
+leaves a tied head with the old embedding (see `workers.weight_transfer`), which costs it nothing: ours packs it anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import get_args
+
+from bench.learner_side import LearnerSide
+from bench.measure import Say
+from bench.publishing import RUN_UID
+from bench.report import Bar, Fact, Line
+from bench.serving_engine import GROUP_SIZE, MAX_TOKENS, PROMPT_TOKENS, WatchedEngine, keep_busy
+from bench.training import make_model
+from bench.worker_model import make_tokenizer
+from learner.companion import AtOnce
+from streamrl.config import schema
+from streamrl.config.dump import config_to_json
+from streamrl.telemetry.progress import Progress
+from streamrl.transport.connection import connect, connect_async
+from streamrl.transport.embedded import EmbeddedRedis
+from streamrl.transport.keys import Keys
+from streamrl.transport.learner import LearnerStream
+from streamrl.transport.types import START
+from streamrl.transport.worker import WorkerStream
+from streamrl.weights.mirror import Mirror
+from streamrl.weights.redis_store import RedisStore
+from workers.engines.base import EngineSettings, KvCache
+from workers.model import read_model
+from workers.proving import Prover
+from workers.tasks import cancel_all
+from workers.weights import Patience, WeightFollower
+
+_NUM_IN_FLIGHT = 2 * GROUP_SIZE
+_STEP_TOKENS = 32
+_WARM_UP_S = 4.0
+_SECOND_S = 1.0
+_LAST_STEP_S = 0.2  # until its tokens are here too
+_TIMEOUT_S = 60.0
+_KV_CACHES: tuple[KvCache, ...] = get_args(KvCache)
+
+
+def bench_serving(*, shared: Path, num_rounds: int, say: Say) -> list[Line]:
+    """`shared`: a folder in memory for the mirror."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as name, _environment_as_it_was():
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        return asyncio.run(_measure(Path(name), shared, num_rounds=num_rounds, say=say))
+
+
+@contextlib.contextmanager
+def _environment_as_it_was() -> Iterator[None]:
+    """vLLM is told, and tells its processes, through the environment."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+async def _measure(folder: Path, shared: Path, *, num_rounds: int, say: Say) -> list[Line]:
+    rounds: list[Round] = []
+    async with _opened(folder, shared, say=say) as scene:
+        for number in range(num_rounds):
+            rounds.append(await scene.round(folder / "checkpoint.safetensors"))
+            say(f"round {number + 1} of {num_rounds}: {rounds[-1]}")
+    return lines_of(rounds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    served_after_s: float  # since the end of the learner's step
+    paused_s: float
+    lost: float  # tokens, in the second that begins with the pause
+    calm: float  # tokens in a second without
+    num_bytes: int  # that left the learner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    ours: Mapping[KvCache, Update]
+    own_s: Mapping[KvCache, float]  # vLLM's own reload, after each of these
+    checkpoint: Update
+
+    def __str__(self) -> str:
+        told = [
+            f"{kv_cache}: served after {one.served_after_s:.3f} s, paused {one.paused_s:.3f} s, "
+            f"lost {one.lost:.0f} of {one.calm:.0f} tokens, own reload {self.own_s[kv_cache]:.3f} s"
+            for kv_cache, one in self.ours.items()
+        ]
+        return "; ".join([*told, f"checkpoint: after {self.checkpoint.served_after_s:.3f} s"])
+
+
+def lines_of(rounds: Sequence[Round]) -> list[Line]:
+    updates = [(one, each.own_s[kv_cache]) for each in rounds for kv_cache, one in each.ours.items()]
+    checkpoints = [each.checkpoint for each in rounds]
+    return [
+        Bar(
+            name="publish to serving / (own reload + 0.1 s)",
+            value=median(one.served_after_s / (own_s + 0.1) for one, own_s in updates),
+            unit="x",
+            goal=2.0,
+            better="lower",
+        ),
+        Bar(
+            name="generation paused / own reload",
+            value=median(one.paused_s / own_s for one, own_s in updates),
+            unit="x",
+            goal=1.3,
+            better="lower",
+        ),
+        Fact(name="vLLM's own reload from memory", value=median(own_s for _, own_s in updates), unit="s"),
+        Fact(name="publish to serving", value=median(one.served_after_s for one, _ in updates), unit="s"),
+        Fact(name="generation paused", value=median(one.paused_s for one, _ in updates), unit="s"),
+        Fact(name="bytes of a version", value=median(one.num_bytes for one, _ in updates) / 1e6, unit="MB"),
+        Fact(name="tokens made without updates", value=median(one.calm for one, _ in updates), unit="tokens/s"),
+        *(
+            Fact(
+                name=f"lost in the second after an update, {kv_cache}",
+                value=median(each.ours[kv_cache].lost for each in rounds),
+                unit="tokens/s",
+            )
+            for kv_cache in _KV_CACHES
+        ),
+        Fact(name="whole checkpoint: publish to serving", value=_median(checkpoints, "served_after_s"), unit="s"),
+        Fact(name="whole checkpoint: generation paused", value=_median(checkpoints, "paused_s"), unit="s"),
+        Fact(name="whole checkpoint: lost in the second after", value=_median(checkpoints, "lost"), unit="tokens/s"),
+        Fact(name="whole checkpoint: bytes", value=_median(checkpoints, "num_bytes") / 1e6, unit="MB"),
+    ]
+
+
+def _median(updates: Sequence[Update], name: str) -> float:
+    return median(getattr(update, name) for update in updates)
+
+
+class _Scene:
+    """A learner, and a worker's engine at work that follows its versions."""
+
+    def __init__(self, engine: WatchedEngine, learner: LearnerSide, follower: WeightFollower) -> None:
+        self._engine, self._learner, self._follower = engine, learner, follower
+
+    async def round(self, checkpoint: Path) -> Round:
+        ours: dict[KvCache, Update] = {}
+        own_s: dict[KvCache, float] = {}
+        for kv_cache in _KV_CACHES:
+            ours[kv_cache] = await self._version(kv_cache)
+            own_s[kv_cache] = await self._engine.reload_held()
+        return Round(ours=ours, own_s=own_s, checkpoint=await self._checkpoint(checkpoint))
+
+    async def _version(self, kv_cache: KvCache) -> Update:
+        self._engine.kv_cache = kv_cache
+
+        async def publish() -> int:
+            published = await asyncio.to_thread(self._learner.publish)
+            async with asyncio.timeout(_TIMEOUT_S):
+                await self._follower.serving(published.version)
+            return published.num_bytes
+
+        return await self._update(publish)
+
+    async def _checkpoint(self, path: Path) -> Update:
+        async def publish() -> int:
+            num_bytes = await asyncio.to_thread(self._learner.save, path)
+            await self._engine.reload_file(path)
+            return num_bytes
+
+        return await self._update(publish)
+
+    async def _update(self, publish: Callable[[], Awaitable[int]]) -> Update:
+        """What comes of a step."""
+        await asyncio.to_thread(self._learner.train)
+        await asyncio.sleep(_SECOND_S)
+        began = time.perf_counter()
+        calm = self._engine.num_made(began - _SECOND_S, began)
+        num_bytes = await publish()
+        served_after_s = time.perf_counter() - began
+        loaded = self._engine.load_began
+        await asyncio.sleep(max(0.0, loaded + _SECOND_S + _LAST_STEP_S - time.perf_counter()))
+        return Update(
+            served_after_s=served_after_s,
+            paused_s=self._engine.paused_s,
+            lost=calm - self._engine.num_made(loaded, loaded + _SECOND_S),
+            calm=calm,
+            num_bytes=num_bytes,
+        )
+
+
+@contextlib.asynccontextmanager
+async def _opened(folder: Path, shared: Path, *, say: Say) -> AsyncIterator[_Scene]:
+    model = make_model(quick=False)
+    model.save_pretrained(folder / "model")
+    make_tokenizer().save_pretrained(folder / "model")
+    vocabulary = model.config.vocab_size
+    del model
+    facts = read_model(str(folder / "model"), trust_remote_code=False)
+    config, keys = _config(folder / "model"), Keys("bench")
+    engine = WatchedEngine(EngineSettings(model=facts, config=config, trust_remote_code=False, seed=1))
+    async with contextlib.AsyncExitStack() as stack:
+        server = stack.enter_context(EmbeddedRedis.start(folder / "redis"))
+        client = stack.enter_context(connect(server.url, config.redis))
+        store = RedisStore(client, keys)
+        announcer = LearnerStream(client, keys, run_uid=RUN_UID, epoch=1, holder="bench", lease_s=600.0)
+        announcer.claim(config_json=config_to_json(config), fingerprint=facts.fingerprint, wait_s=0.0)
+        announcer.restore(cursor=START)
+        learner = LearnerSide(config, store=store, announcer=announcer, beside=AtOnce(), num_tokens=_STEP_TOKENS)
+        worker = await stack.enter_async_context(connect_async(server.url, config.redis))
+        mirror = Mirror(shared / "mirror", run_uid=RUN_UID)
+        follower = WeightFollower(
+            announcements=WorkerStream(worker, keys, worker="0", lease_s=60.0),
+            store=store,
+            mirror=mirror,
+            proof=Prover(model=facts, dtype=config.weights.dtype, trust_remote_code=False, with_probe=False),
+            progress=Progress(part="worker/0", role="worker"),
+            patience=Patience(give_up_after_s=_TIMEOUT_S, first_version_s=_TIMEOUT_S),
+        )
+        stack.callback(follower.close)
+        say("starting vLLM with the 136M parameters in bf16")
+        stack.push_async_callback(engine.stop)
+        await engine.start()
+        engine.watch()
+        following = asyncio.create_task(follower.follow(engine), name="follow")
+        stack.push_async_callback(cancel_all, [following])
+        await asyncio.to_thread(learner.publish)
+        async with asyncio.timeout(_TIMEOUT_S):
+            await follower.proved(1)
+        await engine.hold_tensors(mirror.path)
+        busy = keep_busy(engine, num_in_flight=_NUM_IN_FLIGHT, vocabulary=vocabulary)
+        stack.push_async_callback(cancel_all, [asyncio.create_task(busy, name="samples")])
+        scene = _Scene(engine, learner, follower)
+        await asyncio.sleep(_WARM_UP_S)
+        await scene.round(folder / "checkpoint.safetensors")  # code and memory that are used for the first time
+        yield scene
+
+
+def _config(model: Path) -> schema.Config:
+    return schema.Config(
+        name="bench",
+        model=schema.Model(path=str(model), dtype="float32"),
+        data=schema.Data(train="unused.jsonl", max_prompt_tokens=PROMPT_TOKENS),
+        sampling=schema.Sampling(num_samples=GROUP_SIZE, max_tokens=MAX_TOKENS),
+        rewards={"unused": schema.FunctionReward(type="function", target="unused")},
+        worker=schema.Worker(
+            threads=1,
+            max_groups_in_flight=_NUM_IN_FLIGHT // GROUP_SIZE,
+            engine_args={"worker_extension_cls": "bench.own_reload.OwnReload", "kv_cache_memory_bytes": 512 << 20},
+        ),
+    )

@@ -1,0 +1,103 @@
+"""A vLLM engine that is watched: when it made how many tokens, when a load began, and what its own reloads take."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from streamrl.config import schema
+from workers.engines.base import KvCache, SampleRequest
+from workers.engines.vllm_engine import VllmEngine
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutputs
+
+PROMPT_TOKENS, MAX_TOKENS = 128, 256
+_MIN_TOKENS = 32
+GROUP_SIZE = 8  # samples with the same prompt
+
+
+class WatchedEngine(VllmEngine):
+    """Its loads do with what is cached what `kv_cache` says here, whatever they are asked."""
+
+    kv_cache: KvCache = "salt"
+    load_began = 0.0
+    paused_s = 0.0  # the engine by the last load, from the end of its last step
+
+    def watch(self) -> None:
+        """From the first request on."""
+        self._made: list[tuple[float, int]] = []  # (when, tokens) of each step
+        core = self.bare().engine_core
+        pass_on, pause, resume = core.get_output_async, core.pause_scheduler_async, core.resume_scheduler_async
+        paused_at = 0.0
+
+        async def get_output_async() -> EngineCoreOutputs:
+            outputs = await pass_on()
+            num_tokens = sum(len(output.new_token_ids) for output in outputs.outputs)
+            if num_tokens:
+                self._made.append((time.perf_counter(), num_tokens))
+            return outputs
+
+        async def pause_scheduler_async(**how: Any) -> None:
+            nonlocal paused_at
+            await pause(**how)  # it answers between two steps
+            paused_at = time.perf_counter()
+
+        async def resume_scheduler_async() -> None:
+            await resume()
+            self.paused_s = time.perf_counter() - paused_at
+
+        core.get_output_async = get_output_async
+        core.pause_scheduler_async = pause_scheduler_async
+        core.resume_scheduler_async = resume_scheduler_async
+
+    async def load(self, weights: Path, *, version: int, step: int, kv_cache: KvCache = "salt") -> None:
+        self.load_began = time.perf_counter()
+        await super().load(weights, version=version, step=step, kv_cache=self.kv_cache)
+
+    async def reload_file(self, path: Path) -> None:
+        """As who has a checkpoint and no versions."""
+        self.load_began = time.perf_counter()
+        core = self.bare().engine_core
+        await core.pause_scheduler_async(mode="keep", clear_cache=False)
+        await self._own("reload_file", str(path))
+        await self.bare().resume_generation()
+
+    async def hold_tensors(self, path: Path) -> None:
+        await self._own("hold_tensors", str(path))
+
+    async def reload_held(self) -> float:
+        """What vLLM's own reload takes, of tensors that lie in its memory."""
+        [elapsed] = await self._own("reload_held")
+        return elapsed
+
+    def num_made(self, begin: float, end: float) -> int:
+        """Tokens of steps that ended between."""
+        return sum(tokens for at, tokens in self._made if begin <= at < end)
+
+    async def _own(self, method: str, *args: str) -> list[float]:
+        outcome: list[float] = await self.bare().collective_rpc(method, args=args)
+        return outcome
+
+
+async def keep_busy(engine: WatchedEngine, *, num_in_flight: int, vocabulary: int) -> None:
+    """Samples of prompts in groups and of all lengths, so many at a time, until cancelled."""
+    numbers = iter(range(1 << 30))
+
+    async def one_after_another() -> None:
+        for number in numbers:
+            group, rng = np.random.default_rng(number // GROUP_SIZE), np.random.default_rng(number)
+            request = SampleRequest(
+                request_id=f"sample-{number}",
+                prompt_ids=group.integers(2, vocabulary, size=PROMPT_TOKENS, dtype=np.int32),
+                sampling=schema.Sampling(max_tokens=int(rng.integers(_MIN_TOKENS, MAX_TOKENS + 1))),
+            )
+            await engine.generate(request)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(num_in_flight):
+            group.create_task(one_after_another())
