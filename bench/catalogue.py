@@ -35,4 +35,5 @@ BENCHES: Mapping[str, Entry] = {
     "async": Entry("bench.async_gain:bench", "Asynchronous against synchronous, on simulated latencies."),
     "staleness": Entry("bench.staleness:bench", "What each loss makes of stale samples: reward at lag 0 to 32."),
     "monitor": Entry("bench.monitor:bench", "Watching a run: top, the page, status, and what it costs Redis."),
+    "watchers": Entry("bench.watchers:bench", "A run's steps under a hundred monitors, and when all are killed."),
 }

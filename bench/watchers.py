@@ -1,0 +1,150 @@
+"""What a hundred monitors, and their end by kill -9, do to the steps of a run.
+
+    [first] ─► [second] ─► 100 monitors come ─► [watched] ─► kill -9 of all ─► [after]        a window of steps each
+
+The run is saturated: simulated workers answer at once, and a step is nothing but its stream, so that what Redis does
+for others shows in it. A monitor is a process of its own that looks as `streamrl top` does, as the user that `streamrl
+redis acl` prints. Here they share two cores with the run, which elsewhere they do not: so they are nice, and `watched`
+says as much of this machine as of Redis. `second / first` is what the same windows differ by when nobody comes or goes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from statistics import median
+
+import redis
+
+from bench.answering import Shape, Team, answer_tickets, in_background
+from bench.learning import Learning
+from bench.measure import Say
+from bench.report import Bar, Fact, Line
+from streamrl.config import schema
+from streamrl.errors import ResourceError
+from streamrl.monitor.watcher import Watcher
+from streamrl.transport.acl import rules
+from streamrl.transport.connection import connect
+from streamrl.transport.embedded import EmbeddedRedis
+from streamrl.transport.keys import Keys
+
+_MONITORS = 100
+_PERIOD_S = 0.5  # of `top`
+_RUN = "watched"
+_SHAPE = Shape(num_samples=8, num_tokens=512)
+_WORKERS, _GROUPS_PER_STEP, _COMMIT_EVERY = 8, 16, 10
+_PASSWORD = "of-the-monitors"
+_ARRIVED_WITHIN_S = 60.0
+_PAUSE_S = 0.1
+_NICEST = 19
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+
+
+def bench(*, quick: bool, say: Say) -> list[Line]:
+    _CONTEXT.set_forkserver_preload(["bench.watchers"])
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-") as folder,
+        EmbeddedRedis.start(Path(folder) / "redis") as server,
+        connect(server.url, schema.Redis()) as client,
+    ):
+        client.execute_command("ACL", "SETUSER", "monitor", "on", f">{_PASSWORD}", *rules("monitor").split())
+        learning = Learning(client, _RUN, shape=_SHAPE, groups_per_step=_GROUPS_PER_STEP, commit_every=_COMMIT_EVERY)
+        team = Team(url=server.url, run=_RUN, shape=_SHAPE, num_workers=_WORKERS)
+        with in_background(answer_tickets, team):
+            _steps(learning, for_s=2.0)
+            rounds = [
+                _round(learning, client, server.url, say, for_s=2.0 if quick else 5.0) for _ in range(3 if quick else 9)
+            ]
+    return _lines(rounds)
+
+
+Windows = dict[str, list[float]]  # seconds of each step, by window; and `looks` a second
+
+
+def _round(learning: Learning, client: redis.Redis, url: str, say: Say, *, for_s: float) -> Windows:
+    found = {name: _steps(learning, for_s=for_s) for name in ("first", "second")}
+    with _monitors(client, url, learning) as processes:
+        looks = _num_looks(client)
+        found["watched"] = _steps(learning, for_s=for_s)
+        found["looks"] = [(_num_looks(client) - looks) / for_s]
+        for process in processes:
+            assert process.pid is not None, "it was started"
+            os.kill(process.pid, signal.SIGKILL)
+        found["after"] = _steps(learning, for_s=for_s)
+    say(", ".join(f"{name} {1e3 * median(found[name]):.2f} ms" for name in ("first", "second", "watched", "after")))
+    return found
+
+
+def _steps(learning: Learning, *, for_s: float) -> list[float]:
+    """What each took."""
+    times = []
+    until = time.perf_counter() + for_s
+    while (began := time.perf_counter()) < until:
+        learning.step()
+        times.append(time.perf_counter() - began)
+    return times
+
+
+@contextmanager
+def _monitors(client: redis.Redis, url: str, learning: Learning) -> Iterator[list[BaseProcess]]:
+    """All of them, once they look."""
+    address = url.replace("unix://", f"unix://monitor:{_PASSWORD}@")
+    processes = [_CONTEXT.Process(target=look_again_and_again, args=(address,), daemon=True) for _ in range(_MONITORS)]
+    try:
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + _ARRIVED_WITHIN_S
+        while sum(one["user"] == "monitor" for one in client.client_list()) < _MONITORS:
+            if time.monotonic() > deadline:
+                raise ResourceError(f"{_MONITORS} monitors have not connected in {_ARRIVED_WITHIN_S:g} s")
+            learning.step()
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def look_again_and_again(url: str) -> None:
+    """Until its process is ended."""
+    os.nice(_NICEST)
+    with connect(url, schema.Redis()) as client:
+        watcher = Watcher(client, Keys(_RUN), server="the bench's")
+        while True:
+            began = time.monotonic()
+            watcher.look()
+            time.sleep(max(_PAUSE_S, _PERIOD_S - (time.monotonic() - began)))
+
+
+def _num_looks(client: redis.Redis) -> int:
+    """Each asks for the time once, and nobody else does."""
+    return int(client.info("commandstats").get("cmdstat_time", {"calls": 0})["calls"])
+
+
+def _lines(rounds: list[Windows]) -> list[Line]:
+    def ratio(name: str, to: str) -> float:
+        return median(median(one[name]) / median(one[to]) for one in rounds)
+
+    return [
+        Bar(
+            name=f"step after kill -9 of {_MONITORS} monitors / before they came",
+            value=ratio("after", "second"),
+            unit="x",
+            goal=1.02,
+            better="lower",
+        ),
+        Fact(name="second / first window, nobody there", value=ratio("second", "first"), unit="x"),
+        Fact(name="step under the monitors / before they came", value=ratio("watched", "second"), unit="x"),
+        Fact(name="looks, all monitors", value=median(one["looks"][0] for one in rounds), unit="/s"),
+        Fact(name="step", value=1e3 * median(median(one["second"]) for one in rounds), unit="ms"),
+        Fact(name="slowest step before", value=1e3 * median(max(one["second"]) for one in rounds), unit="ms"),
+        Fact(name="slowest step after the kill", value=1e3 * median(max(one["after"]) for one in rounds), unit="ms"),
+    ]
