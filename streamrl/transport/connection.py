@@ -53,7 +53,7 @@ def connect(url: str, settings: Timeouts) -> redis.Redis:
         repeat(client.ping, attempts=Attempts(client, "answer", give_up_after_s=settings.connect_timeout_s))
     except TransportError as error:
         client.close()
-        raise ResourceError(f"{str(error).rstrip(".")}. {_remedy(url, error.__cause__)}") from None
+        raise ResourceError(f"{str(error).rstrip('.')}. {_remedy(url, error.__cause__)}") from None
     return client
 
 
