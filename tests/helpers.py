@@ -17,13 +17,15 @@ from streamrl.wire.ticket import Ticket
 _POLL_S = 0.01
 
 
-def wait_until(predicate: Callable[[], Any], *, description: str, timeout_s: float = 10.0) -> Any:
+def wait_until(
+    predicate: Callable[[], Any], *, description: str, timeout_s: float = 10.0, poll_s: float = _POLL_S
+) -> Any:
     """The predicate's first true value; AssertionError with the description when there is none in time."""
     deadline = time.monotonic() + timeout_s
     never = threading.Event()
     while not (value := predicate()):
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {description}"
-        never.wait(_POLL_S)
+        never.wait(poll_s)
     return value
 
 
