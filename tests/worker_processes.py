@@ -35,7 +35,7 @@ class Workers:
         return self._folder / f"worker-{number}.err"
 
     def mirrors(self) -> list[Path]:
-        return list(Path("/dev/shm").glob(f"streamrl-{RUN_UID}-{self.name}-*"))
+        return list(Path("/dev/shm").glob(f"streamrl-mirror-{RUN_UID}-{self.name}-*"))
 
     def end(self) -> None:
         for process in self._processes:

@@ -99,7 +99,7 @@ class Supervisor:
         self._folder.reward_url.unlink(missing_ok=True)
         if self.watch.now is not None and (run := self.watch.now.run) is not None:
             for number in range(self._config.worker.count):
-                shutil.rmtree(_SHARED_MEMORY / f"streamrl-{run.uid}-{number}", ignore_errors=True)
+                shutil.rmtree(_SHARED_MEMORY / f"streamrl-mirror-{run.uid}-{number}", ignore_errors=True)
 
     @property
     def restarts(self) -> dict[str, int]:

@@ -64,7 +64,7 @@ def folder(made: Path, tmp_path: Path) -> Iterator[Path]:
     record = tmp_path / "whole" / "run.json"
     if record.exists():
         uid = json.loads(record.read_text())["run_uid"]
-        assert list(Path("/dev/shm").glob(f"streamrl-{uid}-*")) == []
+        assert list(Path("/dev/shm").glob(f"streamrl-mirror-{uid}-*")) == []
 
 
 def left_processes(folder: Path) -> list[str]:
