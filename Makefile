@@ -4,7 +4,7 @@ ARGS ?=
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-long test-root lint format bench chaos scale staleness clean
+.PHONY: help setup quickstart test test-long test-root lint format bench chaos scale staleness peers clean
 
 help:  ## list the targets
 	@echo 'streamrl: make TARGET'
@@ -45,6 +45,9 @@ scale: setup  ## 1 to 2,000 simulated workers on a real Redis, and what that say
 
 staleness: setup  ## what each loss makes of samples that are 0 to 32 steps old, five seeds (ARGS="--quick")
 	.venv/bin/python -m bench staleness $(ARGS)
+
+peers: setup  ## a whole run against TRL's RLOO trainer, on two cores: about 15 minutes (ARGS="--quick")
+	.venv/bin/python -m bench peers $(ARGS)
 
 clean:  ## remove caches and build outputs; .venv and runs/ stay
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -81,7 +81,7 @@ def running(groups: Sequence[Group], size: Size, *, max_length: int, folder: Pat
 def environment(say: Say) -> Path:
     """Its interpreter."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "streamrl" / "bench-trl"
-    python, stamp, beside = cache / "bin" / "python", cache / _STAMP, sysconfig.get_path("purelib")
+    python, stamp, beside = cache / "bin" / "python", cache / _STAMP, os.path.realpath(sysconfig.get_path("purelib"))
     if stamp.exists() and stamp.read_text() == beside:  # another checkout's environment may be gone by now
         return python
     say(f"making an environment with TRL in {cache}")

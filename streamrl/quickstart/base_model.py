@@ -20,14 +20,15 @@ _HIDDEN, _LAYERS, _HEADS, _INNER = 128, 3, 4, 384  # heads of 32: vLLM on CPUs r
 _SPREAD = 0.05  # of the random weights
 
 
-def write_base_model(folder: Path, *, seed: int) -> None:
+def write_base_model(folder: Path, *, seed: int, num_positions: int = 64) -> None:
+    """`num_positions`: the longest prompt and answer together."""
     from safetensors.numpy import save_file  # only machines that train have it
 
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     save_file(dict(_tensors(rng)), folder / "model.safetensors", metadata={"format": "pt"})
     ends = {"pad_token_id": VOCABULARY.index(PAD), "eos_token_id": VOCABULARY.index(END)}
-    _write_json(folder / "config.json", {**_architecture(), **ends})
+    _write_json(folder / "config.json", {**_architecture(num_positions), **ends})
     _write_json(folder / "generation_config.json", ends)
     _write_json(folder / "tokenizer.json", _tokenizer())
     words = {"pad_token": PAD, "eos_token": END, "unk_token": UNKNOWN}
@@ -35,7 +36,7 @@ def write_base_model(folder: Path, *, seed: int) -> None:
     _write_json(folder / "tokenizer_config.json", {**settings, **words})
 
 
-def _architecture() -> dict[str, object]:
+def _architecture(num_positions: int) -> dict[str, object]:
     return {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
@@ -46,7 +47,7 @@ def _architecture() -> dict[str, object]:
         "num_hidden_layers": _LAYERS,
         "num_attention_heads": _HEADS,
         "num_key_value_heads": _HEADS,
-        "max_position_embeddings": 64,
+        "max_position_embeddings": num_positions,
         "rope_theta": 10_000.0,
         "rms_norm_eps": 1e-6,
         "hidden_act": "silu",

@@ -1,0 +1,151 @@
+"""streamrl against TRL's RLOO trainer: the same model, prompts, reward, samples a step, learning rate, and two cores.
+
+    model, warmed up once ─┬─► TRL: generate ─► reward ─► learn, by turns     ─┐
+    prompts of the round  ─┴─► streamrl up: Redis, one vLLM worker, a learner ─┴─► by turns, until the reward is reached
+
+Answers are of long-tailed lengths (bench.peers_task). Both start from the same folder, see the same prompts in the same
+order, ask the same function for rewards, sample at temperature 1 up to the same length, and follow the same objective:
+RLOO, log-probs summed over an answer, no KL, no scaling by the standard deviation, cut answers masked, groups of equal
+rewards kept, AdamW at a constant rate, gradients not clipped. The reward of a step is the mean over its samples as they
+were when it was made; the target is a mean over several steps.
+
+TRL: fp32, no gradient checkpointing, no reference model (beta 0), `num_iterations` 1, transformers' own generate on the
+samples of a step at once, the learning in micro-batches of 32, and torch on both cores. streamrl: fp32, one worker and
+one learner with a thread each, `lag.max_steps` 2, a checkpoint every 50 steps, no validation.
+
+Time counts from when the first sample may be asked for, on both sides: starting Python and loading are facts of their
+own. Rates leave the first steps out. The first run of each is short and discarded. Finished runs are kept in
+runs/bench/peers, so that a bench that was broken off goes on; the last runs' logs lie there too. --quick compares the
+rates of a few steps, without a target; it needs more than its 50 seconds, for both sides must start, and a minute more
+the first time, for the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from bench.measure import Say
+from bench.peers_curve import Target
+from bench.peers_model import make_model, write_prompts
+from bench.peers_sides import Limits, Side, Terms, Watched, on_two_cores, run, sides
+from bench.report import Bar, Fact, Line
+from bench.resume import Done, commit_of
+
+_FOLDER = Path("runs/bench/peers")
+_FILLING = 2  # steps that rates leave out
+_WARM_UP = Limits(target=None, num_steps=2, seconds=120.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    limits: Limits
+    num_rounds: int
+    warm_up: bool  # a first run of each side, which is discarded
+
+
+_FULL = Plan(
+    limits=Limits(target=Target(reward=0.75, window=10), num_steps=400, seconds=300.0), num_rounds=2, warm_up=True
+)
+_QUICK = Plan(limits=Limits(target=None, num_steps=_FILLING + 4, seconds=120.0), num_rounds=1, warm_up=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Of one run."""
+
+    samples_per_s: float
+    tokens_per_s: float
+    reached: bool
+    target_s: float  # until the target; where it was not reached, all the time there was
+    num_steps: int  # in that time
+    ready_s: float
+    peak_bytes: int
+
+    @staticmethod
+    def of(watched: Watched, target: Target | None) -> Outcome:
+        reaching = None if target is None else watched.curve.until(target)
+        counted = reaching or watched.curve
+        samples_per_s, tokens_per_s = counted.rates(after=_FILLING)
+        return Outcome(
+            samples_per_s=samples_per_s,
+            tokens_per_s=tokens_per_s,
+            reached=reaching is not None,
+            target_s=counted.seconds,
+            num_steps=len(counted.steps),
+            ready_s=watched.ready_s,
+            peak_bytes=watched.peak_bytes,
+        )
+
+
+def bench(*, quick: bool, say: Say) -> list[Line]:
+    torch.set_num_threads(1)  # the matrices are too small for more
+    plan, folder = _QUICK if quick else _FULL, _FOLDER.resolve()
+    terms = Terms(model=make_model(folder, say))
+    trl, streamrl = sides(say)
+    made_of = f"{commit_of(Path('.'))} {terms} {plan}"
+    done = Done(folder / f"outcomes{'-quick' if quick else ''}.jsonl", of=made_of)
+    with on_two_cores():
+        measure(plan, terms, (trl, streamrl), folder=folder, done=done, say=say)
+    done.complete()
+    found = {side.name: [Outcome(**done[_name(side, n)]) for n in range(plan.num_rounds)] for side in (trl, streamrl)}
+    return list(lines(found, ours=streamrl.name, theirs=trl.name, with_target=plan.limits.target is not None))
+
+
+def measure(plan: Plan, terms: Terms, peers: Sequence[Side], *, folder: Path, done: Done, say: Say) -> None:
+    """What is not done yet."""
+
+    def run_once(side: Side, number: int, limits: Limits) -> Watched:
+        prompts = folder / f"prompts-{number}.jsonl"
+        write_prompts(prompts, seed=number, num_prompts=terms.num_prompts)
+        return run(side, terms, prompts=prompts, folder=folder / side.name, seed=number, limits=limits, say=say)
+
+    missing = [(number, side) for number in range(plan.num_rounds) for side in peers if _name(side, number) not in done]
+    if plan.warm_up and missing:
+        for side in peers:
+            say(f"{side.name}: a first run, discarded")
+            run_once(side, 0, _WARM_UP)
+    for number, side in missing:
+        say(f"round {number + 1} of {plan.num_rounds}: {side.name}")
+        outcome = Outcome.of(run_once(side, number, plan.limits), plan.limits.target)
+        done.add(_name(side, number), asdict(outcome))
+        reached = f"{outcome.num_steps} steps in {outcome.target_s:.0f} s{', the target reached' * outcome.reached}"
+        say(f"{side.name}: {outcome.samples_per_s:.1f} samples/s; {reached}")
+
+
+def _name(side: Side, number: int) -> str:
+    return f"{side.name} {number}"
+
+
+def lines(found: Mapping[str, Sequence[Outcome]], *, ours: str, theirs: str, with_target: bool) -> Iterator[Line]:
+    def ratio(what: str) -> float:
+        """The median over the rounds."""
+        pairs = zip(found[ours], found[theirs], strict=True)
+        return median(getattr(our, what) / getattr(their, what) for our, their in pairs)
+
+    yield Bar(name="samples/s / TRL's", value=ratio("samples_per_s"), unit="x", goal=2.0, better="higher")
+    if with_target:
+        yield Bar(name="time to the target / TRL's", value=ratio("target_s"), unit="x", goal=0.5, better="lower")
+    yield Fact(name="useful tokens/s / TRL's", value=ratio("tokens_per_s"), unit="x")
+    yield Fact(name="peak memory / TRL's", value=ratio("peak_bytes"), unit="x")
+    for name in (ours, theirs):
+        yield from _facts(name, found[name], with_target=with_target)
+
+
+def _facts(name: str, outcomes: Sequence[Outcome], *, with_target: bool) -> Iterator[Fact]:
+    def middle(what: str) -> float:
+        return median(getattr(outcome, what) for outcome in outcomes)
+
+    yield Fact(name=f"{name}: samples", value=middle("samples_per_s"), unit="samples/s")
+    yield Fact(name=f"{name}: useful tokens", value=middle("tokens_per_s"), unit="tokens/s")
+    if with_target:
+        reached = sum(outcome.reached for outcome in outcomes)
+        yield Fact(name=f"{name}: runs that reached the target", value=reached, unit=f"of {len(outcomes)}")
+        yield Fact(name=f"{name}: time to the target", value=middle("target_s"), unit="s")
+        yield Fact(name=f"{name}: steps to the target", value=middle("num_steps"), unit="")
+    yield Fact(name=f"{name}: from its start to the first sample", value=middle("ready_s"), unit="s")
+    yield Fact(name=f"{name}: peak memory", value=middle("peak_bytes") / 2**20, unit="MiB")

@@ -1,0 +1,101 @@
+"""What a run of either peer came to, step by step, and the figures that follow. Files in, numbers out; nothing waits.
+
+TRL        steps.jsonl, which `peers_trl.py` writes
+streamrl   metrics.jsonl of the learner, and the worker's log for the moment when it could generate
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from statistics import mean
+
+from streamrl.launch.summary import History, read_lines
+
+TRL_STEPS = "steps.jsonl"
+_READY = "version_loaded"  # the worker's first word that it has weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    reward: float  # mean reward of a step's samples ...
+    window: int  # ... over so many steps
+
+    def __str__(self) -> str:
+        return f"a mean reward of {self.reward:g} over {self.window} steps"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    number: int
+    at: float  # unix time of its end
+    reward: float  # mean over its samples, as they were when it was made
+    num_samples: int
+    num_tokens: int  # of their answers, padding left out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    began: float | None  # unix time: the model is loaded, and the first sample may be asked for
+    steps: tuple[Step, ...]
+
+    def until(self, target: Target) -> Curve | None:
+        """Up to the step that reaches it; None when none does."""
+        for end in range(target.window, len(self.steps) + 1):
+            if mean(step.reward for step in self.steps[end - target.window : end]) >= target.reward:
+                return Curve(began=self.began, steps=self.steps[:end])
+        return None
+
+    @property
+    def seconds(self) -> float:
+        """From the beginning to the end of the last step."""
+        assert self.began is not None, "a step was made, so it has begun"
+        return self.steps[-1].at - self.began
+
+    def rates(self, *, after: int) -> tuple[float, float]:
+        """(samples, useful tokens) a second, without so many first steps."""
+        assert len(self.steps) > after >= 1, "there is a step to count, and one before it to count from"
+        counted = self.steps[after:]
+        took_s = counted[-1].at - self.steps[after - 1].at
+        return sum(s.num_samples for s in counted) / took_s, sum(s.num_tokens for s in counted) / took_s
+
+
+def read_trl(folder: Path) -> Curve:
+    lines = list(read_lines(folder / TRL_STEPS))
+    steps = (
+        Step(
+            number=line["step"],
+            at=line["at"],
+            reward=line["reward"],
+            num_samples=line["num_samples"],
+            num_tokens=line["num_tokens"],
+        )
+        for line in lines
+        if "step" in line
+    )
+    return Curve(began=next((line["began"] for line in lines if "began" in line), None), steps=tuple(steps))
+
+
+def read_streamrl(folder: Path) -> Curve:
+    """`folder`: the run's own."""
+    return Curve(began=next(_times_of(_READY, folder / "logs" / "worker-0.log"), None), steps=tuple(_steps(folder)))
+
+
+def _steps(folder: Path) -> Iterator[Step]:
+    for record in History.read(folder).steps:
+        num_samples = round(record["train_rollouts/rollout_size"])
+        yield Step(
+            number=round(record["step"]),
+            at=record["at"],
+            reward=record["train_rollouts/rewards"],
+            num_samples=num_samples,
+            num_tokens=round(record["train_rollouts/response_lengths"] * num_samples),
+        )
+
+
+def _times_of(event: str, log: Path) -> Iterator[float]:
+    for line in read_lines(log):
+        if line.get("event") == event:
+            yield datetime.fromisoformat(line["timestamp"]).timestamp()

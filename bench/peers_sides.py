@@ -1,0 +1,243 @@
+"""The two peers as processes: what each is told, and one run of either, watched from outside.
+
+    told: model, prompts, reward, samples a step, learning rate, 2 cores ──► process ──► its steps, its memory
+
+Blocks until the run has reached the target, or its steps, or its time; then the process is ended. What it wrote stays
+in the run's folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bench import peers_task
+from bench.measure import Say
+from bench.peer_trl import environment
+from bench.peers_curve import TRL_STEPS, Curve, Target, read_streamrl, read_trl
+from streamrl.errors import ResourceError
+from streamrl.launch.processes import Command, Process, end_all, ending
+
+NUM_CORES = 2
+_LOOK_EVERY_S = 1.0
+_FEWEST = 3  # steps, for there to be a rate
+_LEAVE_S = 60.0  # for a checkpoint and the workers' last groups
+_TRL_MICRO_BATCH = 32  # sequences
+_RUN = "run"  # streamrl's name of it, and its folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """The same for both."""
+
+    model: Path
+    groups_per_step: int = 16
+    num_samples: int = 8
+    lr: float = 3e-4  # with 1e-3 the answers become short and wrong
+    betas: tuple[float, float] = (0.9, 0.999)
+    clip_norm: float = 0.0  # off: losses that differ by a factor would be clipped differently
+    max_steps: int = 400
+
+    @property
+    def num_prompts(self) -> int:
+        return self.groups_per_step * self.max_steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    name: str
+    prepare: Callable[[Terms, Path, Path, int], Command]  # (terms, prompts, folder of the run, seed)
+    read: Callable[[Path], Curve]  # of that folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    target: Target | None
+    num_steps: int
+    seconds: float  # since the start of the process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    curve: Curve
+    ready_s: float  # from the start of the process to the first sample
+    peak_bytes: int  # of all its processes together
+
+
+def sides(say: Say) -> tuple[Side, Side]:
+    """(TRL, streamrl); TRL's environment is made when it is not there."""
+    python = environment(say)
+
+    def prepare_trl(terms: Terms, prompts: Path, folder: Path, seed: int) -> Command:
+        return _trl_command(python, terms, prompts, folder, seed)
+
+    return (
+        Side(name="TRL", prepare=prepare_trl, read=read_trl),
+        Side(name="streamrl", prepare=streamrl_command, read=lambda folder: read_streamrl(folder / _RUN)),
+    )
+
+
+def run(side: Side, terms: Terms, *, prompts: Path, folder: Path, seed: int, limits: Limits, say: Say) -> Watched:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    command = side.prepare(terms, prompts, folder, seed)
+    began = time.time()
+    process = Process.start(command)
+    peak_bytes, num_said = 0, 0
+    try:
+        while True:
+            code = process.poll()  # before its files are read: what it wrote before it ended counts
+            peak_bytes = max(peak_bytes, memory_of(process.pid))
+            curve = side.read(folder)
+            num_steps = len(curve.steps)
+            if num_steps // 10 > num_said:
+                num_said = num_steps // 10
+                say(f"{side.name}: step {num_steps}, reward {curve.steps[-1].reward:.3f}")
+            if _is_over(curve, limits) or (num_steps >= _FEWEST and time.time() > began + limits.seconds):
+                break
+            if code is not None or time.time() > began + limits.seconds:
+                raise _gone_wrong(side, process, code)
+            time.sleep(_LOOK_EVERY_S)
+    finally:
+        end_all([process], within_s=_LEAVE_S)
+    assert curve.began is not None, "there were steps"
+    return Watched(curve=curve, ready_s=curve.began - began, peak_bytes=peak_bytes)
+
+
+@contextmanager
+def on_two_cores() -> Iterator[None]:
+    """This process and all that it starts meanwhile."""
+    before = os.sched_getaffinity(0)
+    if len(before) < NUM_CORES:
+        raise ResourceError(f"the peers are compared on {NUM_CORES} cores; this process may use {len(before)}")
+    os.sched_setaffinity(0, sorted(before)[:NUM_CORES])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def memory_of(pid: int) -> int:
+    """Bytes of a process and of all below it; pages that several share count once."""
+    parents: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has just ended
+            continue
+        parents.setdefault(parent, []).append(int(stat.parent.name))
+    found, todo = 0, [pid]
+    while todo:
+        one = todo.pop()
+        todo += parents.get(one, [])
+        found += _share(one)
+    return found
+
+
+def _share(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+
+
+def _is_over(curve: Curve, limits: Limits) -> bool:
+    if limits.target is not None and curve.until(limits.target) is not None:
+        return True
+    return len(curve.steps) >= limits.num_steps
+
+
+def _gone_wrong(side: Side, process: Process, code: int | None) -> ResourceError:
+    how = f"made less than {_FEWEST} steps in its time" if code is None else ending(code)
+    words = "\n".join(f"  {line}" for line in process.last_words())
+    return ResourceError(f"{side.name} {how}; {process.command.log} ends with:\n{words}")
+
+
+def _trl_command(python: Path, terms: Terms, prompts: Path, folder: Path, seed: int) -> Command:
+    task = {
+        "model": str(terms.model),
+        "prompts": str(prompts),
+        "steps": str(folder / TRL_STEPS),
+        "output": str(folder / "output"),
+        "groups_per_step": terms.groups_per_step,
+        "num_samples": terms.num_samples,
+        "max_tokens": peers_task.LONGEST,
+        "lr": terms.lr,
+        "betas": terms.betas,
+        "clip_norm": terms.clip_norm,
+        "max_steps": terms.max_steps,
+        "seed": seed,
+        "threads": NUM_CORES,
+        "micro_batch": _TRL_MICRO_BATCH,
+    }
+    (folder / "task.json").write_text(json.dumps(task))
+    quiet = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "PYTHONPATH": "", "WANDB_DISABLED": "true"}
+    return Command(
+        name="trl",
+        arguments=(
+            str(python),
+            "-W",
+            "ignore",
+            str(Path(__file__).with_name("peers_trl.py")),
+            str(folder / "task.json"),
+        ),
+        log=folder / "trl.log",
+        environment={**quiet, "OMP_NUM_THREADS": str(NUM_CORES), "TOKENIZERS_PARALLELISM": "false"},
+    )
+
+
+def streamrl_command(terms: Terms, prompts: Path, folder: Path, seed: int) -> Command:
+    file = folder / "peers.yaml"
+    file.write_text(yaml.safe_dump(_config(terms, prompts, folder, seed)))
+    return Command(
+        name="streamrl",
+        arguments=(sys.executable, "-m", "streamrl.cli.main", "up", str(file)),
+        log=folder / "streamrl.log",
+        environment={"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+    )
+
+
+def _config(terms: Terms, prompts: Path, folder: Path, seed: int) -> dict[str, Any]:
+    """What differs from the defaults: TRL's objective and optimizer, and a small model's settings on two cores."""
+    reward = f"{Path(peers_task.__file__).resolve()}:{peers_task.reward.__name__}"
+    return {
+        "name": _RUN,
+        "dir": str(folder),
+        "seed": seed,
+        "model": {"path": str(terms.model), "dtype": "float32"},
+        "data": {"train": str(prompts), "max_prompt_tokens": 16, "shuffle": False},
+        "sampling": {"num_samples": terms.num_samples, "max_tokens": peers_task.LONGEST},
+        "rewards": {"right": {"type": "function", "target": reward}},
+        # TRL sums the log-probs of an answer and trains groups whose rewards are all equal.
+        "algorithm": {"loss_mean": "token", "drop_zero_variance": False, "kl": {"placement": "none"}},
+        "optimizer": {
+            "lr": terms.lr,
+            "schedule": "constant",
+            "warmup_steps": 0,
+            "betas": list(terms.betas),
+            "weight_decay": 0.0,
+            "clip_norm": terms.clip_norm,
+        },
+        "training": {
+            "groups_per_step": terms.groups_per_step,
+            "max_steps": terms.max_steps,
+            "micro_batch_tokens": 4096,
+        },
+        "lag": {"max_steps": 2},
+        "weights": {"dtype": "float32"},
+        "checkpoint": {"every_steps": 50},
+        "validation": {"every_steps": 0, "at_start": False, "at_end": False},
+        "worker": {"threads": 1, "grace_s": 1.0},
+        "learner": {"threads": 1},
+    }

@@ -1,0 +1,91 @@
+"""TRL's side of the peers: `python peers_trl.py TASK.json`, in TRL's own environment.
+
+Its RLOO trainer as anybody would call it. Each step leaves a line in the task's file of steps, before them one that
+says when training began. Nothing here imports streamrl; the task comes as a plain module from the same folder.
+"""
+
+import json
+import sys
+import time
+from typing import Any
+
+import datasets
+import peers_task
+import torch
+import transformers
+import trl
+
+
+class Steps(transformers.TrainerCallback):
+    """Writes down what each step came to, for whoever watches."""
+
+    def __init__(self, path: str, *, num_samples: int) -> None:
+        self._path, self._num_samples = path, num_samples
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._write({"began": time.time()})
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        if "reward" in logs:
+            tokens = round(logs["completions/mean_length"] * self._num_samples)
+            line = {"step": state.global_step, "at": time.time(), "reward": logs["reward"]}
+            self._write({**line, "num_samples": self._num_samples, "num_tokens": tokens})
+
+    def _write(self, line: dict[str, float]) -> None:
+        with open(self._path, "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def rewards(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    rows = zip(prompts, completions, answer, strict=True)
+    return [peers_task.reward(prompt, completion, [], {"answer": right}) for prompt, completion, right in rows]
+
+
+def make_trainer(task: dict[str, Any]) -> trl.RLOOTrainer:
+    torch.set_num_threads(task["threads"])
+    num_samples = task["groups_per_step"] * task["num_samples"]
+    settings = trl.RLOOConfig(
+        output_dir=task["output"],
+        per_device_train_batch_size=task["micro_batch"],
+        gradient_accumulation_steps=num_samples // task["micro_batch"],
+        num_generations=task["num_samples"],
+        max_completion_length=task["max_tokens"],
+        mask_truncated_completions=True,
+        temperature=1.0,
+        beta=0.0,
+        num_iterations=1,
+        learning_rate=task["lr"],
+        lr_scheduler_type="constant",
+        adam_beta1=task["betas"][0],
+        adam_beta2=task["betas"][1],
+        weight_decay=0.0,
+        max_grad_norm=task["clip_norm"],
+        max_steps=task["max_steps"],
+        shuffle_dataset=False,
+        seed=task["seed"],
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        use_cpu=True,
+        **task.get("more", {}),
+    )
+    return trl.RLOOTrainer(
+        model=task["model"],
+        reward_funcs=rewards,
+        args=settings,
+        train_dataset=datasets.load_dataset("json", data_files=task["prompts"], split="train"),
+        callbacks=[Steps(task["steps"], num_samples=num_samples)],
+    )
+
+
+def main() -> None:
+    with open(sys.argv[1]) as file:
+        task = json.load(file)
+    make_trainer(task).train()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""The bench of the peers without the peers: its task, what it reads from runs, and what it says of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from bench.measure import Say
+from bench.peers import Outcome, Plan, lines, measure
+from bench.peers_curve import Curve, Step, Target, read_streamrl, read_trl
+from bench.peers_model import write_prompts
+from bench.peers_sides import Limits, Side, Terms, Watched, memory_of, run, streamrl_command
+from bench.peers_task import LONGEST, Example, demonstrate, examples, reward
+from bench.report import Bar
+from bench.resume import Done
+from streamrl.config.check import check_config
+from streamrl.config.load import load_config
+from streamrl.errors import ResourceError
+from streamrl.launch.processes import Command
+
+TARGET = Target(reward=0.5, window=2)
+TERMS = Terms(model=Path("model"))
+STEPS_SCRIPT = """
+import json, sys, time
+with open(sys.argv[1], "w", buffering=1) as file:
+    print(json.dumps({"began": 1.0}), file=file)
+    for number in (1, 2, 3):
+        line = {"step": number, "at": 1.0 + number, "reward": 0.3 * number, "num_samples": 4, "num_tokens": 40}
+        print(json.dumps(line), file=file)
+    input()
+"""
+
+
+def curve(rewards: Sequence[float]) -> Curve:
+    """A step at each second, of four samples with ten tokens each."""
+    steps = (
+        Step(number=at, at=100.0 + at, reward=value, num_samples=4, num_tokens=40)
+        for at, value in enumerate(rewards, 1)
+    )
+    return Curve(began=100.0, steps=tuple(steps))
+
+
+def outcome(**changes: float) -> Outcome:
+    fields = {
+        "samples_per_s": 10.0,
+        "tokens_per_s": 100.0,
+        "reached": True,
+        "target_s": 60.0,
+        "num_steps": 20,
+        "ready_s": 5.0,
+        "peak_bytes": 1 << 30,
+    }
+    return Outcome(**{**fields, **changes})
+
+
+def test_answers_count_down_by_ones_and_by_twos() -> None:
+    for example in islice(examples(random.Random(0)), 200):
+        numbers = [int(example.answer[at : at + 2]) for at in range(0, len(example.answer), 2)]
+        step = 2 if example.prompt[-1] == ">" else 1
+        assert numbers == list(range(int(example.prompt[:-1]) - step, -1, -step))
+
+
+def test_answers_fit_and_their_lengths_have_a_long_tail() -> None:
+    lengths = [len(example.answer) + 1 for example in islice(examples(random.Random(1)), 4000)]
+    assert max(lengths) <= LONGEST
+    longest = [max(lengths[at : at + 16]) for at in range(0, 4000, 16)]
+    assert mean(longest) > 4 * mean(lengths)
+
+
+def test_more_than_half_of_the_demonstrations_by_twos_go_by_ones() -> None:
+    rng = random.Random(2)
+    by_twos = [example for example in islice(examples(rng), 1000) if example.prompt.endswith(">")]
+    assert mean(demonstrate(example, rng) == example.answer for example in by_twos) == pytest.approx(0.4, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("completion", "right"), [("0605", 1.0), ("06", 0.5), ("060504", 2 / 3), ("0506", 0.0), ("", 0.0)]
+)
+def test_the_reward_is_the_share_of_numbers_in_their_place(completion: str, right: float) -> None:
+    assert reward("", completion, [], {"answer": "0605"}) == pytest.approx(right)
+
+
+def test_a_run_s_prompts_are_decided_by_its_seed(tmp_path: Path) -> None:
+    for name, seed in (("one", 1), ("same", 1), ("other", 2)):
+        write_prompts(tmp_path / name, seed=seed, num_prompts=20)
+    one, same, other = ((tmp_path / name).read_text() for name in ("one", "same", "other"))
+    assert one == same != other
+    assert Example(**json.loads(one.splitlines()[0])).prompt
+
+
+def test_the_target_is_reached_when_a_whole_window_is_good_enough() -> None:
+    found = curve([0.1, 0.7, 0.2, 0.6, 0.4, 0.9]).until(TARGET)
+    assert found is not None
+    assert [step.number for step in found.steps] == [1, 2, 3, 4, 5]
+    assert found.seconds == 5.0
+
+
+def test_a_target_that_is_not_reached_is_not_made_up() -> None:
+    assert curve([0.1, 0.2, 0.8]).until(Target(reward=0.6, window=2)) is None
+    assert curve([0.9]).until(TARGET) is None
+
+
+def test_rates_leave_the_first_steps_out() -> None:
+    slow_start = Curve(began=0.0, steps=(*curve([0.0]).steps, *curve([0.0] * 5).steps[1:]))
+    assert slow_start.rates(after=1) == (pytest.approx(4.0), pytest.approx(40.0))
+
+
+def test_the_steps_of_trl_are_read_while_it_writes(tmp_path: Path) -> None:
+    assert read_trl(tmp_path) == Curve(began=None, steps=())
+    line = {"step": 1, "at": 8.0, "reward": 0.5, "num_samples": 4, "num_tokens": 40}
+    (tmp_path / "steps.jsonl").write_text(f'{json.dumps({"began": 7.0})}\n{json.dumps(line)}\n{{"step": 2, "a')
+    found = read_trl(tmp_path)
+    assert found.began == 7.0
+    assert found.steps == (Step(number=1, at=8.0, reward=0.5, num_samples=4, num_tokens=40),)
+
+
+def test_the_steps_of_streamrl_are_those_of_its_metrics(tmp_path: Path) -> None:
+    assert read_streamrl(tmp_path) == Curve(began=None, steps=())
+    of_rollouts = {"rollout_size": 8.0, "rewards": 0.25, "response_lengths": 12.5}
+    record = {"step": 3, "at": 1000.0, **{f"train_rollouts/{name}": value for name, value in of_rollouts.items()}}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    (tmp_path / "logs").mkdir()
+    events = [
+        {"event": "starting", "timestamp": "1970-01-01T00:10:00Z"},
+        {"event": "version_loaded", "timestamp": "1970-01-01T00:15:00.5Z"},
+        {"event": "version_loaded", "timestamp": "1970-01-01T00:16:00Z"},
+    ]
+    (tmp_path / "logs" / "worker-0.log").write_text("".join(json.dumps(event) + "\n" for event in events))
+    found = read_streamrl(tmp_path)
+    assert found.began == 900.5
+    assert found.steps == (Step(number=3, at=1000.0, reward=0.25, num_samples=8, num_tokens=100),)
+
+
+def test_peers_are_compared_within_a_round() -> None:
+    ours = [outcome(samples_per_s=30.0, target_s=10.0), outcome(samples_per_s=20.0, target_s=30.0)]
+    theirs = [outcome(samples_per_s=10.0, target_s=40.0), outcome(samples_per_s=5.0, target_s=60.0, reached=False)]
+    found = {line.name: line for line in lines({"a": ours, "b": theirs}, ours="a", theirs="b", with_target=True)}
+    speed, time = found["samples/s / TRL's"], found["time to the target / TRL's"]
+    assert isinstance(speed, Bar)
+    assert isinstance(time, Bar)
+    assert (speed.value, speed.ok) == (3.5, True)
+    assert (time.value, time.ok) == (0.375, True)
+    reached = found["b: runs that reached the target"]
+    assert (reached.value, reached.unit) == (1, "of 2")
+
+
+def test_without_a_target_only_rates_are_compared() -> None:
+    found = lines({"a": [outcome()], "b": [outcome()]}, ours="a", theirs="b", with_target=False)
+    assert [line.name for line in found if isinstance(line, Bar)] == ["samples/s / TRL's"]
+
+
+def test_a_run_that_never_reached_the_target_counts_with_all_its_time() -> None:
+    watched = Watched(curve=curve([0.1] * 6), ready_s=3.0, peak_bytes=1)
+    found = Outcome.of(watched, TARGET)
+    assert (found.reached, found.target_s, found.num_steps) == (False, 6.0, 6)
+    assert Outcome.of(Watched(curve=curve([0.1, 0.5, 0.5, 0.9]), ready_s=3.0, peak_bytes=1), TARGET).target_s == 3.0
+
+
+def test_what_streamrl_is_told_is_a_configuration(tmp_path: Path) -> None:
+    command = streamrl_command(TERMS, tmp_path / "prompts.jsonl", tmp_path, 5)
+    loaded = load_config(Path(command.arguments[-1]), ())
+    check_config(loaded.config, loaded.origin)
+    assert loaded.config.optimizer.lr == TERMS.lr
+    assert loaded.config.training.groups_per_step * loaded.config.sampling.num_samples == 128
+
+
+def fake(script: str, name: str = "fake") -> Side:
+    def prepare(terms: Terms, prompts: Path, folder: Path, seed: int) -> Command:
+        arguments = (sys.executable, "-c", script, str(folder / "steps.jsonl"))
+        return Command(name="fake", arguments=arguments, log=folder / "fake.log")
+
+    return Side(name=name, prepare=prepare, read=read_trl)
+
+
+def run_fake(script: str, folder: Path) -> Curve:
+    limits = Limits(target=TARGET, num_steps=100, seconds=20.0)
+    side = fake(script)
+    return run(side, TERMS, prompts=folder, folder=folder / "run", seed=0, limits=limits, say=Say("peers")).curve
+
+
+def test_a_run_is_ended_when_it_has_reached_the_target(tmp_path: Path) -> None:
+    waiting_for_ever = STEPS_SCRIPT.replace("input()", "time.sleep(1000)")
+    found = run_fake(waiting_for_ever, tmp_path)
+    assert [step.number for step in found.steps] == [1, 2, 3]
+
+
+def test_a_run_that_dies_early_is_told_with_its_last_words(tmp_path: Path) -> None:
+    with pytest.raises(ResourceError, match=r"(?s)ended with exit code 1.*EOFError"):
+        run_fake(STEPS_SCRIPT.replace("(1, 2, 3)", "(1,)"), tmp_path)
+
+
+def test_a_bench_that_was_broken_off_goes_on_with_the_runs_that_are_missing(tmp_path: Path) -> None:
+    limits = Limits(target=TARGET, num_steps=100, seconds=20.0)
+    plan, path = Plan(limits=limits, num_rounds=2, warm_up=False), tmp_path / "outcomes.jsonl"
+    done = Done(path, of="this")
+    for name in ("quick 0", "broken 0", "quick 1"):
+        done.add(name, asdict(outcome(num_steps=99)))
+    peers = (fake("raise SystemExit(7)", "quick"), fake(STEPS_SCRIPT.replace("input()", ""), "broken"))
+    measure(plan, TERMS, peers, folder=tmp_path, done=Done(path, of="this"), say=Say("peers"))
+    again = Done(path, of="this")
+    assert [again[name]["num_steps"] for name in ("quick 0", "broken 0", "quick 1", "broken 1")] == [99, 99, 99, 3]
+
+
+def test_the_memory_of_a_process_is_that_of_all_below_it() -> None:
+    alone = memory_of(os.getpid())
+    script = "import sys; held = bytearray(64 << 20); print(len(held), flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        both = memory_of(os.getpid())
+        child.communicate(b"")
+    assert both - alone > 64 << 20
