@@ -24,6 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from learner.plan import Kind
 from streamrl.crashpoints import Point
 from streamrl.errors import TransportError
 from streamrl.transport.dead import purge, read_letters, request_retries
@@ -31,7 +32,7 @@ from streamrl.transport.embedded import find_server
 from streamrl.transport.tenure import await_lease
 from tests.feed_world import encode_answer, encode_failure, make_config
 from tests.helpers import make_ticket
-from tests.redis.disaster_world import LEASE_S, SAFE, DisasterWorld, Peril, Site, encode
+from tests.redis.disaster_world import LEASE_S, SAFE, DisasterWorld, Life, Peril, Site, encode
 from tests.redis.two_servers import TwoServers
 
 STEPS_A_RUN = 50
@@ -62,8 +63,17 @@ def perils(points: tuple[Point, ...]) -> st.SearchStrategy[Peril]:
 some_hand = st.integers(0, 2)
 # Hypothesis leaves rules out of a run as it likes, and without plans a run shows little; so others may go on to one.
 then_go_on = st.booleans()
+
+
+def ask_for_a_plan(life: Life) -> None:
+    """As any learner does: not while it has one in work."""
+    if life.plan_in_work is None:
+        plan = life.feed.plan(step=life.step, world_size=1, timeout_s=0.0)
+        life.plan_in_work = plan if plan is not None and plan.kind is Kind.STEP else None
+
+
 ZOMBIE_ACTS = {
-    "plan": lambda life: life.feed.plan(step=life.step, world_size=1, timeout_s=0.0),
+    "plan": ask_for_a_plan,
     "reconcile": lambda life: life.feed.reconcile(step=life.step),
     "renew": lambda life: life.stream.renew(),
     "commit": lambda life: life.commit(),
