@@ -49,7 +49,7 @@ class Plan:
 
 
 _FULL = Plan(
-    limits=Limits(target=Target(reward=0.75, window=10), num_steps=400, seconds=300.0), num_rounds=2, warm_up=True
+    limits=Limits(target=Target(reward=0.6, window=10), num_steps=400, seconds=300.0), num_rounds=2, warm_up=True
 )
 _QUICK = Plan(limits=Limits(target=None, num_steps=_FILLING + 4, seconds=120.0), num_rounds=1, warm_up=False)
 
