@@ -121,7 +121,7 @@ def test_a_fork_of_a_run_that_is_not_there_is_told(
     file: Path, redis_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert learn(file, "--redis", redis_url, "--fork", "nowhere@3") == 2
-    assert "nowhere is not the folder of a run" in capsys.readouterr().err
+    assert "there is no nowhere/checkpoints; name the folder of a run" in capsys.readouterr().err
 
 
 def test_what_is_shown_is_what_runs(file: Path, tmp_path: Path) -> None:

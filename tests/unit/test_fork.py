@@ -77,7 +77,7 @@ def test_a_checkpoint_is_named_by_its_own_folder(old: Path) -> None:
     ("text", "told"),
     [
         ("{old}@15", r"keeps no checkpoint of step 15; it has 10, 20, 30, or say @best"),
-        ("{old}/nowhere", r"is not the folder of a run"),
+        ("{old}/nowhere", r"name the folder of a run"),
     ],
 )
 def test_a_checkpoint_that_is_not_there_is_told_with_those_that_are(old: Path, text: str, told: str) -> None:
