@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from learner.publish import Published
     from learner.record import Recorder, Timers
     from learner.suspects import Suspects
-    from learner.validation import Validation
+    from learner.validation import Validation, ValidationResult
     from streamrl.transport.learner import LearnerStream
     from streamrl.transport.types import Control, RunState
 
@@ -74,7 +74,7 @@ class Conductor:
         self._progress, self._timers, self._stop = progress, timers, stop
         self._clock = clock
         self._began = clock() - elapsed_s
-        self._validated: dict[str, float] = {}  # the newest result
+        self._validated: ValidationResult | None = None  # the newest
         self._data_epochs = 0.0  # passes over the prompts
         self._control: Control = "run"  # the operator's word, as last seen
         self._needed_weights: tuple[int, ...] = ()  # versions whose manifests Redis must have
@@ -162,8 +162,11 @@ class Conductor:
         return Plan(kind=Kind.STOP if stopped else Kind.IDLE, step=step)
 
     def start_validation(self, latest: Published | None) -> None:
-        """Of the newest version; one that still runs is left to finish."""
-        if latest is not None and self._validation is not None and not self._validation.running:
+        """Of the newest version, unless all answers of it are there; one that still runs is left to finish."""
+        if latest is None or self._validation is None or self._validation.running:
+            return
+        last = self._validated
+        if last is None or last.version != latest.version or not last.complete:
             self._validation.start(step=latest.step, version=latest.version)
 
     def settle(self, plan: Plan, verdicts: Sequence[Verdict], *, trained: bool) -> None:
@@ -194,7 +197,7 @@ class Conductor:
                 stream=self._feed.state(),
                 config_fingerprint=self._config_fingerprint,
                 data_fingerprint=self._data_fingerprint,
-                metrics=self._validated,
+                metrics=self._validated.metrics() if self._validated else {},
                 extra={
                     "consumed_samples": consumed_samples,
                     "elapsed_s": self._elapsed_s,
@@ -242,5 +245,5 @@ class Conductor:
             log.warning("no validation while Redis is away", error=str(error))
             return
         if result is not None:
-            self._validated = result.metrics()
+            self._validated = result
             self._recorder.validation(result)

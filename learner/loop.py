@@ -139,9 +139,15 @@ class Loop:
         return self._validate() if self._config.validation.at_end else Kind.END
 
     def _validate(self) -> Kind:
-        """END when the answers are there, STOP when told to stop before."""
+        """Of the newest version, after what may still run beside training: that is of an older one."""
+        if self._await_answers() is Kind.STOP:
+            return Kind.STOP
         if self._conductor is not None:
             self._conductor.start_validation(self._outgoing.latest)
+        return self._await_answers()
+
+    def _await_answers(self) -> Kind:
+        """END when no validation runs any more, STOP when told to stop before."""
         while (plan := self._agree(Conductor.next_while_validating)).kind is Kind.IDLE:
             pass
         return plan.kind

@@ -66,6 +66,10 @@ class FakeValidation:
 
     def __init__(self) -> None:
         self._looks_left = 2
+        self.started: list[int] = []
+
+    def start(self, *, step: int, version: int) -> None:
+        self.started.append(step)
 
     @property
     def running(self) -> bool:
@@ -110,6 +114,7 @@ class Scene:
         config.folder.mkdir()
         self.folder, self.stop, self.clock, self.journal = config.folder, threading.Event(), Clock(), FakeJournal()
         self.stream = FakeStream()
+        self.validation = FakeValidation()
         self.conductor = Conductor(
             config=config,
             world_size=1,
@@ -117,7 +122,7 @@ class Scene:
             prompts=make_prompts(3),
             stream=self.stream,
             feed=FakeFeed(*answers),
-            validation=FakeValidation(),
+            validation=self.validation,
             checkpoints=CheckpointRoot(folder),
             lease=LeaseKeeper(lambda: None, lease_s=1.0),
             recorder=Recorder(folder=config.folder, journal=self.journal, decoder=FakeTokenizer(), epoch=1),
@@ -176,6 +181,17 @@ def test_waiting_for_validation_is_idle_until_the_result_which_is_recorded(tmp_p
     assert (step, metrics["val_rollouts/rewards"]) == (3, 0.5)
     [line] = (scene.folder / "validation.jsonl").read_text().splitlines()
     assert json.loads(line)["samples"] == [{"prompt": "say", "completion": "5 6", "reward": 0.5, "fields": {"n": 1}}]
+
+
+def test_a_newer_version_is_validated_when_the_one_before_is_done_and_none_twice(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    older, newer = (published(make_version(1, step)) for step in (3, 4))
+    scene.conductor.start_validation(newer)
+    assert scene.validation.started == [], "one of the older version still runs"
+    assert [scene.conductor.next_while_validating(4).kind for _ in range(2)] == [Kind.IDLE, Kind.END]
+    scene.conductor.start_validation(older)
+    scene.conductor.start_validation(newer)
+    assert scene.validation.started == [newer.step]
 
 
 def test_validation_runs_beside_training(tmp_path: Path) -> None:
