@@ -187,7 +187,7 @@ def _worker(report: Report, part: Part, snapshot: Snapshot) -> Worker:
         lag=None if step is None else max(0, snapshot.latest_version_step - int(step)),
         tokens_per_s=_number(detail, "tokens_per_s"),
         in_flight=_integer(detail, "in_flight"),
-        kv_use=_number(detail, "kv_use"),
+        kv_use=_number(detail, "kv_used"),
         leases=leases,
         delivered=_integer(detail, "groups_delivered") or 0,
         failed=_integer(detail, "groups_failed") or 0,
