@@ -1,10 +1,12 @@
-"""Medians of interleaved rounds, and progress on stderr."""
+"""Medians of interleaved rounds, progress on stderr, and an environment that is left as it was."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
@@ -50,3 +52,14 @@ def seconds(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
+
+
+@contextmanager
+def environment_as_it_was() -> Iterator[None]:
+    """vLLM is told, and tells its processes, through the environment."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

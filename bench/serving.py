@@ -20,14 +20,14 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import get_args
 
 from bench.learner_side import LearnerSide
-from bench.measure import Say
+from bench.measure import Say, environment_as_it_was
 from bench.publishing import RUN_UID
 from bench.report import Bar, Fact, Line
 from bench.serving_engine import GROUP_SIZE, MAX_TOKENS, PROMPT_TOKENS, WatchedEngine, keep_busy
@@ -62,18 +62,9 @@ _KV_CACHES: tuple[KvCache, ...] = get_args(KvCache)
 
 def bench_serving(*, shared: Path, num_rounds: int, say: Say) -> list[Line]:
     """`shared`: a folder in memory for the mirror."""
-    with tempfile.TemporaryDirectory(prefix="bench-") as name, _environment_as_it_was():
+    with tempfile.TemporaryDirectory(prefix="bench-") as name, environment_as_it_was():
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         return asyncio.run(_measure(Path(name), shared, num_rounds=num_rounds, say=say))
-
-
-@contextlib.contextmanager
-def _environment_as_it_was() -> Iterator[None]:
-    """vLLM is told, and tells its processes, through the environment."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 async def _measure(folder: Path, shared: Path, *, num_rounds: int, say: Say) -> list[Line]:

@@ -15,7 +15,7 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import redis
 
-from bench.measure import Say
+from bench.measure import Say, environment_as_it_was
 from bench.publishing import RUN_UID, Publishing
 from bench.report import Bar, Fact, Line
 from streamrl.config import schema
@@ -66,7 +66,7 @@ _REWARD_OPTIONS: dict[str, str | int | float | bool] = {"free_tokens": 64, "max_
 def bench(*, quick: bool, say: Say) -> list[Line]:
     from bench.worker_model import MIDDLE, SMALL  # torch: only when it is asked
 
-    with tempfile.TemporaryDirectory(prefix="bench-") as name, _as_it_was():
+    with tempfile.TemporaryDirectory(prefix="bench-") as name, environment_as_it_was():
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         folder, num_rounds, share = Path(name), 1 if quick else 5, 1 if quick else 4
         middle = asyncio.run(_measure(MIDDLE, folder / "25M", num_groups=16 * share, num_rounds=num_rounds, say=say))
@@ -79,15 +79,6 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
         Fact(name="25M: bare vLLM", value=middle["bare_tokens_per_s"], unit="tokens/s"),
         Fact(name="0.7M: bare vLLM", value=small["bare_tokens_per_s"], unit="tokens/s"),
     ]
-
-
-@contextlib.contextmanager
-def _as_it_was() -> Iterator[None]:
-    """vLLM is told, and tells its processes, through the environment."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 async def _measure(size: Size, folder: Path, *, num_groups: int, num_rounds: int, say: Say) -> dict[str, float]:

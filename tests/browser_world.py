@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
@@ -124,11 +125,20 @@ class Browser:
         return json.loads(message)
 
 
+def _pipe_beyond(number: int) -> list[int]:
+    """Descriptors that are not among those which the shell sets up for it."""
+    low = os.pipe()
+    ends = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, number + 1) for end in low]
+    for end in low:
+        os.close(end)
+    return ends
+
+
 @contextmanager
 def chromium(program: str, profile: Path) -> Iterator[Browser]:
     """It reads commands from descriptor 3 and answers on 4."""
-    its_in, to_it = os.pipe()
-    from_it, its_out = os.pipe()
+    its_in, to_it = _pipe_beyond(4)
+    from_it, its_out = _pipe_beyond(4)
     script = f'exec "$@" 3<&{its_in} 4>&{its_out} {its_in}<&- {its_out}>&-'
     process = subprocess.Popen(
         ["bash", "-c", script, "bash", program, *_ARGUMENTS, f"--user-data-dir={profile}"],

@@ -1,4 +1,4 @@
-"""Where a worker's mirror lies: a folder in shared memory that is this worker's alone while it lives.
+"""The folder of a worker's mirror, in shared memory: this worker's alone while it lives.
 
 A worker that is killed leaves its mirror, which is as large as the model, and the machine would lack that memory for
 good. So each worker that starts removes the mirrors of this user's dead ones: whoever lives holds its folder's lock.
@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,9 +19,8 @@ from typing import IO
 import structlog
 
 from streamrl.errors import ResourceError
+from streamrl.weights.mirror_place import PREFIX, mirror_place, mirror_root
 
-_SHARED_MEMORY = Path("/dev/shm")
-_PREFIX = "streamrl-mirror-"
 _LOCK = "lock"
 _LONGEST_WAIT_S = 5.0
 _PAUSE_S = 0.02
@@ -31,9 +28,8 @@ _PAUSE_S = 0.02
 
 @contextmanager
 def mirror_folder(run_uid: str, worker: str, *, root: Path | None = None) -> Iterator[Path]:
-    if root is None:
-        root = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-    folder = root / (_PREFIX + re.sub(r"[^A-Za-z0-9._-]", "_", f"{run_uid}-{worker}"))
+    root = root or mirror_root()
+    folder = mirror_place(run_uid, worker, root=root)
     with _one_at_a_time(root):
         _remove_those_of_the_dead(root)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -68,7 +64,7 @@ def _one_at_a_time(root: Path) -> Iterator[None]:
 
 
 def _remove_those_of_the_dead(root: Path) -> None:
-    for folder in root.glob(f"{_PREFIX}*"):
+    for folder in root.glob(f"{PREFIX}*"):
         with suppress(OSError):  # another user's, or gone by now
             lock = _locked(folder)
             if lock is not None:

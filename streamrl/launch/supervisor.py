@@ -15,7 +15,6 @@ import json
 import shutil
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
 import redis
 import structlog
@@ -32,12 +31,12 @@ from streamrl.launch.watch import Watch
 from streamrl.telemetry.progress import Progress
 from streamrl.transport.keys import Keys
 from streamrl.transport.reports import ReportWriter
+from streamrl.weights.mirror_place import mirror_place
 
 _TICK_S = 0.2
 _SHOW_EVERY_S = 0.5
 _LEAVE_S = 15.0  # for a worker, beside the time that it may take to finish its groups
 _ABORT_S = 10.0
-_SHARED_MEMORY = Path("/dev/shm")
 
 log = structlog.get_logger(__name__)
 
@@ -99,7 +98,7 @@ class Supervisor:
         self._folder.reward_url.unlink(missing_ok=True)
         if self.watch.now is not None and (run := self.watch.now.run) is not None:
             for number in range(self._config.worker.count):
-                shutil.rmtree(_SHARED_MEMORY / f"streamrl-mirror-{run.uid}-{number}", ignore_errors=True)
+                shutil.rmtree(mirror_place(run.uid, str(number)), ignore_errors=True)
 
     @property
     def restarts(self) -> dict[str, int]:

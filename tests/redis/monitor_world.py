@@ -90,3 +90,13 @@ class Watched:
         """(the cause to look at, the verdict)"""
         view = self.view()
         return view.causes[0].name if view.causes else "", view.verdict
+
+
+async def healthy_run(world: RunWorld) -> Watched:
+    """One that has trained a step, with answers in its stream and all its parts at work."""
+    run = Watched(world)
+    await world.train_steps(1)
+    run.record()
+    await world.answer_all()
+    run.healthy()
+    return run

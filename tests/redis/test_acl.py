@@ -21,7 +21,7 @@ from streamrl.transport.embedded import EmbeddedRedis
 from streamrl.transport.keys import Keys
 from streamrl.weights.redis_store import RedisStore
 from tests.faults.report import Row, note
-from tests.redis.monitor_world import Watched
+from tests.redis.monitor_world import Watched, healthy_run
 from tests.redis.run_world import RunWorld
 from tests.redis.test_monitors_write_nothing import session, write_commands
 
@@ -105,12 +105,7 @@ MAY_CHANGE: Mapping[Role, Mapping[str, set[str]]] = {
 async def run(
     tmp_path: Path, client: redis.Redis, async_client: redis.asyncio.Redis, keys: Keys, redis_url: str
 ) -> Watched:
-    run = Watched(RunWorld(tmp_path, client=client, async_client=async_client, keys=keys, url=redis_url))
-    await run.world.train_steps(1)
-    run.record()
-    await run.world.answer_all()
-    run.healthy()
-    return run
+    return await healthy_run(RunWorld(tmp_path, client=client, async_client=async_client, keys=keys, url=redis_url))
 
 
 @pytest.fixture

@@ -80,6 +80,13 @@ async def test_the_json_keeps_its_names(run: Watched, capsys: pytest.CaptureFixt
     assert [source["name"] for source in found["rewards"]] == ["exact"]
 
 
+def test_what_workers_say_of_themselves_is_told(run: Watched, capsys: pytest.CaptureFixture[str]) -> None:
+    run.worker(detail={"tokens_per_s": 90, "in_flight": 4, "kv_used": 0.25})
+    _, found = told(capsys, "status", *target(run), "--json")
+    [worker] = found["workers"]
+    assert (worker["tokens_per_s"], worker["in_flight"], worker["kv_use"]) == (90, 4, 0.25)
+
+
 def test_the_exit_code_says_how_the_run_is(run: Watched, capsys: pytest.CaptureFixture[str]) -> None:
     run.learner("train", state="working")
     assert main(["status", *target(run)]) == 4  # no workers

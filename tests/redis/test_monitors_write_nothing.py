@@ -19,7 +19,7 @@ from streamrl.monitor.runs import list_runs
 from streamrl.transport.keys import Keys
 from streamrl.transport.report_codec import encode_report
 from tests.helpers import wait_until
-from tests.redis.monitor_world import Watched
+from tests.redis.monitor_world import Watched, healthy_run
 from tests.redis.run_world import RunWorld
 from tests.redis.test_dashboard import dashboard
 from tests.terminal_world import in_terminal
@@ -29,12 +29,7 @@ from tests.terminal_world import in_terminal
 async def run(
     tmp_path: Path, client: redis.Redis, async_client: redis.asyncio.Redis, keys: Keys, redis_url: str
 ) -> Watched:
-    run = Watched(RunWorld(tmp_path, client=client, async_client=async_client, keys=keys, url=redis_url))
-    await run.world.train_steps(1)
-    run.record()
-    await run.world.answer_all()
-    run.healthy()
-    return run
+    return await healthy_run(RunWorld(tmp_path, client=client, async_client=async_client, keys=keys, url=redis_url))
 
 
 def session(run: Watched, target: list[str], output: Path) -> None:
