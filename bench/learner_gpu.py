@@ -1,8 +1,8 @@
 """The learner's step on a GPU: random models of 0.5 and 1.5 billion parameters in bf16, and long-tailed lengths.
 
 Needs torch with CUDA and transformers, and neither vLLM nor a network. MFU counts useful operations only (see
-`learner.work`) against what the maker states for dense bf16. The bare step is forward and backward of the same model on
-the same packed tokens, with the same attention and its own cross-entropy.
+`learner.policy.work`) against what the maker states for dense bf16. The bare step is forward and backward of the same
+model on the same packed tokens, with the same attention and its own cross-entropy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bench.long_tailed import Lengths, Size, make_config, make_groups, num_token
 from bench.measure import Rounds, Say, seconds
 from bench.report import Bar, Fact, Line
 from bench.stepping import Stepping
-from learner.work import peak_flops
+from learner.policy.work import peak_flops
 from streamrl.errors import ResourceError
 
 

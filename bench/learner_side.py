@@ -12,9 +12,9 @@ from bench.publishing import RUN_UID
 from bench.training import train_once
 from learner.companion import AtOnce, Beside
 from learner.distributed import World
-from learner.model import Policy, load_policy
-from learner.publish import Published, Publisher
-from learner.shipping import Announcer
+from learner.policy.model import Policy, load_policy
+from learner.publishing.publish import Published, Publisher
+from learner.publishing.shipping import Announcer
 from streamrl.config import schema
 from streamrl.weights.stores import BlobStore
 

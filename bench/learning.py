@@ -15,12 +15,12 @@ import numpy as np
 import redis
 
 from bench.answering import MODEL, VOCABULARY, Shape
-from learner.checkpoint import CheckpointRoot, CheckpointState
-from learner.data import NumSkipped, Prompt, PromptSet
-from learner.epochs import CheckpointName, ancestry, claim_run
-from learner.feed import Feed
-from learner.fetch import fetch_groups
-from learner.plan import Kind
+from learner.checkpoints.checkpoint import CheckpointRoot, CheckpointState
+from learner.checkpoints.epochs import CheckpointName, ancestry, claim_run
+from learner.stream.data import NumSkipped, Prompt, PromptSet
+from learner.stream.feed import Feed
+from learner.stream.fetch import fetch_groups
+from learner.stream.plan import Kind
 from streamrl.config import schema
 from streamrl.errors import TrainingError
 from streamrl.transport.keys import Keys

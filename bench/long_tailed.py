@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import transformers
 
-from learner.attention import MASKED
+from learner.policy.attention import MASKED
 from streamrl.config import schema
 from streamrl.versions import make_version
 from streamrl.wire.group import Group, GroupHeader, Sample, Span, decode_body, decode_header, encode_group

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 
 from bench.long_tailed import END, Size
 from learner.algorithms import make_algorithm
-from learner.attention import choose
 from learner.distributed import World
-from learner.gradients import Gradients
-from learner.model import make_policy
-from learner.optim import Update, make_optimizer, update
-from learner.packing import MicroBatch
-from learner.tally import Tally
+from learner.metrics.tally import Tally
+from learner.policy.attention import choose
+from learner.policy.gradients import Gradients
+from learner.policy.model import make_policy
+from learner.policy.optim import Update, make_optimizer, update
+from learner.policy.packing import MicroBatch
 from streamrl.config import schema
 from streamrl.wire.group import Group
 

@@ -18,16 +18,16 @@ import torch
 from learner.algorithms import make_algorithm
 from learner.companion import Beside
 from learner.conductor import Conductor
-from learner.data import PromptSet
 from learner.distributed import World
-from learner.exporters import check_exporters, open_exporters
-from learner.feed import Feed
 from learner.lease import LeaseKeeper
-from learner.model import Policy, load_policy, read_speech
-from learner.publish import Publisher
+from learner.metrics.exporters import check_exporters, open_exporters
+from learner.metrics.record import Recorder, Timers
+from learner.policy.model import Policy, load_policy, read_speech
+from learner.publishing.publish import Publisher
 from learner.rank import Surroundings, read_prompts_of, stall_limit_s, work
-from learner.record import Recorder, Timers
 from learner.start import Admitted, Start, admit, holder_name, take_lease
+from learner.stream.data import PromptSet
+from learner.stream.feed import Feed
 from learner.suspects import Suspects
 from learner.validation import Validation
 from learner.watchdog import Watchdog

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 import structlog
 import xxhash
 
-from learner.checkpoint import CheckpointRoot, CheckpointState
-from learner.epochs import CheckpointName, ancestry
-from learner.plan import Kind, Plan, Verdict
+from learner.checkpoints.checkpoint import CheckpointRoot, CheckpointState
+from learner.checkpoints.epochs import CheckpointName, ancestry
+from learner.stream.plan import Kind, Plan, Verdict
 from streamrl.config import schema
 from streamrl.config.check import max_time_s
 from streamrl.config.dump import config_to_json
@@ -28,11 +28,11 @@ from streamrl.errors import Fenced, RunGone, TransportError
 from streamrl.telemetry.progress import Progress, Wait
 
 if TYPE_CHECKING:
-    from learner.data import PromptSet
-    from learner.feed import Feed
     from learner.lease import LeaseKeeper
-    from learner.publish import Published
-    from learner.record import Recorder, Timers
+    from learner.metrics.record import Recorder, Timers
+    from learner.publishing.publish import Published
+    from learner.stream.data import PromptSet
+    from learner.stream.feed import Feed
     from learner.suspects import Suspects
     from learner.validation import Validation, ValidationResult
     from streamrl.transport.learner import LearnerStream

@@ -23,24 +23,24 @@ import numpy as np
 import structlog
 import torch
 
+from learner.checkpoints.export import export
+from learner.checkpoints.save import Saver
 from learner.conductor import Conductor
 from learner.distributed import World
-from learner.export import export
-from learner.fetch import Fetched, fetch_groups
-from learner.gradients import Batch, Gradients
-from learner.lag import oldest_trained_step
-from learner.model import Policy, Speech
-from learner.optim import Update, learning_rate, update
-from learner.outgoing import Outgoing
-from learner.plan import Kind, Plan, Verdict
-from learner.publish import Publisher
-from learner.record import Timers
+from learner.metrics.record import Timers
+from learner.metrics.tally import Tally
+from learner.policy.gradients import Batch, Gradients
+from learner.policy.model import Policy, Speech
+from learner.policy.optim import Update, learning_rate, update
+from learner.policy.work import peak_flops
+from learner.publishing.outgoing import Outgoing
+from learner.publishing.publish import Publisher
 from learner.replayed import Unpublished
-from learner.save import Saver
 from learner.start import Start
-from learner.tally import Tally
+from learner.stream.fetch import Fetched, fetch_groups
+from learner.stream.lag import oldest_trained_step
+from learner.stream.plan import Kind, Plan, Verdict
 from learner.watchdog import Watchdog
-from learner.work import peak_flops
 from streamrl.config import schema
 from streamrl.errors import TrainingError
 from streamrl.telemetry.progress import Progress, Wait

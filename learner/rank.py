@@ -15,22 +15,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from learner.algorithms import make_algorithm
-from learner.checkpoint import CheckpointRoot
+from learner.checkpoints.checkpoint import CheckpointRoot
+from learner.checkpoints.epochs import CheckpointName
+from learner.checkpoints.save import Saver
+from learner.checkpoints.state import load_state
 from learner.conductor import Conductor
-from learner.data import PromptSet
 from learner.distributed import World
-from learner.epochs import CheckpointName
-from learner.gradients import Gradients
 from learner.loop import Loop, Parts
-from learner.model import Policy, Speech
-from learner.optim import make_optimizer
-from learner.publish import Publisher
-from learner.record import Timers
-from learner.reference import make_reference
+from learner.metrics.record import Timers
+from learner.policy.gradients import Gradients
+from learner.policy.model import Policy, Speech
+from learner.policy.optim import make_optimizer
+from learner.policy.reference import make_reference
+from learner.publishing.publish import Publisher
 from learner.replayed import Unpublished
-from learner.save import Saver
 from learner.start import Start
-from learner.state import load_state
+from learner.stream.data import PromptSet
 from learner.watchdog import Watchdog
 from streamrl.config import schema
 from streamrl.telemetry.progress import Progress

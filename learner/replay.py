@@ -20,17 +20,17 @@ import structlog
 import torch
 
 from learner.algorithms import make_algorithm
+from learner.checkpoints.export import export
 from learner.conductor import Conductor
-from learner.data import PromptSet
 from learner.distributed import World
-from learner.export import export
-from learner.exporters import check_exporters, open_exporters
 from learner.lease import LeaseKeeper
-from learner.model import Policy, load_policy, read_speech
+from learner.metrics.exporters import check_exporters, open_exporters
+from learner.metrics.record import Recorder, Timers
+from learner.policy.model import Policy, load_policy, read_speech
 from learner.rank import Surroundings, read_prompts_of, stall_limit_s, work
-from learner.record import Recorder, Timers
 from learner.replayed import ReplayFeed, ReplayStream, Unpublished, as_replayed, versions_of
 from learner.start import REPLAY, Claimed, Start, claim_folder, make_start
+from learner.stream.data import PromptSet
 from learner.watchdog import Watchdog
 from streamrl.config import schema
 from streamrl.durable import create_exclusively

@@ -15,10 +15,10 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import BinaryIO
 
-from learner.data import PromptSet
-from learner.feed import Feed
-from learner.ledger import DROPPED, LedgerState, StreamState
-from learner.publish import Published
+from learner.publishing.publish import Published
+from learner.stream.data import PromptSet
+from learner.stream.feed import Feed
+from learner.stream.ledger import DROPPED, LedgerState, StreamState
 from streamrl.config import schema
 from streamrl.errors import WireError
 from streamrl.record.frames import Place, read_group

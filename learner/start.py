@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING
 import redis
 import structlog
 
-from learner.checkpoint import Checkpoint, CheckpointRoot
-from learner.data import PromptSet
-from learner.epochs import CheckpointName, Epoch, Lineage, ancestry, claim_run
+from learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot
+from learner.checkpoints.epochs import CheckpointName, Epoch, Lineage, ancestry, claim_run
+from learner.checkpoints.resume import ANY_DATA, changed_since_checkpoint
 from learner.lease import LeaseKeeper
-from learner.resume import ANY_DATA, changed_since_checkpoint
+from learner.stream.data import PromptSet
 from streamrl.config import schema
 from streamrl.config.changes import check_changes
 from streamrl.config.dump import config_to_json
@@ -36,7 +36,7 @@ from streamrl.transport.tenure import await_lease, known_epoch
 from streamrl.versions import epoch_of
 
 if TYPE_CHECKING:
-    from learner.model import Speech
+    from learner.policy.model import Speech
 
 REPLAY = "replay.json"  # in the folder of a run that learns from a recording: which one
 _CANARY_TOKENS = 16

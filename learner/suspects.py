@@ -24,7 +24,7 @@ from typing import Protocol, TypeVar
 
 import structlog
 
-from learner.plan import Plan
+from learner.stream.plan import Plan
 from streamrl.wire.group import GroupHeader
 
 QUARANTINED = "quarantined"

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from learner.data import Prompt, PromptSet
+from learner.stream.data import Prompt, PromptSet
 from streamrl.config import schema
 from streamrl.errors import WireError
 from streamrl.transport.seam import GroupStream

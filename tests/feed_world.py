@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from learner.data import NumSkipped, Prompt, PromptSet
-from learner.feed import Feed
-from learner.journal import Ending
-from learner.ledger import StreamState
-from learner.plan import Kind, Plan
+from learner.checkpoints.journal import Ending
+from learner.stream.data import NumSkipped, Prompt, PromptSet
+from learner.stream.feed import Feed
+from learner.stream.ledger import StreamState
+from learner.stream.plan import Kind, Plan
 from streamrl.config import schema
 from streamrl.transport.double import LearnerStreamDouble, MemoryServer
 from streamrl.versions import make_version

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from learner.model import Policy
+from learner.policy.model import Policy
 from streamrl.config import schema
 from streamrl.wire.group import Group, Sample
 

@@ -10,10 +10,10 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from learner.checkpoint import CheckpointRoot
+from learner.checkpoints.checkpoint import CheckpointRoot
+from learner.checkpoints.epochs import ancestry
 from learner.distributed import World
-from learner.epochs import ancestry
-from learner.model import read_speech
+from learner.policy.model import read_speech
 from learner.replay import replay
 from streamrl.config import schema
 from streamrl.record.frames import Origin

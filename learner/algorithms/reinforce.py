@@ -12,7 +12,7 @@ For sample i of a group, with m_j = 1 where sample j may teach (it ended by itse
 
 The penalty in the reward uses the log-probs under which the sample was made, so it needs no further forward pass of
 the policy. w_t is the policy loss's own weight: the KL is that of today's policy, not of the one that sampled. The two
-lines that look beyond the group, A over the batch and A_t, are computed in `learner.gradients`.
+lines that look beyond the group, A over the batch and A_t, are computed in `learner.policy.gradients`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from streamrl.errors import ConfigError, DataError
 from streamrl.terminal import printable
 
 if TYPE_CHECKING:
-    from learner.checkpoint import Checkpoint
+    from learner.checkpoints.checkpoint import Checkpoint
     from streamrl.config.schema import Config
     from workers.evaluate import EvalPrompt, Result
     from workers.permissions import Permissions
@@ -113,7 +113,7 @@ def printable_table(name: str, prompts: str, result: Result) -> str:
 
 def _find(text: str, file: Path | None, overrides: Sequence[str]) -> _Subject:
     """A run's checkpoint, or a model; the configuration is that of the run which it belongs to, or the one given."""
-    from learner.resume import find_checkpoint
+    from learner.checkpoints.resume import find_checkpoint
     from streamrl.config.load import load_config
 
     if _is_model(text):
@@ -139,7 +139,7 @@ def _is_model(text: str) -> bool:
 
 
 def _evaluate(subject: _Subject, local_reward_url: str | None) -> tuple[Result, list[EvalPrompt]]:
-    from learner.weights_file import write_weights
+    from learner.checkpoints.weights_file import write_weights
     from streamrl.config.check import check_config
     from streamrl.telemetry.logs import configure_logging
     from workers.evaluate import evaluate as run_evaluation
@@ -166,7 +166,7 @@ def _evaluate(subject: _Subject, local_reward_url: str | None) -> tuple[Result, 
 
 
 def _read_prompts(config: Config, tokenizer: Any) -> list[EvalPrompt]:
-    from learner.data import PromptSet
+    from learner.stream.data import PromptSet
     from workers.evaluate import EvalPrompt
 
     assert config.data.validation is not None, "asked before"

@@ -85,7 +85,7 @@ def learn(
 
 def _show_changes(config: Config) -> None:
     """Against the checkpoint that the run would go on from; refused ones end it here, before anything starts."""
-    from learner.resume import changed_since_checkpoint
+    from learner.checkpoints.resume import changed_since_checkpoint
     from streamrl.config.changes import check_changes
 
     found = changed_since_checkpoint(config)
@@ -95,8 +95,8 @@ def _show_changes(config: Config) -> None:
 
 
 def _fork(config: Config, source: str, *, new_data: bool, dry_run: bool) -> None:
-    from learner.fork import fork
-    from learner.resume import find_checkpoint
+    from learner.checkpoints.fork import fork
+    from learner.checkpoints.resume import find_checkpoint
 
     checkpoint = find_checkpoint(source)
     begins = f"run {config.name} begins with {checkpoint.folder}"

@@ -22,7 +22,7 @@ from typing import Any, Self
 
 import redis
 
-from learner.epochs import CheckpointName
+from learner.checkpoints.epochs import CheckpointName
 from streamrl.audit import Audit, audit_folder
 from streamrl.crashpoints import VARIABLE
 from streamrl.errors import Fenced, TransportError

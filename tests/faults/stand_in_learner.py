@@ -16,14 +16,14 @@ from functools import partial
 
 import redis
 
+from learner.checkpoints.epochs import CheckpointName
 from learner.conductor import Conductor
-from learner.data import PromptSet
-from learner.epochs import CheckpointName
-from learner.feed import Feed
 from learner.lease import LeaseKeeper
-from learner.plan import Kind, Plan, Verdict
-from learner.record import Recorder, Timers
+from learner.metrics.record import Recorder, Timers
 from learner.start import Admitted, admit, take_lease
+from learner.stream.data import PromptSet
+from learner.stream.feed import Feed
+from learner.stream.plan import Kind, Plan, Verdict
 from learner.suspects import Suspects
 from streamrl.config import schema
 from streamrl.errors import Fenced, TransportError

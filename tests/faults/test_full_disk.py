@@ -21,8 +21,8 @@ from typing import Protocol
 import pytest
 import redis
 
-from learner.checkpoint import CheckpointRoot
-from learner.epochs import CheckpointName, ancestry
+from learner.checkpoints.checkpoint import CheckpointRoot
+from learner.checkpoints.epochs import CheckpointName, ancestry
 from streamrl.audit import audit_folder
 from streamrl.config import schema
 from streamrl.transport.keys import Keys

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import redis
 
-from learner.plan import Kind
+from learner.stream.plan import Kind
 from streamrl.config import schema
 from streamrl.errors import TransportError
 from streamrl.transport.connection import connect, connect_async

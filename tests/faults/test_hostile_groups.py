@@ -10,9 +10,9 @@ from pathlib import Path
 import redis
 import redis.asyncio
 
-from learner.fetch import fetch_groups
-from learner.ledger import DROPPED
-from learner.plan import Kind
+from learner.stream.fetch import fetch_groups
+from learner.stream.ledger import DROPPED
+from learner.stream.plan import Kind
 from streamrl.transport.keys import Keys
 from streamrl.wire.codec import pack
 from tests.faults.report import report

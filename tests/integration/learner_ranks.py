@@ -21,19 +21,19 @@ from torch.distributed.tensor import DTensor
 
 from learner.algorithms import make_algorithm
 from learner.algorithms.losses import LOSSES
+from learner.checkpoints.export import export
+from learner.checkpoints.state import load_state, save_state
 from learner.companion import Beside
 from learner.distributed import World, join_world
-from learner.export import export
-from learner.gradients import Gradients, Reference
-from learner.lora import adapter_parameters, merged_parameters
-from learner.model import Policy, load_policy, load_reference, probe, read_speech
-from learner.optim import make_optimizer, update
-from learner.packing import pack
-from learner.publish import Publisher
-from learner.reference import asking, make_reference
-from learner.state import load_state, save_state
-from learner.tally import Tally
-from learner.tensors import whole
+from learner.metrics.tally import Tally
+from learner.policy.gradients import Gradients, Reference
+from learner.policy.lora import adapter_parameters, merged_parameters
+from learner.policy.model import Policy, load_policy, load_reference, probe, read_speech
+from learner.policy.optim import make_optimizer, update
+from learner.policy.packing import pack
+from learner.policy.reference import asking, make_reference
+from learner.policy.tensors import whole
+from learner.publishing.publish import Publisher
 from streamrl.config import schema
 from streamrl.transport.types import Announcement
 from streamrl.weights.stores import FileStore

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from learner.distributed import join_world
-from learner.model import load_policy
+from learner.policy.model import load_policy
 from tests.learner_cases import learner_config
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from learner.fork import fork
-from learner.resume import find_checkpoint
+from learner.checkpoints.fork import fork
+from learner.checkpoints.resume import find_checkpoint
 from streamrl.audit import audit_folder
 from streamrl.config import schema
 from tests.integration.learner_world import made_up_worker, make_run, output, running_learner

@@ -15,9 +15,9 @@ import safetensors.torch
 import torch
 import transformers
 
+from learner.checkpoints.state import load_state
 from learner.distributed import World
-from learner.pretrained import load_model
-from learner.state import load_state
+from learner.policy.pretrained import load_model
 from streamrl.weights.manifest import Manifest, decode_manifest
 from streamrl.weights.mirror import Mirror
 from streamrl.weights.stores import FileStore

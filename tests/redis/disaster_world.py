@@ -22,11 +22,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from learner.data import NumSkipped, Prompt, PromptSet
-from learner.fetch import fetch_groups
-from learner.lag import oldest_trained_step
-from learner.numbering import Retries
-from learner.plan import Kind, Plan, Verdict
+from learner.stream.data import NumSkipped, Prompt, PromptSet
+from learner.stream.fetch import fetch_groups
+from learner.stream.lag import oldest_trained_step
+from learner.stream.numbering import Retries
+from learner.stream.plan import Kind, Plan, Verdict
 from learner.validation import Validation, ValidationResult
 from streamrl.audit import Audit, audit_folder
 from streamrl.config import schema

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 import redis
 import redis.asyncio
 
-from learner.checkpoint import Checkpoint, CheckpointRoot, CheckpointState
-from learner.data import PromptSet
-from learner.epochs import CheckpointName, ancestry, claim_run
-from learner.feed import Feed
-from learner.ledger import StreamState
-from learner.plan import Kind, Plan
+from learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot, CheckpointState
+from learner.checkpoints.epochs import CheckpointName, ancestry, claim_run
+from learner.stream.data import PromptSet
+from learner.stream.feed import Feed
+from learner.stream.ledger import StreamState
+from learner.stream.plan import Kind, Plan
 from streamrl.audit import Audit, audit_folder
 from streamrl.config import schema
 from streamrl.config.dump import config_to_json

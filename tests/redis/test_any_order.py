@@ -24,7 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from learner.plan import Kind
+from learner.stream.plan import Kind
 from streamrl.crashpoints import Point
 from streamrl.errors import TransportError
 from streamrl.transport.dead import purge, read_letters, request_retries

@@ -10,7 +10,7 @@ import pytest
 import redis
 import redis.asyncio
 
-from learner.feed import Feed
+from learner.stream.feed import Feed
 from streamrl.cli.main import main
 from streamrl.transport.dead import purge, read_letters, read_requests, read_retried, request_retries
 from streamrl.transport.keys import Keys

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import redis
 
-from learner.feed import Feed
-from learner.fetch import fetch_groups
-from learner.ledger import StreamState
-from learner.plan import Kind, Plan, Verdict
+from learner.stream.feed import Feed
+from learner.stream.fetch import fetch_groups
+from learner.stream.ledger import StreamState
+from learner.stream.plan import Kind, Plan, Verdict
 from learner.validation import Validation
 from streamrl.config import schema
 from streamrl.errors import Fenced

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from learner.checkpoint import CheckpointRoot, CheckpointState
-from learner.epochs import CheckpointName, claim_run
-from learner.ledger import StreamState
+from learner.checkpoints.checkpoint import CheckpointRoot, CheckpointState
+from learner.checkpoints.epochs import CheckpointName, claim_run
+from learner.stream.ledger import StreamState
 from streamrl.cli.main import main
 from streamrl.config.load import load_config
 from streamrl.transport.acl import Role

@@ -12,7 +12,7 @@ import pytest
 import redis
 import redis.asyncio
 
-from learner.plan import Kind
+from learner.stream.plan import Kind
 from streamrl.config import schema
 from streamrl.monitor.causes import TABLE
 from streamrl.transport.connection import connect, connect_async

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from learner.attention import MASKED, VARLEN, attend, choose, each_by_itself
 from learner.distributed import World
-from learner.model import Policy, load_policy
-from learner.packing import Shape, pack
+from learner.policy.attention import MASKED, VARLEN, attend, choose, each_by_itself
+from learner.policy.model import Policy, load_policy
+from learner.policy.packing import Shape, pack
 from streamrl.config import schema
 from streamrl.errors import ConfigError
 from tests.learner_cases import learner_config

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 
-from learner.backlog import Backlog
+from learner.stream.backlog import Backlog
 from streamrl.transport.types import Entry, PresentGroup
 
 

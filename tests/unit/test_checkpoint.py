@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from learner.checkpoint import BEST_METRIC, MANIFEST, Checkpoint, CheckpointRoot, CheckpointState
-from learner.epochs import CheckpointName, ancestry
-from learner.journal import Ending
-from learner.ledger import Ledger, StreamState
+from learner.checkpoints.checkpoint import BEST_METRIC, MANIFEST, Checkpoint, CheckpointRoot, CheckpointState
+from learner.checkpoints.epochs import CheckpointName, ancestry
+from learner.checkpoints.journal import Ending
+from learner.stream.ledger import Ledger, StreamState
 from streamrl.errors import DataError, Fenced
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from jinja2 import TemplateError
 
-from learner.data import NumSkipped, PromptSet
+from learner.stream.data import NumSkipped, PromptSet
 from streamrl.config import schema
 from streamrl.errors import DataError
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.epochs import (
+from learner.checkpoints.epochs import (
     CheckpointName,
     Epoch,
     Lineage,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from learner.exporters import Guarded, check_exporters, open_exporters
+from learner.metrics.exporters import Guarded, check_exporters, open_exporters
 from streamrl.config import schema
 from streamrl.errors import ConfigError
 from tests.learner_cases import learner_config

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from learner.plan import Kind
+from learner.stream.plan import Kind
 from streamrl.errors import Fenced, TrainingError, TransportError
 from streamrl.versions import make_version
 from streamrl.wire.group import encode_group

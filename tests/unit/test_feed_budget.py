@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from learner.plan import Kind
+from learner.stream.plan import Kind
 from streamrl.telemetry.metrics import is_metric
 from streamrl.transport.types import entry_order
 from tests.feed_world import FeedWorld, encode_answer, make_config, planned

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from learner.ledger import TRAINED
-from learner.numbering import Retries
-from learner.plan import Kind, Plan, Verdict
+from learner.stream.ledger import TRAINED
+from learner.stream.numbering import Retries
+from learner.stream.plan import Kind, Plan, Verdict
 from streamrl.errors import TransportError
 from tests.feed_world import FeedWorld, encode_answer, encode_failure, make_config
 from tests.helpers import make_ticket

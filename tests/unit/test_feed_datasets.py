@@ -6,10 +6,10 @@ from collections import Counter
 
 import numpy as np
 
-from learner.data import NumSkipped, Prompt, PromptSet
-from learner.ledger import StreamState
-from learner.mixture import Part
-from learner.plan import Kind
+from learner.stream.data import NumSkipped, Prompt, PromptSet
+from learner.stream.ledger import StreamState
+from learner.stream.mixture import Part
+from learner.stream.plan import Kind
 from streamrl.telemetry.metrics import is_metric
 from tests.feed_world import FeedWorld, make_config
 

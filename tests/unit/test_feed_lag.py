@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from learner.lag import LagRule
+from learner.stream.lag import LagRule
 from streamrl.config import schema
 from streamrl.versions import make_version
 from tests.feed_world import FeedWorld, make_config, planned

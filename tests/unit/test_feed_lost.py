@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from learner.plan import Verdict
+from learner.stream.plan import Verdict
 from tests.feed_world import FeedWorld, make_config, planned
 from tests.helpers import make_ticket
 

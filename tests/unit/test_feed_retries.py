@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from learner.plan import Kind
+from learner.stream.plan import Kind
 from streamrl.errors import TransportError
 from tests.feed_world import FeedWorld, make_config, planned
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.fetch import Fetched, fetch_groups
-from learner.lag import mask_before, oldest_trained_step
-from learner.plan import Kind, Plan, PlanEntry, Verdict
+from learner.stream.fetch import Fetched, fetch_groups
+from learner.stream.lag import mask_before, oldest_trained_step
+from learner.stream.plan import Kind, Plan, PlanEntry, Verdict
 from streamrl.config import schema
 from streamrl.transport.double import LearnerStreamDouble, MemoryServer
 from streamrl.versions import make_version

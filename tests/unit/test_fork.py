@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from learner.checkpoint import BEST_METRIC, Checkpoint, CheckpointRoot, CheckpointState
-from learner.epochs import CheckpointName, ancestry, claim_run
-from learner.fork import fork
-from learner.journal import Ending
-from learner.ledger import Ledger, StreamState
-from learner.resume import ANY_DATA, find_checkpoint
+from learner.checkpoints.checkpoint import BEST_METRIC, Checkpoint, CheckpointRoot, CheckpointState
+from learner.checkpoints.epochs import CheckpointName, ancestry, claim_run
+from learner.checkpoints.fork import fork
+from learner.checkpoints.journal import Ending
+from learner.checkpoints.resume import ANY_DATA, find_checkpoint
+from learner.stream.ledger import Ledger, StreamState
 from streamrl.audit import audit_folder
 from streamrl.errors import ConfigError, DataError
 

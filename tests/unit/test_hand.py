@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-import learner.hand
-from learner.hand import Hand, Held
-from learner.lag import LagRule
-from learner.ledger import Ledger
+import learner.stream.hand
+from learner.stream.hand import Hand, Held
+from learner.stream.lag import LagRule
+from learner.stream.ledger import Ledger
 from streamrl.config import schema
 from streamrl.wire.group import decode_header, encode_group
 from tests.helpers import make_group, make_ticket
@@ -31,7 +31,7 @@ def test_rank_0_gets_what_was_read_with_the_plan_and_others_do_not() -> None:
 def test_bodies_beyond_the_bound_are_not_kept_and_room_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     body = held(0).body
     assert body is not None
-    monkeypatch.setattr(learner.hand, "_MOST_KEPT_BYTES", 2 * len(body))
+    monkeypatch.setattr(learner.stream.hand, "_MOST_KEPT_BYTES", 2 * len(body))
     hand = make_hand()
     for number in range(3):
         hand.take(held(number))

@@ -6,7 +6,7 @@ from typing import Any
 
 import xxhash
 
-from learner.journal import Ending, Journal
+from learner.checkpoints.journal import Ending, Journal
 
 
 def read(root: Path, name: str) -> list[dict[str, Any]]:

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from learner.checkpoint import CheckpointRoot
+from learner.checkpoints.checkpoint import CheckpointRoot
 from learner.conductor import Conductor
 from learner.lease import LeaseKeeper
-from learner.plan import Kind, Plan
-from learner.publish import Published
-from learner.record import Recorder, Timers
+from learner.metrics.record import Recorder, Timers
+from learner.publishing.publish import Published
+from learner.stream.plan import Kind, Plan
 from learner.suspects import Suspects
 from learner.validation import Answer, ValidationResult
 from streamrl.config import schema

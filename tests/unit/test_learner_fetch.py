@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from learner.fetch import fetch_groups
-from learner.plan import Kind, Plan, PlanEntry, Verdict
+from learner.stream.fetch import fetch_groups
+from learner.stream.plan import Kind, Plan, PlanEntry, Verdict
 from streamrl.transport.types import Entry
 from streamrl.wire.group import decode_header, encode_group
 from streamrl.wire.ticket import Purpose

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
+from learner.checkpoints.export import export
+from learner.checkpoints.state import load_state, save_state
 from learner.distributed import World
-from learner.export import export
-from learner.lora import merged_parameters, without_adapters
-from learner.model import Policy, evaluating, load_policy, probe, read_speech
-from learner.optim import make_optimizer
-from learner.packing import MicroBatch, pack
-from learner.pretrained import load_model
-from learner.state import load_state, save_state
+from learner.policy.lora import merged_parameters, without_adapters
+from learner.policy.model import Policy, evaluating, load_policy, probe, read_speech
+from learner.policy.optim import make_optimizer
+from learner.policy.packing import MicroBatch, pack
+from learner.policy.pretrained import load_model
 from streamrl.config import schema
 from streamrl.errors import ConfigError
 from tests.learner_cases import learner_config

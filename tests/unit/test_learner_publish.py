@@ -14,9 +14,9 @@ import torch
 
 from learner.companion import AtOnce, Beside
 from learner.distributed import World as Ranks
-from learner.model import Policy, load_policy
-from learner.publish import Publisher
-from learner.sweep import Sweeper
+from learner.policy.model import Policy, load_policy
+from learner.publishing.publish import Publisher
+from learner.publishing.sweep import Sweeper
 from streamrl.config import schema
 from streamrl.errors import Fenced, ResourceError, TrainingError, TransportError
 from streamrl.transport.types import Announcement

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from learner.checkpoint import CheckpointRoot
-from learner.epochs import Epoch
+from learner.checkpoints.checkpoint import CheckpointRoot
+from learner.checkpoints.epochs import Epoch
 from learner.start import Claimed, once_there_is_room
 from tests.feed_world import Clock
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from learner.lease import LeaseKeeper
-from learner.record import Timers
+from learner.metrics.record import Timers
 from learner.start import Start, holder_name
 from learner.watchdog import Watchdog
 from streamrl.errors import Fenced

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.journal import Ending
-from learner.ledger import DEAD, DROPPED, TRAINED, Ledger, LedgerState, StreamState
-from learner.numbering import NumberSet
+from learner.checkpoints.journal import Ending
+from learner.stream.ledger import DEAD, DROPPED, TRAINED, Ledger, LedgerState, StreamState
+from learner.stream.numbering import NumberSet
 
 
 @given(st.permutations(range(40)), st.integers(0, 40))

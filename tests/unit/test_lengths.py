@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from learner.lengths import Lengths
+from learner.metrics.lengths import Lengths
 from streamrl.telemetry.metrics import is_metric
 from streamrl.wire.group import GroupHeader, decode_header, encode_group
 from tests.helpers import make_group, make_sample, make_ticket

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from learner.logprobs import Head, token_logprobs
+from learner.policy.logprobs import Head, token_logprobs
 
 TOKENS, HIDDEN, VOCABULARY = 37, 8, 23
 

@@ -13,12 +13,12 @@ import torch
 from learner.algorithms import make_algorithm
 from learner.algorithms.kl import k1, k2, k3
 from learner.distributed import World
-from learner.gradients import Gradients
-from learner.logprobs import Head
-from learner.model import Policy, load_policy
-from learner.packing import MicroBatch
-from learner.pretrained import load_model
-from learner.tally import Tally
+from learner.metrics.tally import Tally
+from learner.policy.gradients import Gradients
+from learner.policy.logprobs import Head
+from learner.policy.model import Policy, load_policy
+from learner.policy.packing import MicroBatch
+from learner.policy.pretrained import load_model
 from streamrl.config import schema
 from streamrl.wire.group import Group
 from tests.learner_cases import group_of, learner_config, random_groups

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.mixture import Mixture, Part
+from learner.stream.mixture import Mixture, Part
 
 
 def a_pass(mixture: Mixture, number: int) -> list[int]:

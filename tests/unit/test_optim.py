@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from learner.distributed import World
-from learner.optim import Update, learning_rate, make_optimizer, update
+from learner.policy.optim import Update, learning_rate, make_optimizer, update
 from streamrl.config import schema
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))

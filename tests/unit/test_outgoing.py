@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from learner.companion import Beside
-from learner.outgoing import Outgoing
-from learner.publish import Published
-from learner.record import Timers
+from learner.metrics.record import Timers
+from learner.publishing.outgoing import Outgoing
+from learner.publishing.publish import Published
 from streamrl.telemetry.progress import Progress
 from streamrl.versions import make_version
 from streamrl.weights.stores import MemoryStore

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.logprobs import Head
-from learner.model import Policy, check_packing
-from learner.packing import MicroBatch, Piece, Shape, empty_micro_batch, pack
-from learner.pretrained import load_model
+from learner.policy.logprobs import Head
+from learner.policy.model import Policy, check_packing
+from learner.policy.packing import MicroBatch, Piece, Shape, empty_micro_batch, pack
+from learner.policy.pretrained import load_model
 from streamrl.errors import DataError
 from tests.tiny_models import Architecture, make_model, response_logprobs
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.plan import Kind, Plan, PlanEntry, balance
+from learner.stream.plan import Kind, Plan, PlanEntry, balance
 
 entries = st.builds(
     PlanEntry,

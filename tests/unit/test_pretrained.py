@@ -11,10 +11,10 @@ import torch
 import transformers
 from torch import nn
 
+from learner.checkpoints.export import export
 from learner.distributed import World
-from learner.export import export
-from learner.model import load_policy, load_reference
-from learner.pretrained import begin_model, load_model
+from learner.policy.model import load_policy, load_reference
+from learner.policy.pretrained import begin_model, load_model
 from streamrl.config import schema
 from tests.learner_cases import learner_config
 from tests.tiny_models import make_model, make_tokenizer

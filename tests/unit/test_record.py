@@ -11,7 +11,7 @@ from typing import Any
 
 from structlog.testing import capture_logs
 
-from learner.record import Recorder
+from learner.metrics.record import Recorder
 
 
 class Nowhere:

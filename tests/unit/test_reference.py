@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from learner.algorithms import make_algorithm
+from learner.checkpoints.state import load_state, save_state
 from learner.distributed import World
-from learner.gradients import Gradients, Reference
-from learner.model import load_policy, load_reference
-from learner.optim import make_optimizer, update
-from learner.reference import asking, make_reference
-from learner.state import load_state, save_state
-from learner.tally import Tally
+from learner.metrics.tally import Tally
+from learner.policy.gradients import Gradients, Reference
+from learner.policy.model import load_policy, load_reference
+from learner.policy.optim import make_optimizer, update
+from learner.policy.reference import asking, make_reference
 from streamrl.config import schema
 from tests.learner_cases import learner_config, random_groups
 from tests.tiny_models import make_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from learner.plan import Kind, Plan, PlanEntry
+from learner.stream.plan import Kind, Plan, PlanEntry
 from learner.suspects import QUARANTINED, Suspects
 from streamrl.wire.group import GroupHeader
 from tests.helpers import make_group, make_ticket

@@ -8,8 +8,8 @@ import torch
 
 from learner.algorithms.base import Advantages, TokenLosses
 from learner.distributed import World
-from learner.logprobs import LogProbs
-from learner.tally import Tally
+from learner.metrics.tally import Tally
+from learner.policy.logprobs import LogProbs
 from streamrl.telemetry.metrics import is_metric
 from streamrl.versions import make_version
 from tests.learner_cases import group_of

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from learner.lora import inject_adapters
-from learner.packing import Piece
-from learner.pretrained import load_model
-from learner.work import Effort, peak_flops
+from learner.policy.lora import inject_adapters
+from learner.policy.packing import Piece
+from learner.policy.pretrained import load_model
+from learner.policy.work import Effort, peak_flops
 from streamrl.config import schema
 from tests.tiny_models import make_model
 

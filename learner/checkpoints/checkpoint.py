@@ -1,0 +1,270 @@
+"""How a checkpoint lies on disk, and the rename that commits it.
+
+    run folder/
+      run.json                       the run's uid
+      epochs/000006                  which learner is the newest, and its parent checkpoint (learner.checkpoints.epochs)
+      journal/                       which ticket ended how, commit by commit (learner.checkpoints.journal)
+      checkpoints/
+        .tmp-e000006-s00000130/      being written, by every rank
+        e000006-s00000120/           complete: manifest.json has size and digest of every other file
+
+Everything is synced to the disk, then the journal and the manifest are written, and then the folder gets its name: that
+rename is the only commit point of a run. The manifest also holds the stream's state and names the newest file of the
+journal, so that all of it is committed at once. When tickets have ended since without an optimizer step, as when the
+last groups of a run are dropped, the tensors are what they were: then a new manifest alone is renamed into place.
+
+An epoch removes only checkpoints of its own lineage, and none that a younger epoch goes on from; a branch left behind
+by a replaced learner is another's and stays. Torch-free; blocks on the disk, for as long as reading and syncing every
+file takes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import structlog
+import xxhash
+
+from learner.checkpoints.epochs import CheckpointName, Epoch, Lineage, claim_epoch, highest_epoch, parents_named_after
+from learner.checkpoints.journal import Journal
+from learner.stream.ledger import StreamState
+from streamrl.crashpoints import crashpoint
+from streamrl.durable import fsync_file, fsync_folder, write_durably
+from streamrl.errors import DataError, Fenced
+
+MANIFEST = "manifest.json"
+BEST_METRIC = "val_rollouts/rewards"  # higher is better
+_SCHEMA = 1
+_CHUNK_BYTES = 1 << 22
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointState:
+    """What a checkpoint says beside its tensors."""
+
+    run_uid: str
+    step: int  # optimizer steps made
+    version_n: int  # number of the last published version within its epoch
+    stream: StreamState
+    config_fingerprint: str
+    data_fingerprint: str
+    metrics: Mapping[str, float] = field(default_factory=dict)  # the newest validation among them
+    extra: Mapping[str, Any] = field(default_factory=dict)  # JSON; the training loop's own
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "stream": self.stream.to_json()}
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> CheckpointState:
+        return CheckpointState(**{**value, "stream": StreamState.from_json(value["stream"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    name: CheckpointName
+    folder: Path
+    state: CheckpointState
+
+
+class CheckpointRoot:
+    """The checkpoints in a run's folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._folder = root / "checkpoints"
+        self._journal = Journal(root)
+
+    def claim_epoch(self, run_uid: str, *, confirm: Callable[[], None] = lambda: None, known: int = 0) -> Epoch:
+        """Claim the next epoch, going on from the newest complete checkpoint of the surviving lineage."""
+
+        def newest(lineage: Lineage) -> CheckpointName | None:
+            checkpoint = self.newest_complete(lineage)
+            return checkpoint.name if checkpoint else None
+
+        return claim_epoch(self.root, run_uid=run_uid, newest=newest, confirm=confirm, known=known)
+
+    def temp_folder(self, name: CheckpointName) -> Path:
+        """Where the ranks write; known to each of them without asking."""
+        return self._folder / f".tmp-{name}"
+
+    def new_folder(self, name: CheckpointName) -> Path:
+        """An empty temporary folder; one rank makes it, the others wait for it at a barrier."""
+        folder = self.temp_folder(name)
+        shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed, such as on a full disk
+        folder.mkdir(parents=True)
+        return folder
+
+    def discard(self, name: CheckpointName) -> None:
+        """Give up a checkpoint that could not be written."""
+        shutil.rmtree(self.temp_folder(name), ignore_errors=True)
+
+    def commit(self, name: CheckpointName, state: CheckpointState) -> Checkpoint:
+        """Seal what all ranks have written and give it its name; when this returns, the checkpoint is the newest.
+        Fenced when a younger epoch has the run.
+
+        A checkpoint of this very name gets the state alone: no step was made since, so the ranks need not have written.
+        """
+        crashpoint("checkpoint.written")
+        folder, final = self.temp_folder(name), self._folder / str(name)
+        again = final.exists()
+        if again:
+            files = _unseal(final / MANIFEST)["files"]
+        else:
+            files = {path: _describe(folder / path) for path in _files(folder)}
+            _sync_tree(folder)
+        crashpoint("checkpoint.synced")
+        stream = state.stream
+        journal = self._journal.write(str(name), stream.uncommitted, after=stream.journal, run_uid=state.run_uid)
+        crashpoint("journal.written")
+        state = replace(state, stream=stream.committed(journal))
+        sealed = _seal({"schema": _SCHEMA, "files": files, "state": state.to_json()})
+        if again:
+            self._refuse_replaced(name)
+            write_durably(final / MANIFEST, sealed)
+            crashpoint("checkpoint.sealed")
+            self.discard(name)
+        else:
+            write_durably(folder / MANIFEST, sealed)
+            crashpoint("checkpoint.sealed")
+            self._refuse_replaced(name)
+            folder.rename(final)
+            crashpoint("checkpoint.renamed")
+            fsync_folder(self._folder)
+        crashpoint("checkpoint.committed")
+        return Checkpoint(name=name, folder=final, state=state)
+
+    def _refuse_replaced(self, name: CheckpointName) -> None:
+        """Looked at as late as can be. What gets through between the look and the rename is in no lineage; the state
+        of a checkpoint that a younger epoch goes on from must not change under it."""
+        highest = highest_epoch(self.root)
+        if highest > name.epoch:
+            raise Fenced(f"{self.root}: epoch {highest} has the run; a replaced learner's checkpoint {name} is refused")
+
+    def names(self, lineage: Lineage) -> list[CheckpointName]:
+        """Checkpoints of the lineage, the newest first; whether they are complete is not looked at."""
+        if not self._folder.is_dir():
+            return []
+        names = (CheckpointName.parse(path.name) for path in self._folder.iterdir())
+        return sorted((name for name in names if name and lineage.holds(name)), reverse=True)
+
+    def newest_complete(self, lineage: Lineage, *, digests: bool = True) -> Checkpoint | None:
+        """The checkpoint to go on from; None only when the lineage has never made one."""
+        names = self.names(lineage)
+        for name in names:
+            try:
+                return self.open(name, digests=digests)
+            except DataError as error:
+                log.warning("checkpoint ignored", checkpoint=str(name), reason=str(error))
+        if names or lineage.has_parent:
+            raise DataError(f"{self._folder}: the run has made checkpoints, but none that is complete is left")
+        return None
+
+    def open(self, name: CheckpointName, *, digests: bool = False) -> Checkpoint:
+        """This very checkpoint; DataError says what is wrong with it. Digests take as long as reading every file."""
+        folder = self._folder / str(name)
+        content = _unseal(folder / MANIFEST)
+        for path, (size, digest) in content["files"].items():
+            file = folder / path
+            if not file.is_file() or file.stat().st_size != size:
+                raise DataError(f"{file}: missing, or not of {size} bytes")
+            if digests and _digest(file) != digest:
+                raise DataError(f"{file}: contents do not match their digest")
+        return Checkpoint(name=name, folder=folder, state=CheckpointState.from_json(content["state"]))
+
+    def prune(self, lineage: Lineage, *, epoch: int, keep_last: int, keep_best: int) -> list[CheckpointName]:
+        """Remove what need not be kept, and what unfinished writes and removals left lying; the names removed."""
+        self._clean_up(epoch)
+        readable = list(self._readable(lineage))
+        scored = [c for c in readable if BEST_METRIC in c.state.metrics]
+        best = sorted(scored, key=lambda c: (c.state.metrics[BEST_METRIC], c.name), reverse=True)[:keep_best]
+        kept = {c.name for c in (*readable[:keep_last], *best)}
+        return [c.name for c in readable if c.name not in kept and self._remove(c.name, epoch)]
+
+    def _readable(self, lineage: Lineage) -> Iterator[Checkpoint]:
+        for name in self.names(lineage):
+            try:
+                yield self.open(name)
+            except DataError:
+                log.warning("damaged checkpoint left where it is", checkpoint=str(name))
+
+    def _remove(self, name: CheckpointName, epoch: int) -> bool:
+        """Remove a checkpoint unless a younger epoch goes on from it.
+
+        Aside first, look second: a younger epoch writes its record first and looks for its parent second, so at least
+        one of the two sees the other.
+        """
+        folder, aside = self._folder / str(name), self._folder / f".trash-{name}"
+        folder.rename(aside)
+        crashpoint("prune.aside")
+        if name in parents_named_after(self.root, epoch):
+            aside.rename(folder)
+            return False
+        shutil.rmtree(aside, ignore_errors=True)
+        crashpoint("prune.removed")
+        return True
+
+    def _clean_up(self, epoch: int) -> None:
+        needed = parents_named_after(self.root, epoch)
+        for folder in self._folder.glob(".t*-e*"):
+            kind, _, text = folder.name.partition("-")
+            name = CheckpointName.parse(text)
+            unfinished_write = kind == ".tmp" and name and name.epoch < epoch
+            unfinished_removal = kind == ".trash" and name and name not in needed
+            if unfinished_write or unfinished_removal:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            fsync_folder(path)
+        else:
+            fsync_file(path)
+    fsync_folder(folder)
+
+
+def _describe(path: Path) -> tuple[int, str]:
+    return path.stat().st_size, _digest(path)
+
+
+def _digest(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _seal(content: Mapping[str, Any]) -> bytes:
+    return json.dumps({"content": content, "digest": _digest_of(content)}, allow_nan=False).encode()
+
+
+def _unseal(path: Path) -> dict[str, Any]:
+    try:
+        sealed = json.loads(path.read_bytes())
+        content: dict[str, Any] = sealed["content"]
+        intact = sealed["digest"] == _digest_of(content)
+    except (OSError, ValueError, KeyError, TypeError):
+        raise DataError(f"{path}: missing or cut off") from None
+    if not intact:
+        raise DataError(f"{path}: contents do not match their digest")
+    if content["schema"] != _SCHEMA:
+        raise DataError(f"{path}: schema {content['schema']}; this program reads schema {_SCHEMA}")
+    return content
+
+
+def _digest_of(content: Mapping[str, Any]) -> str:
+    # Through JSON once, so that it is the same before writing and after reading (tuples, integer keys).
+    plain = json.loads(json.dumps(content))
+    return xxhash.xxh3_128_hexdigest(json.dumps(plain, sort_keys=True).encode())

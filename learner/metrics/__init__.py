@@ -1,0 +1,1 @@
+"""What steps add up to, and where it is written down."""

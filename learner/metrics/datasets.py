@@ -1,0 +1,51 @@
+"""Groups that ended, by the dataset that their prompt came from, where `data.train` mixes several.
+
+What is trained of each need not be what the weights say: groups of prompts that are always solved, or never, are
+dropped. So both are counted, and the rewards of each are shown beside the mean over all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from learner.stream.data import PromptSet
+from learner.stream.numbering import Retries
+from streamrl.wire.group import GroupHeader
+
+
+class Datasets:
+    """Counts nothing where there is only one."""
+
+    def __init__(self, prompts: PromptSet, retries: Retries, known: Mapping[str, tuple[int, int]]) -> None:
+        self._prompts, self._retries = prompts, retries
+        self._trained = Counter({name: trained for name, (trained, _) in known.items()})
+        self._dropped = Counter({name: dropped for name, (_, dropped) in known.items()})
+        self._step = -1
+        self._rewards: dict[str, list[float]] = {}  # of the samples trained in that step
+
+    def count(self, header: GroupHeader, *, trained: bool, step: int) -> None:
+        _, row = self._prompts.locate(self._retries.place(header.ticket))
+        name = self._prompts.rows[row].dataset
+        if not name:
+            return
+        if not trained:
+            self._dropped[name] += 1
+            return
+        self._trained[name] += 1
+        if step != self._step:
+            self._step, self._rewards = step, {}
+        self._rewards.setdefault(name, []).extend(header.sample_rewards)
+
+    def known(self) -> dict[str, tuple[int, int]]:
+        """By name: groups trained and groups dropped."""
+        return {name: (self._trained[name], self._dropped[name]) for name in sorted(self._trained | self._dropped)}
+
+    def metrics(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for name, (trained, dropped) in self.known().items():
+            found[f"stream/trained_by_dataset/{name}"] = float(trained)
+            found[f"stream/dropped_by_dataset/{name}"] = float(dropped)
+        for name, rewards in self._rewards.items():
+            found[f"train_rollouts/rewards_by_dataset/{name}"] = sum(rewards) / len(rewards)
+        return found

@@ -1,0 +1,107 @@
+"""What a run leaves for people: metrics of each step, and validations with a few answers to read.
+
+    metrics.jsonl      a line a step, and a line a validation
+    validation.jsonl   a line a validation: its numbers and some prompts with their completions
+    Redis              the same metrics, for the monitor
+    exporters          the same metrics, for TensorBoard and W&B where the configuration asks for them
+
+After a crash steps since the last checkpoint are made again and stand there twice; the later line, of the higher
+epoch, counts. Only rank 0 records. A disk or a Redis that fails here never stops training.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import structlog
+
+from learner.metrics.exporters import Exporter
+from learner.validation import ValidationResult
+from streamrl.telemetry.metrics import is_metric
+
+log = structlog.get_logger(__name__)
+
+
+class Journal(Protocol):
+    """What recording needs of rank 0's stream."""
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+
+class Decoder(Protocol):
+    """What it needs of a tokenizer."""
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = ...) -> str | list[str]: ...
+
+
+class Recorder:
+    def __init__(
+        self, *, folder: Path, journal: Journal, decoder: Decoder, epoch: int, exporters: Sequence[Exporter] = ()
+    ) -> None:
+        self._folder, self._journal, self._decoder, self._epoch = folder, journal, decoder, epoch
+        self._exporters = exporters
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        unknown = [name for name in metrics if not is_metric(name)]
+        assert not unknown, f"not in streamrl.telemetry.metrics: {unknown}"
+        self._journal.record(step, metrics)
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        for exporter in self._exporters:
+            exporter.step(step, finite)
+        self._append("metrics.jsonl", {"step": step, "epoch": self._epoch, "at": time.time(), **finite})
+
+    def validation(self, result: ValidationResult) -> None:
+        metrics = result.metrics()
+        self.step(result.step, metrics)
+        samples = [
+            {
+                "prompt": answer.prompt,
+                "completion": self._decoder.decode(answer.token_ids, skip_special_tokens=True),
+                "reward": answer.reward,
+                "fields": dict(answer.fields),
+            }
+            for answer in result.shown
+        ]
+        record = {"step": result.step, "version": result.version, "metrics": metrics, "samples": samples}
+        self._append("validation.jsonl", {"epoch": self._epoch, "at": time.time(), **record})
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        line = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        try:
+            with (self._folder / name).open("ab", buffering=0) as file:
+                begin = file.seek(0, os.SEEK_END)
+                if file.write(line) < len(line):  # the disk is full from here on: half a line would spoil the next, too
+                    file.truncate(begin)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            log.warning("record not written", file=name, error=str(error))
+
+
+class Timers:
+    """Seconds spent by name since they were last taken."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, time.perf_counter() - started)
+
+    def add(self, name: str, seconds: float) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def take(self) -> dict[str, float]:
+        taken, self._seconds = self._seconds, {}
+        return {f"timers/{name}": seconds for name, seconds in taken.items()}

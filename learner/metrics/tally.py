@@ -1,0 +1,183 @@
+"""What a step's samples and tokens add up to, over all ranks, and the metrics that follow from the sums.
+
+Every rank adds what it saw; two all-reduces later each knows the whole. The names of the sums are fixed, so that ranks
+agree on their places without talking, also when one of them got no group at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from learner.algorithms.base import Advantages, TokenLosses
+from learner.distributed import World
+from learner.policy.logprobs import LogProbs
+from streamrl.wire.group import Group, Sample
+
+_SUMS: Final = (
+    *("groups", "equal_groups", "generate_s", "reward_s"),
+    *("samples", "finished", "prompt_tokens", "response_tokens", "reward", "reward_squared"),
+    *("penalty", "baseline", "in_flight", "in_queue", "lag", "lag_tokens", "dead_tokens", "masked_tokens"),
+    *("model_tokens", "flops", "tokens", "entropy", "mismatch", "mismatch_factor", "ratio", "ratio_squared"),
+    *("clipped", "masked", "kl", "kl_tokens"),
+)
+# Upper edges of the bins that ratios are counted in; each bin begins beyond the edge before it.
+RATIO_EDGES: Final = (0.5, 0.8, 0.95, 0.99, 1.01, 1.05, 1.25, 2.0, 5.0, math.inf)
+_PEAKS: Final = ("lag", "negative_lag", "ratio")
+
+_MAX_LOG = 20.0
+
+IsDead = Callable[[int, int], bool]  # (version, its step): made by a lineage that was given up
+
+
+class Tally:
+    """One step's sums; `metrics` is a collective."""
+
+    def __init__(self, *, sources: Sequence[str], step: int, is_dead: IsDead) -> None:
+        names = (*_SUMS, *(f"ratio/{edge:g}" for edge in RATIO_EDGES), *(f"reward/{name}" for name in sources))
+        self._sums = dict.fromkeys(names, 0.0)
+        self._peaks = dict.fromkeys(_PEAKS, -math.inf)
+        self._sources, self._step, self._is_dead = tuple(sources), step, is_dead
+
+    def add_group(self, group: Group, advantages: Advantages, penalties: npt.NDArray[np.float64]) -> None:
+        header = group.header
+        rewards = np.asarray(header.sample_rewards)
+        self._add("groups", 1)
+        self._add("equal_groups", float((rewards == rewards[0]).all()))
+        self._add("generate_s", header.generate_s)
+        self._add("reward_s", header.reward_s)
+        self._add("samples", len(rewards))
+        self._add("finished", sum(header.sample_finished))
+        self._add("prompt_tokens", header.num_prompt_tokens * len(rewards))
+        self._add("response_tokens", sum(header.sample_lengths))
+        self._add("reward", rewards.sum())
+        self._add("reward_squared", (rewards**2).sum())
+        self._add("penalty", penalties.sum())
+        self._add("baseline", advantages.baselines.sum())
+        for sample in group.samples:
+            self._add_sample(sample)
+
+    def add_tokens(self, out: LogProbs, logmu: torch.Tensor, losses: TokenLosses) -> None:
+        """Of every pass over the batch. All figures come to the CPU at once: each trip would stop a GPU."""
+        if len(logmu) == 0:
+            return
+        difference = logmu - out.logp.detach()
+        ratio = losses.ratio.double()
+        edges = torch.tensor(RATIO_EDGES[:-1], dtype=ratio.dtype, device=ratio.device)
+        bin_of = torch.bucketize(ratio, edges)
+        found = {
+            "entropy": out.entropy.sum(),
+            "mismatch": difference.sum(),
+            "mismatch_factor": difference.clamp(-_MAX_LOG, _MAX_LOG).abs().exp().sum(),
+            "ratio": ratio.sum(),
+            "ratio_squared": (ratio**2).sum(),
+            "clipped": losses.clipped.sum(),
+            "masked": losses.masked.sum(),
+        }
+        found |= {f"ratio/{edge:g}": (bin_of == at).sum() for at, edge in enumerate(RATIO_EDGES)}
+        *sums, peak = torch.stack([*(value.double() for value in found.values()), ratio.max()]).tolist()
+        for name, value in zip(found, sums, strict=True):
+            self._add(name, value)
+        self._add("tokens", len(logmu))
+        self._peak("ratio", peak)
+
+    def add_reference(self, logmu: torch.Tensor, logref: torch.Tensor) -> None:
+        self._add("kl", float((logmu - logref).sum()))
+        self._add("kl_tokens", len(logmu))
+
+    def add_work(self, *, num_tokens: int, flops: float) -> None:
+        """One pass: tokens of trained samples with their prompts, and what computing them takes."""
+        self._add("model_tokens", num_tokens)
+        self._add("flops", flops)
+
+    def add_masked(self, num_tokens: int) -> None:
+        """Tokens that were too old to get a loss."""
+        self._add("masked_tokens", num_tokens)
+
+    def metrics(self, world: World) -> dict[str, float]:
+        sums = dict(zip(self._sums, world.total(np.array(list(self._sums.values()))).tolist(), strict=True))
+        peaks = dict(zip(self._peaks, world.largest(np.array(list(self._peaks.values()))).tolist(), strict=True))
+        found = {**_of_rollouts(sums, self._sources), **_of_tokens(sums, peaks), **_of_lag(sums, peaks)}
+        found["throughput/tokens"] = sums["model_tokens"]
+        found["throughput/tflop"] = sums["flops"] / 1e12
+        return {name: value for name, value in found.items() if math.isfinite(value)}
+
+    def _add(self, name: str, value: float) -> None:
+        self._sums[name] += value
+
+    def _peak(self, name: str, value: float) -> None:
+        self._peaks[name] = max(self._peaks[name], value)
+
+    def _add_sample(self, sample: Sample) -> None:
+        for name in self._sources:
+            self._add(f"reward/{name}", sample.rewards.get(name, 0.0))
+        for span in sample.spans:
+            lag, num_tokens = max(0, self._step - span.step), span.end - span.start
+            self._add("lag", lag * num_tokens)
+            self._add("lag_tokens", num_tokens)
+            self._add("dead_tokens", num_tokens * self._is_dead(span.version, span.step))
+            self._peak("lag", lag)
+            self._peak("negative_lag", -lag)
+        if sample.spans:
+            self._add("in_flight", max(0, sample.spans[-1].step - sample.spans[0].step))
+            self._add("in_queue", max(0, self._step - sample.spans[-1].step))
+
+
+def _of_rollouts(sums: Mapping[str, float], sources: Sequence[str]) -> dict[str, float]:
+    groups, samples = max(1.0, sums["groups"]), max(1.0, sums["samples"])
+    mean = sums["reward"] / samples
+    return {
+        "train_rollouts/rollout_size": sums["samples"],
+        "train_rollouts/response_lengths": sums["response_tokens"] / samples,
+        "train_rollouts/prompt_lengths": sums["prompt_tokens"] / samples,
+        "train_rollouts/generation_length": (sums["prompt_tokens"] + sums["response_tokens"]) / samples,
+        "train_rollouts/rewards": mean,
+        "train_rollouts/rewards_std": math.sqrt(max(0.0, sums["reward_squared"] / samples - mean**2)),
+        "train_rollouts/fraction_of_samples_properly_ended": sums["finished"] / samples,
+        "train_rollouts/rewards_with_kl": mean - sums["penalty"] / samples,
+        "train_rollouts/baseline": sums["baseline"] / samples,
+        "train_rollouts/zero_variance_groups": sums["equal_groups"] / groups,
+        "timers/generate": sums["generate_s"] / groups,
+        "timers/reward": sums["reward_s"] / groups,
+        **{f"train_rollouts/rewards/{name}": sums[f"reward/{name}"] / samples for name in sources},
+    }
+
+
+def _of_tokens(sums: Mapping[str, float], peaks: Mapping[str, float]) -> dict[str, float]:
+    if sums["tokens"] == 0:
+        return {}
+    tokens = sums["tokens"]
+    found = {
+        "policy/entropy": sums["entropy"] / tokens,
+        "policy/mismatch_kl": sums["mismatch"] / tokens,
+        "policy/ratio_mean": sums["ratio"] / tokens,
+        "policy/ratio_max": peaks["ratio"],
+        "policy/clipped_fraction": sums["clipped"] / tokens,
+        "policy/masked_fraction": sums["masked"] / tokens,
+        "policy/token_mult_prob_error": sums["mismatch_factor"] / tokens,
+        **{f"policy/ratio_histogram/{edge:g}": sums[f"ratio/{edge:g}"] / tokens for edge in RATIO_EDGES},
+    }
+    if sums["ratio_squared"] > 0:
+        found["policy/ess"] = sums["ratio"] ** 2 / sums["ratio_squared"] / tokens
+    if sums["kl_tokens"] > 0:
+        found["train_rollouts/init_policy_kl"] = sums["kl"] / sums["kl_tokens"]
+    return found
+
+
+def _of_lag(sums: Mapping[str, float], peaks: Mapping[str, float]) -> dict[str, float]:
+    if sums["lag_tokens"] == 0:
+        return {}
+    return {
+        "lag/min": 0.0 - peaks["negative_lag"],
+        "lag/mean": sums["lag"] / sums["lag_tokens"],
+        "lag/max": peaks["lag"],
+        "lag/in_flight": sums["in_flight"] / sums["samples"],
+        "lag/in_queue": sums["in_queue"] / sums["samples"],
+        "lag/dead_lineage_tokens": sums["dead_tokens"],
+        "lag/masked_tokens": sums["masked_tokens"],
+    }

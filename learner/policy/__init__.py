@@ -1,0 +1,1 @@
+"""The model and its arithmetic: loading, packing, attention, log-probs, gradients, the optimizer."""

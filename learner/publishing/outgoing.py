@@ -1,0 +1,97 @@
+"""When the loop's weights go out, and how far training may run ahead of them.
+
+    step made ──► on its way yet? ── no ──► send ──┐
+                       │ yes                       ├─► ahead of the workers by more than lag.max_steps? ── yes ──► wait
+                       └── left alone ─────────────┘
+
+Waits in slices of a second for the publisher's thread, all ranks alike, and asks before each whether to stop: whoever
+ends the learner need not wait for a store that hangs. `weights.give_up_after_s` ends what nobody else ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from learner.conductor import Conductor
+from learner.metrics.record import Timers
+from learner.publishing.publish import Published, Publisher
+from learner.replayed import Unpublished
+from streamrl.telemetry.progress import Progress, Wait
+from streamrl.versions import show
+
+_SLICE_S = 1.0
+
+
+class Outgoing:
+    def __init__(
+        self,
+        *,
+        publisher: Publisher | Unpublished,
+        max_ahead: int,  # steps
+        conductor: Conductor | None,  # on rank 0
+        told_to_stop: Callable[[], bool],  # a collective: all ranks hear the same
+        progress: Progress,
+        timers: Timers,
+    ) -> None:
+        self._publisher, self._max_ahead, self._conductor = publisher, max_ahead, conductor
+        self._told_to_stop, self._progress, self._timers = told_to_stop, progress, timers
+
+    @property
+    def latest(self) -> Published | None:
+        return self._publisher.latest
+
+    @property
+    def last_n(self) -> int:
+        return self._publisher.last_n
+
+    def settle(self, *, wait_s: float = 0.0) -> None:
+        """Note what got out since the last look."""
+        published = self._publisher.settle(wait_s=wait_s)
+        if published is None:
+            return
+        if self._conductor is not None:
+            self._conductor.note_published(published)
+        self._progress.note(version=show(published.version))
+
+    def retry(self, step: int) -> None:
+        """What failed is tried again, with the weights as they are now."""
+        if self._publisher.failing:
+            self._publisher.begin(step)
+
+    def send_whole(self, step: int) -> None:
+        if not self._publisher.busy:
+            self._publisher.begin(step, whole=True)
+
+    def send(self, step: int) -> bool:
+        """Now, and wait for it; False when it failed, or when told to stop before."""
+        self._progress.working("publish")
+        with self._timers.measure("publish"):
+            self._publisher.begin(step)
+            return self.wait() and not self._publisher.failing
+
+    def send_beside(self, step: int) -> None:
+        """While training goes on, unless that would take it further ahead of the workers' weights than lag.max_steps.
+
+        A version that is still on its way is not waited for either: the next step's weights go out instead.
+        """
+        self._progress.working("publish")
+        with self._timers.measure("publish"):
+            self.settle()
+            if self._publisher.busy and self._is_far_ahead(step):
+                self.wait()
+            if not self._publisher.busy:
+                self._publisher.begin(step)
+            if self._is_far_ahead(step):
+                self.wait()
+
+    def wait(self) -> bool:
+        """Until nothing is on its way; False when told to stop before."""
+        with self._progress.waiting(Wait.WEIGHTS):
+            while self._publisher.busy:
+                if self._told_to_stop():
+                    return False
+                self.settle(wait_s=_SLICE_S)
+        return True
+
+    def _is_far_ahead(self, step: int) -> bool:
+        return self.latest is None or step - self.latest.step > self._max_ahead

@@ -1,0 +1,202 @@
+"""Weights out: every rank encodes what it holds, rank 0 announces the whole, and training goes on meanwhile.
+
+    loop      begin: copy, canary ─────► next step ──────► settle: the base has moved, or not ─► begin ...
+                       │    └───────┐                        ▲
+    thread             └─► encode ──┴─► put ─ gather ─ announce                                (`shipping`)
+
+The loop itself waits for a copy of the weights on the host and for the canary's forward pass. One version is on its
+way at a time. A publish that fails anywhere changes nothing anywhere: the base stays, the number is never used again,
+and the next attempt is made against the same base with whatever the weights are by then.
+
+Whatever the thread waits for, `give_up_after_s` bounds how long the run goes on without a version getting out.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from learner.companion import AtOnce, Beside
+from learner.distributed import World
+from learner.policy.lora import merged_parameters
+from learner.policy.model import Policy, evaluating, probe
+from learner.policy.packing import pack
+from learner.publishing.hostcopy import HostCopy
+from learner.publishing.shipping import Announcer, Cargo, Shipped, Shipper
+from learner.publishing.sweep import Sweeper
+from streamrl.config import schema
+from streamrl.errors import ResourceError, TrainingError
+from streamrl.versions import make_version
+from streamrl.weights.format import TensorMeta
+from streamrl.weights.manifest import Canary
+from streamrl.weights.retention import AnchorPace
+from streamrl.weights.stores import BlobStore, budget_in_redis
+
+_SLICE_S = 1.0
+_SPARE_S = 60.0  # the loop, which says why it gives up, comes before the timeout of a collective, which does not
+_LAST_S = 10.0  # for a version that is on its way when the loop ends early
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    version: int
+    step: int
+    num_bytes: int
+    changed_fraction: float
+    needs: tuple[int, ...] = ()  # the versions without whose manifests nobody could be served this one
+
+
+class Publisher:
+    """On every rank; all of it is collective."""
+
+    def __init__(
+        self,
+        *,
+        policy: Policy,
+        config: schema.Config,
+        world: World,
+        run_uid: str,
+        epoch: int,
+        store: BlobStore,
+        announcer: Announcer | None,  # rank 0 has one
+        canary_ids: npt.NDArray[np.int32],  # [T]
+        beside: Beside | AtOnce,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._policy, self._settings, self._world = policy, config.weights, world
+        self._epoch, self._canary_ids, self._beside, self._clock = epoch, canary_ids, beside, clock
+        tensors = tuple(
+            TensorMeta(name=name, dtype=config.weights.dtype, shape=tuple(parameter.shape))
+            for name, parameter in merged_parameters(policy.model)
+        )
+        max_bytes = budget_in_redis(config.weights)
+        if max_bytes:
+            _refuse_too_large(sum(tensor.num_bytes for tensor in tensors), config.weights)
+        sweeper = Sweeper(store=store, run_uid=run_uid, epoch=epoch, max_bytes=max_bytes, clock=clock)
+        self._shipper = Shipper(
+            world=world.beside(timeout_s=config.weights.give_up_after_s + _SPARE_S),
+            run_uid=run_uid,
+            tensors=tensors,
+            store=store,
+            announcer=announcer,
+            sweeper=sweeper if world.is_main else None,
+        )
+        self._copy = HostCopy(config.weights.dtype)
+        self._pace = AnchorPace(every=config.weights.anchor_every, share=config.weights.anchor_share)
+        self._next_n = 0
+        self._under_way: Future[Shipped | None] | None = None
+        self._failed = False
+        self._trying_since: float | None = None  # since the first attempt after the last success
+        self.latest: Published | None = None
+
+    def working(self) -> AbstractContextManager[None]:
+        """The thread works inside."""
+        return self._beside.working(join_s=_LAST_S)
+
+    @property
+    def last_n(self) -> int:
+        """The last number used, successful or not."""
+        return self._next_n - 1
+
+    @property
+    def busy(self) -> bool:
+        """A version is on its way: `settle` before the next."""
+        return self._under_way is not None
+
+    @property
+    def failing(self) -> bool:
+        """The last attempt failed: try again soon."""
+        return self._failed and not self.busy
+
+    def begin(self, step: int, *, whole: bool = False) -> None:
+        """Send the weights as they are on their way; `whole`: as an anchor, for what they would change may be lost."""
+        assert not self.busy, "one version is on its way at a time"
+        base = None if whole or self._pace.alone else self.latest
+        cargo = Cargo(
+            version=make_version(self._epoch, self._next_n),
+            step=step,
+            base=base.version if base else 0,
+            beside=base is not None and self._pace.due,
+            ranges=self._copy.take(self._policy.model),
+        )
+        self._next_n += 1
+        if self._trying_since is None:
+            self._trying_since = self._clock()
+        encoded = self._beside.submit(lambda: self._shipper.encode(cargo))
+        canary = self._canary()  # meanwhile
+        self._under_way = self._beside.submit(lambda: self._shipper.ship(cargo, encoded.result(), canary))
+
+    def settle(self, *, wait_s: float = 0.0) -> Published | None:
+        """What came of the version on its way: published, or None: not yet (`busy`) or failed (`failing`)."""
+        if self._under_way is None:
+            return None
+        wait([self._under_way], timeout=wait_s)
+        all_done = self._world.all_agree(self._under_way.done())
+        shipped = self._under_way.result() if all_done else None
+        if shipped is None:
+            self._failed = all_done
+            self._under_way = None if all_done else self._under_way
+            self._give_up_in_time()
+            return None
+        self._under_way, self._failed, self._trying_since = None, False, None
+        self._pace.announced(delta_bytes=shipped.num_bytes, anchor_bytes=shipped.anchor_bytes)
+        self.latest = Published(
+            version=shipped.cargo.version,
+            step=shipped.cargo.step,
+            num_bytes=shipped.num_bytes,
+            changed_fraction=shipped.changed_fraction,
+            needs=_needs(shipped.cargo),
+        )
+        return self.latest
+
+    def finish(self) -> Published | None:
+        """Wait for the version on its way, if there is one."""
+        published = None
+        while self.busy:
+            published = self.settle(wait_s=_SLICE_S)
+        return published
+
+    def publish(self, step: int) -> Published | None:
+        """Now, and wait for it."""
+        self.begin(step)
+        return self.finish()
+
+    def _give_up_in_time(self) -> None:
+        assert self._trying_since is not None, "an attempt was begun"
+        trying_s = float(self._world.largest(np.array([self._clock() - self._trying_since]))[0])
+        if trying_s > self._settings.give_up_after_s:
+            raise TrainingError(
+                f"no weights could be published for {trying_s:.0f} s (weights.give_up_after_s = "
+                f"{self._settings.give_up_after_s:.0f}); is weights.store {self._settings.store!r} there, with room?"
+            )
+
+    def _canary(self) -> Canary:
+        """What the learner itself thinks of a few tokens: a forward pass in fp32 on all ranks, since FSDP gathers."""
+        with evaluating(self._policy):
+            [batch] = pack([probe(self._canary_ids)], max_tokens=len(self._canary_ids), shape=self._policy.shape)
+            logprobs = self._policy(batch.to(self._world.device), raw=True).logp.clamp(max=0)
+        return Canary(token_ids=tuple(self._canary_ids.tolist()), logprobs=tuple(logprobs.tolist()))
+
+
+def _needs(cargo: Cargo) -> tuple[int, ...]:
+    stands_alone = cargo.base == 0 or cargo.beside
+    return (cargo.version,) if stands_alone else (cargo.version, cargo.base)
+
+
+def _refuse_too_large(model_bytes: int, settings: schema.Weights) -> None:
+    """The newest anchor with its deltas, of which the last may be as large, and the next one, which must be there
+    before the other may go."""
+    needed = math.ceil(model_bytes * (3 + settings.anchor_share))
+    if needed > settings.max_store_bytes:
+        raise ResourceError(
+            f"weights.max_store_bytes = {settings.max_store_bytes}: this model's weights need {needed} bytes in Redis "
+            f"(three copies of {model_bytes} bytes, and deltas); raise it, or set weights.store to a shared directory "
+            "or an object store"
+        )

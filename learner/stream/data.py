@@ -1,0 +1,234 @@
+"""The prompts of a run, tokenised once, and which of them a ticket asks for.
+
+Ticket t asks for place `t % n` of pass `t // n` over the data, whose n places follow from the seed, the datasets and
+their weights alone (`learner.stream.mixture`), so that any ticket can be issued again at any time. The fingerprint
+stands for that function; a checkpoint carries it, and a run whose fingerprint has changed must not go on.
+
+The tokenizer is whatever `transformers` loaded; it is passed in, so that nothing here imports torch. Blocks on
+reading the file and on tokenising it, at the start only.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+import xxhash
+from jinja2 import TemplateError
+
+from learner.stream.mixture import Mixture, Part
+from streamrl.config import schema
+from streamrl.data.prompts import PromptRow, read_prompts
+from streamrl.errors import DataError
+
+log = structlog.get_logger(__name__)
+
+_BATCH = 1024  # texts that the tokenizer gets at once
+
+
+class Tokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    chat_template: Any
+
+    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]: ...
+
+    def decode(self, token_ids: list[int]) -> str: ...
+
+    def apply_chat_template(self, conversation: list[Any], *, tokenize: bool, add_generation_prompt: bool) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    line: int  # in the file, counting from 1
+    text: str  # as the model reads it, chat template applied
+    token_ids: npt.NDArray[np.int32]  # [P]
+    fields: Mapping[str, Any]
+    dataset: str = ""  # by which name `data.train` knows it; empty where there is only one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumSkipped:
+    malformed: int
+    overlong: int
+
+
+class PromptSet:
+    """All usable prompts of the files, in their order, and the tickets' order over them."""
+
+    def __init__(
+        self,
+        rows: Sequence[Prompt],
+        *,
+        seed: int,
+        shuffle: bool,
+        num_skipped: NumSkipped,
+        num_truncated: int = 0,
+        parts: Sequence[Part] | None = None,  # of the rows, in their order; None: one
+    ) -> None:
+        assert rows, "a prompt set holds at least one prompt"
+        self.rows = tuple(rows)
+        self.num_skipped = num_skipped
+        self.num_truncated = num_truncated
+        self._seed = seed
+        self._shuffle = shuffle
+        self._mixture = Mixture(parts or [Part(num_rows=len(rows))], seed=seed, shuffle=shuffle)
+
+    @classmethod
+    def load_train(cls, *, tokenizer: Tokenizer, data: schema.Data, seed: int) -> PromptSet:
+        """What `data.train` names: a file, or several."""
+        sets = data.train_sets()
+        if isinstance(data.train, str):
+            [one] = sets
+            return cls.load(one.path, tokenizer=tokenizer, data=data, seed=seed)
+        found = [cls.load(one.path, tokenizer=tokenizer, data=data, seed=seed, key=one.key) for one in sets]
+        parts = [Part(num_rows=len(of.rows), weight=one.weight) for one, of in zip(sets, found, strict=True)]
+        for one, part in zip(sets, parts, strict=True):
+            log.info("dataset", name=one.name, rows=part.num_rows, weight=one.weight, in_each_pass=part.num_places)
+        return cls(
+            [replace(row, dataset=one.name) for one, of in zip(sets, found, strict=True) for row in of.rows],
+            seed=seed,
+            shuffle=data.shuffle,
+            num_skipped=NumSkipped(
+                malformed=sum(of.num_skipped.malformed for of in found),
+                overlong=sum(of.num_skipped.overlong for of in found),
+            ),
+            num_truncated=sum(of.num_truncated for of in found),
+            parts=parts,
+        )
+
+    @classmethod
+    def load(
+        cls, path: str | Path, *, tokenizer: Tokenizer, data: schema.Data, seed: int, key: str = "data.train"
+    ) -> PromptSet:
+        """Read and tokenise one file; `key` is the setting that names it, for errors."""
+        with _uncollected():
+            file = read_prompts(path, malformed=data.malformed, key=key)
+            reader = _Reader(file.path, tokenizer, data)
+            rows = list(reader.read(file.rows))
+        skipped = NumSkipped(malformed=file.num_skipped + reader.num_malformed, overlong=reader.num_overlong)
+        if not rows:
+            raise DataError(
+                f"{key}: no prompt of {path} can be used: {skipped.malformed} are malformed and {skipped.overlong} "
+                f"longer than data.max_prompt_tokens={data.max_prompt_tokens}"
+            )
+        if skipped.malformed or skipped.overlong or reader.num_truncated:
+            log.warning(
+                "prompts left out or cut",
+                key=key,
+                used=len(rows),
+                malformed=skipped.malformed,
+                overlong=skipped.overlong,
+                truncated=reader.num_truncated,
+            )
+        return cls(rows, seed=seed, shuffle=data.shuffle, num_skipped=skipped, num_truncated=reader.num_truncated)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def fingerprint(self) -> str:
+        """Stands for what every ticket number means: the rows, how they are mixed, and the seed of their order."""
+        digest = xxhash.xxh3_128(f"{self._seed} {self._shuffle}".encode())
+        if self._mixture.num_places != len(self.rows) or len(self._mixture.parts) > 1:
+            digest.update("".join(f" {part.num_places}/{part.num_rows}" for part in self._mixture.parts).encode())
+        for row in self.rows:
+            fields = json.dumps(dict(row.fields), sort_keys=True).encode()
+            digest.update(f"\n{len(row.token_ids)} {len(fields)} ".encode())
+            digest.update(row.token_ids.astype("<i4").tobytes())
+            digest.update(fields)
+        return digest.hexdigest()
+
+    def num_tickets(self, max_epochs: int) -> int:
+        return self._mixture.num_places * max_epochs
+
+    def locate(self, ticket: int) -> tuple[int, int]:
+        """(passes over the data before it, index of its row)"""
+        return self._mixture.locate(ticket)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """The garbage collector would look through all rows again after every few hundred: half of the time of reading
+    100,000 prompts, which a run waits for at each restart."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class _Reader:
+    """Makes prompts of rows, and counts the rows it leaves out."""
+
+    def __init__(self, path: Path, tokenizer: Tokenizer, data: schema.Data) -> None:
+        self._path = path
+        self._tokenizer = tokenizer
+        self._data = data
+        self.num_malformed = 0
+        self.num_overlong = 0
+        self.num_truncated = 0
+
+    def read(self, rows: Sequence[PromptRow]) -> Iterator[Prompt]:
+        for start in range(0, len(rows), _BATCH):
+            batch = [(row, text) for row in rows[start : start + _BATCH] if (text := self._text(row)) is not None]
+            # A chat template has written the special tokens already.
+            plain = self._encode([text for row, text in batch if row.messages is None], add_special_tokens=True)
+            chats = self._encode([text for row, text in batch if row.messages is not None], add_special_tokens=False)
+            for row, text in batch:
+                token_ids = next(plain if row.messages is None else chats)
+                if len(token_ids) > self._data.max_prompt_tokens and self._data.overlong == "truncate":
+                    self.num_truncated += 1
+                    token_ids = list(token_ids[-self._data.max_prompt_tokens :])
+                    text = self._tokenizer.decode(token_ids)
+                if self._fits(row, token_ids):
+                    ids = np.asarray(token_ids, dtype=np.int32)
+                    yield Prompt(line=row.line, text=text, token_ids=ids, fields=row.fields)
+
+    def _encode(self, texts: list[str], *, add_special_tokens: bool) -> Iterator[Sequence[int]]:
+        return iter(self._tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"] if texts else [])
+
+    def _text(self, row: PromptRow) -> str | None:
+        if row.text is not None:
+            return row.text
+        assert row.messages is not None, "a row has a text or messages"
+        if not self._tokenizer.chat_template:
+            raise DataError(
+                f"{self._path}:{row.line}: 'messages' need a chat template, and the model's tokenizer has none; "
+                "use 'text'"
+            )
+        try:
+            text = self._tokenizer.apply_chat_template(list(row.messages), tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            self._malformed(row, f"the tokenizer's chat template refuses the messages: {error}")
+            return None
+        return str(text)
+
+    def _fits(self, row: PromptRow, token_ids: Sequence[int]) -> bool:
+        limit = self._data.max_prompt_tokens
+        if not token_ids:
+            self._malformed(row, "the prompt has no tokens")
+            return False
+        if len(token_ids) <= limit:
+            return True
+        if self._data.overlong == "error":
+            raise DataError(
+                f"{self._path}:{row.line}: the prompt has {len(token_ids)} tokens, data.max_prompt_tokens is {limit}; "
+                f"raise it, or set data.overlong=skip or truncate"
+            )
+        self.num_overlong += 1
+        return False
+
+    def _malformed(self, row: PromptRow, reason: str) -> None:
+        if self._data.malformed == "error":
+            raise DataError(f"{self._path}:{row.line}: {reason}")
+        self.num_malformed += 1

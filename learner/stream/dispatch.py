@@ -1,0 +1,153 @@
+"""Tickets out: how many may be in flight, which prompt each asks for, and what happens to one that failed.
+
+Tickets are issued in order while there is room: fewer outstanding than `(lag.max_steps + 1) * groups_per_step` (with
+`lag.stale: wait` fewer still when weights are old), and fewer bytes in Redis than `redis.max_backlog_bytes`, with those
+that the outstanding ones will bring. So generation does not run ahead of training, and memory in Redis is bounded. Dead
+tickets that the operator wants repeated go first, under new numbers.
+
+A ticket whose workers reported a failure is issued again, with its number of failures, until `worker.max_attempts`;
+then it goes to the dead letters. The ledger counts a ticket as issued before it is written: should the write be lost,
+the ticket is outstanding and missing, which reconciling mends; the other way round it might be issued twice. Blocks on
+single commands to Redis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from learner.stream.backlog import Backlog
+from learner.stream.data import PromptSet
+from learner.stream.hand import Hand
+from learner.stream.lag import LagRule
+from learner.stream.ledger import DEAD, Ledger
+from learner.stream.numbering import Retries
+from streamrl.config import schema
+from streamrl.crashpoints import crashpoint
+from streamrl.transport.seam import GroupStream
+from streamrl.wire.ticket import Ticket
+
+
+class Dispatch:
+    def __init__(
+        self,
+        *,
+        stream: GroupStream,
+        prompts: PromptSet,
+        ledger: Ledger,
+        lag: LagRule,
+        hand: Hand,
+        backlog: Backlog,
+        config: schema.Config,
+        run_uid: str,
+    ) -> None:
+        self._stream, self._prompts, self._run_uid = stream, prompts, run_uid
+        self._ledger, self._lag, self._hand, self._backlog = ledger, lag, hand, backlog
+        self._num_samples = config.sampling.num_samples
+        self._max_attempts = config.worker.max_attempts
+        self._groups_per_step = config.training.groups_per_step
+        self._num_of_data = prompts.num_tickets(config.training.max_epochs)
+        self._widest_window = (config.lag.max_steps + 1) * self._groups_per_step
+        self.wants_commit = False  # there is less room than there could be, for bytes that a commit would free
+
+    @property
+    def num_tickets(self) -> int:
+        """Of the whole run, with the retries so far."""
+        return self._num_of_data + len(self._ledger.retries)
+
+    @property
+    def exhausted(self) -> bool:
+        """Every ticket of the run has been issued."""
+        return self._ledger.issued >= self.num_tickets
+
+    @property
+    def num_on_the_way(self) -> int:
+        """Tickets whose groups have not been read."""
+        return max(0, self._ledger.outstanding - self._hand.num_read)
+
+    def top_up(self, *, step: int) -> None:
+        """Issue as many new tickets as there is room for."""
+        room = self._room(step)
+        if room <= 0:
+            return
+        first = self._ledger.issued
+        for dead in self._to_repeat()[:room]:
+            self._ledger.retries.add(self._ledger.issued, dead)
+            self._ledger.issued += 1
+            crashpoint("retry.counted")
+        self._ledger.issued = max(self._ledger.issued, min(first + room, self.num_tickets))
+        crashpoint("issue.counted")
+        self.issue(range(first, self._ledger.issued), step=step)
+
+    def issue(self, numbers: Iterable[int], *, step: int) -> None:
+        """Write these tickets, for the first time or again."""
+        first_version = self._lag.first_version()
+        tickets = [self._ticket(number, step, first_version) for number in numbers]
+        if tickets:
+            self._stream.issue(tickets)
+
+    def failed(self, number: int, *, error: str, step: int) -> None:
+        """A worker could not fill this ticket, or nobody could read it."""
+        if self._ledger.failed(number) < self._max_attempts:
+            self.issue([number], step=step)
+        else:
+            self._stream.dead(self._ticket(number, step, self._lag.first_version()), error=error)
+            self._ledger.resolve(number, DEAD, step=step + 1)
+
+    def count_issued(self, present: Iterable[int], retried: Mapping[int, int], *, step: int) -> None:
+        """Go on behind the tickets that a learner before us issued after the checkpoint, as far as Redis shows them.
+
+        What was issued since then is still there, but for what Redis has lost; so beyond a gap of more than a window
+        nothing counts. A forged number far up must not make us issue all those below it, and to issue genuine ones
+        that lie beyond a gap once more costs only their work.
+        """
+        counter = first = self._ledger.issued
+        repeated = {number: dead for number, dead in retried.items() if number >= first}
+        retries = Retries({**self._ledger.retries.known(), **repeated})
+        for number in sorted(number for number in {*present, *repeated} if number >= first):
+            if number - counter > self._widest_window or retries.place(number) >= self._num_of_data:
+                break
+            counter = number + 1
+        self._ledger.issued = counter
+        for number in range(first, counter):
+            if number in repeated:
+                self._ledger.retries.add(number, repeated[number])
+            self._ledger.begin(number, step=step)  # with weights at least as young as the checkpoint's
+
+    def _room(self, step: int) -> int:
+        """For how many tickets; negative where the window has shrunk."""
+        outstanding, on_the_way = self._ledger.outstanding, self.num_on_the_way
+        window = self._lag.batches_ahead(step) * self._groups_per_step - outstanding
+        in_bytes = self._backlog.room(on_the_way)
+        freeable = self._backlog.freeable(self._hand.all_ids()) if in_bytes < window else 0
+        lacking = self._groups_per_step - outstanding  # for a single batch
+        # Early commits must be worth their time: half the budget, or the next batch.
+        self.wants_commit = 2 * freeable >= self._backlog.max_bytes or (freeable > 0 and in_bytes < lacking)
+        if freeable == 0:
+            in_bytes = max(in_bytes, lacking)  # a budget too small for one batch would stand still for ever
+        return min(window, in_bytes)
+
+    def _to_repeat(self) -> list[int]:
+        """Dead tickets; one that a lost step has brought back to life must die first."""
+        requested = self._stream.retry_requests()
+        return [dead for dead in requested if dead < self._ledger.issued and not self._ledger.is_open(dead)]
+
+    def _ticket(self, number: int, step: int, first_version: tuple[int, int]) -> Ticket:
+        data_epoch, prompt_index = self._prompts.locate(self._ledger.retries.place(number))
+        prompt = self._prompts.rows[prompt_index]
+        version, begins_with = first_version
+        self._ledger.begin(number, step=begins_with)
+        return Ticket(
+            number=number,
+            run_uid=self._run_uid,
+            purpose="train",
+            data_epoch=data_epoch,
+            prompt_index=prompt_index,
+            prompt=prompt.text,
+            token_ids=prompt.token_ids,
+            fields=prompt.fields,
+            num_samples=self._num_samples,
+            attempt=self._ledger.attempts(number),
+            issued_step=step,
+            min_version=version,
+            retry_of=self._ledger.retries.dead_of(number),
+        )

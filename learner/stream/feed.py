@@ -1,0 +1,304 @@
+"""Rank 0's side of the stream: tickets out, groups in, one plan a step.
+
+      ┌── top_up ──► tickets ──► workers ──► groups ──┐
+      │                                               ▼ read by the cursor, in order
+    ledger ◄── settle ◄── plan ◄── in hand ◄── judge: whose, what, how old, worth training?
+                                                      │
+      ▲───────────── dropped, failed, ignored ────────┘
+
+`plan` reads until a batch is in hand, and waits for groups at most as long as it is told; `settle` resolves the batch
+after the ranks have looked at it. New tickets are issued from `plan` only, that is after the last step's weights were
+published, so that a lag of 0 is on-policy. Nothing that a group may contain stops the feed.
+
+`state` is what a checkpoint holds of all this, at any moment: what is read and not resolved is its carry, and is read
+again by the feed that starts from it. Whatever Redis has lost meanwhile, `reconcile` finds out and issues again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from learner.metrics.datasets import Datasets
+from learner.metrics.lengths import Lengths
+from learner.stream.backlog import Backlog
+from learner.stream.data import PromptSet
+from learner.stream.dispatch import Dispatch
+from learner.stream.hand import Hand, Held
+from learner.stream.judge import LATE_FAILURE, Drop, Failed, Ignore, Judge, Take
+from learner.stream.lag import LagRule
+from learner.stream.ledger import DEAD, DROPPED, TRAINED, Ledger, StreamState
+from learner.stream.patience import Patience
+from learner.stream.plan import Kind, Plan, Verdict, balance
+from learner.stream.reconcile import Reconciler
+from streamrl.config import schema
+from streamrl.crashpoints import crashpoint
+from streamrl.telemetry.progress import Wait
+from streamrl.transport.seam import GroupStream
+from streamrl.transport.types import Control, Entry
+from streamrl.wire.group import GroupHeader
+
+_READ_BYTES = 1 << 19  # about so much is read at a time: larger answers cost more memory, and more time a byte
+_ROUND_S = 1.0  # a group is waited for so long before the operator's word and the deadline are looked at again
+
+log = structlog.get_logger(__name__)
+
+
+class Feed:
+    def __init__(
+        self,
+        *,
+        stream: GroupStream,
+        prompts: PromptSet,
+        config: schema.Config,
+        run_uid: str,
+        fingerprint: str,  # of model and tokenizer, as groups must carry it
+        keep: Callable[[GroupHeader], str | None],  # the algorithm's reason to drop a group, if it has one
+        state: StreamState | None = None,  # of the checkpoint to go on from
+        narrow: Callable[[list[Held]], list[Held]] = lambda batch: batch,  # what of a batch to train now
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        state = state or StreamState()
+        self._stream = stream
+        self._groups_per_step = config.training.groups_per_step
+        self._patience = Patience(config, clock)
+        self._narrow = narrow
+        self._clock = clock
+        self._sleep = sleep
+        self._ledger = Ledger(state.ledger)
+        self._lengths = Lengths(config.sampling.max_tokens, state.lengths)
+        self._datasets = Datasets(prompts, self._ledger.retries, state.datasets)
+        self._lag = LagRule(config.lag, state.versions)
+        self._hand = Hand(ledger=self._ledger, lag=self._lag, groups_per_step=self._groups_per_step, carry=state.carry)
+        self._backlog = Backlog(max_bytes=config.redis.max_backlog_bytes, largest_group=_largest_group(config))
+        self._dispatch = Dispatch(
+            stream=stream,
+            prompts=prompts,
+            ledger=self._ledger,
+            lag=self._lag,
+            hand=self._hand,
+            backlog=self._backlog,
+            config=config,
+            run_uid=run_uid,
+        )
+        self._reconciler = Reconciler(
+            stream=stream,
+            ledger=self._ledger,
+            hand=self._hand,
+            backlog=self._backlog,
+            dispatch=self._dispatch,
+        )
+        self._judge = Judge(
+            run_uid=run_uid,
+            fingerprint=fingerprint,
+            max_samples=config.sampling.num_samples,
+            ledger=self._ledger,
+            lag=self._lag,
+            keep=keep,
+        )
+        self._cursor = state.cursor
+        self._journal = state.journal
+        self.control: Control = "run"  # the operator's word, as it is being followed
+        self._listen_at = 0.0
+        self._planned: Plan | None = None
+        self._doubtful = True  # something may be missing in Redis, or may have been written without our knowing
+
+    @property
+    def waits_for(self) -> Wait:
+        """What kept the last `plan` from giving a batch."""
+        return self._patience.waits_for
+
+    def note_version(self, version: int, step: int) -> None:
+        """A version was announced, with the weights after so many optimizer steps."""
+        self._lag.note(version, step)
+
+    def listen(self) -> None:
+        """Hear the operator's word; `plan` does so by itself."""
+        self.control = self._stream.control()
+        self._listen_at = self._clock() + _ROUND_S  # or as soon as there is nothing to read
+
+    def plan(self, *, step: int, world_size: int, timeout_s: float) -> Plan | None:
+        """The next batch, or what to do instead; None when there is nothing to train within this time.
+
+        `step` is the number of optimizer steps made. Raises TransportError when Redis fails; just call again.
+        """
+        assert self._planned is None, "settle the plan before asking for the next"
+        if self._doubtful or self._stream.disturbed or self._patience.looked_long_ago:
+            self.reconcile(step=step)
+        self._doubtful = True  # until this has gone through
+        self._patience.begin()
+        self._drop_what_got_old(step)
+        plan = self._plan_until(self._clock() + timeout_s, step, world_size)
+        self._doubtful = False
+        if plan is not None and plan.kind is Kind.STEP:
+            self._planned = plan
+        return plan
+
+    def settle(self, plan: Plan, verdicts: Sequence[int], *, trained: bool = True) -> None:
+        """The ranks' verdicts on the groups of the plan. `trained=False`: the step itself was skipped."""
+        assert plan is self._planned, "only the current plan can be settled"
+        outcomes = {
+            Verdict.SOUND: TRAINED if trained else f"{DROPPED}non_finite",
+            Verdict.MALFORMED: f"{DROPPED}malformed",
+            Verdict.STALE: f"{DROPPED}stale",
+        }
+        for entry, verdict in zip(plan.entries, verdicts, strict=True):
+            held = self._hand.remove(entry.ticket)
+            if verdict == Verdict.MISSING:  # lost with Redis, after it was read: reconciling asks for it again
+                self._ledger.ignore("missing")
+                self._doubtful = True
+            else:
+                self._end(held.header, outcomes[Verdict(verdict)], step=plan.step)
+        self._planned = None
+        self._patience.step_follows()
+        crashpoint("group.settled")
+
+    def state(self) -> StreamState:
+        return StreamState(
+            cursor=self._cursor,
+            carry=tuple(self._hand.all_ids()),
+            ledger=self._ledger.state(),
+            versions=self._lag.known(),
+            lengths=self._lengths.known(),
+            datasets=self._datasets.known(),
+            journal=self._journal,
+            uncommitted=self._ledger.uncommitted,
+        )
+
+    def committed(self, state: StreamState, *, step: int) -> None:
+        """The checkpoint with this state, as it was committed, has its name. Harmless when called again; when Redis
+        fails here, only what it could have freed stays until the next commit."""
+        self._journal = state.journal
+        self._patience.committed()
+        self._ledger.committed(state.ledger)
+        ended = self._backlog.let_go(cursor=state.cursor, carry=state.carry, trim_below=state.trim_below)
+        self._stream.commit(step=step, cursor=state.cursor, trim_below=state.trim_below, ended=ended)
+
+    def metrics(self) -> dict[str, float]:
+        dropped = {f"stream/dropped/{reason}": float(count) for reason, count in self._ledger.dropped()}
+        ignored = {f"stream/ignored/{reason}": float(count) for reason, count in self._ledger.ignored.items()}
+        return {
+            "stream/issued": float(self._ledger.issued),
+            "stream/outstanding": float(self._ledger.outstanding),
+            "stream/groups_trained": float(self._ledger.outcomes[TRAINED]),
+            "stream/groups_dropped": sum(dropped.values()),
+            "stream/dead": float(self._ledger.outcomes[DEAD]),
+            "stream/retries": float(len(self._ledger.retries)),
+            "stream/backlog_bytes": self._backlog.expected(self._dispatch.num_on_the_way),
+            "stream/straggler_wait_s": self._patience.straggler_wait_s,
+            **dropped,
+            **ignored,
+            **self._lengths.metrics(),
+            **self._datasets.metrics(),
+        }
+
+    def reconcile(self, *, step: int) -> None:
+        """Find out what Redis has and has not, and put right what differs from the ledger."""
+        assert self._planned is None, "a plan is with the ranks: settle it first"
+        self._reconciler.reconcile(cursor=self._cursor, step=step)
+        self._patience.reconciled()
+
+    def _plan_until(self, deadline: float, step: int, world_size: int) -> Plan | None:
+        waited = False
+        self._listen_at = self._clock()
+        while True:
+            if self._clock() >= self._listen_at:
+                self.listen()
+            if self.control == "stop":
+                return Plan(kind=Kind.STOP, step=step)
+            if self.control == "run":
+                self._dispatch.top_up(step=step)
+                if self._dispatch.wants_commit and self._patience.may_ask_for_commit():
+                    log.info("a checkpoint before its time", backlog_bytes=self._backlog.num_bytes)
+                    return Plan(kind=Kind.COMMIT, step=step)
+            if self.control != "pause" and (plan := self._ready(step, world_size)):
+                return plan
+            left_s = deadline - self._clock()
+            if left_s <= 0 and waited:
+                return None
+            self._read_or_wait(step, max(0.0, min(left_s, _ROUND_S)))
+            waited = True
+
+    def _read_or_wait(self, step: int, wait_s: float) -> None:
+        if self.control == "pause":
+            self._patience.paused()
+            self._sleep(wait_s)
+        elif self._receive(step, wait_s):
+            return
+        else:
+            self._patience.check(num_outstanding=self._ledger.outstanding)
+            if self._patience.tickets_may_be_lost:
+                self.reconcile(step=step)
+        self._listen_at = self._clock()
+
+    def _ready(self, step: int, world_size: int) -> Plan | None:
+        """A full batch; the last, partial one when nothing more can come; or the end."""
+        no_more_tickets = self.control == "drain" or self._dispatch.exhausted
+        nothing_to_come = no_more_tickets and self._ledger.outstanding == len(self._hand)
+        if len(self._hand) >= self._groups_per_step or (nothing_to_come and len(self._hand)):
+            if self._patience.batch_may_wait(self._hand.awaited(step)):
+                return None
+            batch = self._narrow(self._hand.batch())
+            ranks = balance([held.header.num_tokens for held in batch], world_size)
+            entries = (held.planned(rank) for held, rank in zip(batch, ranks, strict=True))
+            return Plan(kind=Kind.STEP, step=step, entries=tuple(entries))
+        self._patience.batch_is_not_full()
+        if nothing_to_come:
+            return Plan(kind=Kind.END if self._dispatch.exhausted else Kind.STOP, step=step)
+        return None
+
+    def _receive(self, step: int, wait_s: float) -> bool:
+        """Read some of what is lacking, the carry first; whether anything was there."""
+        count = min(self._hand.lacking, self._backlog.num_groups_in(_READ_BYTES))
+        if self._hand.unread:
+            ids = self._hand.unread[:count]
+            for entry in self._stream.fetch("train", ids):
+                del self._hand.unread[0]
+                if entry is not None:  # lost with Redis: reconciling has issued its ticket again
+                    self._accept(entry, step)
+            return True
+        entries = self._stream.read("train", after=self._cursor, count=count, block_ms=int(wait_s * 1000))
+        for entry in entries:
+            self._cursor = entry.id
+            self._accept(entry, step)
+            crashpoint("group.read")
+        return bool(entries)
+
+    def _accept(self, entry: Entry, step: int) -> None:
+        self._patience.group_came()
+        self._backlog.add(entry)
+        match self._judge(entry, step=step, in_hand=self._hand):
+            case Take(header):
+                self._backlog.expect(len(entry.header) + len(entry.body))
+                self._hand.take(Held(entry.id, header, entry.body))
+            case Drop(reason, None):
+                self._ledger.resolve(entry.number, f"{DROPPED}{reason}", step=step + 1)
+            case Drop(reason, header):
+                self._backlog.expect(len(entry.header) + len(entry.body))
+                self._end(header, f"{DROPPED}{reason}", step=step)
+            case Failed(error):
+                self._dispatch.failed(entry.number, error=error, step=step)
+            case Ignore(reason):
+                self._ledger.ignore(reason)
+                if reason == LATE_FAILURE:
+                    self._patience.look_soon()
+
+    def _drop_what_got_old(self, step: int) -> None:
+        """Steps were made since it came to hand: only where the most urgent groups go first."""
+        for held in self._hand:
+            if self._lag.is_stale(held.header.min_version, held.header.max_version, step):
+                self._end(self._hand.remove(held.header.ticket).header, f"{DROPPED}stale", step=step)
+
+    def _end(self, header: GroupHeader, outcome: str, *, step: int) -> None:
+        self._ledger.resolve(header.ticket, outcome, step=step + 1)
+        self._lengths.count(header, dropped=outcome != TRAINED)
+        self._datasets.count(header, trained=outcome == TRAINED, step=step)
+
+
+def _largest_group(config: schema.Config) -> int:
+    """Bytes of a group whose responses are all as long as they may be."""
+    per_sample = 8 * config.sampling.max_tokens + 256  # a token id and a log-prob a token
+    return config.sampling.num_samples * per_sample + 4 * config.data.max_prompt_tokens

@@ -1,0 +1,169 @@
+"""What became of every training ticket, and the part of a checkpoint that says so.
+
+Ticket numbers count up from 0, and each ends exactly once: trained, dropped for a reason, or dead. What is issued and
+not resolved is outstanding. The resolved ones are kept as ranges, since tickets end nearly in order: the first range
+is the low watermark, the others are the exceptions above it, and the cost per ticket stays flat however long the run.
+Which ticket ended how is kept until it is committed, and then lies in the journal (learner.checkpoints.journal).
+
+Pure bookkeeping: no Redis, no disk, nothing that waits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from learner.checkpoints.journal import Ending
+from learner.stream.numbering import NumberSet, Retries
+from streamrl.transport.types import START, entry_order
+
+TRAINED = "trained"
+DEAD = "dead"
+DROPPED = "dropped/"  # and the reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerState:
+    """A ledger as a checkpoint holds it."""
+
+    issued: int = 0
+    watermark: int = 0  # every ticket below is resolved
+    exceptions: tuple[tuple[int, int], ...] = ()  # resolved ranges [start, end) above the watermark
+    outcomes: Mapping[str, int] = field(default_factory=dict)  # tickets by how they ended
+    ignored: Mapping[str, int] = field(default_factory=dict)  # messages that decided no ticket, by reason
+    attempts: Mapping[int, int] = field(default_factory=dict)  # failures so far, of unresolved tickets
+    begins: Mapping[int, int] = field(default_factory=dict)  # step of the weights an unresolved ticket begins with
+    retries: Mapping[int, int] = field(default_factory=dict)  # all there ever were: number -> the dead ticket
+
+    @property
+    def num_resolved(self) -> int:
+        return sum(self.outcomes.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamState:
+    """Where a learner stands in the stream; what a checkpoint commits."""
+
+    cursor: str = START  # id of the last entry read
+    carry: tuple[str, ...] = ()  # ids up to the cursor that are read but not resolved
+    ledger: LedgerState = field(default_factory=LedgerState)
+    versions: tuple[tuple[int, int], ...] = ()  # (version, its step) as far back as the lag rule looks
+    lengths: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # of what ended (learner.metrics.lengths)
+    datasets: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # likewise (learner.metrics.datasets)
+    journal: str | None = None  # its newest file
+    uncommitted: tuple[Ending, ...] = ()  # what ended since that file; the next one gets it, not the manifest
+
+    @property
+    def trim_below(self) -> str:
+        """The smallest entry id that is still needed: everything below may leave the stream."""
+        milliseconds, sequence = entry_order(self.cursor)
+        return min((*self.carry, f"{milliseconds}-{sequence + 1}"), key=entry_order)
+
+    def committed(self, journal: str) -> StreamState:
+        """The same, once this file of the journal has what ended."""
+        return replace(self, journal=journal, uncommitted=())
+
+    def to_json(self) -> dict[str, Any]:
+        fields = asdict(replace(self, uncommitted=()))
+        del fields["uncommitted"]
+        return fields
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> StreamState:
+        ledger = dict(value["ledger"])
+        ledger["exceptions"] = tuple((start, end) for start, end in ledger["exceptions"])
+        for name in ("attempts", "begins", "retries"):
+            ledger[name] = {int(number): count for number, count in ledger[name].items()}
+        return StreamState(
+            cursor=value["cursor"],
+            carry=tuple(value["carry"]),
+            ledger=LedgerState(**ledger),
+            versions=tuple((version, step) for version, step in value["versions"]),
+            lengths={int(bound): (ended, dropped) for bound, (ended, dropped) in value["lengths"].items()},
+            datasets={name: (trained, dropped) for name, (trained, dropped) in value.get("datasets", {}).items()},
+            journal=value["journal"],
+        )
+
+
+class Ledger:
+    def __init__(self, state: LedgerState | None = None) -> None:
+        state = state or LedgerState()
+        below = ((0, state.watermark),) if state.watermark else ()
+        self._resolved = NumberSet((*below, *state.exceptions))
+        self.issued = state.issued  # the next ticket's number
+        self.outcomes = Counter(state.outcomes)
+        self.ignored = Counter(state.ignored)
+        self.retries = Retries(state.retries)
+        self._attempts = dict(state.attempts)
+        self._begins = dict(state.begins)
+        self._uncommitted: list[Ending] = []
+
+    @property
+    def outstanding(self) -> int:
+        return self.issued - len(self._resolved)
+
+    def is_open(self, number: int) -> bool:
+        """Issued and not resolved."""
+        return 0 <= number < self.issued and number not in self._resolved
+
+    def open_tickets(self) -> Iterator[int]:
+        return self._resolved.gaps(self.issued)
+
+    @property
+    def uncommitted(self) -> tuple[Ending, ...]:
+        """What ended since the last commit."""
+        return tuple(self._uncommitted)
+
+    def resolve(self, number: int, outcome: str, *, step: int) -> None:
+        """The ticket ends, while this optimizer step is being made."""
+        assert self.is_open(number), f"ticket {number} cannot end as {outcome}: it is not open"
+        self._resolved.add(number)
+        self._attempts.pop(number, None)
+        self._begins.pop(number, None)
+        self.outcomes[outcome] += 1
+        self._uncommitted.append(Ending(step, outcome, number))
+
+    def committed(self, state: LedgerState) -> None:
+        """What had ended in this state is in the journal."""
+        num_written = len(self._uncommitted) - (len(self._resolved) - state.num_resolved)
+        assert 0 <= num_written <= len(self._uncommitted), "a newer state has been committed already"
+        del self._uncommitted[:num_written]
+
+    def ignore(self, reason: str) -> None:
+        self.ignored[reason] += 1
+
+    def attempts(self, number: int) -> int:
+        return self._attempts.get(number, 0)
+
+    def begin(self, number: int, *, step: int) -> None:
+        """The ticket is asked for; who takes it begins with weights of this step, or younger ones."""
+        self._begins[number] = step
+
+    def begun_at(self, number: int) -> int:
+        return self._begins[number]
+
+    def failed(self, number: int) -> int:
+        """Count one failure; the number of them so far."""
+        assert self.is_open(number), f"ticket {number} cannot fail: it is not open"
+        self._attempts[number] = self.attempts(number) + 1
+        return self._attempts[number]
+
+    def dropped(self) -> Iterator[tuple[str, int]]:
+        """(reason, tickets) of those dropped."""
+        return ((key.removeprefix(DROPPED), count) for key, count in self.outcomes.items() if key.startswith(DROPPED))
+
+    def state(self) -> LedgerState:
+        ranges = self._resolved.ranges()
+        starts_at_zero = bool(ranges) and ranges[0][0] == 0
+        return LedgerState(
+            issued=self.issued,
+            watermark=ranges[0][1] if starts_at_zero else 0,
+            exceptions=ranges[1:] if starts_at_zero else ranges,
+            outcomes=dict(self.outcomes),
+            ignored=dict(self.ignored),
+            attempts=dict(self._attempts),
+            begins=dict(self._begins),
+            retries=self.retries.known(),
+        )
