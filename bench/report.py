@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
+_FEWEST_IN_A_GRID = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +33,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """A figure that helps to read the bars."""
+    """A figure that helps to read the bars; "THING: FIGURE" where several things have the same figures."""
 
     name: str
     value: float
@@ -114,8 +116,44 @@ def _rows(report: Report, width: int) -> Iterator[str]:
         sign = ">=" if bar.better == "higher" else "<="
         verdict = "ok" if bar.ok else "MISSED"
         yield f"  {bar.name:<{width}}  {_show(bar.value):>9} {bar.unit:<9} {sign} {_show(bar.goal):<7} {verdict}"
+    things = _measured_alike(report.facts)
+    in_grid = {fact for figures in things.values() for fact in figures.values()}
     for fact in report.facts:
-        yield f"  {fact.name:<{width}}  {_show(fact.value):>9} {fact.unit}"
+        if fact not in in_grid:
+            yield f"  {fact.name:<{width}}  {_show(fact.value):>9} {fact.unit}"
+    if things:
+        yield ""
+        yield from _grid(things)
+
+
+def _measured_alike(facts: Sequence[Fact]) -> Mapping[str, Mapping[str, Fact]]:
+    """Things that have the same figures, and these by their names; nothing where there are few such things."""
+    things: dict[str, dict[str, Fact]] = {}
+    for fact in facts:
+        thing, colon, figure = fact.name.partition(": ")
+        if colon:
+            things.setdefault(thing, {})[figure] = fact
+    shapes = [tuple(figures) for figures in things.values() if len(figures) > 1]
+    usual = max(shapes, key=shapes.count, default=())
+    alike = {thing: figures for thing, figures in things.items() if tuple(figures) == usual}
+    return alike if len(alike) >= _FEWEST_IN_A_GRID else {}
+
+
+def _grid(things: Mapping[str, Mapping[str, Fact]]) -> list[str]:
+    """Whichever way round is narrower."""
+    figures = next(iter(things.values()))
+    heads = ["", *(f"{figure} ({fact.unit})" if fact.unit else figure for figure, fact in figures.items())]
+    rows = [[thing, *(_show(fact.value) for fact in facts.values())] for thing, facts in things.items()]
+    turned = list(zip(heads, *rows, strict=True))
+    return min(_aligned([heads, *rows]), _aligned(turned), key=lambda lines: len(lines[0]))
+
+
+def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join([f"  {first:<{widths[0]}}", *(f"{cell:>{w}}" for cell, w in zip(rest, widths[1:], strict=True))])
+        for first, *rest in cells
+    ]
 
 
 def _show(value: float) -> str:
@@ -123,13 +161,11 @@ def _show(value: float) -> str:
 
 
 def record(report: Report, path: Path = RESULTS, *, now: datetime | None = None) -> None:
-    """Add the report to the record, with its date and its command."""
+    """Write the report into the record with its date and its command, in the place of what that command gave before."""
     date = (now or datetime.now(UTC)).date().isoformat()
     command = f"python -m bench {report.bench}{' --quick' if report.quick else ''}"
-    section = _section(f"{date}: {command}", table(report).splitlines())
-    with path.open("a") as file:
-        file.write(section)
-
-
-def _section(title: str, lines: Sequence[str]) -> str:
-    return "\n".join(["", f"## {title}", "", "```", *(line.rstrip() for line in lines), "```", ""])
+    shown = [line.rstrip() for line in table(report).splitlines()]
+    section = "\n".join([f"## {date}: {command}", "", "```", *shown, "```"])
+    text = path.read_text() if path.exists() else ""
+    before = re.compile(rf"^## [0-9-]+: {re.escape(command)}$.*?(?=\n## |\Z)", re.DOTALL | re.MULTILINE)
+    path.write_text(before.sub(lambda _: f"{section}\n", text) if before.search(text) else f"{text}\n{section}\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from streamrl.weights.mirror import Mirror
 FAST = Bar(name="speed / peer", value=0.75, unit="x", goal=0.5, better="higher")
 SLOW = Bar(name="delay", value=7.0, unit="ms", goal=5.0, better="lower")
 COUNT = Fact(name="groups", value=1234, unit="")
+COLUMNS = (("reward", ""), ("entropy", "nats"))
 
 
 def small_bench(*, quick: bool, say: Say) -> list[Line]:
@@ -96,6 +98,39 @@ def test_the_table_says_which_bars_are_missed() -> None:
     assert rows[1].endswith("ok")
     assert rows[2].endswith("MISSED")
     assert "1,234" in rows[3]
+
+
+def test_figures_that_several_things_have_are_shown_as_a_grid() -> None:
+    facts = [Fact(name=f"lag {lag}: {what}", value=lag, unit=unit) for lag in (0, 4, 8) for what, unit in COLUMNS]
+    plain = Fact(name="broke with workers", value=7, unit="")
+    report = Report(bench="small", quick=False, machine=describe_machine(), lines=(*facts, plain))
+
+    assert table(report).splitlines()[1:] == [
+        "  broke with workers          7 ",
+        "",
+        "         reward  entropy (nats)",
+        "  lag 0       0               0",
+        "  lag 4       4               4",
+        "  lag 8       8               8",
+    ]
+
+
+def test_the_record_holds_what_a_command_gave_last(tmp_path: Path) -> None:
+    path = tmp_path / "RESULTS.md"
+    path.write_text("# Results\n\n## 2026-01-01: python -m bench other\n\nkept\n")
+    old, new = (datetime(2026, month, 20, tzinfo=UTC) for month in (1, 11))
+
+    record(make_report(), path, now=old)
+    record(replace(make_report(), bench="third"), path, now=old)
+    record(make_report(), path, now=new)
+
+    titles = [line for line in path.read_text().splitlines() if line.startswith("## ")]
+    assert titles == [
+        "## 2026-01-01: python -m bench other",
+        "## 2026-11-20: python -m bench small --quick",
+        "## 2026-01-20: python -m bench third --quick",
+    ]
+    assert "kept" in path.read_text()
 
 
 def test_the_record_gets_a_dated_section_with_the_command(tmp_path: Path) -> None:
