@@ -40,6 +40,8 @@ async def test_workers_of_a_removed_run_leave_and_nothing_of_theirs_is_accepted(
     world.learner.commit()
     world.learner.plan()
     streams = [WorkerStream(async_client, keys, worker=f"w{n}", lease_s=30.0) for n in range(NUM_WORKERS)]
+    for stream in streams:
+        assert await stream.run_info()  # as each worker begins; one that has never seen the run would wait for it
     engines = [EngineDouble(hold=n % 2 == 0) for n in range(NUM_WORKERS)]  # every other one is in the middle of it
     at_work = [
         asyncio.create_task(make_rollout(stream, world).run(engine, asyncio.Event()))

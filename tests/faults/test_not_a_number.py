@@ -27,7 +27,10 @@ def test_a_loss_that_is_not_a_number_on_one_rank_makes_both_skip_and_is_never_pu
     tmp_path: Path, run_name: str, redis_url: str, client: redis.Redis
 ) -> None:
     config = make_run(
-        tmp_path, name=run_name, training=schema.Training(groups_per_step=4, max_steps=4, max_skipped_in_row=3)
+        tmp_path,
+        name=run_name,
+        training=schema.Training(groups_per_step=4, max_steps=4, max_skipped_in_row=3),
+        weights=schema.Weights(anchor_share=1.0),  # a second anchor would be the end of the versions before it
     )
     with (
         made_up_worker(config, redis_url, absurd={_ABSURD}),

@@ -62,7 +62,8 @@ def perils(points: tuple[Point, ...]) -> st.SearchStrategy[Peril]:
 
 some_hand = st.integers(0, 2)
 # Hypothesis leaves rules out of a run as it likes, and without plans a run shows little; so others may go on to one.
-then_go_on = st.none() | perils(TRAINING)  # what its step meets
+then_go_on = st.none() | st.tuples(perils(PLANNING), perils(TRAINING))  # what it and its step meet
+Going = tuple[Peril, Peril]
 
 
 def ask_for_a_plan(life: Life) -> None:
@@ -111,13 +112,13 @@ class AnyOrder(RuleBasedStateMachine):
     # Workers
 
     @rule(who=some_hand, count=st.integers(1, 4), peril=perils(("ticket.leased",)), then=then_go_on)
-    def lease(self, who: int, count: int, peril: Peril, then: Peril | None) -> None:
+    def lease(self, who: int, count: int, peril: Peril, then: Going | None) -> None:
         self.world.lease(who, count, peril)
         self._go_on(then)
 
     @rule(who=some_hand, count=st.integers(1, 4), kind=st.sampled_from(["good", "good", "good", "dull", "failed"]),
           peril=perils(("group.ready", "group.delivered")), then=then_go_on)  # fmt: skip
-    def answer(self, who: int, count: int, kind: str, peril: Peril, then: Peril | None) -> None:
+    def answer(self, who: int, count: int, kind: str, peril: Peril, then: Going | None) -> None:
         hand = self.world.hand(who)
         if not hand.held:
             self.world.lease(who, count, SAFE)
@@ -174,18 +175,18 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(kind=st.sampled_from(["flush", "fail over", "fail over", "fail over"]), back=st.integers(0, 7),
           then=then_go_on)  # fmt: skip
-    def redis_loses_data(self, kind: str, back: int, then: Peril | None) -> None:
+    def redis_loses_data(self, kind: str, back: int, then: Going | None) -> None:
         self.world.lose(kind, back)
         self._go_on(then)
 
     @rule(which=st.sampled_from(["tickets", "groups"]), then=then_go_on)
-    def a_stream_is_removed(self, which: str, then: Peril | None) -> None:
+    def a_stream_is_removed(self, which: str, then: Going | None) -> None:
         keys = self.world.keys
         self.world.lose(keys.tickets("train") if which == "tickets" else keys.groups("train"), 0)
         self._go_on(then)
 
     @rule(seconds=st.sampled_from([61.0, 601.0]), then=then_go_on)
-    def time_passes(self, seconds: float, then: Peril | None) -> None:
+    def time_passes(self, seconds: float, then: Going | None) -> None:
         self.world.clock.advance(seconds)
         self._go_on(then)
 
@@ -216,13 +217,13 @@ class AnyOrder(RuleBasedStateMachine):
         self.world.validate()
 
     @rule(peril=perils(STARTING), then=then_go_on)
-    def crash_and_start_again(self, peril: Peril, then: Peril | None) -> None:
+    def crash_and_start_again(self, peril: Peril, then: Going | None) -> None:
         self.world.learner_dies()
         self.world.start(peril)
         self._go_on(then)
 
     @rule(peril=perils(STARTING), holder=st.sampled_from(["job", "another job"]), then=then_go_on)
-    def take_over(self, peril: Peril, holder: str, then: Peril | None) -> None:
+    def take_over(self, peril: Peril, holder: str, then: Going | None) -> None:
         """The learner before goes on for a while."""
         self.world.start(peril, holder=holder, takeover=True)
         self._go_on(then)
@@ -264,9 +265,10 @@ class AnyOrder(RuleBasedStateMachine):
             self.world.finish()
             self.site.tally.replies_lost = self.site.client.luck.num_lost + self.site.async_client.luck.num_lost
 
-    def _go_on(self, then: Peril | None) -> None:
+    def _go_on(self, then: Going | None) -> None:
         if then is not None:
-            self.plan(SAFE, True, True, then)
+            planning, training = then
+            self.plan(planning, True, True, training)
 
     def _train(self, peril: Peril) -> None:
         if self.world.life is not None and self.world.life.plan_in_work is not None:
