@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
 from multiprocessing.forkserver import ensure_running
@@ -21,6 +23,8 @@ from tests.faults.random_outcome import Leaks
 _SETTLED_WITHIN_S = 5.0
 _PAUSE_S = 0.05
 _PURPOSES: tuple[Purpose, ...] = ("train", "eval")
+_NAMES_OF_SHARED_MEMORY = ("psm_", "sem.", "torch_", "streamrl-")
+_IN_SHARED_MEMORY = re.compile(r" /dev/shm/([^/\s]+)")
 _LEVELS = range(1, 10)  # of thinned metrics, and more than there are
 
 
@@ -42,7 +46,7 @@ class Footprint:
             processes=frozenset(_descendants(os.getpid())),
             num_descriptors=len(os.listdir("/proc/self/fd")),
             num_threads=threading.active_count(),
-            shared_memory=frozenset(os.listdir("/dev/shm")),
+            shared_memory=frozenset(_shared_memory() - _mapped_by_others()),
         )
 
     def leaks_since(self, *, num_keys: int, num_descriptors_of_parts: int) -> Leaks:
@@ -69,6 +73,21 @@ def unknown_keys(client: redis.Redis, keys: Keys) -> list[bytes]:
     known |= {keys.thinned(level) for level in _LEVELS}
     found = [key for key in client.scan_iter(count=1000) if key.decode() not in known]
     return [key for key in found if not key.startswith(keys.prefix.encode()) or client.ttl(key) == -1]
+
+
+def _shared_memory() -> set[str]:
+    """What Python, torch and our own parts put there."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith(_NAMES_OF_SHARED_MEMORY)}
+
+
+def _mapped_by_others() -> set[str]:
+    """Other tests may run on this machine."""
+    ours, found = {os.getpid(), *_descendants(os.getpid())}, set[str]()
+    for process in Path("/proc").glob("[0-9]*"):
+        if int(process.name) not in ours:
+            with suppress(OSError):  # it has ended, or is somebody else's
+                found |= set(_IN_SHARED_MEMORY.findall((process / "maps").read_text()))
+    return found
 
 
 def _descendants(pid: int) -> list[int]:
