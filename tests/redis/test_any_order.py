@@ -73,9 +73,15 @@ def ask_for_a_plan(life: Life) -> None:
         life.plan_in_work = plan if plan is not None and plan.kind is Kind.STEP else None
 
 
+def reconcile(life: Life) -> None:
+    """Likewise."""
+    if life.plan_in_work is None:
+        life.feed.reconcile(step=life.step)
+
+
 ZOMBIE_ACTS = {
     "plan": ask_for_a_plan,
-    "reconcile": lambda life: life.feed.reconcile(step=life.step),
+    "reconcile": reconcile,
     "renew": lambda life: life.stream.renew(),
     "commit": lambda life: life.commit(),
     "publish": lambda life: life.publish(),
