@@ -10,11 +10,9 @@ time that a learner waits, fetches and verifies when groups are plentiful, with 
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
 import torch
 
@@ -28,6 +26,7 @@ from bench.peer_trl import running
 from bench.report import Bar, Fact, Line
 from bench.stepping import Stepping
 from streamrl.config import schema
+from streamrl.held_folder import scratch_folder
 from streamrl.transport.connection import connect
 from streamrl.transport.embedded import EmbeddedRedis
 from streamrl.wire.group import Group
@@ -64,7 +63,7 @@ def _step(groups: Sequence[Group], *, quick: bool, say: Say) -> list[Line]:
     stepping.learn(groups)  # AdamW's moments are made in the first step
     with ExitStack() as stack:
         if not quick:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            folder = stack.enter_context(scratch_folder())
             trl = stack.enter_context(running(groups, _SIZE, max_length=_MAX_LENGTH, folder=folder, say=say))
             say(f"TRL {trl.version}")
             trl.step()
@@ -127,8 +126,8 @@ def _waiting(*, num_steps: int) -> Line:
         learning_s += seconds(lambda: stepping.learn(groups))
 
     with (
-        tempfile.TemporaryDirectory() as folder,
-        EmbeddedRedis.start(Path(folder)) as server,
+        scratch_folder() as folder,
+        EmbeddedRedis.start(folder) as server,
         connect(server.url, schema.Redis()) as client,
         in_background(answer_tickets, Team(url=server.url, run="bench", shape=_ANSWERS)),
     ):

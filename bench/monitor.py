@@ -12,12 +12,10 @@ import io
 import json
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import median
 
 import redis
@@ -26,6 +24,7 @@ from rich.console import Console
 from bench.measure import Rounds, Say, cpu_s, seconds
 from bench.report import Bar, Fact, Line
 from streamrl.config import schema
+from streamrl.held_folder import scratch_folder
 from streamrl.monitor.opening import Opened
 from streamrl.monitor.top.draw import draw
 from streamrl.monitor.top.screen import Screen
@@ -49,8 +48,8 @@ _STEPS_A_PIPELINE = 5_000
 
 def bench(*, quick: bool, say: Say) -> list[Line]:
     with (
-        tempfile.TemporaryDirectory(prefix="bench-") as folder,
-        EmbeddedRedis.start(Path(folder) / "redis") as server,
+        scratch_folder() as folder,
+        EmbeddedRedis.start(folder / "redis") as server,
         connect(server.url, schema.Redis()) as client,
     ):
         keys = Keys("watched")

@@ -10,7 +10,6 @@ loop waits for. The loop has a core of its own; the other one has the publisher'
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +22,7 @@ from bench.report import Bar, Fact, Line
 from bench.training import make_model
 from learner.companion import Beside
 from streamrl.config import schema
+from streamrl.held_folder import scratch_folder
 from streamrl.transport.connection import connect
 from streamrl.transport.embedded import EmbeddedRedis
 from streamrl.transport.keys import Keys
@@ -64,12 +64,11 @@ class _Stepping:
 def bench_steps(*, quick: bool, say: Say) -> list[Line]:
     own, other = _two_cores()
     with (
-        tempfile.TemporaryDirectory(prefix="bench-") as name,
+        scratch_folder() as folder,
         _on(other),  # whatever begins in here
-        EmbeddedRedis.start(Path(name) / "redis") as server,
+        EmbeddedRedis.start(folder / "redis") as server,
         connect(server.url, schema.Redis()) as client,
     ):
-        folder = Path(name)
         make_model(quick=quick).save_pretrained(folder / "model")
         beside = Beside("publisher")
         learner = LearnerSide(

@@ -14,7 +14,6 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from bench.measure import Rounds, Say, seconds
 from bench.report import Bar, Fact, Line
 from streamrl.config import schema
 from streamrl.errors import ResourceError
+from streamrl.held_folder import scratch_folder
 from workers.permissions import Permissions
 from workers.rewards.base import ScoreItem
 from workers.rewards.http_client import HttpReward, build_http_reward
@@ -47,8 +47,7 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
     rng = random.Random(0)
     lengths = [rng.randint(_SHORTEST, _LONGEST) for _ in range(64 if quick else 512)]
     texts = ["".join(rng.choices(ALPHABET, k=length)) for length in lengths]
-    with tempfile.TemporaryDirectory(prefix="bench-") as name:
-        folder = Path(name)
+    with scratch_folder() as folder:
         write_reward_model(folder / "model")
         say("starting the server")
         with _served(folder) as url, asyncio.Runner() as runner:

@@ -10,9 +10,7 @@ Workers and learner have no models; the streams, scripts, feed, codec and checks
 from __future__ import annotations
 
 import resource
-import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from bench.measure import Say
 from bench.report import Bar, Fact, Line
@@ -20,6 +18,7 @@ from bench.scale_paper import Cluster, on_paper
 from bench.scale_run import Paced, Saturated, Size
 from streamrl.config import schema
 from streamrl.errors import ResourceError, TrainingError
+from streamrl.held_folder import scratch_folder
 from streamrl.transport.connection import connect
 from streamrl.transport.embedded import EmbeddedRedis
 
@@ -35,8 +34,8 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
     lines: list[Line] = []
     found: list[tuple[int, Saturated]] = []
     with (
-        tempfile.TemporaryDirectory(prefix="bench-") as folder,
-        EmbeddedRedis.start(Path(folder) / "redis") as server,
+        scratch_folder() as folder,
+        EmbeddedRedis.start(folder / "redis") as server,
         connect(server.url, schema.Redis()) as client,
     ):
         for num_workers in sizes:

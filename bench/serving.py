@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from bench.worker_model import make_tokenizer
 from learner.companion import AtOnce
 from streamrl.config import schema
 from streamrl.config.dump import config_to_json
+from streamrl.held_folder import scratch_folder
 from streamrl.telemetry.progress import Progress
 from streamrl.transport.connection import connect, connect_async
 from streamrl.transport.embedded import EmbeddedRedis
@@ -62,9 +62,9 @@ _KV_CACHES: tuple[KvCache, ...] = get_args(KvCache)
 
 def bench_serving(*, shared: Path, num_rounds: int, say: Say) -> list[Line]:
     """`shared`: a folder in memory for the mirror."""
-    with tempfile.TemporaryDirectory(prefix="bench-") as name, environment_as_it_was():
+    with scratch_folder() as folder, environment_as_it_was():
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        return asyncio.run(_measure(Path(name), shared, num_rounds=num_rounds, say=say))
+        return asyncio.run(_measure(folder, shared, num_rounds=num_rounds, say=say))
 
 
 async def _measure(folder: Path, shared: Path, *, num_rounds: int, say: Say) -> list[Line]:

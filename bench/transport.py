@@ -10,11 +10,9 @@ Then whether that grows with the run (bench.growth), and how soon others have wh
 from __future__ import annotations
 
 import asyncio
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import redis
@@ -36,6 +34,7 @@ from bench.learning import Learning, groups_per_second
 from bench.measure import Rounds, Say
 from bench.report import Bar, Fact, Line
 from streamrl.config import schema
+from streamrl.held_folder import scratch_folder
 from streamrl.transport.connection import connect, connect_async
 from streamrl.transport.embedded import EmbeddedRedis
 from streamrl.transport.keys import WORKERS, Keys
@@ -54,8 +53,8 @@ _LEASE_S = 2.0
 
 def bench(*, quick: bool, say: Say) -> list[Line]:
     with (
-        tempfile.TemporaryDirectory(prefix="bench-") as folder,
-        EmbeddedRedis.start(Path(folder) / "redis") as server,
+        scratch_folder() as folder,
+        EmbeddedRedis.start(folder / "redis") as server,
         connect(server.url, schema.Redis()) as client,
     ):
         say(f"full path against plain commands, groups of {_LARGE.num_samples} samples")
@@ -63,7 +62,7 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
         client.flushall()
         num_tickets, num_windows = (20_000, 10) if quick else (1_000_000, 200)
         say(f"growth over {num_tickets:,} small tickets")
-        lines += growth(server, client, Path(folder) / "run", num_tickets=num_tickets, num_windows=num_windows, say=say)
+        lines += growth(server, client, folder / "run", num_tickets=num_tickets, num_windows=num_windows, say=say)
         client.flushall()
         say("reclaiming what a killed worker held")
         lines += _reclaiming(server, client, num_rounds=1 if quick else 5)

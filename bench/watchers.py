@@ -15,12 +15,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from statistics import median, quantiles
 
 import redis
@@ -31,6 +29,7 @@ from bench.measure import Say
 from bench.report import Bar, Fact, Line
 from streamrl.config import schema
 from streamrl.errors import ResourceError
+from streamrl.held_folder import scratch_folder
 from streamrl.monitor.watcher import Watcher
 from streamrl.transport.acl import rules
 from streamrl.transport.connection import connect
@@ -54,8 +53,8 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 def bench(*, quick: bool, say: Say) -> list[Line]:
     _CONTEXT.set_forkserver_preload(["bench.watchers"])
     with (
-        tempfile.TemporaryDirectory(prefix="bench-") as folder,
-        EmbeddedRedis.start(Path(folder) / "redis") as server,
+        scratch_folder() as folder,
+        EmbeddedRedis.start(folder / "redis") as server,
         connect(server.url, schema.Redis()) as client,
     ):
         client.execute_command("ACL", "SETUSER", "monitor", "on", f">{_PASSWORD}", *rules("monitor").split())

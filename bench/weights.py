@@ -9,12 +9,9 @@ late takes everything out of Redis, with all cores. A quick answer has no engine
 
 from __future__ import annotations
 
-import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -24,6 +21,7 @@ from bench.mutations import HARMLESS, REFUSED, TENSORS, WRONG, Trial
 from bench.publishing import RUN_UID, Publishing, State
 from bench.report import Bar, Fact, Line
 from streamrl.config import schema
+from streamrl.held_folder import scratch_folder
 from streamrl.transport.connection import connect
 from streamrl.transport.embedded import EmbeddedRedis
 from streamrl.transport.keys import Keys
@@ -82,7 +80,7 @@ def _steps(*, quick: bool, say: Say) -> list[Line]:
 def _serving(*, say: Say) -> list[Line]:
     from bench.serving import bench_serving  # vLLM
 
-    with _mirror_folder() as shared:
+    with scratch_folder(in_memory=True) as shared:
         return bench_serving(shared=shared, num_rounds=4, say=say)
 
 
@@ -120,7 +118,7 @@ def _size(lr: float, states: list[State]) -> list[Line]:
 
 def _speed(states: list[State], tensors: list[TensorMeta], *, say: Say) -> list[Line]:
     publishing = Publishing(tensors, MemoryStore())
-    with _mirror_folder() as folder:
+    with scratch_folder(in_memory=True) as folder:
         mirror = Mirror(folder)
         mirror.apply(publishing.publish(states[0], anchor=True), publishing.store)
         one_turn = _Turn(publishing, mirror, states[1:])
@@ -175,8 +173,8 @@ def _late_joiner(states: list[State], tensors: list[TensorMeta], *, quick: bool)
     """Its way, where it is longest, against an anchor of the newest state itself; both through the store that runs
     have by default."""
     with (
-        tempfile.TemporaryDirectory(prefix="bench-") as folder,
-        EmbeddedRedis.start(Path(folder)) as server,
+        scratch_folder() as folder,
+        EmbeddedRedis.start(folder) as server,
         connect(server.url, schema.Redis()) as client,
     ):
         publishing = Publishing(tensors, RedisStore(client, Keys("bench")))
@@ -233,7 +231,7 @@ def _nudged(bits: np.ndarray, share: float, rng: np.random.Generator) -> np.ndar
 
 
 def _time_to_follow(publishing: Publishing, start: Manifest, path: list[Manifest]) -> float:
-    with _mirror_folder() as folder:
+    with scratch_folder(in_memory=True) as folder:
         mirror = Mirror(folder)
         mirror.apply(start, publishing.store)
         elapsed = seconds(lambda: mirror.apply_path(path, publishing.store))
@@ -245,7 +243,7 @@ def _time_to_follow(publishing: Publishing, start: Manifest, path: list[Manifest
 
 
 def _corruption(num_trials: int) -> list[Line]:
-    with _mirror_folder() as folder:
+    with scratch_folder(in_memory=True) as folder:
         trial = Trial(Mirror(folder, expected=TENSORS, run_uid=RUN_UID), seed=1)
         trial.run(num_trials)
     return [
@@ -253,14 +251,6 @@ def _corruption(num_trials: int) -> list[Line]:
         Fact(name="corrupted versions refused", value=trial.outcomes[REFUSED], unit=""),
         Fact(name="corruptions that were harmless", value=trial.outcomes[HARMLESS], unit=""),
     ]
-
-
-@contextmanager
-def _mirror_folder() -> Iterator[Path]:
-    """In shared memory, as workers keep it."""
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=shared if shared.is_dir() else None) as folder:
-        yield Path(folder)
 
 
 def _num_bytes(state: State) -> int:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import tempfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -28,6 +27,7 @@ from bench.publishing import RUN_UID, Publishing
 from bench.report import Bar, Fact, Line
 from streamrl.config import schema
 from streamrl.config.dump import config_to_json
+from streamrl.held_folder import scratch_folder
 from streamrl.telemetry.progress import Progress
 from streamrl.transport.connection import connect, connect_async
 from streamrl.transport.embedded import EmbeddedRedis
@@ -66,9 +66,9 @@ _REWARD_OPTIONS: dict[str, str | int | float | bool] = {"free_tokens": 64, "max_
 def bench(*, quick: bool, say: Say) -> list[Line]:
     from bench.worker_model import MIDDLE, SMALL  # torch: only when it is asked
 
-    with tempfile.TemporaryDirectory(prefix="bench-") as name, environment_as_it_was():
+    with scratch_folder() as folder, environment_as_it_was():
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        folder, num_rounds, share = Path(name), 1 if quick else 5, 1 if quick else 4
+        num_rounds, share = (1, 1) if quick else (5, 4)
         middle = asyncio.run(_measure(MIDDLE, folder / "25M", num_groups=16 * share, num_rounds=num_rounds, say=say))
         small = asyncio.run(_measure(SMALL, folder / "0.7M", num_groups=64 * share, num_rounds=num_rounds, say=say))
     return [

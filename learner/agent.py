@@ -7,28 +7,45 @@
 
 A rank that is started as a new program imports for seconds, all ranks of a machine at the same time; after a death that
 is most of what the run waits for. torchrun's options, rendezvous, restarts and exit codes are as they are.
+
+torchrun and multiprocessing keep files and sockets in the folder for temporary files, and leave some of them there: the
+agent has one of its own (`streamrl.held_folder`), which goes with it. Its ranks use the common one.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import sys
+import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 from torch.distributed import run
 
+from streamrl.held_folder import scratch_folder
+
 _RANK = Path(__file__).with_name("__main__.py")
 _SEPARATOR = "--"
+_AFTER_MULTIPROCESSING = -200  # which removes what is its own at -100
 
 
 def main(arguments: Sequence[str]) -> None:
     if _SEPARATOR not in arguments:
         sys.exit(f"usage: python -m learner.agent TORCHRUN_OPTIONS {_SEPARATOR} LEARNER_OPTIONS")
     split = list(arguments).index(_SEPARATOR)
+    _keep_temporary_files_apart()
     multiprocessing.get_context("forkserver").set_forkserver_preload(["learner.nursery"])
     forked = ["--start-method=forkserver", "--run-path", *arguments[:split]]
     run.main([*forked, str(_RANK), *arguments[split + 1 :]])
+
+
+def _keep_temporary_files_apart() -> None:
+    """From here to the end of this process."""
+    stack = ExitStack()
+    tempfile.tempdir = str(stack.enter_context(scratch_folder()))
+    Finalize(None, stack.close, exitpriority=_AFTER_MULTIPROCESSING)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from tests.weights_world import RUN_UID
@@ -20,10 +21,11 @@ class Workers:
         self._folder, self._url, self._run = folder, url, run
         self._processes: list[subprocess.Popen[bytes]] = []
         self.name = f"test-{os.getpid()}-{run}"  # mirrors are the machine's, and other suites may run on it
+        self.temporary = tempfile.mkdtemp(prefix="workers-", dir="/tmp")  # a short path, for sockets
 
     def start(self, *arguments: str, number: int = 0) -> subprocess.Popen[bytes]:
         worker_id = f"{self.name}-{number}"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": self.temporary}
         command = [sys.executable, "-m", "workers", "--redis", self._url, "--run", self._run]
         command += ["--worker-id", worker_id, "--log-file", str(self._folder / f"worker-{number}.log"), *arguments]
         with self.stderr(number).open("ab") as stderr:
@@ -34,7 +36,11 @@ class Workers:
     def stderr(self, number: int = 0) -> Path:
         return self._folder / f"worker-{number}.err"
 
-    def mirrors(self) -> list[Path]:
+    def left_behind(self) -> list[Path]:
+        """Mirrors, and whatever lies in the folder for temporary files."""
+        return [*self._mirrors(), *Path(self.temporary).iterdir()]
+
+    def _mirrors(self) -> list[Path]:
         return list(Path("/dev/shm").glob(f"streamrl-mirror-{RUN_UID}-{self.name}-*"))
 
     def end(self) -> None:
@@ -42,8 +48,8 @@ class Workers:
             if process.poll() is None:
                 process.kill()
             process.wait()
-        for mirror in self.mirrors():
-            shutil.rmtree(mirror)
+        for folder in (*self._mirrors(), self.temporary):
+            shutil.rmtree(folder)
 
 
 def descendants(pid: int) -> set[int]:

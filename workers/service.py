@@ -23,6 +23,7 @@ import structlog
 from streamrl.config import schema
 from streamrl.config.dump import config_from_json
 from streamrl.errors import ConfigError, ResourceError, RunGone
+from streamrl.held_folder import mirror_folder
 from streamrl.telemetry.progress import Progress, Wait
 from streamrl.transport.connection import check_server, connect, connect_async
 from streamrl.transport.keys import Keys
@@ -34,7 +35,6 @@ from streamrl.weights.stores import open_store
 from workers.answer import Answerer
 from workers.engines.base import ENGINES, Engine, EngineSettings
 from workers.health import Health, Parts, WatchedRewards
-from workers.mirror_folder import mirror_folder
 from workers.model import ModelFacts, read_model
 from workers.permissions import Permissions, allowed_model
 from workers.proving import Prover

@@ -1,8 +1,9 @@
 """What vLLM loads in each of its own processes, through the entry point `vllm.general_plugins`.
 
-vLLM's engine lives in child processes that know nothing of ours, so both things that must happen there happen here:
-our weight-transfer engine is made known by name, and the process is tied to the worker that wanted it. Every vLLM on a
-machine with streamrl installed calls `register`, so it imports nothing heavy and does nothing that others could feel.
+vLLM's engine lives in child processes that know nothing of ours, so what must happen there happens here: our
+weight-transfer engine is made known by name, the process is tied to the worker that wanted it, and its temporary files
+lie where they are removed. Every vLLM on a machine with streamrl installed calls `register`, so it imports nothing
+heavy and does nothing that others could feel.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import tempfile
 
 WEIGHT_TRANSFER_BACKEND = "streamrl"
 OWNER_VARIABLE = "STREAMRL_VLLM_OWNER"  # pid of the worker, set by it before vLLM starts its processes
+SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"  # vLLM's own: where its processes meet; of this engine alone
 _PR_SET_PDEATHSIG = 1
 
 
@@ -27,6 +30,7 @@ def register() -> None:
     owner = os.environ.get(OWNER_VARIABLE)
     if owner is not None and owner != str(os.getpid()):
         _die_with(int(owner))
+        _keep_temporary_files_in(os.environ[SOCKETS_VARIABLE])
 
 
 def _die_with(owner: int) -> None:
@@ -36,3 +40,10 @@ def _die_with(owner: int) -> None:
         os.kill(owner, 0)
     except ProcessLookupError:  # it died before we asked
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _keep_temporary_files_in(folder: str) -> None:
+    """Not by TMPDIR: the worker's reward functions would inherit it, and outlive this engine."""
+    # What torch compiles is for the next engine too.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.geteuid()}")
+    tempfile.tempdir = folder

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,6 +140,7 @@ def _is_model(text: str) -> bool:
 def _evaluate(subject: _Subject, local_reward_url: str | None) -> tuple[Result, list[EvalPrompt]]:
     from learner.checkpoints.weights_file import write_weights
     from streamrl.config.check import check_config
+    from streamrl.held_folder import scratch_folder
     from streamrl.telemetry.logs import configure_logging
     from workers.evaluate import evaluate as run_evaluation
     from workers.model import read_model
@@ -152,8 +152,8 @@ def _evaluate(subject: _Subject, local_reward_url: str | None) -> tuple[Result, 
     rewards = build_rewards(config.rewards, permissions(config), local_reward_url)
     model = read_model(config.model.path, trust_remote_code=False)
     prompts = _read_prompts(config, model.tokenizer)
-    with tempfile.TemporaryDirectory(prefix="streamrl-eval-") as folder:
-        weights = Path(folder) / "weights.safetensors"
+    with scratch_folder() as folder:
+        weights = folder / "weights.safetensors"
         write_weights(config, weights, checkpoint=subject.checkpoint)
         step = subject.checkpoint.state.step if subject.checkpoint else 0
         show = _Progress(len(prompts))

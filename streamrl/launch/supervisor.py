@@ -12,7 +12,6 @@ server is running any more, and that one ends with `close`. It looks every fifth
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from contextlib import ExitStack
 
@@ -21,6 +20,7 @@ import structlog
 
 from streamrl.config import schema
 from streamrl.errors import PartError, TransportError, UserError
+from streamrl.held_folder import remove_those_of_the_dead
 from streamrl.launch.display import Display, View
 from streamrl.launch.interrupts import Interrupts
 from streamrl.launch.parts import DRAIN_S, RunFolder, learner_command, worker_command
@@ -31,7 +31,6 @@ from streamrl.launch.watch import Watch
 from streamrl.telemetry.progress import Progress
 from streamrl.transport.keys import Keys
 from streamrl.transport.reports import ReportWriter
-from streamrl.weights.mirror_place import mirror_place
 
 _TICK_S = 0.2
 _SHOW_EVERY_S = 0.5
@@ -92,13 +91,11 @@ class Supervisor:
                 raise
 
     def close(self) -> None:
-        """End the reward server, and remove what workers that were killed have left in shared memory."""
+        """End the reward server, and remove what parts that were killed have left."""
         if self._reward is not None:
             end_all([self._reward.kept.process], within_s=_ABORT_S)
         self._folder.reward_url.unlink(missing_ok=True)
-        if self.watch.now is not None and (run := self.watch.now.run) is not None:
-            for number in range(self._config.worker.count):
-                shutil.rmtree(mirror_place(run.uid, str(number)), ignore_errors=True)
+        remove_those_of_the_dead()
 
     @property
     def restarts(self) -> dict[str, int]:

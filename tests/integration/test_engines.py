@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,13 +126,16 @@ class Served:
 async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
     made = Served(request.param, tmp_path_factory.mktemp("models"))
     environment = dict(os.environ)
-    try:
-        await made.engine.start()
-        yield made
-    finally:
-        await made.engine.stop()
-        os.environ.clear()  # vLLM is told, and tells its processes, through the environment
-        os.environ.update(environment)
+    with tempfile.TemporaryDirectory(prefix="engine-", dir="/tmp") as temporary, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", temporary)
+        try:
+            await made.engine.start()
+            yield made
+        finally:
+            await made.engine.stop()
+            os.environ.clear()  # vLLM is told, and tells its processes, through the environment
+            os.environ.update(environment)
+        assert os.listdir(temporary) == [], "an engine leaves nothing behind"
 
 
 def prompts(count: int, *, seed: int = 0) -> list[list[int]]:

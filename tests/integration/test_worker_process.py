@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import redis
 
 from streamrl.config import schema
+from streamrl.held_folder import remove_those_of_the_dead
 from streamrl.transport.connection import connect
 from streamrl.transport.embedded import EmbeddedRedis
 from streamrl.transport.keys import WORKERS, Keys
@@ -111,7 +113,7 @@ def test_tickets_become_groups_of_the_published_version_and_sigterm_ends_the_wor
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == 0
     wait_until(lambda: not alive(before), description="nothing of the worker is left")
-    assert not workers.mirrors()
+    assert not workers.left_behind()
 
 
 def test_the_worker_leaves_when_the_run_is_finished(
@@ -171,6 +173,7 @@ def test_sigterm_in_mid_work_ends_the_worker_soon_after_its_grace_and_no_ticket_
     assert process.wait(grace_s + 3.0) == 0
     record_property("figure", f"{engine}: gone {time.monotonic() - began:.2f} s after SIGTERM, grace {grace_s} s")
     assert not alive(below)
+    assert not workers.left_behind()
     streams = snapshot(client, keys).streams["train"]
     assert streams.num_tickets > 0
     assert streams.leased_by.get(f"{workers.name}-0", 0) == 0 or _idle_is_over(client, keys)
@@ -255,8 +258,8 @@ def test_a_mistake_of_the_operators_is_one_line_and_exit_code_2(
 
 
 @pytest.mark.long
-def test_a_vllm_that_dies_is_replaced_and_dies_with_its_worker(
-    make_learner: MakeLearner, workers: Workers, models: list[Path]
+def test_a_vllm_that_dies_is_replaced_and_dies_with_its_worker_of_which_nothing_stays(
+    make_learner: MakeLearner, workers: Workers, models: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner = make_learner(engine="vllm", engine_args={"kv_cache_memory_bytes": 64 << 20})
     version = learner.publish(models[1]).version
@@ -276,6 +279,10 @@ def test_a_vllm_that_dies_is_replaced_and_dies_with_its_worker(
     process.kill()
     process.wait()
     wait_until(lambda: not alive(before), description="no process of the killed worker is left")
+    assert workers.left_behind()
+    monkeypatch.setattr(tempfile, "tempdir", workers.temporary)
+    remove_those_of_the_dead()
+    assert not workers.left_behind()
 
 
 def _command(pid: int) -> str:

@@ -43,6 +43,29 @@ def test_ranks_are_forked_from_a_server_that_has_everything_and_no_gpu_and_only_
             server.kill()
 
 
+# torchrun makes a folder for logs, and multiprocessing one for sockets.
+_AGENT = """
+import sys, tempfile
+from multiprocessing import util
+from torch.distributed import run
+from learner.agent import main
+def torchrun(arguments):
+    print(tempfile.mkdtemp(), util.get_temp_dir(), flush=True)
+    raise SystemExit(3)
+run.main = torchrun
+main(["--nproc-per-node=1", "--", "x"])
+"""
+
+
+def test_what_an_agent_leaves_lying_about_goes_with_it() -> None:
+    ended = subprocess.run([sys.executable, "-c", _AGENT], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (3, "")
+    made = [Path(word) for word in ended.stdout.split()]
+    assert len({path.parent for path in made}) == 1
+    assert made[0].parent.name.startswith("streamrl-scratch-")
+    assert not made[0].parent.exists()
+
+
 def test_an_agent_must_be_told_what_is_its_own() -> None:
     with pytest.raises(SystemExit, match="TORCHRUN_OPTIONS -- LEARNER_OPTIONS"):
         main(["--nproc-per-node=1", "--config", "x"])

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ import numpy.typing as npt
 
 from streamrl.config import schema
 from streamrl.errors import EngineError, ResourceError, SampleError
+from streamrl.held_folder import scratch_folder
 from streamrl.wire.group import FinishReason, Span
 from workers.engines.base import EngineSettings, EngineStats, Generated, KvCache, SampleRequest
 from workers.engines.vllm_start import build_llm, check_installed
@@ -52,6 +53,7 @@ class VllmEngine:
         self._settings = settings
         # The processes that vLLM starts die with the thread that started them (see vllm_plugin), so it must stay.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm")
+        self._scratch = ExitStack()
         self._llm: AsyncLLM | None = None
         self._watch = StepWatch()
         self._version = 0
@@ -72,7 +74,7 @@ class VllmEngine:
 
     def _build(self) -> None:
         # Not as the executor's result: its future would keep the engine until the interpreter falls apart.
-        self._llm, self._watch = build_llm(self._settings)
+        self._llm, self._watch = build_llm(self._settings, self._scratch.enter_context(scratch_folder()))
 
     async def load(self, weights: Path, *, version: int, step: int, kv_cache: KvCache = "salt") -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -123,6 +125,7 @@ class VllmEngine:
             await asyncio.get_running_loop().run_in_executor(self._thread, partial(llm.shutdown, timeout=_STOP_S))
         # A start that hangs cannot be joined; a thread that has shut vLLM down is idle, and lets go of it by ending.
         self._thread.shutdown(wait=llm is not None)
+        self._scratch.close()
 
     def stats(self) -> EngineStats:
         return EngineStats(

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError, EngineError, ResourceError
 from workers.engines.base import EngineSettings
 from workers.engines.vllm_watch import StepWatch, watch_steps
-from workers.vllm_plugin import OWNER_VARIABLE, WEIGHT_TRANSFER_BACKEND
+from workers.vllm_plugin import OWNER_VARIABLE, SOCKETS_VARIABLE, WEIGHT_TRANSFER_BACKEND
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -45,9 +46,10 @@ def check_installed(
         )
 
 
-def build_llm(settings: EngineSettings) -> tuple[AsyncLLM, StepWatch]:
-    """Imports vLLM, starts its processes, returns when the model stands."""
-    os.environ.update(_environment(settings.config.worker))
+def build_llm(settings: EngineSettings, scratch: Path) -> tuple[AsyncLLM, StepWatch]:
+    """Imports vLLM, starts its processes, returns when the model stands. `scratch`: for sockets and temporary files, of
+    which vLLM leaves some behind."""
+    os.environ.update(_environment(settings.config.worker, scratch))
     try:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
@@ -78,10 +80,11 @@ def refuse_unknown(arguments: Iterable[str], known: Sequence[str]) -> None:
             raise ConfigError(f"worker.engine_args.{name}: vLLM has no such argument{hint}")
 
 
-def _environment(worker: schema.Worker) -> dict[str, str]:
+def _environment(worker: schema.Worker, scratch: Path) -> dict[str, str]:
     """What must stand before vLLM is imported; its processes inherit it."""
     wanted = {
         OWNER_VARIABLE: str(os.getpid()),
+        SOCKETS_VARIABLE: str(scratch),
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),

@@ -1,0 +1,137 @@
+"""Folders in places that all users share, /tmp and /dev/shm: each is one process's alone, and goes with it.
+
+    mirror    /dev/shm/streamrl-mirror-RUN-WORKER   the weights that a worker serves, as large as the model
+    scratch   /tmp/streamrl-scratch-xxxxxxxx        sockets and files that vLLM or torchrun make and leave behind
+
+Who holds a folder holds the lock in it, and removes the folder when done. A process that is killed leaves its folder,
+so whoever makes one removes those of this user's dead first, and so does the launcher at its end. Blocks for a few
+seconds at most, where others start at the same moment.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+import structlog
+
+from streamrl.errors import ResourceError
+
+_MIRROR = "streamrl-mirror-"
+_SCRATCH = "streamrl-scratch-"
+_LOCK = "lock"
+_SHARED_MEMORY = Path("/dev/shm")
+_TEMPORARY = Path("/tmp")
+# The kernel takes 107 bytes for a socket. This leaves room for the folder's own name, and 38 for what lies in it.
+_LONGEST_ROOT = 107 - len(_SCRATCH) - 8 - 1 - 38
+_LONGEST_WAIT_S = 5.0
+_PAUSE_S = 0.02
+
+
+@contextmanager
+def mirror_folder(run_uid: str, worker: str, *, root: Path | None = None) -> Iterator[Path]:
+    """Of this name, so that two workers that are called the same do not patch one mirror."""
+    root = root or _memory()
+    folder = root / (_MIRROR + re.sub(r"[^A-Za-z0-9._-]", "_", f"{run_uid}-{worker}"))
+    with _one_at_a_time(root):
+        _remove_those_of_the_dead(root)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        lock = _locked(folder)
+    if lock is None:
+        raise ResourceError(
+            f"another worker of this run is alive on this machine under the name {worker!r}: give each worker a "
+            "--worker-id of its own"
+        )
+    with _held(folder, lock):
+        yield folder
+
+
+@contextmanager
+def scratch_folder(*, in_memory: bool = False, root: Path | None = None) -> Iterator[Path]:
+    """Of a new and short name, on a memory file system where there is one and that is asked for."""
+    root = root or (_memory() if in_memory else _temporary())
+    with _one_at_a_time(root):
+        _remove_those_of_the_dead(root)
+        folder = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=root))
+        lock = _locked(folder)
+    assert lock is not None, "nobody else knows of it"
+    with _held(folder, lock):
+        yield folder
+
+
+def remove_those_of_the_dead() -> None:
+    """For who has killed processes that held folders."""
+    for root in {_memory(), _temporary()}:
+        with _one_at_a_time(root):
+            _remove_those_of_the_dead(root)
+
+
+def _memory() -> Path:
+    return _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else _temporary()
+
+
+def _temporary() -> Path:
+    root = Path(tempfile.gettempdir())
+    return root if len(os.fsencode(root)) <= _LONGEST_ROOT else _TEMPORARY
+
+
+@contextmanager
+def _held(folder: Path, lock: IO[str]) -> Iterator[None]:
+    with lock:
+        try:
+            yield
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _one_at_a_time(root: Path) -> Iterator[None]:
+    """Nobody removes a folder that another has made and not locked yet. Who holds this for long is none of ours, and is
+    not waited for."""
+    directory = os.open(root, os.O_RDONLY)
+    try:
+        deadline = time.monotonic() + _LONGEST_WAIT_S
+        while time.monotonic() < deadline:
+            with suppress(BlockingIOError):
+                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(_PAUSE_S)
+        yield
+    finally:
+        os.close(directory)
+
+
+def _remove_those_of_the_dead(root: Path) -> None:
+    for folder in (*root.glob(f"{_MIRROR}*"), *root.glob(f"{_SCRATCH}*")):
+        with suppress(OSError):  # gone by now
+            lock = _locked(folder) if _is_ours(folder) else None
+            if lock is not None:
+                with lock:
+                    shutil.rmtree(folder, ignore_errors=True)
+                structlog.get_logger().info("removed the folder of a process that was killed", folder=str(folder))
+
+
+def _is_ours(folder: Path) -> bool:
+    """No other user's, and no link of theirs to somewhere else."""
+    found = folder.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+
+
+def _locked(folder: Path) -> IO[str] | None:
+    """Its lock, or None where a living process holds it."""
+    lock = (folder / _LOCK).open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return None
+    return lock
