@@ -33,13 +33,14 @@ from learner.validation import Validation
 from learner.watchdog import Watchdog
 from streamrl.config import schema
 from streamrl.errors import TrainingError, UserError
+from streamrl.launch.preflight import check_redis
 from streamrl.telemetry.progress import Progress
-from streamrl.transport.connection import check_server, connect
+from streamrl.transport.connection import connect
 from streamrl.transport.keys import Keys
 from streamrl.transport.learner import LearnerStream
 from streamrl.transport.reports import ReportWriter
 from streamrl.transport.types import RunState
-from streamrl.weights.stores import budget_in_redis, open_store
+from streamrl.weights.stores import open_store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,11 +104,7 @@ def _lead(
     takeover: bool,
 ) -> RunState:
     """Rank 0: become the learner of the run, do the work, and say how it ended."""
-    check_server(
-        server.client,
-        max_backlog_bytes=around.config.redis.max_backlog_bytes,
-        max_store_bytes=budget_in_redis(around.config.weights),
-    )
+    check_redis(server.client, around.config)
     take = partial(take_lease, around.config, server.client, server.keys, holder=server.holder)
     take(takeover=takeover)
     keeper = LeaseKeeper(take, lease_s=around.config.learner.lease_s)

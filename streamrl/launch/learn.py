@@ -24,9 +24,9 @@ from streamrl.config.places import EMBEDDED_REDIS
 from streamrl.durable import write_durably
 from streamrl.errors import ConfigError, ResourceError
 from streamrl.launch.parts import Cluster, RunFolder, learner_command
-from streamrl.launch.preflight import check_learner
+from streamrl.launch.preflight import check_learner, check_redis
 from streamrl.launch.processes import Command
-from streamrl.transport.connection import check_server, connect
+from streamrl.transport.connection import connect
 from streamrl.transport.embedded import serving
 from streamrl.transport.url import PASSWORD, split_password
 
@@ -117,5 +117,5 @@ def _server(config: schema.Config, wanted: Wanted) -> str:
             )
         return found
     with connect(url, config.redis) as client:
-        check_server(client, max_backlog_bytes=config.redis.max_backlog_bytes)
+        check_redis(client, config)
     return url

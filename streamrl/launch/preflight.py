@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import redis
+
 from streamrl.config.check import check_config
 from streamrl.config.files import check_files
 from streamrl.config.load import Loaded
@@ -37,11 +39,14 @@ def check_before_start(loaded: Loaded) -> None:
         find_server()
     else:
         with connect(config.redis.url, config.redis) as client:
-            check_server(
-                client,
-                max_backlog_bytes=config.redis.max_backlog_bytes,
-                max_store_bytes=budget_in_redis(config.weights),
-            )
+            check_redis(client, config)
+
+
+def check_redis(client: redis.Redis, config: Config) -> None:
+    """That the server is one which a run can be on, and that it may hold what these settings allow."""
+    check_server(
+        client, max_backlog_bytes=config.redis.max_backlog_bytes, max_store_bytes=budget_in_redis(config.weights)
+    )
 
 
 def check_packages(config: Config) -> None:

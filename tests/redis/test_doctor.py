@@ -49,6 +49,7 @@ model: {{path: {model}}}
 data: {{train: {model.parent / "train.jsonl"}}}
 dir: {model.parent}
 redis: {{url: "{url}", max_backlog_bytes: 1000000}}
+weights: {{max_store_bytes: 100000}}
 rewards: {{exact: {{type: function, target: exact_match}}}}
 validation: {{every_steps: 0, at_start: false, at_end: false}}
 """
@@ -87,10 +88,12 @@ def test_a_server_that_would_evict_or_is_too_small_is_found(model: Path, redis_u
         client.config_set("maxmemory", used["used_memory"] + 500_000)
         client.config_set("maxmemory-policy", "allkeys-lru")
         findings = found(model, redis_url)
+        refused = found(model, redis_url, "weights.max_store_bytes=1000000000")["redis memory"]
     finally:
         client.config_set("maxmemory-policy", "noeviction")
         client.config_set("maxmemory", 0)
     assert (findings["redis policy"].level, findings["redis memory"].level) == ("error", "warning")
+    assert (refused.level, "a run is refused" in refused.evidence) == ("error", True)
 
 
 def test_a_tokenizer_of_another_model_is_found(model: Path, redis_url: str) -> None:

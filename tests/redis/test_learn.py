@@ -15,8 +15,11 @@ from learner.checkpoints.checkpoint import CheckpointRoot, CheckpointState
 from learner.checkpoints.epochs import CheckpointName, claim_run
 from learner.stream.ledger import StreamState
 from streamrl.cli.main import main
+from streamrl.config import schema
 from streamrl.config.load import load_config
 from streamrl.transport.acl import Role
+from streamrl.transport.connection import connect
+from streamrl.transport.embedded import EmbeddedRedis
 from tests.tiny_models import make_model
 
 
@@ -86,6 +89,21 @@ def test_a_password_in_the_url_goes_by_the_environment_and_is_not_shown(
     assert "of-learner" not in told
     assert "STREAMRL_REDIS_PASSWORD=***" in told
     assert "--redis unix://learner@/" in told
+
+
+def test_a_server_without_room_for_backlog_and_weights_is_refused_as_by_up(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["redis.max_backlog_bytes=50000000", "weights.max_store_bytes=60000000"]
+    with EmbeddedRedis.start(tmp_path / "small") as server:
+        with connect(server.url, schema.Redis()) as client:
+            client.config_set("maxmemory", 100_000_000)
+        assert learn(file, "--redis", server.url, "--dry-run", *sizes) == 2
+        of_learn = capsys.readouterr().err
+        assert main(["up", str(file), f"redis.url={server.url}", *sizes]) == 2
+        assert capsys.readouterr().err == of_learn
+        assert "redis.max_backlog_bytes = 50000000 and weights.max_store_bytes = 60000000" in of_learn
+        assert learn(file, "--redis", server.url, "--dry-run", *sizes, "weights.store=file:/shared") == 0
 
 
 def test_a_recording_takes_the_place_of_redis(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

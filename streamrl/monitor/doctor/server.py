@@ -16,6 +16,7 @@ from streamrl.monitor.doctor.finding import Finding, error, ok, warning
 from streamrl.monitor.units import size
 from streamrl.transport.connection import OLDEST_SERVER, connect
 from streamrl.transport.embedded import find_server
+from streamrl.weights.stores import budget_in_redis
 
 _PINGS = 20
 _SLOW_MS, _TOO_SLOW_MS = 5.0, 100.0
@@ -41,7 +42,7 @@ def check_redis(loaded: Loaded) -> Iterator[Finding]:
             return
         yield _version(info)
         yield _policy(info)
-        yield _room(info, settings.max_backlog_bytes)
+        yield _room(info, settings.max_backlog_bytes, budget_in_redis(loaded.config.weights))
         yield _durability(info)
         yield latency
 
@@ -63,15 +64,21 @@ def _policy(info: dict[str, Any]) -> Finding:
     return warning("redis policy", f"{policy}, harmless only as long as maxmemory is not set", remedy)
 
 
-def _room(info: dict[str, Any], max_backlog_bytes: int) -> Finding:
+def _room(info: dict[str, Any], max_backlog_bytes: int, max_store_bytes: int) -> Finding:
     limit, used = info.get("maxmemory", 0), info.get("used_memory", 0)
     told = f"{size(used)} used" + (f" of {size(limit)}" if limit else ", without a limit")
     if not limit:
         return ok("redis memory", told)
-    wanted = used + 1.25 * max_backlog_bytes
+    settings = f"redis.max_backlog_bytes = {size(max_backlog_bytes)}"
+    remedy = "raise maxmemory, or lower redis.max_backlog_bytes"
+    if max_store_bytes:
+        settings += f" and weights.max_store_bytes = {size(max_store_bytes)}"
+        remedy += " or weights.max_store_bytes"
+    if max_backlog_bytes + max_store_bytes > limit:
+        return error("redis memory", f"{told}; {settings} are more, and a run is refused", remedy)
+    wanted = used + 1.25 * max_backlog_bytes + max_store_bytes
     if wanted > limit:
-        told += f"; redis.max_backlog_bytes = {size(max_backlog_bytes)} may need {size(wanted)} in all"
-        return warning("redis memory", told, "raise maxmemory, or lower redis.max_backlog_bytes")
+        return warning("redis memory", f"{told}; {settings} may need {size(wanted)} in all", remedy)
     return ok("redis memory", told)
 
 
