@@ -9,8 +9,8 @@ import redis
 from streamrl.launch.watch import Watch
 from streamrl.telemetry.progress import Report
 from streamrl.transport.keys import Keys
-from streamrl.transport.snapshot import Record, Snapshot, StreamCounts
-from streamrl.transport.types import RunInfo
+from streamrl.transport.snapshot import Snapshot, StreamCounts
+from streamrl.transport.types import Record, RunInfo
 from streamrl.versions import make_version
 
 NOW = 1_000_000.0

@@ -45,7 +45,7 @@ _STATUS_HELP = f"""Show how a run is, on one screen, and exit.
   streams [{{purpose tickets leased groups group_bytes oldest_worker oldest_s oldest_silent_s oldest_times}}]
   weights {{latest step age_s kept num_bytes largest_bytes changed_share behind worst_lag}}
   drops {{trained dropped by_reason rate_by_length ignored}}   dead {{count retry_requests latest [{{ticket error}}]}}
-  redis {{server version used_bytes max_bytes policy role save_error}}
+  redis {{server version used_bytes max_bytes policy role save_error}}   unreadable [..]
 """
 
 _WHY_HELP = f"""Say what holds a run back now, with the evidence and the remedy; what explains the rest comes first.

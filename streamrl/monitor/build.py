@@ -25,7 +25,9 @@ from streamrl.monitor.view import (
 )
 from streamrl.telemetry.progress import Report
 from streamrl.telemetry.thinning import is_validation
-from streamrl.transport.snapshot import Record, Snapshot, StreamCounts
+from streamrl.transport.report_codec import LARGEST
+from streamrl.transport.snapshot import Snapshot, StreamCounts
+from streamrl.transport.types import Record
 from streamrl.versions import show
 
 LEAD = "learner/0"
@@ -77,6 +79,7 @@ def build_view(
             role=snapshot.server.role,
             save_error=snapshot.server.save_error,
         ),
+        unreadable=snapshot.unreadable,
     )
     causes = find_causes(view, was_removed=snapshot.was_removed)
     return replace(view, causes=causes, verdict=judge(view, causes))
@@ -86,7 +89,7 @@ def _config(snapshot: Snapshot) -> Mapping[str, Any]:
     """What the run says of itself; nothing where it cannot be read."""
     try:
         config = json.loads(snapshot.run.config_json) if snapshot.run else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         config = {}
     return config if isinstance(config, dict) else {}
 
@@ -260,7 +263,7 @@ def _drops(metrics: Mapping[str, float]) -> Drops:
 
 def _number(detail: Mapping[str, Any], name: str) -> float | None:
     value = detail.get(name)
-    return value if isinstance(value, int | float) else None
+    return value if isinstance(value, int | float) and abs(value) < LARGEST else None
 
 
 def _integer(detail: Mapping[str, Any], name: str) -> int | None:

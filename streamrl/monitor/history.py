@@ -15,9 +15,9 @@ import redis
 from streamrl.errors import TransportError
 from streamrl.telemetry.thinning import LONGEST_RECENT, NUM_LEVELS, is_validation
 from streamrl.transport.address import server_name
+from streamrl.transport.gleaning import to_records
 from streamrl.transport.keys import Keys
-from streamrl.transport.snapshot import Record, to_records
-from streamrl.transport.types import START, entry_order
+from streamrl.transport.types import START, Record, entry_order
 
 _NEW_A_LOOK = 500
 
@@ -65,10 +65,12 @@ class History:
         self._last_id: str | None = None  # of the recent ones; None: nothing was read yet
 
     def refresh(self, client: redis.Redis, keys: Keys) -> bool:
-        """Whether anything is new; TransportError when Redis does not tell."""
+        """Whether anything is new: never where the keys are no streams. TransportError when Redis does not tell."""
         try:
             return self._refresh(client, keys)
         except redis.RedisError as error:
+            if isinstance(error, redis.ResponseError) and "WRONGTYPE" in str(error):
+                return False
             raise TransportError(f"Redis at {server_name(client)} could not tell the metrics: {error}") from error
 
     def _refresh(self, client: redis.Redis, keys: Keys) -> bool:
@@ -78,6 +80,8 @@ class History:
         if not entries and self._restarted(client, keys):
             self._forget()
             return self._read_all(client, keys)
+        if entries:
+            self._last_id = entries[-1][0].decode()
         return self._take(to_records(entries))
 
     def read_records(self, records: Iterable[Mapping[str, Any]]) -> None:
@@ -96,8 +100,8 @@ class History:
         found = {(r.epoch, r.step, is_validation(r.values)): r for page in thinned for r in to_records(page)}
         newest = to_records(recent[::-1])
         found |= {(record.epoch, record.step, is_validation(record.values)): record for record in newest}
-        self._last_id = newest[-1].id if newest else START
-        return self._take(sorted(found.values(), key=lambda record: (record.epoch, record.step)), keep_id=True)
+        self._last_id = recent[0][0].decode() if recent else START
+        return self._take(sorted(found.values(), key=lambda record: (record.epoch, record.step)))
 
     def _restarted(self, client: redis.Redis, keys: Keys) -> bool:
         """The stream ends before what was read of it: Redis lost it, or the run was begun anew."""
@@ -105,11 +109,9 @@ class History:
         last = newest[0][0].decode() if newest else START
         return entry_order(last) < entry_order(self._last_id or START)
 
-    def _take(self, records: Sequence[Record], *, keep_id: bool = False) -> bool:
+    def _take(self, records: Sequence[Record]) -> bool:
         for record in records:
             self.add(record)
-            if not keep_id:
-                self._last_id = record.id
         return bool(records)
 
     def add(self, record: Record) -> None:

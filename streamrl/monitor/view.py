@@ -182,6 +182,7 @@ class View:
     drops: Drops
     dead: Dead
     redis: Redis
+    unreadable: tuple[str, ...] = ()  # what lies in Redis under the run's name and is not what it should be
     verdict: Verdict = "healthy"
     causes: tuple[Cause, ...] = field(default=())  # the first is the one to look at
 

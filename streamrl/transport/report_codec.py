@@ -10,6 +10,7 @@ from streamrl.errors import WireError
 from streamrl.telemetry.progress import Report, Role, State
 from streamrl.wire.codec import pack, unpack
 
+LARGEST = 1e200  # what is beyond is no number to reckon with: a few of them added up would be none
 _MAX_REPORT_BYTES = 64 << 10
 
 
@@ -56,7 +57,7 @@ def _decode_detail(text: str) -> dict[str, int | float | str]:
         raise WireError(f"field 'detail' is not JSON: {error}") from None
     if not isinstance(detail, dict) or any(not isinstance(value, int | float | str) for value in detail.values()):
         raise WireError("field 'detail' must be a flat JSON object")
-    return detail
+    return {name: value for name, value in detail.items() if isinstance(value, str) or abs(value) < LARGEST}
 
 
 def _known(word: str, choices: tuple[Any, ...]) -> Any:

@@ -1,12 +1,11 @@
 """A run at a glance: everything that monitors, the launcher's display and `--json` show, read in one round trip.
 
-Only reads, by plain commands that the rights of a reader cover. Blocks at most some seconds while Redis is away, then
-TransportError.
+Only reads, by plain commands that the rights of a reader cover; what cannot be read hides nothing else
+(`transport.gleaning`). Blocks at most some seconds while Redis is away, then TransportError.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,38 +14,17 @@ import redis
 
 from streamrl.telemetry.progress import Report
 from streamrl.transport.connection import Attempts, repeat
+from streamrl.transport.gleaning import Gleaner
 from streamrl.transport.keys import WORKERS, Keys
-from streamrl.transport.report_codec import decode_reports
-from streamrl.transport.types import START, Control, RunInfo, entry_order, to_control
+from streamrl.transport.types import START, Control, Event, Record, RunInfo, entry_order, to_control
 from streamrl.wire.purpose import PURPOSES, Purpose
 
 _PATIENCE_S = 5.0
 _NUM_LETTERS = 5
 _PER_STREAM = 5  # replies
+_ANOTHER_TYPE = "WRONGTYPE"
 # What a server says to a reader without the right, or before there is anything to tell: not worth the whole look.
-_PASSED_OVER = ("NOGROUP", "NOPERM", "no such key", "unknown command")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """One step's metrics."""
-
-    id: str
-    step: int
-    epoch: int
-    at: float
-    values: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """One line of the journal."""
-
-    id: str
-    kind: str
-    epoch: int
-    at: float
-    detail: Mapping[str, str | int | float]
+_PASSED_OVER = ("NOGROUP", "NOPERM", "no such key", "unknown command", _ANOTHER_TYPE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,49 +90,53 @@ class Snapshot:
     num_retry_requests: int = 0
     letters: tuple[Letter, ...] = ()  # the newest dead letters, newest first
     server: Server = Server()
+    unreadable: tuple[str, ...] = ()  # what is there and is not what it should be; all else is told without it
 
 
 def snapshot(
     client: redis.Redis, keys: Keys, *, num_records: int = 1, num_events: int = 20, give_up_after_s: float = _PATIENCE_S
 ) -> Snapshot:
     attempts = Attempts(client, "be looked at", give_up_after_s=give_up_after_s)
-    replies = repeat(lambda: _look(client, keys, num_records, num_events), attempts=attempts)
+    replies, of_another_type = repeat(lambda: _look(client, keys, num_records, num_events), attempts=attempts)
+    gleaner = Gleaner(f"{key}: of another type" for key in of_another_type)
     (time, meta, weights, counters, progress, holder, lease_ms, control, tombstone), replies = replies[:9], replies[9:]
     (num_dead, letters, num_requests, num_versions, records, events, info), streams = replies[:7], replies[7:]
     at = time[0] + time[1] / 1e6
     return Snapshot(
         at=at,
-        run=RunInfo.from_hash(keys.name, meta),
-        created_at=float(meta[b"created_at"]) if b"created_at" in meta else None,
-        step=int(meta.get(b"step", 0)),
-        cursor=meta.get(b"cursor", START.encode()).decode(),
+        run=gleaner.run(keys.name, meta),
+        created_at=gleaner.number("meta", meta, "created_at"),
+        step=gleaner.integer("meta", meta, "step") or 0,
+        cursor=meta.get(b"cursor", START.encode()).decode(errors="replace"),
         holder=holder.decode(errors="replace") if holder else None,
         control=to_control(control),
         streams={
             purpose: _to_counts(streams[_PER_STREAM * place :][:_PER_STREAM], at=at)
             for place, purpose in enumerate(PURPOSES)
         },
-        num_dead=num_dead,
-        latest_version=int(weights[b"latest"]) if b"latest" in weights else None,
-        latest_version_step=int(weights.get(b"step", 0)),
-        latest_version_at=float(weights[b"at"]) if b"at" in weights else None,
-        counters={name.decode(errors="replace"): int(value) for name, value in counters.items()},
-        reports=tuple(decode_reports(progress)),
-        records=tuple(_to_record(*entry) for entry in reversed(records)),
-        events=tuple(_to_event(*entry) for entry in reversed(events)),
+        num_dead=num_dead or 0,
+        latest_version=gleaner.integer("weights", weights, "latest"),
+        latest_version_step=gleaner.integer("weights", weights, "step") or 0,
+        latest_version_at=gleaner.number("weights", weights, "at"),
+        counters=gleaner.integers("counters", counters),
+        reports=gleaner.reports(progress),
+        records=gleaner.records(list(reversed(records))),
+        events=gleaner.events(list(reversed(events))),
         used_memory_bytes=int(info.get("used_memory", 0)),
         max_memory_bytes=int(info.get("maxmemory", 0)),
         lease_left_s=lease_ms / 1000 if lease_ms and lease_ms > 0 else None,
         was_removed=bool(tombstone),
-        num_versions_kept=num_versions,
-        num_retry_requests=num_requests,
+        num_versions_kept=num_versions or 0,
+        num_retry_requests=num_requests or 0,
         letters=tuple(_to_letter(fields) for _, fields in letters),
         server=_to_server(info),
+        unreadable=gleaner.unreadable,
     )
 
 
-def _look(client: redis.Redis, keys: Keys, num_records: int, num_events: int) -> list[Any]:
-    """Everything in one round trip, in the order in which `snapshot` takes it apart."""
+def _look(client: redis.Redis, keys: Keys, num_records: int, num_events: int) -> tuple[list[Any], list[str]]:
+    """Everything in one round trip, in the order in which `snapshot` takes it apart; and the keys that are not of the
+    type they should be."""
     with client.pipeline(transaction=False) as pipe:
         pipe.time()
         pipe.hgetall(keys.meta)
@@ -178,29 +160,24 @@ def _look(client: redis.Redis, keys: Keys, num_records: int, num_events: int) ->
             pipe.xpending_range(keys.tickets(purpose), WORKERS, "-", "+", 1)
             pipe.xlen(keys.groups(purpose))
             pipe.memory_usage(keys.groups(purpose), samples=3)
-        return [_tolerate(result) for result in pipe.execute(raise_on_error=False)]
+        commands = [words for words, _ in pipe.command_stack]
+        replies = pipe.execute(raise_on_error=False)
+    wrong = [str(words[1]) for words, reply in zip(commands, replies, strict=True) if _is_of_another_type(reply)]
+    return [_tolerate(reply) for reply in replies], [key.removeprefix(keys.prefix) for key in dict.fromkeys(wrong)]
 
 
-def read_records(client: redis.Redis, keys: Keys, *, after: str = START, count: int = 1000) -> list[Record]:
-    """Metrics beyond the record `after`, oldest first: for curves, and to go on where the last call ended."""
-    attempts = Attempts(client, "read the metrics", give_up_after_s=_PATIENCE_S)
-    entries: Any = repeat(lambda: client.xrange(keys.metrics, min=f"({after}", count=count), attempts=attempts)
-    return to_records(entries)
+def _is_of_another_type(reply: Any) -> bool:
+    return isinstance(reply, redis.ResponseError) and _ANOTHER_TYPE in str(reply)
 
 
-def to_records(entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> list[Record]:
-    """Entries of a stream of metrics."""
-    return [_to_record(*entry) for entry in entries]
-
-
-def _tolerate(result: Any) -> Any:
-    """Before the first ticket there is no group of workers, and a reader may not ask for everything; any other error is
-    one. Whatever is asked for is then nothing: empty, and 0."""
-    if not isinstance(result, Exception):
-        return result
-    if isinstance(result, redis.ResponseError) and any(word in str(result) for word in _PASSED_OVER):
+def _tolerate(reply: Any) -> Any:
+    """Before the first ticket there is no group of workers, a reader may not ask for everything, and others may have
+    written under a run's keys; any other error is one. Whatever is asked for is then nothing: empty, and 0."""
+    if not isinstance(reply, Exception):
+        return reply
+    if isinstance(reply, redis.ResponseError) and any(word in str(reply) for word in _PASSED_OVER):
         return {}
-    raise result
+    raise reply
 
 
 def _to_counts(replies: Sequence[Any], *, at: float) -> StreamCounts:
@@ -240,24 +217,4 @@ def _to_server(info: Mapping[str, Any]) -> Server:
         role=str(info.get("role", "master")),
         is_loading=bool(info.get("loading", 0)),
         save_error=", ".join(f"{name} is {info[name]}" for name in failed),
-    )
-
-
-def _to_record(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Record:
-    return Record(
-        id=entry_id.decode(),
-        step=int(fields[b"step"]),
-        epoch=int(fields[b"epoch"]),
-        at=float(fields[b"at"]),
-        values=json.loads(fields[b"values"]),
-    )
-
-
-def _to_event(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Event:
-    return Event(
-        id=entry_id.decode(),
-        kind=fields[b"kind"].decode(errors="replace"),
-        epoch=int(fields[b"epoch"]),
-        at=float(fields[b"at"]),
-        detail=json.loads(fields[b"detail"]),
     )

@@ -115,3 +115,25 @@ class Announcement:
     base: int  # the version that a delta builds on; 0: an anchor
     step: int  # optimizer step whose weights these are
     manifest: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One step's metrics."""
+
+    id: str
+    step: int
+    epoch: int
+    at: float
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One line of the journal."""
+
+    id: str
+    kind: str
+    epoch: int
+    at: float
+    detail: Mapping[str, str | int | float]

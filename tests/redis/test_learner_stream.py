@@ -13,7 +13,7 @@ from streamrl.errors import TransportError
 from streamrl.transport.keys import WORKERS, Keys
 from streamrl.transport.learner import LearnerStream
 from streamrl.transport.operate import set_control
-from streamrl.transport.snapshot import read_records
+from streamrl.transport.snapshot import snapshot
 from streamrl.transport.types import START, Announcement
 from streamrl.transport.worker import WorkerStream
 from streamrl.versions import make_version
@@ -282,7 +282,7 @@ def test_a_version_of_another_epoch_is_a_mistake(learner: LearnerStream) -> None
 
 def test_records_keep_finite_numbers_only(learner: LearnerStream, client: redis.Redis, keys: Keys) -> None:
     learner.record(3, {"train_optim/loss": 0.5, "policy/entropy": math.nan, "policy/ratio_max": math.inf})
-    [record] = read_records(client, keys)
+    [record] = snapshot(client, keys).records
     assert (record.step, record.epoch, dict(record.values)) == (3, 1, {"train_optim/loss": 0.5})
 
 

@@ -339,6 +339,16 @@ async def test_skipped_steps_call_for_somebody(run: Watched) -> None:
     assert run.first() == ("steps_skipped", "degraded")
 
 
+async def test_what_cannot_be_read_is_told_beside_what_can(run: Watched) -> None:
+    await run.world.train_steps(1)
+    run.record()
+    run.healthy()
+    run.world.client.hset(run.world.keys.weights, "step", "many")
+    assert run.first() == ("unreadable", "degraded")
+    run.world.client.hdel(run.world.keys.meta, "uid")
+    assert run.causes() == ["absent", "unreadable"]
+
+
 def test_every_cause_of_the_table_is_tested_here() -> None:
     here = Path(__file__).read_text()
     assert [name for name in TABLE if f'"{name}"' not in here] == []

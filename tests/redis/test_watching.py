@@ -20,7 +20,7 @@ from streamrl.transport.keys import Keys
 from streamrl.transport.learner import LearnerStream
 from streamrl.transport.operate import remove_run, set_control
 from streamrl.transport.reports import ReportWriter, decode_report, encode_report, read_reports, report_progress
-from streamrl.transport.snapshot import read_records, snapshot
+from streamrl.transport.snapshot import snapshot
 from streamrl.transport.types import Announcement
 from streamrl.transport.worker import WorkerStream
 from streamrl.versions import make_version
@@ -146,14 +146,6 @@ async def test_a_snapshot_tells_everything_at_once(
     ]
     assert seen.counters == {"issued": 6, "delivered:train": 1}
     assert seen.used_memory_bytes > 0
-
-
-def test_records_are_read_on_from_where_the_last_call_ended(
-    busy: LearnerStream, client: redis.Redis, keys: Keys
-) -> None:
-    first = read_records(client, keys, count=2)
-    assert [record.step for record in first] == [0, 1]
-    assert [record.step for record in read_records(client, keys, after=first[-1].id)] == [2]
 
 
 def test_a_snapshot_writes_nothing(busy: LearnerStream, client: redis.Redis, keys: Keys) -> None:

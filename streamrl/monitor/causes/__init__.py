@@ -49,6 +49,7 @@ TABLE: Mapping[str, Callable[[View], Told | None]] = {
     "workers_silent": parts.workers_silent,
     "dead_letters": flow.dead_letters,
     "steps_skipped": flow.steps_skipped,
+    "unreadable": state.unreadable,
 }
 
 _LEVELS: tuple[Level, ...] = ("blocking", "attention", "info")
@@ -56,7 +57,9 @@ _LEVELS: tuple[Level, ...] = ("blocking", "attention", "info")
 
 def find_causes(view: View, *, was_removed: bool = False) -> tuple[Cause, ...]:
     if view.run.state == "absent":
-        return (state.absent(view, was_removed=was_removed),)
+        told = state.unreadable(view)
+        also = (Cause(name="unreadable", **asdict(told)),) if told else ()
+        return (state.absent(view, was_removed=was_removed), *also)
     found = [Cause(name=name, **asdict(told)) for name, look in TABLE.items() if (told := look(view)) is not None]
     return tuple(sorted(found, key=lambda cause: _LEVELS.index(cause.level)))
 

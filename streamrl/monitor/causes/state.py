@@ -8,6 +8,7 @@ from streamrl.monitor.view import Cause, View
 
 _FULL = 0.97  # of maxmemory; close to it, large writes fail already
 _TIGHT = 0.85
+_MAX_SHOWN = 5  # unreadable things
 
 
 def unreachable(error: str) -> Cause:
@@ -129,4 +130,17 @@ def ending(view: View) -> Told | None:
         title="the run is on its way to an end",
         evidence=f"the operator's word is {view.run.control}; {view.train.tickets} tickets are under way",
         remedy="wait for it; `streamrl resume` takes a drain back",
+    )
+
+
+def unreadable(view: View) -> Told | None:
+    if not view.unreadable:
+        return None
+    more = f", and {len(view.unreadable) - _MAX_SHOWN} more" if len(view.unreadable) > _MAX_SHOWN else ""
+    return Told(
+        level="attention",
+        title="something in Redis cannot be read",
+        evidence="; ".join(view.unreadable[:_MAX_SHOWN]) + more + "; all else is shown without it",
+        remedy="find out which other program, or version of streamrl, writes under this run's keys (redis-cli MONITOR "
+        "shows it), and give it another name or a user of its own (`streamrl redis acl`)",
     )
