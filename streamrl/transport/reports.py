@@ -17,16 +17,11 @@ import redis
 import redis.asyncio
 import structlog
 
-from streamrl.telemetry.progress import Progress, Report
-from streamrl.transport.connection import Attempts, repeat
+from streamrl.telemetry.progress import Progress
 from streamrl.transport.keys import Keys
-from streamrl.transport.report_codec import decode_report as decode_report
-from streamrl.transport.report_codec import decode_reports
-from streamrl.transport.report_codec import encode_report as encode_report
+from streamrl.transport.report_codec import encode_report
 from streamrl.transport.scripts import for_reports as scripts
 from streamrl.transport.scripts.call import Call, run, run_async
-
-_PATIENCE_S = 5.0
 
 
 class ReportWriter:
@@ -105,9 +100,3 @@ class _Outcome:
             if self._failing:
                 structlog.get_logger().info("reports_written_again", reporter=self._part)
             self._failing = False
-
-
-def read_reports(client: redis.Redis, keys: Keys) -> list[Report]:
-    """Of all parts, by name; one that cannot be read is left out."""
-    attempts = Attempts(client, "read the reports", give_up_after_s=_PATIENCE_S)
-    return decode_reports(repeat(lambda: client.hgetall(keys.progress), attempts=attempts))

@@ -13,7 +13,6 @@ from streamrl.cli.main import main
 from streamrl.config import schema
 from streamrl.transport.embedded import EmbeddedRedis
 from streamrl.transport.keys import Keys
-from streamrl.transport.reports import read_reports
 from streamrl.transport.snapshot import snapshot
 from tests.helpers import wait_until
 from tests.integration.learner_world import lines, made_up_worker, make_run, output, running_learner
@@ -50,11 +49,11 @@ def test_a_run_holds_goes_on_and_stops_as_it_is_told_and_makes_room_by_early_che
     with made_up_worker(config, url), running_learner(config, url) as process:
         wait_until(lambda: steps(config)[-1:] >= [8], description="steps are made", timeout_s=PATIENCE_S)
         assert order("pause", config, url) == 0
-        [report] = read_reports(client, keys)
+        [report] = snapshot(client, keys).reports
         assert report.detail["control"] == "pause"
         held = len(steps(config))
         wait_until(
-            lambda: [r.doing for r in read_reports(client, keys)] == ["resume"],
+            lambda: [r.doing for r in snapshot(client, keys).reports] == ["resume"],
             description="the learner says that it waits",
         )
         assert len(steps(config)) == held
@@ -85,7 +84,7 @@ def test_a_learner_that_validates_hears_the_operator_too(url: str, tmp_path: Pat
     keys = Keys(config.name)
     with running_learner(config, url) as process:
         wait_until(
-            lambda: [r.doing for r in read_reports(client, keys)] == ["evaluation"],
+            lambda: [r.doing for r in snapshot(client, keys).reports] == ["evaluation"],
             description="the learner validates, and no worker answers",
             timeout_s=PATIENCE_S,
         )

@@ -21,7 +21,6 @@ from streamrl.held_folder import remove_those_of_the_dead
 from streamrl.transport.connection import connect
 from streamrl.transport.embedded import EmbeddedRedis
 from streamrl.transport.keys import WORKERS, Keys
-from streamrl.transport.reports import read_reports
 from streamrl.transport.snapshot import snapshot
 from streamrl.wire.group import Group
 from tests.helpers import wait_until
@@ -101,11 +100,11 @@ def test_tickets_become_groups_of_the_published_version_and_sigterm_ends_the_wor
     assert answer.header.min_version == newer
     part = f"worker/{workers.name}-0"
     wait_until(
-        lambda: {r.part: r.detail.get("version") for r in read_reports(client, keys)} == {part: newer},
+        lambda: {r.part: r.detail.get("version") for r in snapshot(client, keys).reports} == {part: newer},
         description="the worker reports the version that it serves",
     )
 
-    (report,) = read_reports(client, keys)
+    (report,) = snapshot(client, keys).reports
     assert httpx.get(f"http://{report.detail['http']}/readyz").status_code == 200
     assert "streamrl_worker_groups_delivered_total 5.0" in httpx.get(f"http://{report.detail['http']}/metrics").text
 

@@ -20,7 +20,7 @@ import redis
 
 from streamrl.config import schema
 from streamrl.transport.keys import Keys
-from streamrl.transport.reports import read_reports
+from streamrl.transport.snapshot import snapshot
 from tests.helpers import wait_until
 from tests.made_up_learner import MadeUpLearner
 from tests.tiny_models import make_model
@@ -133,7 +133,7 @@ def test_a_worker_at_full_load_grows_in_nothing(
 
     load.go_on_for(0.0)  # the engine has started
     load.go_on_for(max(_SHORTEST_WARM_UP_S, _WARM_UP_SHARE * soak_s))
-    (report,) = read_reports(client, keys)
+    (report,) = snapshot(client, keys).reports
     address = str(report.detail["http"])
     before = _at_rest(process.pid, address)
     num_warm, num_warm_versions = load.num_groups, load.num_versions

@@ -17,7 +17,7 @@ from streamrl.config.dump import config_to_json
 from streamrl.telemetry.progress import Progress
 from streamrl.transport.keys import Keys
 from streamrl.transport.learner import LearnerStream
-from streamrl.transport.reports import encode_report
+from streamrl.transport.report_codec import encode_report
 from streamrl.transport.scripts import for_reports
 from streamrl.transport.scripts.call import run
 from streamrl.transport.types import Announcement

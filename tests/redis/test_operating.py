@@ -18,7 +18,7 @@ from streamrl.telemetry.progress import Progress, Report, Role, Wait
 from streamrl.transport.keys import Keys
 from streamrl.transport.learner import LearnerStream
 from streamrl.transport.operate import await_obedience, set_control
-from streamrl.transport.reports import encode_report
+from streamrl.transport.report_codec import encode_report
 from streamrl.transport.scripts import for_reports
 from streamrl.transport.scripts.call import run
 from streamrl.transport.snapshot import snapshot

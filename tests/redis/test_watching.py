@@ -19,7 +19,8 @@ from streamrl.transport.embedded import EmbeddedRedis
 from streamrl.transport.keys import Keys
 from streamrl.transport.learner import LearnerStream
 from streamrl.transport.operate import remove_run, set_control
-from streamrl.transport.reports import ReportWriter, decode_report, encode_report, read_reports, report_progress
+from streamrl.transport.report_codec import decode_report, encode_report
+from streamrl.transport.reports import ReportWriter, report_progress
 from streamrl.transport.snapshot import snapshot
 from streamrl.transport.types import Announcement
 from streamrl.transport.worker import WorkerStream
@@ -47,14 +48,14 @@ def test_bytes_that_are_no_report_are_one_wire_error(data: bytes) -> None:
 def test_reports_follow_the_part_and_end_with_it(client: redis.Redis, keys: Keys) -> None:
     progress = Progress(part="learner/0", role="learner")
     with ReportWriter(client, keys, progress, period_s=0.02):
-        wait_until(lambda: read_reports(client, keys), description="the first report")
+        wait_until(lambda: snapshot(client, keys).reports, description="the first report")
         progress.working("train")
         progress.advanced(step=5)
         wait_until(
-            lambda: [(r.doing, r.detail) for r in read_reports(client, keys)] == [("train", {"step": 5})],
+            lambda: [(r.doing, r.detail) for r in snapshot(client, keys).reports] == [("train", {"step": 5})],
             description="the report of the step",
         )
-    assert read_reports(client, keys) == []
+    assert snapshot(client, keys).reports == ()
 
 
 async def test_a_workers_reports_do_the_same(
@@ -65,18 +66,18 @@ async def test_a_workers_reports_do_the_same(
         with progress.waiting(Wait.TICKETS):
 
             async def waits() -> bool:
-                return [(r.part, r.state, r.doing) for r in read_reports(client, keys)] == [
+                return [(r.part, r.state, r.doing) for r in snapshot(client, keys).reports] == [
                     ("worker/1", "waiting", "tickets")
                 ]
 
             await wait_until_async(waits, description="the wait is shown")
-    assert read_reports(client, keys) == []
+    assert snapshot(client, keys).reports == ()
 
 
 def test_a_report_that_cannot_be_read_hides_no_other(client: redis.Redis, keys: Keys) -> None:
     client.hset(keys.progress, "rogue", b"\xff")
     client.hset(keys.progress, "worker/1", encode_report(Progress(part="worker/1", role="worker").report()))
-    assert [report.part for report in read_reports(client, keys)] == ["worker/1"]
+    assert [report.part for report in snapshot(client, keys).reports] == ["worker/1"]
 
 
 def test_reports_of_parts_that_died_do_not_grow_for_ever(client: redis.Redis, keys: Keys) -> None:
@@ -92,14 +93,14 @@ def test_reports_that_cannot_be_written_are_logged_once_and_stop_nothing(tmp_pat
         first = stack.enter_context(EmbeddedRedis.start(tmp_path))
         client = stack.enter_context(connect(first.url, schema.Redis()))
         with ReportWriter(client, keys, progress, period_s=0.01):
-            wait_until(lambda: read_reports(client, keys), description="the first report")
+            wait_until(lambda: snapshot(client, keys).reports, description="the first report")
             first.stop()
             wait_until(lambda: logs, description="a failure is logged")
             stack.enter_context(EmbeddedRedis.start(tmp_path))
             wait_until(lambda: len(logs) == 2, description="the end of the failures is logged")
             progress.advanced(step=1)
             wait_until(
-                lambda: [r.detail for r in read_reports(client, keys)] == [{"step": 1}], description="a new report"
+                lambda: [r.detail for r in snapshot(client, keys).reports] == [{"step": 1}], description="a new report"
             )
     assert [line["event"] for line in logs] == ["reports_failing", "reports_written_again"]
 

@@ -27,7 +27,7 @@ from streamrl.telemetry.progress import Report
 from streamrl.transport.connection import connect
 from streamrl.transport.embedded import find_server
 from streamrl.transport.keys import Keys
-from streamrl.transport.reports import read_reports
+from streamrl.transport.snapshot import snapshot
 from tests.helpers import wait_until
 from tests.manifest_world import Container, Object, Rendered
 from tests.root.hosts import Hosts
@@ -114,7 +114,7 @@ class Cluster:
     def reports(self, host: str = "redis-0") -> dict[str, Report]:
         """What the parts last said of themselves, by host."""
         with connect(f"unix://{ADMIN}@{self._socket(host)}", schema.Redis()) as client:
-            return {report.host: report for report in read_reports(client, self.keys)}
+            return {report.host: report for report in snapshot(client, self.keys).reports}
 
     def delivered(self, host: str) -> int:
         """Groups, by the worker there."""
