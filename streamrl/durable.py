@@ -1,15 +1,22 @@
-"""Files that are there whole or not at all, also after a power cut: write aside, fsync, rename, fsync the folder.
+"""Files and folders that are there whole or not at all, also after a power cut: write aside, fsync, rename, fsync the
+folder.
 
 Blocks on the disk only. Whoever announces a file (in Redis, or by the name of a folder) calls one of these first.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
+import shutil
 import uuid
 from pathlib import Path
 
 from streamrl.crashpoints import crashpoint
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
+_NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # what NFS and old kernels answer
 
 
 def fsync_file(path: Path) -> None:
@@ -20,6 +27,50 @@ def fsync_file(path: Path) -> None:
 def fsync_folder(folder: Path) -> None:
     """Wait until the names in this folder are on the disk: a rename is not durable before that."""
     _fsync(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def fsync_tree(folder: Path) -> None:
+    """Wait until all that the folder holds, at any depth, is on the disk."""
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            fsync_folder(path)
+        else:
+            fsync_file(path)
+    fsync_folder(folder)
+
+
+def replace_folder(made: Path, folder: Path) -> None:
+    """Give the folder that was made, beside it, this name, and remove what had it. One of the two has it all the time;
+    where the file system cannot exchange names there is a moment when none has, and the next call puts back what a
+    crash in that moment has left as `.old-NAME`."""
+    old = folder.with_name(f".old-{folder.name}")
+    if old.exists() and not folder.exists():
+        old.rename(folder)
+    fsync_tree(made)
+    crashpoint("file.aside")
+    if not folder.exists():
+        made.rename(folder)
+    elif not _exchange(made, folder):
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+        crashpoint("file.aside")
+        made.rename(folder)
+    crashpoint("file.renamed")
+    fsync_folder(folder.parent)
+    for replaced in (made, old):
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap the names of two folders in one step; False where that cannot be."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    if (error := ctypes.get_errno()) in _NO_EXCHANGE:
+        return False
+    raise OSError(error, os.strerror(error), str(one), None, str(other))
 
 
 def write_durably(path: Path, data: bytes) -> None:

@@ -34,7 +34,7 @@ from learner.checkpoints.epochs import CheckpointName, Epoch, Lineage, claim_epo
 from learner.checkpoints.journal import Journal
 from learner.stream.ledger import StreamState
 from streamrl.crashpoints import crashpoint
-from streamrl.durable import fsync_file, fsync_folder, write_durably
+from streamrl.durable import fsync_folder, fsync_tree, write_durably
 from streamrl.errors import DataError, Fenced
 
 MANIFEST = "manifest.json"
@@ -118,7 +118,7 @@ class CheckpointRoot:
             files = _unseal(final / MANIFEST)["files"]
         else:
             files = {path: _describe(folder / path) for path in _files(folder)}
-            _sync_tree(folder)
+            fsync_tree(folder)
         crashpoint("checkpoint.synced")
         stream = state.stream
         journal = self._journal.write(str(name), stream.uncommitted, after=stream.journal, run_uid=state.run_uid)
@@ -223,15 +223,6 @@ class CheckpointRoot:
 
 def _files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_dir():
-            fsync_folder(path)
-        else:
-            fsync_file(path)
-    fsync_folder(folder)
 
 
 def _describe(path: Path) -> tuple[int, str]:

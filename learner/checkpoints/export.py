@@ -16,6 +16,7 @@ from learner.policy.model import Policy
 from learner.policy.pretrained import begin_model
 from learner.policy.tensors import whole
 from streamrl.config import schema
+from streamrl.durable import replace_folder
 
 ADAPTER = "adapter"  # folder within the export
 
@@ -28,7 +29,7 @@ def export(policy: Policy, tokenizer: Tokenizer, config: schema.Config, world: W
     """Config, tokenizer and merged weights in `weights.dtype`; where adapters were trained, these too, in fp32 and by
     themselves. All ranks take part, rank 0 writes.
 
-    The folder appears whole: it is written beside and renamed.
+    The folder appears whole, and an older one is there until then: it is written beside and renamed.
     """
     folder = config.folder / "export"
     dtype: torch.dtype = getattr(torch, config.weights.dtype)
@@ -50,8 +51,7 @@ def export(policy: Policy, tokenizer: Tokenizer, config: schema.Config, world: W
         tokenizer.save_pretrained(temporary)
         if config.model.lora is not None:
             save_adapters(adapters, config.model.lora, temporary / ADAPTER, base=config.model.path)
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.rename(folder)
+        replace_folder(temporary, folder)
     world.barrier()
     return folder
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.durable import create_exclusively, write_durably
+from streamrl.crashpoints import CrashAt, Point, SimulatedCrash, armed
+from streamrl.durable import _exchange, create_exclusively, replace_folder, write_durably
 
 
 def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
@@ -28,3 +29,58 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="folder"):
         write_durably(tmp_path / "folder", b"data")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def make(folder: Path, text: str) -> Path:
+    (folder / "in").mkdir(parents=True)
+    (folder / "in" / "file").write_text(text)
+    return folder
+
+
+def held(folder: Path) -> str | None:
+    file = folder / "in" / "file"
+    return file.read_text() if file.exists() else None
+
+
+def without_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on NFS."""
+    monkeypatch.setattr("streamrl.durable._exchange", lambda one, other: False)
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_folder_is_replaced_and_nothing_is_left_beside_it(
+    tmp_path: Path, can_exchange: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not can_exchange:
+        without_exchange(monkeypatch)
+    for text in ("first", "second", "third"):
+        replace_folder(make(tmp_path / "made", text), tmp_path / "folder")
+        assert held(tmp_path / "folder") == text
+        assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_the_old_folder_and_the_new_one_swap_their_names_before_the_old_one_goes(tmp_path: Path) -> None:
+    passings: list[tuple[Point, str | None, str | None]] = []
+    replace_folder(make(tmp_path / "first", "old"), tmp_path / "folder")
+    made = make(tmp_path / "second", "new")
+    with armed(lambda point: passings.append((point, held(tmp_path / "folder"), held(made)))):
+        replace_folder(made, tmp_path / "folder")
+    assert passings == [("file.aside", "old", "new"), ("file.renamed", "new", "old")]
+
+
+def test_where_names_cannot_be_exchanged_the_next_call_puts_back_what_a_crash_took_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_exchange(monkeypatch)
+    replace_folder(make(tmp_path / "first", "old"), tmp_path / "folder")
+    with armed(CrashAt("file.aside", nth=2)), pytest.raises(SimulatedCrash):
+        replace_folder(make(tmp_path / "second", "new"), tmp_path / "folder")
+    assert (held(tmp_path / "folder"), held(tmp_path / "second")) == (None, "new")
+    with armed(CrashAt("file.aside")), pytest.raises(SimulatedCrash):
+        replace_folder(make(tmp_path / "third", "newer"), tmp_path / "folder")
+    assert held(tmp_path / "folder") == "old"
+
+
+def test_folders_that_cannot_be_exchanged_for_another_reason_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        _exchange(tmp_path / "nowhere", tmp_path / "nowhere else")
