@@ -32,7 +32,10 @@ from streamrl.transport.embedded import find_server
 from streamrl.transport.tenure import await_lease
 from tests.feed_world import encode_answer, encode_failure, make_config
 from tests.helpers import make_ticket
-from tests.redis.disaster_world import LEASE_S, SAFE, DisasterWorld, Life, Peril, Site, encode
+from tests.redis.disaster_learner import Life
+from tests.redis.disaster_site import LEASE_S, SAFE, Peril, Site
+from tests.redis.disaster_workers import encode
+from tests.redis.disaster_world import DisasterWorld
 from tests.redis.two_servers import TwoServers
 
 STEPS_A_RUN = 50
@@ -119,50 +122,50 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(who=some_hand, count=st.integers(1, 4), peril=perils(("ticket.leased",)), then=then_go_on)
     def lease(self, who: int, count: int, peril: Peril, then: Going | None) -> None:
-        self.world.lease(who, count, peril)
+        self.world.workers.lease(who, count, peril)
         self._go_on(then)
 
     @rule(who=some_hand, count=st.integers(1, 4), kind=st.sampled_from(["good", "good", "good", "dull", "failed"]),
           peril=perils(("group.ready", "group.delivered")), then=then_go_on)  # fmt: skip
     def answer(self, who: int, count: int, kind: str, peril: Peril, then: Going | None) -> None:
-        hand = self.world.hand(who)
+        hand = self.world.workers.hand(who)
         if not hand.held:
-            self.world.lease(who, count, SAFE)
+            self.world.workers.lease(who, count, SAFE)
         for leased in hand.held[:count]:
-            self.world.deliver(who, leased, encode(leased, kind), peril)
-            if self.world.hands.get(who) is not hand:
+            self.world.workers.deliver(who, leased, encode(leased, kind), peril)
+            if self.world.workers.hands.get(who) is not hand:
                 break
         self._go_on(then)
 
     @rule(who=some_hand, kind=st.sampled_from(["good", "dull", "failed", "failed"]), peril=perils(PLANNING))
     def answer_all_and_plan(self, who: int, kind: str, peril: Peril) -> None:
-        self.world.lease(who, 8, SAFE)
+        self.world.workers.lease(who, 8, SAFE)
         self.answer(who, 8, kind, SAFE, None)
         self.plan(peril, True, True)
 
-    @precondition(lambda self: self.world.late)
+    @precondition(lambda self: self.world.workers.late)
     @rule(pick=st.integers(0, 100))
     def deliver_late_or_twice(self, pick: int) -> None:
-        self.world.deliver_late(pick)
+        self.world.workers.deliver_late(pick)
 
     @rule(who=some_hand, peril=perils(("ticket.renewed",)))
     def renew_leases(self, who: int, peril: Peril) -> None:
-        self.world.renew_leases(who, peril)
+        self.world.workers.renew_leases(who, peril)
 
     @rule(who=some_hand, dies=st.booleans())
     def let_leases_lapse(self, who: int, dies: bool) -> None:
-        self.world.lapse(who)
+        self.world.workers.lapse(who)
         if dies:
-            del self.world.hands[who]
+            del self.world.workers.hands[who]
 
     @rule(who=some_hand, leaves=st.booleans(), peril=perils(("ticket.handed_back", "worker.left")))
     def hand_back(self, who: int, leaves: bool, peril: Peril) -> None:
-        hand = self.world.hand(who)
+        hand = self.world.workers.hand(who)
         if not hand.held:
-            self.world.lease(who, 2, SAFE)
-        self.world.late += [(hand.stream, leased) for leased in hand.held]
+            self.world.workers.lease(who, 2, SAFE)
+        self.world.workers.late += [(hand.stream, leased) for leased in hand.held]
         held, hand.held = hand.held, []
-        self.world.work(who, peril, hand.stream.leave() if leaves else hand.stream.hand_back(held))
+        self.world.workers.work(who, peril, hand.stream.leave() if leaves else hand.stream.hand_back(held))
 
     # Whoever else may write, and what Redis may lose
 
