@@ -7,11 +7,12 @@ after it:
     death in a step, once          as before: most deaths have nothing to do with groups
     twice, no step between         what both plans hold is suspected, and trained one group a step, suspects first
     three times                    the plan was of one suspect: it is dropped as "quarantined", its neighbours train
+    a death between steps          no group's doing: somebody kills ranks, so it takes one more to convict, six at most
 
-The three may be chance, when somebody kills ranks all the time; then a group is lost to training, counted and noted in
-the journal like every other that is dropped. The note lies in the run's folder, one file an epoch, since a learner that
-was replaced may still write its own. It is written aside and renamed, so it survives the process; it need not survive
-the machine, whose death no group has caused, nor a full disk. Blocks on the disk only.
+All may be chance all the same, when somebody kills ranks all the time; then a group is lost to training, counted and
+noted in the journal like every other that is dropped. The note lies in the run's folder, one file an epoch, since a
+learner that was replaced may still write its own. It is written aside and renamed, so it survives the process; it need
+not survive the machine, whose death no group has caused, nor a full disk. Blocks on the disk only.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from streamrl.wire.group import GroupHeader
 QUARANTINED = "quarantined"
 _DEATHS_TO_SUSPECT = 2
 _DEATHS_TO_CONVICT = 3
+_MOST_ELSEWHERE = 3  # or a group that kills, beside somebody who does, would never be found
 
 log = structlog.get_logger(__name__)
 
@@ -44,10 +46,11 @@ H = TypeVar("H", bound=HasHeader)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """What one learner leaves to the next. All but `deaths` are numbers of tickets."""
+    """What one learner leaves to the next. All but the counts of deaths are numbers of tickets."""
 
     plan: tuple[int, ...] = ()  # being trained; empty between steps
     deaths: int = 0  # in a row, with no step made between
+    elsewhere: int = 0  # learners since the first of these that ended, or died, between steps
     suspects: tuple[int, ...] = ()  # in all the plans of these deaths
     quarantined: tuple[int, ...] = ()
 
@@ -86,8 +89,10 @@ class Suspects:
     def survived(self) -> None:
         """The plan has done no harm."""
         left = tuple(ticket for ticket in self._note.suspects if ticket not in self._note.plan)
-        deaths = self._note.deaths if left else 0
-        self._note = replace(self._note, plan=(), deaths=deaths, suspects=left if deaths else ())
+        if left and self._note.deaths:
+            self._note = replace(self._note, plan=(), suspects=left)
+        else:
+            self._note = Note(quarantined=self._note.quarantined)
         self._write()
 
     @property
@@ -106,13 +111,14 @@ class Suspects:
 def _after(note: Note) -> Note:
     """What follows for a learner that finds this note."""
     if not note.plan:
-        return note
+        return replace(note, elsewhere=min(note.elsewhere + 1, _MOST_ELSEWHERE) if note.deaths else 0)
     common = _common(note.plan, note.suspects)
-    deaths = note.deaths + 1 if common else 1  # two plans that share nothing did not die of a group
-    suspects = common or note.plan
-    if deaths >= _DEATHS_TO_CONVICT and len(suspects) == 1:
-        return Note(quarantined=(*note.quarantined, *suspects))
-    return Note(deaths=deaths, suspects=suspects, quarantined=note.quarantined)
+    if not common:  # two plans that share nothing did not die of a group
+        return Note(deaths=1, suspects=note.plan, quarantined=note.quarantined)
+    deaths = note.deaths + 1
+    if deaths >= _DEATHS_TO_CONVICT + note.elsewhere and len(common) == 1:
+        return Note(quarantined=(*note.quarantined, *common))
+    return Note(deaths=deaths, elsewhere=note.elsewhere, suspects=common, quarantined=note.quarantined)
 
 
 def _common(plan: tuple[int, ...], suspects: Collection[int]) -> tuple[int, ...]:

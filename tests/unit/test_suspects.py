@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 from learner.stream.plan import Kind, Plan, PlanEntry
 from learner.suspects import QUARANTINED, Suspects
@@ -122,6 +125,68 @@ def test_a_death_between_steps_is_nobodys(tmp_path: Path) -> None:
         suspects.begin(plan(1))
         suspects.survived()
     assert reason(lives.next(), 1) is None
+
+
+@pytest.mark.parametrize(("num_elsewhere", "num_deaths"), [(0, 3), (1, 4), (3, 6), (20, 6)])
+def test_deaths_between_steps_make_it_take_more_deaths_to_convict_up_to_a_limit(
+    tmp_path: Path, num_elsewhere: int, num_deaths: int
+) -> None:
+    lives = Lives(tmp_path)
+    lives.die_of(7)
+    for _ in range(num_elsewhere):
+        lives.next()
+    for _ in range(num_deaths - 1):
+        learner = lives.next()
+        assert reason(learner, 7) is None
+        learner.begin(plan(7))
+    assert reason(lives.next(), 7) == QUARANTINED
+
+
+def test_deaths_before_the_first_in_a_step_excuse_nobody(tmp_path: Path) -> None:
+    lives = Lives(tmp_path)
+    for _ in range(5):
+        lives.next()
+    for _ in range(3):
+        lives.die_of(7)
+    assert reason(lives.next(), 7) == QUARANTINED
+
+
+def killed_all_the_time(folder: Path, *, deadly: int, seed: int) -> tuple[set[int], int]:
+    """200 groups, 4 a step of one second, 2 s to come back, and a kill every 2 s on average: who is convicted, and how
+    many learners it took."""
+    rng = random.Random(seed)
+    lives, left, convicted = Lives(folder), groups(*range(200)), set[int]()
+    num_learners, kill_in_s = 0, 0.0
+    while left:
+        if kill_in_s <= 0:
+            kill_in_s = rng.expovariate(0.5)
+        learner, alive = lives.next(), True
+        num_learners += 1
+        keep = learner.keep(lambda header: None)
+        kill_in_s -= 2.0
+        while left and kill_in_s > 0 and alive:
+            convicted |= {one.header.ticket for one in left if keep(one.header) == QUARANTINED}
+            left = [one for one in left if one.header.ticket not in convicted]
+            batch = learner.narrow(left[:4])
+            learner.begin(plan(*(one.header.ticket for one in batch)))
+            kill_in_s -= len(batch) / 4
+            alive = kill_in_s > 0 and all(one.header.ticket != deadly for one in batch)
+            if alive:
+                learner.survived()
+                left = [one for one in left if one not in batch]
+    return convicted, num_learners
+
+
+def test_who_is_killed_all_the_time_convicts_the_deadly_group_and_hardly_any_other(tmp_path: Path) -> None:
+    innocent, num_learners = set[tuple[int, int]](), 0
+    for seed in range(5):
+        (folder := tmp_path / str(seed)).mkdir()
+        convicted, num = killed_all_the_time(folder, deadly=50, seed=seed)
+        assert 50 in convicted
+        innocent |= {(seed, ticket) for ticket in convicted - {50}}
+        num_learners += num
+    assert num_learners > 300
+    assert len(innocent) <= 1, "of 1,000 groups"
 
 
 def test_what_a_replaced_learner_still_writes_is_not_believed(tmp_path: Path) -> None:
