@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -36,6 +37,10 @@ class Announcements(Protocol):
     """What the learner says of its weights."""
 
     async def latest(self) -> Announcement | None: ...
+
+    async def beyond(self, version: int, *, within_s: float) -> bool:
+        """Wait until a newer version is announced. False: none was heard, and `latest` tells whether there is one."""
+        ...
 
     async def manifest(self, version: int) -> bytes | None: ...
 
@@ -96,13 +101,22 @@ class AnnouncementsDouble:
     def __init__(self) -> None:
         self.newest: Announcement | None = None
         self.manifests: dict[int, bytes] = {}
+        self._bell = asyncio.Event()
 
     def announce(self, announcement: Announcement) -> None:
         self.newest = announcement
         self.manifests[announcement.version] = announcement.manifest
+        self._bell.set()
 
     async def latest(self) -> Announcement | None:
         return self.newest
+
+    async def beyond(self, version: int, *, within_s: float) -> bool:
+        if self.newest is None or self.newest.version <= version:
+            self._bell.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._bell.wait(), within_s)
+        return self.newest is not None and self.newest.version > version
 
     async def manifest(self, version: int) -> bytes | None:
         return self.manifests.get(version)

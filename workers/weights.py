@@ -12,6 +12,7 @@ what it made must not leave the worker. LoadRejected: the engine did not, and wh
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +40,7 @@ _LONGEST_PAUSE_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    poll_s: float = 0.05  # between two looks for an announcement
+    look_again_s: float = 1.0  # for an announcement that woke nobody
     give_up_after_s: float  # of failing in a row to get a version that was announced
     first_version_s: float  # for the learner to announce anything at all
 
@@ -118,7 +119,7 @@ class WeightFollower:
             announcement = await self._announcements.latest()
             if announcement is not None and announcement.version > version:
                 return
-            await asyncio.sleep(self._patience.poll_s)
+            await self._announcements.beyond(version, within_s=self._patience.look_again_s)
 
     def close(self) -> None:
         """The mirror's file goes; a patch that still runs in the thread ends by itself."""
@@ -132,9 +133,10 @@ class WeightFollower:
             announcement = await self._announcements.latest()
             if announcement is not None and announcement.version > self.version:
                 return announcement
-            if not self.version and time.monotonic() > deadline:
+            left_s = math.inf if self.version else deadline - time.monotonic()
+            if left_s <= 0:
                 raise WeightsError(f"the learner announced no weights within {self._patience.first_version_s:g} s")
-            await asyncio.sleep(self._patience.poll_s)
+            await self._announcements.beyond(self.version, within_s=min(self._patience.look_again_s, left_s))
 
     async def _fetch(self, announcement: Announcement) -> None:
         """Bring the mirror to this version or, where that fails, to a newer one."""

@@ -92,6 +92,11 @@ class Keys:
         return f"{self.prefix}weights"
 
     @property
+    def announced(self) -> str:
+        """Stream of one entry, whose id is the newest version: what wakes the workers that wait for it. Field u."""
+        return f"{self.prefix}announced"
+
+    @property
     def blobs(self) -> str:
         """Hash: blob name -> its size, chunks and digest, and whether it is whole."""
         return f"{self.prefix}blobs"

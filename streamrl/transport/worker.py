@@ -19,6 +19,7 @@ import structlog
 
 from streamrl.crashpoints import crashpoint
 from streamrl.errors import RunGone, WireError
+from streamrl.transport.announced import Bell
 from streamrl.transport.connection import Attempts, bounded_block_ms, repeat_async
 from streamrl.transport.deliveries import Deliveries, Delivery
 from streamrl.transport.keys import WORKERS, Keys
@@ -58,6 +59,7 @@ class WorkerStream:
         self._look_for_expired_at = 0.0
         self._can_wait = True  # all streams are there, as far as we know
         self._latest: Announcement | None = None
+        self._bell = Bell(client, keys)
 
     async def run_info(self) -> RunInfo | None:
         """None: nothing is there (yet, or any more: the server was emptied, and the learner restores it)."""
@@ -158,6 +160,10 @@ class WorkerStream:
             case _:
                 return None
         return self._latest
+
+    async def beyond(self, version: int, *, within_s: float) -> bool:
+        """Wait until a newer version is announced. False: none was heard; `latest` tells whether there is one."""
+        return await self._bell.beyond(version, within_s=within_s)
 
     async def manifest(self, version: int) -> bytes | None:
         found: Any = await self._ask("read a manifest", lambda: self._client.hget(self._keys.manifests, str(version)))

@@ -52,13 +52,28 @@ class AwayStore(MemoryStore):
         return super().get(name)
 
 
+class Unheard(AnnouncementsDouble):
+    """Announcements that wake nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_waits = 0
+
+    async def beyond(self, version: int, *, within_s: float) -> bool:
+        self.num_waits += 1
+        await asyncio.sleep(0)
+        return False
+
+
 class Follower:
     """A learner that publishes, and a worker that follows it."""
 
-    def __init__(self, folder: Path, store: MemoryStore | None = None) -> None:
+    def __init__(
+        self, folder: Path, store: MemoryStore | None = None, announcements: AnnouncementsDouble | None = None
+    ) -> None:
         self.store = store or MemoryStore()
         self.world = World(self.store)
-        self.announcements = AnnouncementsDouble()
+        self.announcements = announcements or AnnouncementsDouble()
         self.engine = EngineDouble()
         self.mirror = Mirror(folder, run_uid=RUN_UID)
         self.proof = ProofDouble()
@@ -69,7 +84,7 @@ class Follower:
             mirror=self.mirror,
             proof=self.proof,
             progress=self.progress,
-            patience=Patience(poll_s=0.01, give_up_after_s=0.5, first_version_s=0.5),
+            patience=Patience(look_again_s=600.0, give_up_after_s=0.5, first_version_s=0.5),
         )
         self._rng = np.random.default_rng(0)
         self.state: State = random_state(self._rng)
@@ -135,6 +150,21 @@ async def test_versions_announced_while_another_was_on_its_way_are_passed_over(t
     assert versions == [first.version, newest.version]
     assert passed_over.version not in versions
     assert_holds(follower.mirror.path, follower.world.states[newest.version])
+    follower.weights.close()
+
+
+async def test_a_version_whose_announcement_was_not_heard_is_found_at_a_look(tmp_path: Path) -> None:
+    announcements = Unheard()
+    follower = Follower(tmp_path, announcements=announcements)
+    async with follower.following():
+        for _ in range(2):
+            num_waits = announcements.num_waits
+
+            async def waited(since: int = num_waits) -> bool:
+                return announcements.num_waits > since
+
+            await wait_until_async(waited, description="the worker waits for an announcement")
+            await follower.serves(follower.publish())
     follower.weights.close()
 
 

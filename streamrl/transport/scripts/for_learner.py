@@ -219,7 +219,7 @@ def record(
 
 
 _ANNOUNCE = fenced("""
-local manifests, weights = unpack(KEYS)
+local manifests, weights, announced = unpack(KEYS)
 local version, base, step, now, manifest = unpack(ARGV, 1, 5)
 local latest = redis.call('HGET', weights, 'latest') or '0'
 if latest == version and redis.call('HGET', manifests, version) == manifest then return {'OK'} end
@@ -230,6 +230,7 @@ for _, known in ipairs(redis.call('HKEYS', manifests)) do
   if not keep[known] then redis.call('HDEL', manifests, known) end
 end
 redis.call('HDEL', manifests, version)  -- not there; but a full server takes the next write only after one like this
+redis.call('XADD', announced, 'MAXLEN', 1, version .. '-0', 'u', uid)
 redis.call('HSET', manifests, version, manifest)
 redis.call('HSET', weights, 'latest', version, 'base', base, 'step', step, 'at', now)
 return {'OK'}
@@ -237,8 +238,9 @@ return {'OK'}
 
 
 def announce(keys: Keys, fence: Fence, announcement: Announcement, *, keep: Sequence[int], now: float) -> Call:
-    """STALE unless the version grows. The same version and manifest again is the same call repeated."""
+    """STALE unless the version grows. The same version and manifest again is the same call repeated. Workers that wait
+    for a version beyond an older one wake when all of it is written, as the server serves nobody before a script's end.
+    """
     a = announcement
-    return call(
-        _ANNOUNCE, keys, fence, [keys.manifests, keys.weights], a.version, a.base, a.step, now, a.manifest, *keep
-    )
+    touched = [keys.manifests, keys.weights, keys.announced]
+    return call(_ANNOUNCE, keys, fence, touched, a.version, a.base, a.step, now, a.manifest, *keep)
