@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, MutableMapping
+from typing import Any
 
 import httpx
 import pytest
 
+from tests.helpers import wait_until, wait_until_async
 from workers.rewards.batcher import Batcher, FakeScoringModel
-from workers.rewards.server import MAX_BODY_BYTES, MAX_ROWS, RewardApp
+from workers.rewards.server import MAX_BODY_BYTES, MAX_PENDING_ROWS, MAX_ROWS, RewardApp
 
 
 @pytest.fixture
@@ -123,3 +127,45 @@ async def test_a_model_that_fails_is_a_server_error_and_never_a_number(
     model.failure = RuntimeError("broken")
     answer = await client.post("/score", json={"texts": ["a"]})
     assert (answer.status_code, answer.json()) == (500, {"error": "the model raised RuntimeError"})
+
+
+async def test_above_the_limit_of_rows_the_server_is_busy_until_some_are_answered(
+    client: httpx.AsyncClient, model: FakeScoringModel
+) -> None:
+    model.may_go_on.clear()
+    full = [
+        asyncio.create_task(client.post("/score", json={"tokens": [[1]] * MAX_ROWS}))
+        for _ in range(MAX_PENDING_ROWS // MAX_ROWS)
+    ]
+    await asyncio.to_thread(wait_until, lambda: model.batches, description="the model is at work")
+    await wait_until_async(functools.partial(is_busy, client), description="all have been read")
+    model.may_go_on.set()
+    assert [answer.status_code for answer in await asyncio.gather(*full)] == [200] * len(full)
+    assert not await is_busy(client)
+
+
+async def is_busy(client: httpx.AsyncClient) -> bool:
+    answer = await client.post("/score", json={})
+    if answer.status_code == 503:
+        assert answer.headers["retry-after"] == "1"
+        assert answer.json() == {"error": f"busy: {MAX_PENDING_ROWS} rows wait already"}
+    return answer.status_code == 503
+
+
+async def test_who_hangs_up_is_not_scored(model: FakeScoringModel) -> None:
+    batcher = Batcher(model, max_delay_s=3600.0, max_batch_tokens=1000)
+    app = RewardApp(model, batcher, token=None).asgi()
+    coming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    coming.put_nowait({"type": "http.request", "body": b'{"tokens": [[1]]}'})
+    scope = {"type": "http", "method": "POST", "path": "/score", "query_string": b"", "headers": []}
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        pass
+
+    async with app.router.lifespan_context(app):
+        asking = asyncio.create_task(app(scope, coming.get, send))
+        await asyncio.to_thread(wait_until, lambda: batcher.num_pending, description="the row waits")
+        coming.put_nowait({"type": "http.disconnect"})
+        await asyncio.wait_for(asking, 5)
+        assert await batcher.score([[1] * 1000]) == [1000.0]  # a full batch goes at once, and takes along what waits
+    assert model.batches == [[[1] * 1000]]

@@ -16,6 +16,7 @@ import contextlib
 import itertools
 import logging
 import math
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +42,8 @@ class ScoringModel(Protocol):
 
 
 class FakeScoringModel:
-    """The double: a token a character, and the score is their sum; remembers its batches, and fails on request."""
+    """The double: a token a character, and the score is their sum; remembers its batches, and fails or stops on
+    request."""
 
     name = "fake"
     vocab_size = 0x110000
@@ -51,12 +53,15 @@ class FakeScoringModel:
     def __init__(self) -> None:
         self.batches: list[list[Row]] = []
         self.failure: Exception | None = None
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         return [[ord(character) for character in text] for text in texts]
 
     def score(self, rows: Sequence[Row]) -> list[float]:
         self.batches.append(list(rows))
+        assert self.may_go_on.wait(10.0), "whoever stops the model lets it go on"
         if self.failure is not None:
             raise self.failure
         return [float(sum(row)) for row in rows]
@@ -140,9 +145,12 @@ class Batcher:
             self._arrived.clear()
         if self._num_pending_tokens < self._max_batch_tokens:
             self._full.clear()
-        return [entry for entry in window if not entry.score.done()]  # done: nobody waits for it any more
+        return window
 
     async def _score_batch(self, batch: list[_Pending]) -> None:
+        batch = [entry for entry in batch if not entry.score.done()]  # done: nobody waits for it any more
+        if not batch:
+            return
         loop = asyncio.get_running_loop()
         try:
             scores = await loop.run_in_executor(self._thread, self._model.score, [entry.row for entry in batch])

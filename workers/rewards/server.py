@@ -27,10 +27,11 @@ from starlette.routing import Route
 from workers.rewards.batcher import Batcher, ScoringFailed, ScoringModel
 from workers.rewards.openapi import document
 from workers.rewards.service_metrics import ServiceMetrics
+from workers.tasks import run_beside
 
 MAX_BODY_BYTES = 8 << 20
 MAX_ROWS = 4096  # of one request
-MAX_PENDING_ROWS = 16384  # of all requests; above it the server says that it is busy
+MAX_PENDING_ROWS = 16384  # of all requests that were read and not answered; with more the server says that it is busy
 BODY_TIMEOUT_S = 30.0
 HEALTH_TIMEOUT_S = 5.0  # a model that scored nothing for so long is asked to prove itself
 
@@ -64,6 +65,7 @@ class RewardApp:
         self._batcher = batcher
         self._token = token
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        self._num_rows = 0  # read and not answered
         self._metrics = ServiceMetrics(pending_rows=lambda: batcher.num_pending)
 
     def asgi(self) -> Starlette:
@@ -84,13 +86,12 @@ class RewardApp:
             body = await self._body(request, ScoreRequest)
             if (body.texts is None) == (body.tokens is None):
                 raise HTTPException(422, "exactly one of `texts` and `tokens` is needed")
-            rows = body.tokens if body.tokens is not None else await self._encode(body.texts or [])
-            return JSONResponse({"rewards": await self._score(rows)})
+            return JSONResponse({"rewards": await self._rewards(request, body.texts, body.tokens)})
 
     async def get_reward(self, request: Request) -> Response:
         with self._counted():
             body = await self._body(request, OpenRlhfRequest)
-            rewards = await self._score(await self._encode(body.query))
+            rewards = await self._rewards(request, body.query, None)
             return JSONResponse({"rewards": rewards, "scores": rewards, "extra_logs": {}})
 
     async def metrics(self, request: Request) -> Response:
@@ -133,14 +134,12 @@ class RewardApp:
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
-        began, status = time.monotonic(), 200
+        began, status = time.monotonic(), 500
         try:
             yield
+            status = 200
         except HTTPException as error:
             status = error.status_code
-            raise
-        except Exception:
-            status = 500
             raise
         finally:
             self._metrics.requests.labels(str(status)).inc()
@@ -148,15 +147,27 @@ class RewardApp:
 
     async def _body(self, request: Request, form: type[_Body]) -> _Body:
         self._check_token(request)
-        if self._batcher.num_pending > MAX_PENDING_ROWS:
-            raise HTTPException(503, f"busy: {self._batcher.num_pending} rows wait already", {"retry-after": "1"})
+        self._check_room(1)  # nothing is read that will not be scored
         return _parse(await _read_body(request), form)
 
-    async def _encode(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._tokenizing, self._model.encode, texts)
+    def _check_room(self, num_rows: int) -> None:
+        if self._num_rows + num_rows > MAX_PENDING_ROWS:
+            raise HTTPException(503, f"busy: {self._num_rows} rows wait already", {"retry-after": "1"})
 
-    async def _score(self, rows: Sequence[Sequence[int]]) -> list[float]:
+    async def _rewards(
+        self, request: Request, texts: Sequence[str] | None, tokens: Sequence[Sequence[int]] | None
+    ) -> list[float]:
+        num_rows = len(texts or tokens or ())
+        self._check_room(num_rows)
+        self._num_rows += num_rows
+        try:
+            # A caller that gave up and asks again must not wait behind what it asked before.
+            return await run_beside(self._score(texts, tokens), {"hang-up": _wait_for_hang_up(request)})
+        finally:
+            self._num_rows -= num_rows
+
+    async def _score(self, texts: Sequence[str] | None, tokens: Sequence[Sequence[int]] | None) -> list[float]:
+        rows = tokens if tokens is not None else await self._encode(texts or ())
         self._check_rows(rows)
         try:
             rewards = await self._batcher.score(rows)
@@ -166,6 +177,10 @@ class RewardApp:
         self._metrics.tokens.inc(sum(map(len, rows)))
         return rewards
 
+    async def _encode(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._tokenizing, self._model.encode, texts)
+
     def _check_rows(self, rows: Sequence[Sequence[int]]) -> None:
         for index, row in enumerate(rows):
             if not row:
@@ -174,6 +189,11 @@ class RewardApp:
                 raise HTTPException(422, f"row {index} has {len(row)} tokens; the model takes {self._model.max_tokens}")
             if min(row) < 0 or max(row) >= self._model.vocab_size:
                 raise HTTPException(422, f"row {index} has a token outside of [0, {self._model.vocab_size})")
+
+
+async def _wait_for_hang_up(request: Request) -> None:
+    await request.receive()  # the body has been read: what can still come is the end of the connection
+    raise HTTPException(499, "the caller hung up")
 
 
 async def _read_body(request: Request) -> bytes:
