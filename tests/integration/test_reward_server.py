@@ -20,6 +20,7 @@ import httpx
 import pytest
 
 from streamrl.config import schema
+from streamrl.errors import RewardError
 from tests.helpers import wait_until, wait_until_async
 from tests.tiny_models import CHARACTERS, make_model
 from tests.tiny_rewards import make_item, make_reward_model
@@ -136,22 +137,53 @@ async def test_a_client_outlives_the_death_and_return_of_its_server(model: Path,
 
 async def test_sigterm_ends_the_server_after_it_answered_what_was_asked(model: Path, tmp_path: Path) -> None:
     # The delay holds the request back until the signal is there.
-    with serving(model, tmp_path, "--max-delay-ms", "2000") as server:
+    with serving(model, tmp_path, "--max-delay-ms", "2000", "--max-batch-tokens", "32") as server:
         reward = connect(server.url, attempts=1)
-        async with httpx.AsyncClient(base_url=server.url, trust_env=False) as client:
-            await client.get("/health")  # the model has proved itself, so the next ones answer at once
-            asking = asyncio.create_task(reward.score(make_item()))
-
-            async def row_waits() -> bool:
-                return bool((await client.get("/health")).json()["pending_rows"])
-
-            await wait_until_async(row_waits, description="the row waits for others")
+        asking = await ask_and_wait(reward, server)
         server.process.send_signal(signal.SIGTERM)
         assert isinstance(await asyncio.wait_for(asking, 20), float)
         await reward.close()
         output, errors = await asyncio.to_thread(server.process.communicate)
         assert (server.process.returncode, errors) == (0, "")
         assert output == f"reward server: {model} at {server.url}\n"
+
+
+async def test_a_second_signal_ends_the_server_at_once_and_whoever_waits_is_told_so(
+    model: Path, tmp_path: Path
+) -> None:
+    with serving(model, tmp_path, "--max-delay-ms", "3600000", "--max-batch-tokens", "32") as server:
+        reward = connect(server.url, attempts=1)
+        asking = await ask_and_wait(reward, server)
+        server.process.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(wait_until, lambda: not listens(server), description="it takes no new connections")
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(RewardError, match=r"answered 503: .*the server is ending"):
+            await asyncio.wait_for(asking, 5)
+        await reward.close()
+        _, errors = await asyncio.to_thread(server.process.communicate)
+        assert (server.process.returncode, errors) == (0, "")
+
+
+async def ask_and_wait(reward: HttpReward, server: Serving) -> asyncio.Task[float]:
+    """A request whose row waits for others to share its batch."""
+    async with httpx.AsyncClient(base_url=server.url, trust_env=False) as client:
+        await reward.score(make_item("4" * 32))  # a full batch waits for no others; it proves the model's health
+        asking = asyncio.create_task(reward.score(make_item()))
+
+        async def row_waits() -> bool:
+            return bool((await client.get("/health")).json()["pending_rows"])
+
+        await wait_until_async(row_waits, description="the row waits for others")
+    return asking
+
+
+def listens(server: Serving) -> bool:
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except ConnectionRefusedError:
+        return False
+    return True
 
 
 def test_a_trained_model_is_served_behind_a_token(tmp_path: Path) -> None:

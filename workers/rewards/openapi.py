@@ -15,7 +15,7 @@ _REASONS = {
     "413": "The body is too large: send fewer rows at once.",
     "422": "The request is not one that can be scored; `error` says why.",
     "500": "The model gave no finite number; `error` says why.",
-    "503": "Too many rows wait already: try again.",
+    "503": "Too many rows wait already, or the server is ending: try again.",
 }
 
 

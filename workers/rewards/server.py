@@ -66,6 +66,7 @@ class RewardApp:
         self._token = token
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
         self._num_rows = 0  # read and not answered
+        self._ending = asyncio.Event()
         self._metrics = ServiceMetrics(pending_rows=lambda: batcher.num_pending)
 
     def asgi(self) -> Starlette:
@@ -113,6 +114,10 @@ class RewardApp:
             except ScoringFailed as error:
                 return JSONResponse({"status": "failing", "reason": str(error), **facts}, 503)
         return JSONResponse({"status": "ok", **facts})
+
+    def give_up(self) -> None:
+        """The server is about to end: whoever still waits for scores is told to ask elsewhere."""
+        self._ending.set()
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -162,7 +167,8 @@ class RewardApp:
         self._num_rows += num_rows
         try:
             # A caller that gave up and asks again must not wait behind what it asked before.
-            return await run_beside(self._score(texts, tokens), {"hang-up": _wait_for_hang_up(request)})
+            ends = {"hang-up": _wait_for_hang_up(request), "end": self._wait_for_end()}
+            return await run_beside(self._score(texts, tokens), ends)
         finally:
             self._num_rows -= num_rows
 
@@ -176,6 +182,10 @@ class RewardApp:
         self._metrics.rows.inc(len(rows))
         self._metrics.tokens.inc(sum(map(len, rows)))
         return rewards
+
+    async def _wait_for_end(self) -> None:
+        await self._ending.wait()
+        raise HTTPException(503, "the server is ending: ask another one, or later", {"retry-after": "1"})
 
     async def _encode(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         loop = asyncio.get_running_loop()

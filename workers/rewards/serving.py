@@ -1,18 +1,18 @@
 """Running the reward server: load the model, and serve until SIGTERM or Ctrl-C.
 
-These end it in order: no new connections, what was asked is answered, then the process leaves.
+These end it in order: no new connections, what was asked is answered, then the process leaves. Whose scores take longer
+than `STOP_TIMEOUT_S`, or until another such signal, is told to ask elsewhere.
 """
 
 from __future__ import annotations
 
 import asyncio
-import signal
 import socket
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import uvicorn
-from starlette.applications import Starlette
 
 from streamrl.config import schema
 from workers.rewards.batcher import Batcher
@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from workers.rewards.model import Dtype
 
 STOP_TIMEOUT_S = 10
+_LEAVE_TIMEOUT_S = 5  # for a caller to take its answer
+_KEEP_ALIVE_S = 60  # longer than callers keep an idle connection (httpx: 5 s): else it may close just as they ask
 
 
 def build_app(
     settings: schema.RewardServer, *, dtype: Dtype, threads: int | None, token: str | None, trust_remote_code: bool
-) -> Starlette:
+) -> RewardApp:
     """Load the model, which takes its time, and build the application around it."""
     from workers.rewards.model import RewardModel, Scoring, prepare_process  # torch: only where a model is served
 
@@ -43,14 +45,15 @@ def build_app(
         ),
     )
     batcher = Batcher(model, max_delay_s=settings.max_delay_ms / 1000, max_batch_tokens=settings.max_batch_tokens)
-    return RewardApp(model, batcher, token=token).asgi()
+    return RewardApp(model, batcher, token=token)
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, saying when it really listens."""
+    """uvicorn, saying when it really listens, and ending without an error for anybody."""
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, app: RewardApp, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
+        self._app = app
         self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -58,13 +61,27 @@ class _Server(uvicorn.Server):
         if self.started:
             self._on_ready()
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # uvicorn's own would raise the signal again in the end, and an orderly end is exit code 0.
+        if self.should_exit:
+            self._app.give_up()
+        self.should_exit = True
 
-def run(app: Starlette, bound: socket.socket, on_ready: Callable[[], None]) -> None:
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        giving_up = asyncio.get_running_loop().call_later(STOP_TIMEOUT_S, self._app.give_up)
+        await super().shutdown(sockets=sockets)
+        giving_up.cancel()
+
+
+def run(app: RewardApp, bound: socket.socket, on_ready: Callable[[], None]) -> None:
     """Serve until SIGTERM or Ctrl-C, and return."""
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="on", ws="none", timeout_graceful_shutdown=STOP_TIMEOUT_S
+        app.asgi(),
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+        ws="none",
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=STOP_TIMEOUT_S + _LEAVE_TIMEOUT_S,
     )
-    # uvicorn ends on these signals, then raises them again for whoever had them before: an orderly end is exit code 0.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
-    asyncio.run(_Server(config, on_ready).serve(sockets=[bound]))
+    asyncio.run(_Server(config, app, on_ready).serve(sockets=[bound]))
