@@ -23,7 +23,8 @@ MAX_MESSAGE_BYTES = 64 << 20
 _MAX_CONTAINER = 4096  # samples in a group, spans in a sample, fields in a map: all far below this
 _MAX_ITEMS_PER_BYTE_BUDGET = 1 << 16
 
-Code = Literal["I", "Q", "d"]  # of numbers, as `struct` calls them: unsigned ones of 4 and 8 bytes, and doubles
+Code = Literal["Q", "d"]  # of numbers, as `struct` calls them: unsigned ones of 8 bytes, and doubles
+_NUMBER_BYTES = 8
 
 
 def pack(fields: Mapping[str, object]) -> bytes:
@@ -141,12 +142,12 @@ class Fields:
             raise WireError(f"field {name!r} holds {len(data)} bytes, expected {count} items of {kind.itemsize}")
         return np.frombuffer(data, dtype=kind)
 
-    def numbers(self, name: str, code: Code, *, count: int) -> tuple[Any, ...]:
-        """The same as Python's numbers: where they are few, and looked at one by one, arrays cost more."""
+    def numbers(self, name: str, code: Code) -> tuple[Any, ...]:
+        """As many Python numbers as there are: where they are few, and looked at one by one, arrays cost more."""
         data = self.blob(name)
-        size = struct.calcsize(code)
-        if len(data) != count * size:
-            raise WireError(f"field {name!r} holds {len(data)} bytes, expected {count} items of {size}")
+        count, left = divmod(len(data), _NUMBER_BYTES)
+        if left:
+            raise WireError(f"field {name!r} holds {len(data)} bytes, which are no numbers of {_NUMBER_BYTES}")
         return struct.unpack(f"<{count}{code}", data)
 
     def list(self, name: str, *, max_items: int = _MAX_CONTAINER) -> list[Any]:

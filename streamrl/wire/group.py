@@ -10,10 +10,11 @@ large lies in front, raw and in this order, and is used where it lies; the rest 
 
     prompt_ids, token_ids, logprobs      one item a token         lengths are the header's
 
-    num_runs,  mask_runs     how many runs each sample has, and the runs of all
-    num_spans, spans         likewise; a span is version, step, start, end
-    sources,   rewards       names, and a number for each sample and name: NaN where a sample has none of that source
-    totals, finish_reasons   one a sample, as the header says, but under the digest
+    integers           how many mask runs each sample has; how many spans; the runs of all; of all spans the versions,
+                       the steps, the starts, the ends
+    sources, fractions names; the totals of all samples, as the header says, but under the digest; then for each sample
+                       and name a number: NaN where it has none of that source
+    finish_reasons     one a sample, likewise as the header says
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -196,20 +197,20 @@ def decode_body(header: GroupHeader, body: bytes, *, vocabulary: int = _ANY_VOCA
 
 def _columns(samples: Sequence[Sample]) -> dict[str, object]:
     """All that is not an item a token."""
-    for s in samples:
-        if len(s.logprobs) != len(s.token_ids):  # laid end to end, the samples behind it would get wrong ones
-            raise WireError(f"a sample has {len(s.logprobs)} log-probs for {len(s.token_ids)} tokens")
-        if not all(map(math.isfinite, s.rewards.values())):
-            raise WireError("a reward is not a finite number")
-    sources = list(dict.fromkeys(source for s in samples for source in s.rewards))
+    lengths = [len(s.token_ids) for s in samples]
+    if lengths != [len(s.logprobs) for s in samples]:  # laid end to end, the samples behind it would get wrong ones
+        raise WireError("a sample has not as many log-probs as tokens")
+    if not all(map(math.isfinite, [reward for s in samples for reward in s.rewards.values()])):
+        raise WireError("a reward is not a finite number")
+    spans = [span for s in samples for span in s.spans]
+    sources = list(dict.fromkeys([source for s in samples for source in s.rewards]))
+    counts = [len(s.mask_runs) for s in samples] + [len(s.spans) for s in samples]
+    runs = [run for s in samples for run in s.mask_runs]
+    rewards = [s.rewards.get(source, math.nan) for s in samples for source in sources]
     return {
-        "num_runs": pack_numbers("I", [len(s.mask_runs) for s in samples]),
-        "mask_runs": pack_numbers("I", [run for s in samples for run in s.mask_runs]),
-        "num_spans": pack_numbers("I", [len(s.spans) for s in samples]),
-        "spans": pack_numbers("Q", [part for s in samples for span in s.spans for part in span]),
+        "integers": pack_numbers("Q", [*counts, *runs, *chain.from_iterable(zip(*spans, strict=True))]),
         "sources": sources,
-        "rewards": pack_numbers("d", [s.rewards.get(source, math.nan) for s in samples for source in sources]),
-        "totals": pack_numbers("d", [s.reward for s in samples]),
+        "fractions": pack_numbers("d", [*(s.reward for s in samples), *rewards]),
         "finish_reasons": [s.finish_reason for s in samples],
     }
 
@@ -222,22 +223,22 @@ def _unpack_samples(
     f: Fields, header: GroupHeader, token_ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]
 ) -> tuple[Sample, ...]:
     lengths = header.sample_lengths
-    totals = f.numbers("totals", "d", count=len(lengths))
+    runs, spans = _take_integers(f, lengths)
+    rewards, totals = _take_fractions(f, len(lengths))
     if totals != header.sample_rewards:
         raise WireError("rewards of header and body differ")
     reasons = f.list("finish_reasons", max_items=MAX_SAMPLES)
     if any(reason not in FINISH_REASONS for reason in reasons):
         raise WireError(f"finish reasons must be of {FINISH_REASONS}")
-    if tuple(reason == "stop" for reason in reasons) != header.sample_finished:
+    if tuple([reason == "stop" for reason in reasons]) != header.sample_finished:
         raise WireError("finish reasons of header and body differ")
-    of_tokens = (_cut(token_ids, lengths), _cut(logprobs, lengths), _take_runs(f, lengths), _take_spans(f, lengths))
-    columns = (*of_tokens, reasons, _take_rewards(f, len(lengths)), totals)
+    columns = (_cut(token_ids, lengths), _cut(logprobs, lengths), runs, spans, reasons, rewards, totals)
     return tuple(map(Sample._make, zip(*columns, strict=True)))
 
 
 def _cut(column: C, lengths: Sequence[int]) -> list[C]:
     """What each sample has of it."""
-    return [column[end - length : end] for length, end in zip(lengths, accumulate(lengths), strict=True)]
+    return [column[start:end] for start, end in pairwise(accumulate(lengths, initial=0))]
 
 
 def _check_tokens(token_ids: npt.NDArray[np.int32], vocabulary: int) -> None:
@@ -252,42 +253,48 @@ def _check_logprobs(logprobs: npt.NDArray[np.float32]) -> None:
         raise WireError("log-probs must be finite and at most 0")
 
 
-def _take_rewards(f: Fields, num_samples: int) -> list[dict[str, float]]:
+def _take_fractions(f: Fields, num_samples: int) -> tuple[list[dict[str, float]], tuple[float, ...]]:
+    """(rewards by source, totals)"""
     sources = f.list("sources", max_items=MAX_REWARD_SOURCES)
     if any(type(source) is not str for source in sources) or len(set(sources)) != len(sources):
         raise WireError("reward sources must be different names")
-    rewards = f.numbers("rewards", "d", count=num_samples * len(sources))
+    fractions = f.numbers("fractions", "d")
+    if len(fractions) != num_samples * (1 + len(sources)):
+        raise WireError(f"{len(fractions)} rewards for {num_samples} samples of {len(sources)} sources")
+    totals, rewards = fractions[:num_samples], fractions[num_samples:]
     if any(map(math.isinf, rewards)):
         raise WireError("rewards must be finite")
-    rows = _cut(rewards, [len(sources)] * num_samples)
-    return [{source: reward for source, reward in zip(sources, row, strict=True) if reward == reward} for row in rows]
+    in_order = iter(rewards)
+    by_source = [{source: next(in_order) for source in sources} for _ in range(num_samples)]
+    if any(map(math.isnan, rewards)):
+        by_source = [{source: reward for source, reward in row.items() if reward == reward} for row in by_source]
+    return by_source, totals
 
 
-def _take_runs(f: Fields, lengths: Sequence[int]) -> list[tuple[int, ...]]:
-    counts = f.numbers("num_runs", "I", count=len(lengths))
-    runs = _cut(f.numbers("mask_runs", "I", count=sum(counts)), counts)
-    covered = tuple(map(sum, runs))
-    if covered != lengths:
-        raise WireError(f"loss masks cover {covered} tokens of {lengths}")
-    return runs
-
-
-def _take_spans(f: Fields, lengths: Sequence[int]) -> list[tuple[Span, ...]]:
-    counts = f.numbers("num_spans", "I", count=len(lengths))
-    if max(counts, default=0) > _MAX_SPANS:
+def _take_integers(f: Fields, lengths: Sequence[int]) -> tuple[list[tuple[int, ...]], list[tuple[Span, ...]]]:
+    """(mask runs, spans) of each sample"""
+    integers, num_samples = f.numbers("integers", "Q"), len(lengths)
+    num_runs, num_spans = integers[:num_samples], integers[num_samples : 2 * num_samples]
+    if max(num_spans, default=0) > _MAX_SPANS:
         raise WireError(f"more than {_MAX_SPANS} version spans in a sample")
-    parts = f.numbers("spans", "Q", count=4 * sum(counts))
-    spans = _cut(tuple(Span._make(parts[at : at + 4]) for at in range(0, len(parts), 4)), counts)
+    begin, count = 2 * num_samples + sum(num_runs), sum(num_spans)
+    if len(integers) != begin + 4 * count:
+        raise WireError(f"{len(integers)} integers where the mask runs and version spans need {begin + 4 * count}")
+    runs = _cut(integers[2 * num_samples : begin], num_runs)
+    if (covered := tuple(map(sum, runs))) != lengths:
+        raise WireError(f"loss masks cover {covered} tokens of {lengths}")
+    columns = (integers[at : at + count] for at in range(begin, len(integers), count or 1))
+    spans = _cut(tuple(map(Span, *columns)) if count else (), num_spans)
+    _check_cover(spans, lengths)
+    return runs, spans
+
+
+def _check_cover(spans: Sequence[Sequence[Span]], lengths: Sequence[int]) -> None:
     for of_sample, length in zip(spans, lengths, strict=True):
-        _check_cover(of_sample, length)
-    return spans
-
-
-def _check_cover(spans: Sequence[Span], length: int) -> None:
-    reached = 0
-    for _, _, start, end in spans:
-        if start != reached or end <= start:
-            raise WireError("version spans must follow one another without a gap")
-        reached = end
-    if reached != length:
-        raise WireError(f"version spans cover {reached} of {length} tokens")
+        reached = 0
+        for _, _, start, end in of_sample:
+            if start != reached or end <= start:
+                raise WireError("version spans must follow one another without a gap")
+            reached = end
+        if reached != length:
+            raise WireError(f"version spans cover {reached} of {length} tokens")

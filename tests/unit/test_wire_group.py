@@ -42,7 +42,7 @@ def samples(draw: st.DrawFn) -> Sample:
 
 
 def as_plain(sample: Sample) -> dict[str, Any]:
-    plain = {name: getattr(sample, name) for name in Sample.__slots__}
+    plain = {name: getattr(sample, name) for name in Sample._fields}
     return {**plain, "token_ids": sample.token_ids.tolist(), "logprobs": sample.logprobs.tolist()}
 
 
