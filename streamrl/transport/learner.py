@@ -21,6 +21,7 @@ import structlog
 from streamrl.crashpoints import crashpoint
 from streamrl.errors import Fenced, RunGone, TransportError, WireError
 from streamrl.telemetry.thinning import history_streams, is_validation
+from streamrl.transport.ahead import PagedReader
 from streamrl.transport.connection import bounded_block_ms
 from streamrl.transport.keys import LONGEST_EVENTS, Keys
 from streamrl.transport.scripts import for_learner as scripts
@@ -66,6 +67,7 @@ class LearnerStream:
         self._keys = keys
         self._fence = Fence(run_uid=run_uid, epoch=epoch, holder=holder)
         self._tenure = Tenure(client, keys, fence=self._fence, lease_s=lease_s, give_up_after_s=give_up_after_s)
+        self._readers = {purpose: PagedReader(client, keys.groups(purpose)) for purpose in PURPOSES}
 
     # The run, and who learns it
 
@@ -101,6 +103,8 @@ class LearnerStream:
         """First act after `claim` and of every reconcile: streams exist, new groups land beyond the cursors, and of
         tickets that repeat a dead one (by number) Redis knows which."""
         self._tenure.disturbed = False
+        for reader in self._readers.values():
+            reader.forget()
         call = scripts.restore(self._keys, self._fence, cursor=cursor, eval_cursor=eval_cursor, retried=retried or {})
         self._tenure.write("restore the streams", call)
         crashpoint("restore.written")
@@ -121,12 +125,10 @@ class LearnerStream:
 
     def read(self, purpose: Purpose, *, after: str, count: int, block_ms: int) -> list[Entry]:
         """Groups beyond the entry id `after`; empty when none came within `block_ms` (at most some seconds)."""
-        stream = self._keys.groups(purpose)
         block = bounded_block_ms(self._client, block_ms) if block_ms > 0 else None
-        reply: Any = self._tenure.ask(
-            "read groups", lambda: self._client.xread({stream: after}, count=count, block=block)
-        )
-        return [_to_entry(*item) for _, entries in reply or [] for item in entries]
+        reader = self._readers[purpose]
+        found = self._tenure.ask("read groups", lambda: reader.read(after=after, count=count, block_ms=block))
+        return [_to_entry(*entry) for entry in found]
 
     def fetch(self, purpose: Purpose, ids: Sequence[str]) -> list[Entry | None]:
         """These entries; None for one that is not there. Any rank may call it."""
