@@ -51,10 +51,10 @@ class Keys:
         """Stream: what was delivered and not yet committed. Fields n, u, h, b."""
         return f"{self.prefix}groups:{purpose}"
 
-    def receipt(self, worker: str) -> str:
-        """String that expires: the worker's last call that delivered, and its outcomes, so that the same call repeated
-        learns them."""
-        return f"{self.prefix}receipt:{worker}"
+    def receipt(self, worker: str, lane: int | str) -> str:
+        """String that expires: the last call that delivered in this lane of the worker, and its outcomes, so that the
+        same call repeated learns them."""
+        return f"{self.prefix}receipt:{worker}:{lane}"
 
     @property
     def dead(self) -> str:

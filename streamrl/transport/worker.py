@@ -246,12 +246,13 @@ class WorkerStream:
 
     # Delivering
 
-    async def _deliver(self, deliveries: Sequence[Delivery]) -> Sequence[bool]:
+    async def _deliver(self, lane: int, deliveries: Sequence[Delivery]) -> Sequence[bool]:
         groups = [(one.leased, one.header, one.body) for one in deliveries]
         call = partial(
             scripts.deliver,
             self._keys,
             worker=self._worker,
+            lane=lane,
             token=uuid.uuid4().hex,
             receipt_ms=int(2000 * self._give_up_after_s),
             groups=groups,

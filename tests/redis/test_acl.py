@@ -39,7 +39,7 @@ def every_key(keys: Keys) -> dict[str, str]:
         "control": keys.control,
         "tickets": keys.tickets("train"),
         "groups": keys.groups("train"),
-        "receipt": keys.receipt("w"),
+        "receipt": keys.receipt("w", 0),
         "dead": keys.dead,
         "retry_requests": keys.retry_requests,
         "retried": keys.retried,

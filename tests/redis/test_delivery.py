@@ -9,6 +9,8 @@ import redis
 
 from streamrl.transport.keys import WORKERS, Keys
 from streamrl.transport.learner import LearnerStream
+from streamrl.transport.scripts import for_worker as scripts
+from streamrl.transport.scripts.call import run
 from streamrl.transport.types import START, Leased
 from streamrl.transport.worker import WorkerStream
 from streamrl.wire.group import decode_body, decode_header, encode_group
@@ -150,6 +152,25 @@ async def test_the_same_number_issued_again_can_be_delivered_again(
         assert await worker.deliver(leased, *packed(leased))
         assert not await worker.deliver(replace(leased, entry_id="1-1"), *packed(leased))
     assert delivered(learner) == [0, 0]
+
+
+async def test_a_call_that_comes_again_after_the_next_of_its_lane_delivers_nothing(
+    learner: LearnerStream, worker: WorkerStream, client: redis.Redis, keys: Keys
+) -> None:
+    """A worker that was taken for dead, or a road on which something lay for long."""
+    learner.issue([make_ticket(n) for n in range(3)])
+    leased = await worker.lease(max_tickets=3, block_ms=0)
+    calls = [
+        scripts.deliver(
+            keys, "uid", worker="w", lane=lane, token=f"call {one.entry_id}", receipt_ms=10_000,
+            groups=[(one, *packed(one))],
+        )
+        for lane, one in zip((0, 1, 0), leased, strict=True)
+    ]  # fmt: skip
+    assert [run(client, call) for call in calls] == [[b"OK", b"1"]] * 3
+    assert run(client, calls[1]) == [b"OK", b"1"]  # the other lane still has its receipt
+    assert run(client, calls[0]) == [b"OK", b"0"]
+    assert delivered(learner) == [0, 1, 2]
 
 
 async def test_many_workers_at_random_deliver_each_ticket_once(learner: LearnerStream, make_worker: MakeWorker) -> None:

@@ -150,6 +150,33 @@ async def test_groups_delivered_together_whose_reply_is_lost_learn_each_its_own_
     assert lossy.hgetall(keys.counters)[b"delivered:train"] == b"3"
 
 
+@pytest.mark.parametrize("lost", [(0,), (1,), (0, 1), (1, 0), (0, 0, 1, 1), (1, 0, 1, 0)], ids=str)
+async def test_two_calls_under_way_whose_replies_are_lost_find_each_its_own_receipt(
+    lost: tuple[int, ...],
+    learner: LearnerStream,
+    worker: WorkerStream,
+    proxy: Proxy,
+    lossy: redis.Redis,
+    keys: Keys,
+) -> None:
+    learner.issue([make_ticket(n) for n in range(5)])
+    first, *others = await worker.lease(max_tickets=5, block_ms=0)
+    assert await worker.deliver(first, *encode_group(make_group(first.ticket)))
+    learner.delete_tickets("train", [others[3].entry_id])
+    for lane in lost:
+        proxy.drop_reply_to(keys.receipt("w", lane).encode())
+    two_a_call = bytes(700_000)
+    outcomes = await asyncio.gather(*(worker.deliver(one, b"header", two_a_call) for one in others))
+    assert outcomes == [True, True, True, False]
+    assert proxy.num_dropped == len(lost)
+    assert sorted(group.number for group in learner.present_groups("train", after=START)) == [0, 1, 2, 3]
+    counters = lossy.hgetall(keys.counters)
+    assert (counters[b"delivered:train"], counters[b"duplicates:train"]) == (b"4", b"1")
+    receipts = lossy.keys(keys.receipt("*", "*"))
+    assert sorted(receipts) == [keys.receipt("w", lane).encode() for lane in range(2)]
+    assert all(lossy.pttl(receipt) > 0 for receipt in receipts)
+
+
 async def test_tickets_whose_lease_was_lost_on_the_way_arrive_all_the_same(
     learner: LearnerStream, worker: WorkerStream, proxy: Proxy
 ) -> None:

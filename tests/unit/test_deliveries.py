@@ -1,8 +1,9 @@
-"""Deliveries that are ready together go together, and each learns its own outcome."""
+"""Deliveries that are ready together go together, at most two calls at a time, and each learns its own outcome."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -18,14 +19,20 @@ class Server:
 
     def __init__(self) -> None:
         self.calls: list[list[int]] = []
+        self.lanes: list[int] = []  # of those calls
+        self.under_way: Counter[int] = Counter()  # calls by lane
         self.lost: set[int] = set()
         self.answering = asyncio.Event()
         self.error: Exception | None = None
 
-    async def __call__(self, deliveries: Sequence[Delivery]) -> Sequence[bool]:
+    async def __call__(self, lane: int, deliveries: Sequence[Delivery]) -> Sequence[bool]:
         numbers = [delivery.leased.ticket.number for delivery in deliveries]
         self.calls.append(numbers)
+        self.lanes.append(lane)
+        self.under_way[lane] += 1
+        assert self.under_way[lane] == 1, "the receipt of the call before would be gone"
         await self.answering.wait()
+        self.under_way[lane] -= 1
         if self.error is not None:
             raise self.error
         return [number not in self.lost for number in numbers]
@@ -63,6 +70,31 @@ async def test_what_is_ready_in_the_same_turn_goes_together() -> None:
     assert server.calls == [[0, 1, 2]]
 
 
+async def test_as_much_as_a_call_takes_goes_beside_the_first_and_a_third_call_waits() -> None:
+    server = Server()
+    deliveries = Deliveries(server)
+    tasks = await add_all(deliveries, [0])
+    tasks += await add_all(deliveries, range(1, 64))
+    assert server.calls == [[0]]
+    tasks += await add_all(deliveries, range(64, 200))
+    assert [len(call) for call in server.calls] == [1, 64]
+    assert server.lanes == [0, 1]
+
+    server.answering.set()
+    assert await asyncio.gather(*tasks) == [True] * 200
+    assert [len(call) for call in server.calls] == [1, 64, 64, 64, 7]
+    assert [number for call in server.calls for number in call] == list(range(200))
+
+
+async def test_a_lane_whose_call_is_over_is_used_again() -> None:
+    server = Server()
+    server.answering.set()
+    deliveries = Deliveries(server)
+    for number in range(3):
+        assert await deliveries.add(delivery(number))
+    assert server.lanes == [0, 0, 0]
+
+
 async def test_a_call_is_bounded_in_groups_and_in_bytes() -> None:
     server = Server()
     server.answering.set()
@@ -71,7 +103,7 @@ async def test_a_call_is_bounded_in_groups_and_in_bytes() -> None:
     assert [len(call) for call in server.calls] == [64, 64, 22]
 
     server.calls.clear()
-    large = [asyncio.create_task(deliveries.add(delivery(number, num_bytes=300_000))) for number in range(5)]
+    large = [asyncio.create_task(deliveries.add(delivery(number, num_bytes=600_000))) for number in range(5)]
     await asyncio.gather(*large)
     assert server.calls == [[0, 1], [2, 3], [4]]
 

@@ -189,6 +189,7 @@ def deliver(
     run_uid: str,
     *,
     worker: str,
+    lane: int,
     token: str,
     receipt_ms: int,
     groups: Sequence[tuple[Leased, bytes, bytes]],
@@ -198,9 +199,9 @@ def deliver(
     text with a 1 or a 0 for each.
 
     The receipt makes the call repeatable: when the reply was lost, the second call with this token finds the tickets
-    gone and its own receipt instead.
+    gone and its own receipt instead. For that a lane must not begin its next call while it may repeat this one.
     """
-    touched = [keys.receipt(worker), keys.counters]
+    touched = [keys.receipt(worker, lane), keys.counters]
     touched += [key for purpose in LEASING_ORDER for key in (keys.tickets(purpose), keys.groups(purpose))]
     parts: list[Argument] = []
     for leased, header, body in groups:
