@@ -36,6 +36,9 @@ class _Announced:
     def announce(self, announcement: Announcement, *, keep: list[int]) -> None:
         """Nobody listens."""
 
+    def lay_anchor(self, announcement: Announcement, *, keep: list[int]) -> None:
+        """Nobody comes late."""
+
 
 class _Stepping:
     def __init__(self, learner: LearnerSide) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from streamrl.versions import make_version
-from streamrl.weights.encoder import EncodedShard, ShardEncoder, encode_whole
+from streamrl.weights.encoder import EncodedShard, ShardEncoder
 from streamrl.weights.format import Bits, HeldRange, TensorMeta
 from streamrl.weights.manifest import Manifest, ShardRecord, decode_manifest, encode_manifest
 from streamrl.weights.retention import AnchorPace
@@ -27,8 +28,8 @@ class Publishing:
     def encode(self, state: State, *, anchor: bool) -> EncodedShard:
         return self._encoder.encode(self._ranges(state), anchor=anchor)
 
-    def announce(self, shard: EncodedShard, *, anchor: bool, whole: EncodedShard | None = None) -> Manifest:
-        """Store and announce what was encoded last; `whole` as an anchor beside it."""
+    def announce(self, shard: EncodedShard, *, anchor: bool) -> Manifest:
+        """Store and announce what was encoded last."""
         version = make_version(1, len(self.manifests))
         manifest = Manifest(
             version=version,
@@ -37,24 +38,32 @@ class Publishing:
             run_uid=self._run_uid,
             tensors=self._tensors,
             shards=(self._put(shard, version),),
-            anchor=() if whole is None else (self._put(whole, version),),
         )
-        announced = decode_manifest(encode_manifest(manifest))
         self._encoder.advance()
-        self.manifests[version] = announced
         self._last = version
-        return announced
+        return self._announced(manifest)
 
-    def publish(self, state: State, *, anchor: bool = False, beside: bool = False) -> Manifest:
-        whole = encode_whole(self._ranges(state)) if beside else None
-        return self.announce(self.encode(state, anchor=anchor), anchor=anchor, whole=whole)
+    def publish(self, state: State, *, anchor: bool = False) -> Manifest:
+        return self.announce(self.encode(state, anchor=anchor), anchor=anchor)
 
     def publish_at_pace(self, state: State, pace: AnchorPace) -> Manifest:
         """As a learner does it: an anchor first, deltas, and an anchor beside one when it is due."""
-        manifest = self.publish(state, anchor=not self.manifests, beside=bool(self.manifests) and pace.due)
-        anchor = manifest.as_anchor()
-        pace.announced(delta_bytes=manifest.num_bytes, anchor_bytes=None if anchor is None else anchor.num_bytes)
+        due = pace.due
+        manifest = self.publish(state, anchor=not self.manifests)
+        if manifest.base:
+            pace.announced(delta_bytes=manifest.num_bytes)
+            manifest = self._lay_anchor(manifest) if due else manifest
+        if anchor := manifest.as_anchor():
+            pace.anchored(anchor_bytes=anchor.num_bytes)
         return manifest
+
+    def _lay_anchor(self, manifest: Manifest) -> Manifest:
+        whole = self._put(self._encoder.encode_base(), manifest.version)
+        return self._announced(replace(manifest, anchor=(whole,)))
+
+    def _announced(self, manifest: Manifest) -> Manifest:
+        self.manifests[manifest.version] = decode_manifest(encode_manifest(manifest))
+        return self.manifests[manifest.version]
 
     def _ranges(self, state: State) -> list[HeldRange]:
         return [HeldRange(tensor=tensor.name, start=0, bits=state[tensor.name]) for tensor in self._tensors]

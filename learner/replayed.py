@@ -165,6 +165,10 @@ class Unpublished:
         self.busy = False
         self.latest: Published | None = None
 
+    @property
+    def announcing(self) -> bool:
+        return self.busy
+
     def working(self) -> AbstractContextManager[None]:
         return nullcontext()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy.typing as npt
 from safetensors import deserialize
 
 from streamrl.versions import make_version
-from streamrl.weights.encoder import EncodedShard, ShardEncoder, encode_whole
+from streamrl.weights.encoder import EncodedShard, ShardEncoder
 from streamrl.weights.format import BITS, HeldRange, TensorMeta
 from streamrl.weights.manifest import (
     Manifest,
@@ -68,12 +69,10 @@ class World:
     def publish(self, state: State, *, anchor: bool = False, beside: bool = False) -> Manifest:
         anchor = anchor or not self.manifests
         version = make_version(self._epoch, len(self.manifests))
-        records, whole = [], []
-        for rank, encoder in enumerate(self._encoders):
-            held = self._held(state, rank)
-            records.append(self._put(encoder.encode(held, anchor=anchor), version, rank))
-            if beside:
-                whole.append(self._put(encode_whole(held), version, rank))
+        records = [
+            self._put(encoder.encode(self._held(state, rank), anchor=anchor), version, rank)
+            for rank, encoder in enumerate(self._encoders)
+        ]
         manifest = Manifest(
             version=version,
             base=0 if anchor else self._last,
@@ -81,13 +80,21 @@ class World:
             run_uid=RUN_UID,
             tensors=self.tensors,
             shards=tuple(records),
-            anchor=tuple(whole),
         )
-        announced = decode_manifest(encode_manifest(manifest))
-        assert announced == manifest
         for encoder in self._encoders:
             encoder.advance()
-        self.manifests[version], self.states[version], self._last = announced, state, version
+        self.states[version], self._last = state, version
+        announced = self._announced(manifest)
+        return self.lay_anchor() if beside else announced
+
+    def lay_anchor(self) -> Manifest:
+        """Beside the last version."""
+        whole = [self._put(encoder.encode_base(), self._last, rank) for rank, encoder in enumerate(self._encoders)]
+        return self._announced(replace(self.manifests[self._last], anchor=tuple(whole)))
+
+    def _announced(self, manifest: Manifest) -> Manifest:
+        announced = self.manifests[manifest.version] = decode_manifest(encode_manifest(manifest))
+        assert announced == manifest
         return announced
 
     def _put(self, shard: EncodedShard, version: int, rank: int) -> ShardRecord:

@@ -36,7 +36,9 @@ class Tickets(Protocol):
 class Announcements(Protocol):
     """What the learner says of its weights."""
 
-    async def latest(self) -> Announcement | None: ...
+    async def latest(self, *, anew: bool = False) -> Announcement | None:
+        """`anew`: not as it was when it was read first; an anchor may lie beside it by now."""
+        ...
 
     async def beyond(self, version: int, *, within_s: float) -> bool:
         """Wait until a newer version is announced. False: none was heard, and `latest` tells whether there is one."""
@@ -108,7 +110,9 @@ class AnnouncementsDouble:
         self.manifests[announcement.version] = announcement.manifest
         self._bell.set()
 
-    async def latest(self) -> Announcement | None:
+    async def latest(self, *, anew: bool = False) -> Announcement | None:
+        if anew and self.newest is not None:
+            self.newest = replace(self.newest, manifest=self.manifests[self.newest.version])
         return self.newest
 
     async def beyond(self, version: int, *, within_s: float) -> bool:

@@ -155,7 +155,7 @@ class WeightFollower:
                 return
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            announcement = await self._announcements.latest() or announcement
+            announcement = await self._announcements.latest(anew=True) or announcement
 
     async def _patch(self, announcement: Announcement) -> None:
         target = decode_manifest(announcement.manifest)

@@ -4,6 +4,8 @@
                        │ yes                       ├─► ahead of the workers by more than lag.max_steps? ── yes ──► wait
                        └── left alone ─────────────┘
 
+What workers wait for is the version; its anchor may still be on its way when training goes on.
+
 Waits in slices of a second for the publisher's thread, all ranks alike, and asks before each whether to stop: whoever
 ends the learner need not wait for a store that hangs. `weights.give_up_after_s` ends what nobody else ends.
 """
@@ -82,12 +84,15 @@ class Outgoing:
             if not self._publisher.busy:
                 self._publisher.begin(step)
             if self._is_far_ahead(step):
-                self.wait()
+                self._wait_while(lambda: self._publisher.announcing)
 
     def wait(self) -> bool:
         """Until nothing is on its way; False when told to stop before."""
+        return self._wait_while(lambda: self._publisher.busy)
+
+    def _wait_while(self, under_way: Callable[[], bool]) -> bool:
         with self._progress.waiting(Wait.WEIGHTS):
-            while self._publisher.busy:
+            while under_way():
                 if self._told_to_stop():
                     return False
                 self.settle(wait_s=_SLICE_S)

@@ -1,14 +1,16 @@
 """Weights out: every rank encodes what it holds, rank 0 announces the whole, and training goes on meanwhile.
 
-    loop      begin: copy, canary ─────► next step ──────► settle: the base has moved, or not ─► begin ...
-                       │    └───────┐                        ▲
-    thread             └─► encode ──┴─► put ─ gather ─ announce                                (`shipping`)
+    loop      begin: copy, canary ─────► next step ──────► settle: the base has moved, or not ─► settle ─► begin ...
+                       │    └───────┐                        ▲                                    ▲
+    thread             └─► encode ──┴─► put ─ gather ─ announce ─► now and then: an anchor beside it     (`shipping`)
 
 The loop itself waits for a copy of the weights on the host and for the canary's forward pass. One version is on its
-way at a time. A publish that fails anywhere changes nothing anywhere: the base stays, the number is never used again,
-and the next attempt is made against the same base with whatever the weights are by then.
+way at a time, with its anchor. A publish that fails anywhere changes nothing anywhere: the base stays, the number is
+never used again, and the next attempt is made against the same base with whatever the weights are by then. An anchor
+that fails leaves its version as it is, and the next version tries to have one.
 
-Whatever the thread waits for, `give_up_after_s` bounds how long the run goes on without a version getting out.
+Whatever the thread waits for, `give_up_after_s` bounds how long the run goes on without a version getting out, or
+without an anchor that is due.
 """
 
 from __future__ import annotations
@@ -92,8 +94,10 @@ class Publisher:
         self._pace = AnchorPace(every=config.weights.anchor_every, share=config.weights.anchor_share)
         self._next_n = 0
         self._under_way: Future[Shipped | None] | None = None
+        self._anchor: Future[int | None] | None = None  # beside what is, or was, under way
         self._failed = False
         self._trying_since: float | None = None  # since the first attempt after the last success
+        self._anchorless_since: float | None = None  # likewise, of anchors beside
         self.latest: Published | None = None
 
     def working(self) -> AbstractContextManager[None]:
@@ -107,7 +111,12 @@ class Publisher:
 
     @property
     def busy(self) -> bool:
-        """A version is on its way: `settle` before the next."""
+        """A version or its anchor is on its way: `settle` before the next."""
+        return self.announcing or self._anchor is not None
+
+    @property
+    def announcing(self) -> bool:
+        """A version is on its way that workers cannot have yet."""
         return self._under_way is not None
 
     @property
@@ -123,7 +132,6 @@ class Publisher:
             version=make_version(self._epoch, self._next_n),
             step=step,
             base=base.version if base else 0,
-            beside=base is not None and self._pace.due,
             ranges=self._copy.take(self._policy.model),
         )
         self._next_n += 1
@@ -131,11 +139,18 @@ class Publisher:
             self._trying_since = self._clock()
         encoded = self._beside.submit(lambda: self._shipper.encode(cargo))
         canary = self._canary()  # meanwhile
-        self._under_way = self._beside.submit(lambda: self._shipper.ship(cargo, encoded.result(), canary))
+        shipped = self._beside.submit(lambda: self._shipper.ship(cargo, encoded.result(), canary))
+        self._under_way = shipped
+        if base is not None and self._pace.due:
+            if self._anchorless_since is None:
+                self._anchorless_since = self._clock()
+            self._anchor = self._beside.submit(lambda: self._shipper.lay_anchor() if shipped.result() else None)
 
     def settle(self, *, wait_s: float = 0.0) -> Published | None:
-        """What came of the version on its way: published, or None: not yet (`busy`) or failed (`failing`)."""
+        """What came of the version on its way: published, or None: not yet (`announcing`), or failed (`failing`), or it
+        was before, and what came of its anchor is settled now."""
         if self._under_way is None:
+            self._settle_anchor(wait_s=wait_s)
             return None
         wait([self._under_way], timeout=wait_s)
         all_done = self._world.all_agree(self._under_way.done())
@@ -143,16 +158,19 @@ class Publisher:
         if shipped is None:
             self._failed = all_done
             self._under_way = None if all_done else self._under_way
-            self._give_up_in_time()
+            self._give_up_in_time(self._trying_since, "weights")
             return None
         self._under_way, self._failed, self._trying_since = None, False, None
-        self._pace.announced(delta_bytes=shipped.num_bytes, anchor_bytes=shipped.anchor_bytes)
+        if shipped.cargo.base:
+            self._pace.announced(delta_bytes=shipped.num_bytes)
+        else:
+            self._note_anchor(shipped.num_bytes)
         self.latest = Published(
             version=shipped.cargo.version,
             step=shipped.cargo.step,
             num_bytes=shipped.num_bytes,
             changed_fraction=shipped.changed_fraction,
-            needs=_needs(shipped.cargo),
+            needs=(shipped.cargo.version, shipped.cargo.base) if shipped.cargo.base else (shipped.cargo.version,),
         )
         return self.latest
 
@@ -160,7 +178,7 @@ class Publisher:
         """Wait for the version on its way, if there is one."""
         published = None
         while self.busy:
-            published = self.settle(wait_s=_SLICE_S)
+            published = self.settle(wait_s=_SLICE_S) or published
         return published
 
     def publish(self, step: int) -> Published | None:
@@ -168,12 +186,29 @@ class Publisher:
         self.begin(step)
         return self.finish()
 
-    def _give_up_in_time(self) -> None:
-        assert self._trying_since is not None, "an attempt was begun"
-        trying_s = float(self._world.largest(np.array([self._clock() - self._trying_since]))[0])
+    def _settle_anchor(self, *, wait_s: float) -> None:
+        if self._anchor is None:
+            return
+        wait([self._anchor], timeout=wait_s)
+        if not self._world.all_agree(self._anchor.done()):
+            return
+        num_bytes = self._anchor.result()
+        self._anchor = None
+        if num_bytes is None:
+            self._give_up_in_time(self._anchorless_since, "anchor of the weights")
+        else:
+            self._note_anchor(num_bytes)
+
+    def _note_anchor(self, num_bytes: int) -> None:
+        self._anchorless_since = None
+        self._pace.anchored(anchor_bytes=num_bytes)
+
+    def _give_up_in_time(self, trying_since: float | None, what: str) -> None:
+        assert trying_since is not None, "an attempt was begun"
+        trying_s = float(self._world.largest(np.array([self._clock() - trying_since]))[0])
         if trying_s > self._settings.give_up_after_s:
             raise TrainingError(
-                f"no weights could be published for {trying_s:.0f} s (weights.give_up_after_s = "
+                f"no {what} could be published for {trying_s:.0f} s (weights.give_up_after_s = "
                 f"{self._settings.give_up_after_s:.0f}); is weights.store {self._settings.store!r} there, with room?"
             )
 
@@ -183,11 +218,6 @@ class Publisher:
             [batch] = pack([probe(self._canary_ids)], max_tokens=len(self._canary_ids), shape=self._policy.shape)
             logprobs = self._policy(batch.to(self._world.device), raw=True).logp.clamp(max=0)
         return Canary(token_ids=tuple(self._canary_ids.tolist()), logprobs=tuple(logprobs.tolist()))
-
-
-def _needs(cargo: Cargo) -> tuple[int, ...]:
-    stands_alone = cargo.base == 0 or cargo.beside
-    return (cargo.version,) if stands_alone else (cargo.version, cargo.base)
 
 
 def _refuse_too_large(model_bytes: int, settings: schema.Weights) -> None:

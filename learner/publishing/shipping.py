@@ -5,6 +5,11 @@
                           gather records ─ manifest ─ announce        rank 0, one fenced script
                                                 │
            advance the base  ◄── all ranks ok ──┴── else: keep the base
+                  │
+    now and then ─┴► the whole base ─ room ─ put blobs ─ gather ─ the same manifest with an anchor ─ one fenced script
+
+Workers take in the delta while its anchor is still stored. Whoever comes late meanwhile, or after a crash in between,
+goes the way over the anchor before, which is kept until the last one but it has a successor.
 
 The collectives here go through a group of their own, so that they never meet those of the loop. Blocks on the store, on
 Redis and on the other ranks' threads, each within its own bounds.
@@ -13,7 +18,7 @@ Redis and on the other ranks' threads, each within its own bounds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -24,7 +29,7 @@ from learner.publishing.sweep import Sweeper
 from streamrl.errors import Fenced, StreamrlError
 from streamrl.transport.types import Announcement
 from streamrl.versions import show
-from streamrl.weights.encoder import EncodedShard, ShardEncoder, encode_whole
+from streamrl.weights.encoder import EncodedShard, ShardEncoder
 from streamrl.weights.format import HeldRange, TensorMeta
 from streamrl.weights.manifest import Canary, Manifest, ShardRecord, decode_record, encode_manifest, encode_record
 from streamrl.weights.stores import BlobStore
@@ -37,6 +42,8 @@ class Announcer(Protocol):
 
     def announce(self, announcement: Announcement, *, keep: list[int]) -> None: ...
 
+    def lay_anchor(self, announcement: Announcement, *, keep: list[int]) -> None: ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cargo:
@@ -45,13 +52,7 @@ class Cargo:
     version: int
     step: int
     base: int  # 0: an anchor by itself
-    beside: bool  # an anchor beside the delta
     ranges: Sequence[HeldRange]  # this rank's
-
-    @property
-    def num_shards(self) -> int:
-        """Of each rank."""
-        return 2 if self.beside else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,6 @@ class Shipped:
 
     cargo: Cargo
     num_bytes: int  # of the delta, or of the anchor by itself
-    anchor_bytes: int | None  # None: there is no anchor
     changed_fraction: float
 
 
@@ -79,93 +79,99 @@ class Shipper:
         self._world, self._run_uid, self._tensors = world, run_uid, tensors
         self._store, self._announcer, self._sweeper = store, announcer, sweeper
         self._encoder = ShardEncoder()
+        self._announced: Manifest | None = None  # the newest
 
-    def encode(self, cargo: Cargo) -> list[EncodedShard]:
-        """This rank's part; empty when that did not work."""
+    def encode(self, cargo: Cargo) -> EncodedShard | None:
+        """This rank's part; None when that did not work."""
         try:
-            shards = [self._encoder.encode(cargo.ranges, anchor=cargo.base == 0)]
-            return [*shards, encode_whole(cargo.ranges)] if cargo.beside else shards
+            return self._encoder.encode(cargo.ranges, anchor=cargo.base == 0)
         except StreamrlError as error:
             log.warning("weights not encoded", version=show(cargo.version), error=str(error))
-            return []
-
-    def ship(self, cargo: Cargo, shards: Sequence[EncodedShard], canary: Canary) -> Shipped | None:
-        """What was encoded last. A collective; None when it failed somewhere, which all ranks then know."""
-        mine = self._stored(cargo, shards)
-        packed = [encode_record(record) for record in mine] or [b""] * cargo.num_shards
-        gathered = [self._world.gather_bytes(record) for record in packed]
-        announced, refusal = False, None
-        if all(record for records in gathered for record in records):
-            announced, refusal = self._announced(cargo, canary, gathered)
-        agreed = self._world.all_agree(announced)  # the others must hear of a refusal, and not wait for ever
-        if refusal is not None:
-            raise refusal
-        if not agreed:
             return None
-        self._encoder.advance()
-        return _shipped(cargo, gathered)
 
-    def _stored(self, cargo: Cargo, shards: Sequence[EncodedShard]) -> list[ShardRecord]:
-        """This rank's records of blobs that are in the store; empty when that did not work this time."""
-        if not self._found_room(shards):
-            return []
-        records = [
-            shard.record(run_uid=self._run_uid, version=cargo.version, rank=self._world.rank) for shard in shards
-        ]
-        try:
-            for record, shard in zip(records, shards, strict=True):
-                self._store.put(record.blob_name, shard.blob)
-        except StreamrlError as error:
-            log.warning("weights not stored", version=show(cargo.version), error=str(error))
-            return []
-        return records
-
-    def _found_room(self, shards: Sequence[EncodedShard]) -> bool:
-        """Rank 0 makes room for the blobs of all; False also when a rank has none."""
-        num_bytes = self._world.total(np.array([sum(len(shard.blob) for shard in shards)], dtype=np.float64))
-        room = self._sweeper is None or self._sweeper.make_room(int(num_bytes[0]))
-        return self._world.all_agree(room and bool(shards))
-
-    def _announced(
-        self, cargo: Cargo, canary: Canary, gathered: Sequence[Sequence[bytes]]
-    ) -> tuple[bool, Fenced | None]:
-        """Rank 0 tells the workers; elsewhere there is nothing that could fail."""
-        if self._announcer is None or self._sweeper is None:
-            return True, None
-        shards, *anchor = [tuple(decode_record(record) for record in records) for records in gathered]
+    def ship(self, cargo: Cargo, shard: EncodedShard | None, canary: Canary) -> Shipped | None:
+        """What was encoded last. A collective; None when it failed somewhere, which all ranks then know."""
+        records = self._gathered(cargo.version, shard)
+        if records is None:
+            return None
         manifest = Manifest(
             version=cargo.version,
             base=cargo.base,
             step=cargo.step,
             run_uid=self._run_uid,
             tensors=self._tensors,
-            shards=shards,
-            anchor=anchor[0] if anchor else (),
+            shards=records,
             canary=canary,
         )
-        keep = sorted(self._sweeper.kept_with(manifest))
+        if not self._all_told(manifest):
+            return None
+        self._encoder.advance()
+        self._announced = manifest
+        return Shipped(cargo=cargo, num_bytes=manifest.num_bytes, changed_fraction=_changed_fraction(records))
+
+    def lay_anchor(self) -> int | None:
+        """Beside the version announced last. A collective; the anchor's bytes, or None when it failed somewhere: then a
+        later version is to have one."""
+        assert self._announced is not None, "an anchor lies beside a version"
+        records = self._gathered(self._announced.version, self._encoder.encode_base())
+        if records is None:
+            return None
+        manifest = replace(self._announced, anchor=records)
+        return sum(record.num_bytes for record in records) if self._all_told(manifest) else None
+
+    def _gathered(self, version: int, shard: EncodedShard | None) -> tuple[ShardRecord, ...] | None:
+        """All ranks' records of blobs that are in the store; None when some are not."""
+        mine = self._stored(version, shard)
+        packed = self._world.gather_bytes(b"" if mine is None else encode_record(mine))
+        return tuple(decode_record(record) for record in packed) if all(packed) else None
+
+    def _stored(self, version: int, shard: EncodedShard | None) -> ShardRecord | None:
+        """This rank's record of a blob that is in the store; None when that did not work this time."""
+        if not self._found_room(shard) or shard is None:
+            return None
+        record = shard.record(run_uid=self._run_uid, version=version, rank=self._world.rank)
         try:
-            announcement = Announcement(
-                version=cargo.version, base=cargo.base, step=cargo.step, manifest=encode_manifest(manifest)
-            )
-            self._announcer.announce(announcement, keep=keep)
-        except Fenced as error:
-            return False, error
+            self._store.put(record.blob_name, shard.blob)
         except StreamrlError as error:
-            log.warning("weights not announced", version=show(cargo.version), error=str(error))
-            return False, None
-        self._sweeper.announced(manifest)
-        return True, None
+            log.warning("weights not stored", version=show(version), error=str(error))
+            return None
+        return record
+
+    def _found_room(self, shard: EncodedShard | None) -> bool:
+        """Rank 0 makes room for the blobs of all; False also when a rank has none."""
+        num_bytes = self._world.total(np.array([0 if shard is None else len(shard.blob)], dtype=np.float64))
+        room = self._sweeper is None or self._sweeper.make_room(int(num_bytes[0]))
+        return self._world.all_agree(room and shard is not None)
+
+    def _all_told(self, manifest: Manifest) -> bool:
+        """Rank 0 tells the workers; the others must hear of a refusal, and not wait for ever."""
+        told, refusal = True, None
+        if self._announcer is not None and self._sweeper is not None:
+            told, refusal = _told(self._announcer, manifest, keep=sorted(self._sweeper.kept_with(manifest)))
+        if told and self._sweeper is not None:
+            self._sweeper.announced(manifest)
+        agreed = self._world.all_agree(told)
+        if refusal is not None:
+            raise refusal
+        return agreed
 
 
-def _shipped(cargo: Cargo, gathered: Sequence[Sequence[bytes]]) -> Shipped:
-    shards, *anchor = [[decode_record(record) for record in records] for records in gathered]
-    ranges = [part for shard in shards for part in shard.ranges]
-    num_bytes = sum(shard.num_bytes for shard in shards)
-    anchor_bytes = num_bytes if cargo.base == 0 else None
-    return Shipped(
-        cargo=cargo,
-        num_bytes=num_bytes,
-        anchor_bytes=sum(shard.num_bytes for shard in anchor[0]) if anchor else anchor_bytes,
-        changed_fraction=sum(part.num_changed for part in ranges) / max(1, sum(part.length for part in ranges)),
-    )
+def _told(announcer: Announcer, manifest: Manifest, *, keep: list[int]) -> tuple[bool, Fenced | None]:
+    tell = announcer.lay_anchor if manifest.anchor else announcer.announce
+    try:
+        encoded = encode_manifest(manifest)
+        tell(
+            Announcement(version=manifest.version, base=manifest.base, step=manifest.step, manifest=encoded), keep=keep
+        )
+    except Fenced as error:
+        return False, error
+    except StreamrlError as error:
+        what = "anchor not laid" if manifest.anchor else "weights not announced"
+        log.warning(what, version=show(manifest.version), error=str(error))
+        return False, None
+    return True, None
+
+
+def _changed_fraction(records: Sequence[ShardRecord]) -> float:
+    ranges = [part for record in records for part in record.ranges]
+    return sum(part.num_changed for part in ranges) / max(1, sum(part.length for part in ranges))

@@ -214,6 +214,13 @@ class LearnerStream:
         self._tenure.write(f"announce version {show(version)}", call)
         crashpoint("announce.written")
 
+    def lay_anchor(self, announcement: Announcement, *, keep: Sequence[int]) -> None:
+        """The version's anchor is stored beside it: from here on late workers begin with it. Manifests not in `keep`
+        go, as those of what only led to older anchors."""
+        call = scripts.lay_anchor(self._keys, self._fence, announcement, keep=keep)
+        self._tenure.write(f"lay an anchor beside version {show(announcement.version)}", call)
+        crashpoint("anchor.written")
+
     def has_manifests(self, versions: Sequence[int]) -> bool:
         """Whether Redis has those of all these versions."""
         names = [str(version) for version in versions]

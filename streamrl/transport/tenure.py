@@ -177,6 +177,8 @@ class Tenure:
                 )
             case b"STALE":
                 raise TransportError(f"Redis already has weights of version {int(rest[0])}: could not {what}")
+            case b"UNKNOWN":
+                raise TransportError(f"Redis has lost the weights: could not {what}")
             case _:
                 raise TransportError(f"run {name!r} vanished from Redis twice while trying to {what}")
 

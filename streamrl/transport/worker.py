@@ -148,9 +148,9 @@ class WorkerStream:
         crashpoint("worker.left")
         self._held.clear()
 
-    async def latest(self) -> Announcement | None:
-        """The newest version and its manifest."""
-        known = self._latest.version if self._latest else 0
+    async def latest(self, *, anew: bool = False) -> Announcement | None:
+        """The newest version and its manifest, which is read again only if `anew`: an anchor may lie beside it now."""
+        known = self._latest.version if self._latest and not anew else 0
         reply = await self._call("read the latest version", lambda uid: scripts.latest(self._keys, uid, known=known))
         match reply:
             case [version, base, step, manifest]:

@@ -4,7 +4,7 @@ The encoder keeps a host copy of the last *announced* state. `encode` only reads
 is announced, moves it on. So a publish that fails is simply encoded again from the same base, and what workers hold and
 what deltas are made against cannot drift apart.
 
-    encode ─► put blob ─► gather records, announce ─► advance
+    encode ─► put blob ─► gather records, announce ─► advance ─► now and then, encode_base: an anchor beside it
        ▲                          │
        └────── failed: again ◄────┘
 
@@ -103,6 +103,11 @@ class ShardEncoder:
                 self._base[key][part.positions] = part.bits
         self._pending = None
 
+    def encode_base(self) -> EncodedShard:
+        """All bits of the version announced last, to lie beside its delta as an anchor. The digests are made anew, so a
+        base that is not what was announced shows in the manifest."""
+        return _joined([_encode_whole(tensor, start, bits) for (tensor, start), bits in self._base.items()])
+
     def _check_layout(self, pieces: Sequence[tuple[str, int, Bits]]) -> None:
         held = {(tensor, start): (len(bits), bits.dtype) for tensor, start, bits in pieces}
         if held != {key: (len(bits), bits.dtype) for key, bits in self._base.items()}:
@@ -131,11 +136,6 @@ class ShardEncoder:
         if coding is Coding.RAW or 2 * num_changed > len(bits):
             return _Part(said=said, payload=payload, positions=None, bits=bits if coding is Coding.RAW else bits.copy())
         return _Part(said=said, payload=payload, positions=changes.positions, bits=changes.bits)
-
-
-def encode_whole(ranges: Sequence[HeldRange]) -> EncodedShard:
-    """All bits, to lie beside a delta of the same state as its anchor; no encoder remembers it."""
-    return _joined([_encode_whole(tensor, start, bits) for tensor, start, bits in _split(ranges)])
 
 
 def _joined(parts: Sequence[_Part]) -> EncodedShard:

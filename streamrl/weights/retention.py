@@ -34,13 +34,14 @@ class AnchorPace:
         """The next version should be an anchor and nothing else: a delta beside it would save workers little."""
         return self.due and 2 * self._last_delta_bytes > self._anchor_bytes
 
-    def announced(self, *, delta_bytes: int, anchor_bytes: int | None) -> None:
-        if anchor_bytes is None:
-            self._num_deltas += 1
-            self._delta_bytes += delta_bytes
-            self._last_delta_bytes = delta_bytes
-        else:
-            self._anchor_bytes, self._num_deltas, self._delta_bytes = anchor_bytes, 0, 0
+    def announced(self, *, delta_bytes: int) -> None:
+        self._num_deltas += 1
+        self._delta_bytes += delta_bytes
+        self._last_delta_bytes = delta_bytes
+
+    def anchored(self, *, anchor_bytes: int) -> None:
+        """The version announced last, or one that is an anchor by itself."""
+        self._anchor_bytes, self._num_deltas, self._delta_bytes = anchor_bytes, 0, 0
 
 
 def retained(anchors: Mapping[int, bool]) -> frozenset[int]:

@@ -15,7 +15,7 @@ from streamrl.transport.connection import connect
 from streamrl.transport.keys import Keys
 from streamrl.transport.learner import LearnerStream
 from streamrl.transport.types import Announcement
-from streamrl.weights.manifest import encode_manifest
+from streamrl.weights.manifest import Manifest, encode_manifest
 from streamrl.weights.stores import open_store
 from tests.weights_world import RUN_UID, State, World, nudged, random_state
 
@@ -39,9 +39,13 @@ def publish(client: redis.Redis, keys: Keys, store: str, *, epoch: int) -> None:
     stream.claim(config_json="{}", fingerprint="model", takeover=True, wait_s=5.0)
     world = World(open_store(store, client, keys), num_ranks=2, epoch=epoch)
     for n, state in enumerate(states(epoch)):
-        m = world.publish(state, beside=n == ANCHOR_BESIDE)
-        told = Announcement(version=m.version, base=m.base, step=m.step, manifest=encode_manifest(m))
-        stream.announce(told, keep=list(world.manifests))
+        stream.announce(_told(world.publish(state)), keep=list(world.manifests))
+        if n == ANCHOR_BESIDE:
+            stream.lay_anchor(_told(world.lay_anchor()), keep=list(world.manifests))
+
+
+def _told(m: Manifest) -> Announcement:
+    return Announcement(version=m.version, base=m.base, step=m.step, manifest=encode_manifest(m))
 
 
 if __name__ == "__main__":

@@ -61,6 +61,8 @@ class KeptAnnouncements:
     def announce(self, announcement: Announcement, *, keep: list[int]) -> None:
         (self._folder / f"manifest-{announcement.version}").write_bytes(announcement.manifest)
 
+    lay_anchor = announce
+
 
 def never_round(policy: Policy) -> None:
     """The model's own norms would be computed in fp32."""

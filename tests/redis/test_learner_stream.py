@@ -19,7 +19,7 @@ from streamrl.transport.worker import WorkerStream
 from streamrl.versions import make_version
 from streamrl.wire.ticket import Purpose, decode_ticket, encode_ticket
 from tests.helpers import make_ticket, wait_until
-from tests.redis.conftest import MakeLearner
+from tests.redis.conftest import MakeLearner, MakeWorker
 
 
 def add_groups(client: redis.Redis, keys: Keys, numbers: range | list[int], *, uid: str = "uid") -> list[str]:
@@ -257,6 +257,33 @@ async def test_manifests_that_are_not_kept_are_dropped(learner: LearnerStream, w
     learner.announce(Announcement(version=versions[3], base=0, step=0, manifest=b"m"), keep=[versions[1]])
     there = [await worker.manifest(version) for version in versions]
     assert there == [None, b"m", None, b"m"]
+
+
+async def test_an_anchor_beside_a_version_shows_to_who_reads_its_manifest_anew(
+    learner: LearnerStream, worker: WorkerStream, make_worker: MakeWorker
+) -> None:
+    one, two, three = (make_version(1, n) for n in range(3))
+    for version, base in ((one, 0), (two, one), (three, two)):
+        learner.announce(Announcement(version=version, base=base, step=0, manifest=b"delta"), keep=[one, two])
+    before = Announcement(version=three, base=two, step=0, manifest=b"delta")
+    assert await worker.latest() == before
+    after = Announcement(version=three, base=two, step=0, manifest=b"delta and anchor")
+    learner.lay_anchor(after, keep=[two])
+    assert await worker.latest() == before, "nothing is read again for who has the version on its way"
+    assert await worker.latest(anew=True) == after
+    assert await make_worker("late").latest() == after
+    assert [await worker.manifest(version) for version in (one, two)] == [None, b"delta"]
+
+
+def test_no_anchor_is_laid_beside_a_version_that_redis_has_lost(
+    learner: LearnerStream, client: redis.Redis, keys: Keys
+) -> None:
+    told = Announcement(version=make_version(1, 0), base=0, step=0, manifest=b"m")
+    learner.announce(told, keep=[])
+    client.flushall()
+    with pytest.raises(TransportError, match="has lost the weights"):
+        learner.lay_anchor(told, keep=[])
+    assert not client.exists(keys.manifests)
 
 
 def test_versions_only_grow(learner: LearnerStream) -> None:

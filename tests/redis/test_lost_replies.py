@@ -99,21 +99,26 @@ def test_an_append_whose_reply_is_lost_appends_once(
     assert learner.disturbed
 
 
-def test_an_announcement_and_a_commit_whose_replies_are_lost_succeed(
+def test_an_announcement_an_anchor_and_a_commit_whose_replies_are_lost_succeed(
     learner: LearnerStream, proxy: Proxy, lossy: redis.Redis, keys: Keys
 ) -> None:
     def announce(n: int) -> None:
-        announcement = Announcement(version=make_version(1, n), base=0, step=n, manifest=b"m")
-        learner.announce(announcement, keep=[])
+        learner.announce(told(n), keep=[])
+
+    def told(n: int, manifest: bytes = b"m") -> Announcement:
+        return Announcement(version=make_version(1, n), base=0, step=n, manifest=manifest)
 
     announce(0)
     proxy.drop_reply_to(SCRIPT, times=2)
     announce(1)
+    proxy.drop_reply_to(SCRIPT, times=2)
+    learner.lay_anchor(told(1, b"with an anchor"), keep=[])
     learner.commit(step=1, cursor="1-1", trim_below="1-1")
     proxy.drop_reply_to(SCRIPT, times=2)
     learner.commit(step=2, cursor="2-2", trim_below="2-2")
-    assert proxy.num_dropped == 4
+    assert proxy.num_dropped == 6
     assert lossy.hget(keys.meta, "step") == b"2"
+    assert lossy.hgetall(keys.manifests) == {str(make_version(1, 1)).encode(): b"with an anchor"}
 
 
 async def test_a_delivery_whose_reply_is_lost_is_known_as_our_own(

@@ -18,7 +18,7 @@ from learner.policy.model import Policy, load_policy
 from learner.publishing.publish import Publisher
 from learner.publishing.sweep import Sweeper
 from streamrl.config import schema
-from streamrl.errors import Fenced, ResourceError, TrainingError, TransportError
+from streamrl.errors import Fenced, ResourceError, StreamrlError, TrainingError, TransportError, WeightsError
 from streamrl.transport.types import Announcement
 from streamrl.weights.manifest import Manifest, decode_manifest
 from streamrl.weights.mirror import Mirror
@@ -37,11 +37,19 @@ class FakeStream:
         self.manifests: list[Manifest] = []
         self.kept: list[int] = []
         self.refusal: Exception | None = None
+        self.anchor_refusal: Exception | None = None
 
     def announce(self, announcement: Announcement, *, keep: Sequence[int]) -> None:
         if self.refusal is not None:
             raise self.refusal
         self.manifests.append(decode_manifest(announcement.manifest))
+        self.kept = list(keep)
+
+    def lay_anchor(self, announcement: Announcement, *, keep: Sequence[int]) -> None:
+        if self.anchor_refusal is not None:
+            raise self.anchor_refusal
+        assert announcement.version == self.manifests[-1].version
+        self.manifests[-1] = decode_manifest(announcement.manifest)
         self.kept = list(keep)
 
 
@@ -69,6 +77,7 @@ class Scene:
         self.config = learner_config(make_model(folder / "model"), weights=settings)
         self.policy: Policy = load_policy(self.config, ALONE, (1,))
         self.store, self.stream, self.clock = store or MemoryStore(), FakeStream(), FakeClock()
+        self.beside = beside or AtOnce()
         self.publisher = Publisher(
             policy=self.policy,
             config=self.config,
@@ -78,7 +87,7 @@ class Scene:
             store=self.store,
             announcer=self.stream,
             canary_ids=np.array([3, 4, 5, 1], dtype=np.int32),
-            beside=beside or AtOnce(),
+            beside=self.beside,
             clock=self.clock,
         )
 
@@ -128,6 +137,85 @@ def test_an_anchor_comes_as_often_as_set_beside_a_delta(tmp_path: Path) -> None:
         scene.train()
     assert has_anchor(scene) == [True, False, False, True, False, False, True]
     assert [manifest.base == 0 for manifest in scene.stream.manifests] == [True] + [False] * 6
+
+
+def anchor_due_at_once(folder: Path, **more: Any) -> Scene:
+    """The next version is to have an anchor beside it."""
+    scene = Scene(folder, anchor_every=1, **more)
+    scene.publisher.begin(0)
+    if isinstance(hand := scene.beside, ByHand):
+        hand.work()
+    assert scene.publisher.finish() is not None
+    scene.train()
+    return scene
+
+
+def test_workers_have_the_version_before_its_anchor_is_stored(tmp_path: Path) -> None:
+    """Training that waits for them goes on by then, and the next version waits for the anchor."""
+    hand = ByHand()
+    scene = anchor_due_at_once(tmp_path, beside=hand)
+    scene.publisher.begin(1)
+    hand.work(2)  # encode, ship
+    published = scene.publisher.settle()
+    assert published is not None
+    assert published.needs == (scene.stream.manifests[1].version, scene.stream.manifests[0].version)
+    assert has_anchor(scene) == [True, False]
+    assert (scene.publisher.announcing, scene.publisher.busy) == (False, True)
+    assert scene.is_served(tmp_path / "early")
+
+    scene.train()  # the anchor is of the version, not of what is trained since
+    hand.work()
+    assert scene.publisher.settle() is None
+    assert not scene.publisher.busy
+    assert has_anchor(scene) == [True, True]
+    anchor = scene.stream.manifests[1].as_anchor()
+    assert anchor is not None
+    late = Mirror(tmp_path / "late")
+    late.apply(anchor, scene.store)
+    assert late.path.read_bytes() == (tmp_path / "early" / "mirror.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("trouble", [TransportError("away"), WeightsError("in the way")])
+def test_an_anchor_that_fails_leaves_its_version_and_comes_with_the_next(
+    tmp_path: Path, trouble: StreamrlError
+) -> None:
+    scene = anchor_due_at_once(tmp_path)
+    scene.stream.anchor_refusal = trouble
+    assert scene.publisher.publish(1) is not None
+    assert not scene.publisher.failing
+    assert has_anchor(scene) == [True, False]
+    scene.stream.anchor_refusal = None
+    scene.train()
+    assert scene.publisher.publish(2) is not None
+    assert has_anchor(scene) == [True, False, True]
+    assert [manifest.base for manifest in scene.stream.manifests[1:]] == [m.version for m in scene.stream.manifests[:2]]
+    assert scene.is_served(tmp_path / "mirror")
+
+
+def test_a_version_that_fails_has_no_anchor_laid_beside_it(tmp_path: Path) -> None:
+    scene = anchor_due_at_once(tmp_path)
+    scene.stream.refusal = TransportError("away")
+    assert scene.publisher.publish(1) is None
+    assert scene.publisher.failing
+    assert has_anchor(scene) == [True]
+
+
+def test_anchors_that_fail_for_too_long_end_the_run(tmp_path: Path) -> None:
+    scene = anchor_due_at_once(tmp_path, give_up_after_s=30.0)
+    scene.stream.anchor_refusal = TransportError("away")
+    for step, now in ((1, 0.0), (2, 29.0)):
+        scene.clock.now = now
+        assert scene.publisher.publish(step) is not None
+    scene.clock.now = 31.0
+    with pytest.raises(TrainingError, match=r"no anchor of the weights could be published for 31 s"):
+        scene.publisher.publish(3)
+
+
+def test_a_newer_learner_ends_publishing_also_while_an_anchor_is_laid(tmp_path: Path) -> None:
+    scene = anchor_due_at_once(tmp_path)
+    scene.stream.anchor_refusal = Fenced("a newer epoch")
+    with pytest.raises(Fenced):
+        scene.publisher.publish(1)
 
 
 def test_an_anchor_comes_as_soon_as_the_deltas_weigh_a_share_of_it(tmp_path: Path) -> None:
@@ -219,10 +307,10 @@ class ByHand(AtOnce):
         self.jobs.append((future, job))
         return future
 
-    def work(self) -> None:
-        while self.jobs:
-            future, job = self.jobs.pop(0)
+    def work(self, num_jobs: int | None = None) -> None:
+        for future, job in self.jobs[:num_jobs]:
             future.set_result(job())
+        del self.jobs[:num_jobs]
 
 
 def test_training_goes_on_while_a_version_is_on_its_way(tmp_path: Path) -> None:

@@ -31,6 +31,10 @@ class FakePublisher:
         self.begun: list[int] = []
         self.busy = False
 
+    @property
+    def announcing(self) -> bool:
+        return self.busy
+
     def begin(self, step: int, *, whole: bool = False) -> None:
         assert not self.busy
         self.begun.append(step)
@@ -103,15 +107,17 @@ def test_training_that_waits_for_a_version_goes_on_when_told_to_stop() -> None:
 
 
 class HangingStore(MemoryStore):
-    """Takes nothing until it is let go."""
+    """Takes nothing until it is let go, or nothing from so many bytes on."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, from_bytes: int = 0) -> None:
         super().__init__()
+        self._from_bytes = from_bytes
         self.reached, self.let_go = threading.Event(), threading.Event()
 
     def put(self, name: str, data: bytes) -> None:
-        self.reached.set()
-        assert self.let_go.wait(60)
+        if len(data) >= self._from_bytes:
+            self.reached.set()
+            assert self.let_go.wait(60)
         super().put(name, data)
 
 
@@ -127,3 +133,24 @@ def test_a_store_that_hangs_holds_up_the_end_for_a_second_or_two(tmp_path: Path)
         store.let_go.set()
     assert publisher.busy
     assert took_s < 10
+
+
+@pytest.mark.timeout(60)
+def test_training_that_waits_for_workers_does_not_wait_for_an_anchor(tmp_path: Path) -> None:
+    store, beside = HangingStore(from_bytes=100_000), Beside("publisher")
+    scene = Scene(tmp_path, store=store, beside=beside, anchor_every=1)
+    out = outgoing(scene.publisher, lambda: False, max_ahead=0)
+    with beside.working(join_s=30):
+        store.let_go.set()
+        assert out.send(0)
+        store.reached.clear()
+        store.let_go.clear()
+        scene.train()
+        out.send_beside(1)
+        assert scene.publisher.latest is not None
+        assert scene.publisher.latest.step == 1
+        assert scene.publisher.busy
+        assert store.reached.wait(30), "the anchor is on its way"
+        store.let_go.set()
+        assert out.wait()
+    assert [manifest.as_anchor() is not None for manifest in scene.stream.manifests] == [True, True]

@@ -193,6 +193,19 @@ async def test_a_version_that_cannot_be_had_is_replaced_by_a_newer_one(follower:
     assert_holds(follower.mirror.path, follower.world.states[anchor.version])
 
 
+async def test_a_worker_whose_way_has_a_hole_takes_the_anchor_that_was_laid_since(follower: Follower) -> None:
+    """It read the manifest before, and no newer version comes."""
+    follower.publish()
+    newest = follower.publish()
+    for shard in (*follower.world.manifests.values(),)[0].shards:
+        follower.store.delete(shard.blob_name)
+    anchored = follower.world.lay_anchor()
+    follower.announcements.manifests[newest.version] = encode_manifest(anchored)
+    async with follower.following():
+        await follower.serves(newest)
+    assert_holds(follower.mirror.path, follower.world.states[newest.version])
+
+
 async def test_a_store_that_is_away_for_a_while_is_waited_for(tmp_path: Path) -> None:
     store = AwayStore()
     follower = Follower(tmp_path, store)

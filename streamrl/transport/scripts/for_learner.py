@@ -218,23 +218,32 @@ def record(
     return call(_RECORD, keys, fence, [keys.appends, *streams], token, *streams.values(), *flat)
 
 
-_ANNOUNCE = fenced("""
+_WRITE_MANIFEST = """
+local function write_manifest(manifests, version, manifest, first_kept)
+  local keep = {[version] = true}
+  for i = first_kept, #ARGV do keep[ARGV[i]] = true end
+  for _, known in ipairs(redis.call('HKEYS', manifests)) do
+    if not keep[known] then redis.call('HDEL', manifests, known) end
+  end
+  redis.call('HDEL', manifests, version)  -- a full server takes the next write only after one like this
+  redis.call('HSET', manifests, version, manifest)
+end
+"""
+
+_ANNOUNCE = fenced(
+    _WRITE_MANIFEST
+    + """
 local manifests, weights, announced = unpack(KEYS)
 local version, base, step, now, manifest = unpack(ARGV, 1, 5)
 local latest = redis.call('HGET', weights, 'latest') or '0'
 if latest == version and redis.call('HGET', manifests, version) == manifest then return {'OK'} end
 if tonumber(version) <= tonumber(latest) then return {'STALE', latest} end
-local keep = {[version] = true}
-for i = 6, #ARGV do keep[ARGV[i]] = true end
-for _, known in ipairs(redis.call('HKEYS', manifests)) do
-  if not keep[known] then redis.call('HDEL', manifests, known) end
-end
-redis.call('HDEL', manifests, version)  -- not there; but a full server takes the next write only after one like this
+write_manifest(manifests, version, manifest, 6)
 redis.call('XADD', announced, 'MAXLEN', 1, version .. '-0', 'u', uid)
-redis.call('HSET', manifests, version, manifest)
 redis.call('HSET', weights, 'latest', version, 'base', base, 'step', step, 'at', now)
 return {'OK'}
-""")
+"""
+)
 
 
 def announce(keys: Keys, fence: Fence, announcement: Announcement, *, keep: Sequence[int], now: float) -> Call:
@@ -244,3 +253,20 @@ def announce(keys: Keys, fence: Fence, announcement: Announcement, *, keep: Sequ
     a = announcement
     touched = [keys.manifests, keys.weights, keys.announced]
     return call(_ANNOUNCE, keys, fence, touched, a.version, a.base, a.step, now, a.manifest, *keep)
+
+
+_LAY_ANCHOR = fenced(
+    _WRITE_MANIFEST
+    + """
+local version, manifest = unpack(ARGV, 1, 2)
+if not redis.call('HGET', KEYS[1], version) then return {'UNKNOWN'} end
+write_manifest(KEYS[1], version, manifest, 3)
+return {'OK'}
+"""
+)
+
+
+def lay_anchor(keys: Keys, fence: Fence, announcement: Announcement, *, keep: Sequence[int]) -> Call:
+    """The manifest of a version that was announced, now with an anchor beside it; UNKNOWN when Redis has lost it."""
+    a = announcement
+    return call(_LAY_ANCHOR, keys, fence, [keys.manifests], a.version, a.manifest, *keep)
