@@ -161,12 +161,13 @@ async def test_closing_fails_what_is_still_asked() -> None:
         await asyncio.Event().wait()
         raise AssertionError("never")
 
-    reward = connect(answer)
-    waiting = asyncio.create_task(reward.score(make_item()))
+    reward = connect(answer, max_concurrency=1)
+    waiting = [asyncio.create_task(reward.score(make_item())) for _ in range(100)]  # more than one request holds
     await asyncio.wait_for(asked.wait(), 5)
     await reward.close()
-    with pytest.raises(RewardError, match="given up"):
-        await asyncio.wait_for(waiting, 5)
+    for one in waiting:
+        with pytest.raises(RewardError, match="given up"):
+            await asyncio.wait_for(one, 5)
 
 
 async def test_the_token_comes_from_its_file(tmp_path: Path) -> None:

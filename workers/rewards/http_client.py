@@ -122,6 +122,7 @@ class HttpReward:
         return await entry.score
 
     async def close(self) -> None:
+        _fail(self._waiting, "the request was given up")
         for request in self._requests:
             request.cancel()
         await asyncio.gather(*self._requests, return_exceptions=True)
