@@ -227,12 +227,16 @@ def _parse(body: bytes, form: type[_Body]) -> _Body:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
-        raise HTTPException(422, f"{place}: {first['msg']}" if place else first["msg"]) from None
+        reason = first["msg"]
+        if first["type"] == "extra_forbidden":
+            reason = f"no such key; a request has {' or '.join(form.model_fields)}"
+        raise HTTPException(422, f"{place}: {reason}" if place else reason) from None
 
 
 async def _explain(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return JSONResponse({"error": error.detail}, error.status_code, error.headers)
+    reason = f"nothing is at {request.url.path}; see /openapi.json" if error.status_code == 404 else error.detail
+    return JSONResponse({"error": reason}, error.status_code, error.headers)
 
 
 async def _apologise(request: Request, error: Exception) -> Response:
