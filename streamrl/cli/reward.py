@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -69,15 +70,27 @@ def reward() -> None:
     metavar="X,Y,...",
     help="Of a model with several outputs: the reward is their sum with these weights.",
 )
-@click.option("--reward-mean", type=float, default=_DEFAULTS["reward_mean"], show_default=True)
+@click.option(
+    "--reward-mean",
+    type=float,
+    default=_DEFAULTS["reward_mean"],
+    show_default=True,
+    help="Of the model's own rewards, to standardise them.",
+)
 @click.option(
     "--reward-std",
     type=click.FloatRange(min=0, min_open=True),
     default=_DEFAULTS["reward_std"],
     show_default=True,
-    help="The server answers (reward - mean) / std.",
+    help="Their deviation: the server answers (reward - mean) / std.",
 )
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    default="float32",
+    show_default=True,
+    help="Of the model's weights and its computing.",
+)
 @click.option("--threads", type=_POSITIVE, help="CPU threads of the model; torch's choice by default.")
 @click.option("--token-file", help="File with the bearer token that callers of /score must send.")
 @click.option("--url-file", type=OutputFile(), help="File to write the server's URL to, once it listens.")
@@ -127,11 +140,19 @@ def serve(**options: Any) -> None:
     help='Instead of pairs (regression): JSONL of {"prompt": ..., "completion": ..., "score": number or list}.',
 )
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="Folder for the trained model.")
-@click.option("--epochs", type=_POSITIVE, default=1, show_default=True)
+@click.option("--epochs", type=_POSITIVE, default=1, show_default=True, help="Times that all is learned from.")
 @click.option("--batch-size", type=_POSITIVE, default=32, show_default=True, help="Pairs or ratings of one step.")
-@click.option("--lr", type=click.FloatRange(min=0, min_open=True), default=1e-5, show_default=True)
-@click.option("--weight-decay", type=click.FloatRange(min=0), default=0.0, show_default=True)
-@click.option("--clip-norm", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True)
+@click.option(
+    "--lr", type=click.FloatRange(min=0, min_open=True), default=1e-5, show_default=True, help="Learning rate of AdamW."
+)
+@click.option("--weight-decay", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Of AdamW.")
+@click.option(
+    "--clip-norm",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Largest norm of a step's gradient.",
+)
 @click.option(
     "--held-out",
     type=click.FloatRange(0, 1, min_open=True, max_open=True),
@@ -142,7 +163,9 @@ def serve(**options: Any) -> None:
 @click.option(
     "--max-tokens", type=_POSITIVE, default=2048, show_default=True, help="What has a longer text is left out."
 )
-@click.option("--seed", type=int, default=1234, show_default=True)
+@click.option(
+    "--seed", type=int, default=1234, show_default=True, help="Of the order, the held-out share and the new head."
+)
 @click.option("--threads", type=_POSITIVE, help="CPU threads; torch's choice by default.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that the model brings along.")
 def train(threads: int | None, pairs: Path | None, ratings: Path | None, **options: Any) -> None:
@@ -158,8 +181,7 @@ def train(threads: int | None, pairs: Path | None, ratings: Path | None, **optio
     from workers.rewards.train import TrainSettings
     from workers.rewards.train import train as train_model
 
-    if options["output"].exists() and any(options["output"].iterdir()):
-        raise ConfigError(f"--output: {str(options['output'])!r} is not empty; nothing is overwritten")
+    _make_folder(options["output"])
     prepare_process(threads)
     if pairs is not None:
         examples = read_pairs(pairs)
@@ -169,9 +191,28 @@ def train(threads: int | None, pairs: Path | None, ratings: Path | None, **optio
     summary = train_model(examples, TrainSettings(**options), click.echo)
     click.echo(
         f"{options['output']}: orders {summary.accuracy:.1%} of {summary.num_held_out} held-out examples rightly "
-        f"(trained on {summary.num_trained}, {summary.num_overlong} too long); "
-        f"serve it with --reward-mean {summary.reward_mean:.4g} --reward-std {summary.reward_std:.4g}"
+        f"(trained on {summary.num_trained}, {summary.num_overlong} too long); serve it with "
+        f"{_weights_option(summary.num_outputs)}"
+        f"--reward-mean {summary.reward_mean:.4g} --reward-std {summary.reward_std:.4g}"
     )
+
+
+def _weights_option(num_outputs: int) -> str:
+    """Of several outputs the summary's mean and deviation are those of their mean."""
+    return f"--attribute-weights {','.join([f'{1 / num_outputs:.4g}'] * num_outputs)} " if num_outputs > 1 else ""
+
+
+def _make_folder(output: Path) -> None:
+    """Before the work whose outcome it shall hold."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        is_empty = not any(output.iterdir())
+    except OSError as error:
+        raise ConfigError(f"--output: no folder can be at {str(output)!r}: {error.strerror}") from None
+    if not is_empty:
+        raise ConfigError(f"--output: {str(output)!r} is not empty; nothing is overwritten")
+    if not os.access(output, os.W_OK):
+        raise ConfigError(f"--output: nothing may be written in {str(output)!r}")
 
 
 @reward.command("read-hh")

@@ -91,6 +91,11 @@ def test_average_pool_is_the_mean_of_what_each_prefix_scores(tmp_path: Path, wit
     assert averaged == pytest.approx(expected, abs=1e-5)
 
 
+def test_a_name_that_is_neither_a_folder_nor_on_the_hub_is_said_to_be_so() -> None:
+    with pytest.raises(DataError, match=r"'models/rm/7' is no folder, and the hub gives no tokenizer of it: "):
+        RewardModel.load("models/rm/7")
+
+
 @pytest.mark.parametrize("damage", ["no folder", "no tokenizer", "cut weights", "no weights"])
 def test_a_model_folder_that_is_not_whole_is_one_clear_error(tmp_path: Path, damage: str) -> None:
     folder = tmp_path / "rm"
@@ -195,7 +200,8 @@ def test_regression_learns_ratings_of_one_or_several_numbers(tmp_path: Path, num
             file.write(json.dumps(row) + "\n")
     base = str(make_model(tmp_path / "lm", hidden=32))
     settings = TrainSettings(model=base, output=tmp_path / "rm", epochs=4, lr=2e-3)
-    train(read_ratings(path), settings, lambda line: None)
+    summary = train(read_ratings(path), settings, lambda line: None)
+    assert summary.num_outputs == num_scores
     weights = (1.0, -1.0) if num_scores == 2 else ()
     model = RewardModel.load(str(tmp_path / "rm"), scoring=Scoring(attribute_weights=weights))
     few, many = model.score(model.encode(["rate: bbbbab", "rate: aaaaba"]))
@@ -215,3 +221,18 @@ def test_ratings_of_different_lengths_are_refused(tmp_path: Path) -> None:
     path.write_text("".join(f'{{"prompt": "a", "completion": "b", "score": {score}}}\n' for score in ("1", "[1, 2]")))
     with pytest.raises(DataError, match="differ in how many numbers"):
         read_ratings(path)
+
+
+def test_training_may_begin_from_a_reward_model_with_another_number_of_outputs(tmp_path: Path) -> None:
+    base = str(make_reward_model(tmp_path / "one"))
+    rows = [{"prompt": "a", "completion": "b" * n, "score": [n, -n]} for n in range(1, 9)]
+    (tmp_path / "ratings.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = TrainSettings(model=base, output=tmp_path / "two")
+    assert train(read_ratings(tmp_path / "ratings.jsonl"), settings, lambda line: None).num_outputs == 2
+
+
+def test_examples_of_which_none_is_left_to_train_on_are_refused(tmp_path: Path) -> None:
+    pairs = write_pairs(tmp_path / "pairs.jsonl", 60)
+    settings = TrainSettings(model=str(make_model(tmp_path / "lm", hidden=32)), output=tmp_path / "rm", max_tokens=2)
+    with pytest.raises(DataError, match=r"^0 of \d+ examples have texts that fit.*--max-tokens"):
+        train(read_pairs(pairs), settings, lambda line: None)

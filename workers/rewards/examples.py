@@ -39,8 +39,10 @@ def read_ratings(path: Path) -> list[Example]:
 def _read(path: Path, read: Callable[[Any], Example], *, what: str) -> list[Example]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read the {what} {str(path)!r}: {error}") from None
+    except OSError as error:
+        raise DataError(f"cannot read the {what} {str(path)!r}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"the {what} {str(path)!r} are no UTF-8 text: {error}") from None
     examples = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():

@@ -63,18 +63,10 @@ class RewardModel:
         scoring: Scoring = Scoring(),
     ) -> Self:
         """From a folder or the hub. `new_head`: begin with a random one of so many outputs, as training does."""
-        if path.startswith(("/", ".", "~")) and not Path(path).is_dir():  # no hub name begins so
-            raise DataError(f"no such model folder: {path!r}")
         common: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(path, **common)
-        except (OSError, ValueError) as error:
-            raise DataError(f"no tokenizer in the model {path!r}: {_first_line(error)}") from None
-        if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-            # What transformers makes of a folder that holds none, for some types of model.
-            raise DataError(f"no tokenizer in the model {path!r}")
+        tokenizer = _load_tokenizer(path, common)
         if new_head is not None:
-            common["num_labels"] = new_head
+            common |= {"num_labels": new_head, "ignore_mismatched_sizes": True}  # the model may have a head of its own
         try:
             model, info = transformers.AutoModelForSequenceClassification.from_pretrained(
                 path, dtype=getattr(torch, dtype), output_loading_info=True, **common
@@ -145,6 +137,23 @@ class RewardModel:
             yield
         finally:
             config.pad_token_id = own
+
+
+def _load_tokenizer(path: str, common: dict[str, Any]) -> transformers.PreTrainedTokenizerBase:
+    is_folder = Path(path).is_dir()
+    if path.startswith(("/", ".", "~")) and not is_folder:  # no hub name begins so
+        raise DataError(f"no such model folder: {path!r}")
+    try:
+        tokenizer: transformers.PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(path, **common)
+    except (OSError, ValueError) as error:
+        problem = f"no tokenizer in the model {path!r}"
+        if not is_folder:
+            problem = f"{path!r} is no folder, and the hub gives no tokenizer of it"
+        raise DataError(f"{problem}: {_first_line(error)}") from None
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        # What transformers makes of a folder that holds none, for some types of model.
+        raise DataError(f"no tokenizer in the model {path!r}")
+    return tokenizer
 
 
 def _check_outputs(model: Any, scoring: Scoring, path: str, *, may_be_several: bool) -> None:

@@ -50,8 +50,9 @@ class Summary:
     num_overlong: int
     steps: int
     accuracy: float  # share of held-out pairs (of ratings: of neighbours that differ) that are ordered rightly
-    reward_mean: float  # over the held-out texts
+    reward_mean: float  # over the held-out texts; of a model with several outputs, of their mean
     reward_std: float
+    num_outputs: int  # of the model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,10 @@ def train(examples: Sequence[Example], settings: TrainSettings, say: Callable[[s
     num_held_out = max(1, round(len(encoded) * settings.held_out))
     held_out, kept = encoded[:num_held_out], encoded[num_held_out:]
     if not kept:
-        raise DataError(f"of {len(examples)} examples {num_held_out} fit and are held out: none left to train on")
+        raise DataError(
+            f"{len(encoded)} of {len(examples)} examples have texts that fit, and {len(held_out)} of these are held "
+            "out: none is left to train on; allow more with --max-tokens, or hold out less with --held-out"
+        )
 
     batches = list(_batches(kept, settings))
     optimizer = torch.optim.AdamW(scorer.model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
@@ -91,6 +95,7 @@ def train(examples: Sequence[Example], settings: TrainSettings, say: Callable[[s
         accuracy=_accuracy(held_out, rewards),
         reward_mean=statistics.fmean(rewards),
         reward_std=statistics.pstdev(rewards) or 1.0,
+        num_outputs=outputs,
     )
     scorer.model.config.use_cache = True
     scorer.model.save_pretrained(settings.output)
