@@ -19,16 +19,17 @@ class PagedReader:
     def __init__(self, client: redis.Redis, stream: str) -> None:
         self._client = client
         self._stream = stream
+        self._connection: redis.Connection | None = None  # our own, for what is read ahead
         self._reached = ""  # id of the last entry handed out
-        self._page: list[Any] = []  # behind it, and here already
-        self._asked: redis.Connection | None = None  # brings the page behind that
+        self._page: list[Any] = []  # what is behind it, and has come
+        self._asked = False  # for the page behind that
 
     def read(self, *, after: str, count: int, block_ms: int | None) -> list[Any]:
         """Up to `count` entries behind this id, as the client gives them."""
         if after != self._reached:
             self.forget()
-        if self._asked is not None:
-            self._page = self._collect(self._asked)
+        if self._asked:
+            self._page = self._collect()
         if not self._page:
             self._page = _entries(self._client.xread({self._stream: after}, count=count, block=block_ms))
         handed_out, self._page = self._page[:count], self._page[count:]
@@ -39,26 +40,24 @@ class PagedReader:
         return handed_out
 
     def forget(self) -> None:
-        """What was read ahead may be of another time."""
-        self._page = []
-        if self._asked is not None:
-            self._asked.disconnect()  # type: ignore[no-untyped-call]
-            self._let_go(self._asked)
+        """What was read ahead may be of another time, or of another server."""
+        self._reached, self._page, self._asked = "", [], False
+        if self._connection is not None:
+            self._connection.disconnect()  # type: ignore[no-untyped-call]
 
     def _ask(self, count: int) -> None:
-        self._asked = self._client.connection_pool.get_connection()
+        if self._connection is None:
+            # None of the pool's: a reader that is left in the midst of a page would not give it back.
+            pool = self._client.connection_pool
+            self._connection = pool.connection_class(**pool.connection_kwargs)
         words = ("XREAD", "COUNT", count, "STREAMS", self._stream, self._reached)
-        self._asked.send_command(*words)  # type: ignore[no-untyped-call]
+        self._connection.send_command(*words)
+        self._asked = True
 
-    def _collect(self, asked: redis.Connection) -> list[Any]:
-        try:
-            return _entries(self._client.parse_response(asked, "XREAD"))  # type: ignore[no-untyped-call]
-        finally:
-            self._let_go(asked)
-
-    def _let_go(self, asked: redis.Connection) -> None:
-        self._asked = None
-        self._client.connection_pool.release(asked)
+    def _collect(self) -> list[Any]:
+        assert self._connection is not None, "it was asked through it"
+        self._asked = False
+        return _entries(self._client.parse_response(self._connection, "XREAD"))  # type: ignore[no-untyped-call]
 
 
 def _entries(reply: Any) -> list[Any]:
