@@ -14,6 +14,8 @@ from typing import Any
 
 import redis
 
+from streamrl.transport.replies import PageParser
+
 
 class PagedReader:
     def __init__(self, client: redis.Redis, stream: str) -> None:
@@ -49,7 +51,7 @@ class PagedReader:
         if self._connection is None:
             # None of the pool's: a reader that is left in the midst of a page would not give it back.
             pool = self._client.connection_pool
-            self._connection = pool.connection_class(**pool.connection_kwargs)
+            self._connection = pool.connection_class(**{**pool.connection_kwargs, "parser_class": PageParser})
         words = ("XREAD", "COUNT", count, "STREAMS", self._stream, self._reached)
         self._connection.send_command(*words)
         self._asked = True

@@ -1,9 +1,13 @@
-"""Replies of Redis as a worker reads them: a lease brings many small parts, and the parser that comes with the client
-awaits each of them by itself, which was a quarter of what a ticket cost its worker.
+"""Replies of Redis, parsed with less work than the parsers that come with the client need (RESP2, without decoding).
 
-Here what has come is parsed in one go, and begun anew when it was not all: a reply is small, or it is one large blob,
-whose length is known and awaited first. RESP2 without decoding, as `connection` opens its connections. Blocks as the
-connection does, which bounds it.
+A worker's leases have many small parts, and the client awaits each by itself, which was a quarter of what a ticket cost
+its worker. `ReplyParser` parses what has come in one go, and begins anew when it was not all: a reply is small, or it
+is one large blob, whose length is known and awaited first.
+
+Rank 0's pages have few and large parts, and the client copies each five times, through buffers that it makes anew.
+`PageParser` receives into one place that it keeps, and copies each part out of it once.
+
+Both block as their connections do, which bound it.
 """
 
 from __future__ import annotations
@@ -12,9 +16,78 @@ import asyncio
 from typing import Any
 
 import redis
-from redis._parsers import _AsyncRESP2Parser
+from redis._parsers import _AsyncRESP2Parser, _RESP2Parser
 
 _READ_BYTES = 1 << 16
+_PAGE_BYTES = 1 << 20  # of room at first; it grows with the largest part
+_CLOSED = "Connection closed by server."
+
+
+class PageParser(_RESP2Parser):
+    """The client's own for whole replies, one at a time."""
+
+    def __init__(self, socket_read_size: int) -> None:
+        super().__init__(socket_read_size)  # type: ignore[no-untyped-call]
+        self._room = bytearray(_PAGE_BYTES)
+        self._start = self._end = 0  # of what has come and is not parsed
+
+    def on_connect(self, connection: Any) -> None:
+        super().on_connect(connection)  # type: ignore[no-untyped-call]
+        self._start = self._end = 0
+
+    def read_response(self, disable_decoding: bool = False, timeout: object = None) -> Any:
+        """The connection's own timeout bounds it."""
+        reply = self._parse()
+        if isinstance(reply, redis.ConnectionError):
+            raise reply
+        return reply
+
+    def _parse(self) -> Any:
+        line = self._line()
+        kind, rest = line[:1], line[1:]
+        if kind == b"$":
+            return None if (num_bytes := int(rest)) < 0 else self._blob(num_bytes)
+        if kind == b"*":
+            return None if (num_parts := int(rest)) < 0 else [self._parse() for _ in range(num_parts)]
+        if kind == b":":
+            return int(rest)
+        if kind == b"+":
+            return rest
+        if kind == b"-":
+            return self.parse_error(rest.decode("utf-8", errors="replace"))  # type: ignore[no-untyped-call]
+        raise redis.InvalidResponse(f"Protocol Error: {line!r}")
+
+    def _line(self) -> bytes:
+        while (end := self._room.find(b"\r\n", self._start, self._end)) < 0:
+            self._receive(self._end - self._start + 1)
+        line = bytes(self._room[self._start : end])
+        self._start = end + 2
+        return line
+
+    def _blob(self, num_bytes: int) -> bytes:
+        self._receive(num_bytes + 2)
+        end = self._start + num_bytes
+        with memoryview(self._room) as room:
+            blob = bytes(room[self._start : end])
+        self._start = end + 2
+        return blob
+
+    def _receive(self, num_bytes: int) -> None:
+        """Until so many bytes have come that are not parsed."""
+        if self._start == self._end:
+            self._start = self._end = 0
+        if self._start + num_bytes > len(self._room):
+            left = self._room[self._start : self._end]
+            self._start, self._end = 0, len(left)
+            self._room[: self._end] = left
+            self._room.extend(bytes(max(0, num_bytes - len(self._room))))
+        assert self._sock is not None, "it is connected"
+        with memoryview(self._room) as room:
+            while self._end - self._start < num_bytes:
+                num_received = self._sock.recv_into(room[self._end :])
+                if not num_received:
+                    raise redis.ConnectionError(_CLOSED)
+                self._end += num_received
 
 
 class _Lacking(Exception):
@@ -29,7 +102,7 @@ class ReplyParser(_AsyncRESP2Parser):
 
     async def read_response(self, disable_decoding: bool = False) -> Any:
         if not self._connected:
-            raise redis.ConnectionError("Connection closed by server.")
+            raise redis.ConnectionError(_CLOSED)
         while True:
             try:
                 reply, end = self._parse(0)
@@ -50,7 +123,7 @@ class ReplyParser(_AsyncRESP2Parser):
         except asyncio.IncompleteReadError:
             data = b""
         if not data:
-            raise redis.ConnectionError("Connection closed by server.")
+            raise redis.ConnectionError(_CLOSED)
         return data
 
     def _parse(self, start: int) -> tuple[Any, int]:
