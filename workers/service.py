@@ -23,6 +23,7 @@ import structlog
 from streamrl.config import schema
 from streamrl.config.dump import config_from_json
 from streamrl.errors import ConfigError, ResourceError, RunGone
+from streamrl.extras import need
 from streamrl.held_folder import mirror_folder
 from streamrl.telemetry.progress import Progress, Wait
 from streamrl.transport.connection import check_server, connect, connect_async
@@ -75,6 +76,7 @@ class _Grace:
 async def serve(options: Options, stop: asyncio.Event, *, leave: Callable[[int], NoReturn]) -> None:
     """Returns when told to stop, or when the run has ended or was removed. `leave` ends the process at once: where the
     word to stop was not followed in time."""
+    need("a worker", "torch", "transformers", extra="worker-cpu", or_extra="worker-gpu")
     progress = Progress(part=f"worker/{options.worker}", role="worker")
     keys = Keys(options.run)
     health = Health(progress)

