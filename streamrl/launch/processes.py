@@ -34,6 +34,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 _HEALTHY_AFTER_S = 120.0
 _MAX_FAILURES = 5
 _KILL_S = 10.0  # only a process that hangs in the kernel takes longer to go
+_TIDY_S, _LOOK_EVERY_S = 1.0, 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +83,15 @@ class Process:
             self._process.terminate()
 
     def kill(self) -> None:
-        """End it and its whole group, at once."""
-        with contextlib.suppress(ProcessLookupError):  # the last of the group has just ended
-            os.killpg(self._process.pid, signal.SIGKILL)
+        """End it, and then what is left of its group. Its children end with it, but for the one that removes their
+        semaphores and shared memory once the others are gone: that one is given a moment."""
+        self._process.kill()
         self.wait(_KILL_S)
+        deadline = time.monotonic() + _TIDY_S
+        while _is_anybody_left(self._process.pid) and time.monotonic() < deadline:
+            time.sleep(_LOOK_EVERY_S)
+        with contextlib.suppress(ProcessLookupError):  # nobody is
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def wait(self, timeout_s: float) -> bool:
         """Whether it has ended within this time."""
@@ -155,6 +161,17 @@ class Kept:
         """It is dead, and starting it again would help nobody."""
         code = self.process.poll()
         return code == 2 or (code not in (None, 0) and self._failures >= self._max_failures)
+
+
+def _is_anybody_left(group: int) -> bool:
+    """A member that lives. One that has ended counts for the kernel until somebody asks for its exit code, and in a
+    container nobody may."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            state, _, its_group, *_ = stat.read_text().rpartition(")")[2].split()
+            if int(its_group) == group and state not in "ZX":
+                return True
+    return False
 
 
 def ending(code: int) -> str:

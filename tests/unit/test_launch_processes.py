@@ -88,6 +88,19 @@ def test_one_that_heeds_no_request_to_end_is_killed_with_its_children(tmp_path: 
     wait_until(lambda: not is_alive(int(child)), description="its child is gone too")
 
 
+def test_one_that_is_killed_leaves_no_semaphores(tmp_path: Path) -> None:
+    code = "import multiprocessing, time; lock = multiprocessing.get_context('spawn').Lock(); print(lock._semlock.name)"
+    arguments = (sys.executable, "-uc", f"{code}; time.sleep(600)")
+    process = Process.start(Command(name="part/0", arguments=arguments, log=tmp_path / "part.out"))
+    [name] = wait_until(process.last_words, description="it has a semaphore")
+    semaphore = Path(f"/dev/shm/sem.{name.removeprefix('/')}")
+    assert semaphore.exists()
+
+    process.kill()
+
+    assert not semaphore.exists()
+
+
 def test_one_that_ends_when_asked_is_not_killed(tmp_path: Path) -> None:
     process = Process.start(shell(tmp_path, "trap 'echo bye; exit 0' TERM; echo here; while :; do sleep 0.05; done"))
     wait_until(process.last_words, description="the script has begun")
