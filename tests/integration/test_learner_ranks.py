@@ -43,15 +43,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model(folder / "model", hidden=32, tied=False)
     for job in JOBS.values():
         job(folder, ALONE)
-    torchrun(2, str(folder), *JOBS)
+    torchrun(2, folder, *JOBS)
     return folder
 
 
-def torchrun(num_ranks: int, *arguments: str) -> None:
+def torchrun(num_ranks: int, folder: Path, *jobs: str) -> None:
     subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"),
-            *("-m", "tests.integration.learner_ranks", *arguments),
+            *(f"--log-dir={folder / 'logs'}", "-m", "tests.integration.learner_ranks", str(folder), *jobs),
         ],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
@@ -94,7 +94,7 @@ def test_two_ranks_have_the_gradients_of_one_with_every_algorithm(folder: Path) 
 
 @pytest.mark.long
 def test_four_ranks_have_the_gradients_of_one_with_every_algorithm(folder: Path) -> None:
-    torchrun(4, str(folder), "gradients")
+    torchrun(4, folder, "gradients")
     check_gradients(folder, 4)
 
 
@@ -129,7 +129,7 @@ def test_published_versions_are_the_weights_bit_for_bit(folder: Path, size: int,
 
 @pytest.mark.long
 def test_four_ranks_publish_bit_for_bit_too(folder: Path, tmp_path: Path) -> None:
-    torchrun(4, str(folder), "work")
+    torchrun(4, folder, "work")
     check_published(folder, 4, tmp_path)
 
 

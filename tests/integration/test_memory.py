@@ -30,7 +30,8 @@ def test_each_of_two_ranks_needs_less_memory_than_the_model(
     subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-            *("-m", "tests.integration.memory_rank", str(model), str(tiny), str(tmp_path / "grew")),
+            *(f"--log-dir={tmp_path / 'logs'}", "-m", "tests.integration.memory_rank"),
+            *(str(model), str(tiny), str(tmp_path / "grew")),
         ],
         cwd=ROOT,
         env={
