@@ -150,13 +150,14 @@ class _Made:
     """The samples of the newest step, shared by all: making them is no part of the path."""
 
     def __init__(self, shape: Shape) -> None:
-        self._shape = shape
-        self._of: tuple[int, int] | None = None  # version and step
-        self._samples: tuple[Sample, ...] = ()
+        self._length = shape.num_tokens
+        self._of = (0, 0)  # version and step
+        self._samples = make_samples(shape, version=0)
 
     def samples(self, *, version: int, step: int) -> tuple[Sample, ...]:
         if self._of != (version, step):
-            self._of, self._samples = (version, step), make_samples(self._shape, version=version, step=step)
+            spans = (Span(version=version, step=step, start=0, end=self._length),)
+            self._of, self._samples = (version, step), tuple(one._replace(spans=spans) for one in self._samples)
         return self._samples
 
 
