@@ -107,9 +107,9 @@ class Group:
 def encode_group(group: Group) -> tuple[bytes, bytes]:
     """(header, body); the header's digest, lengths and versions are computed here, from the body."""
     samples = group.samples
-    token_ids = _joined(_I4, [group.prompt_ids, *(s.token_ids for s in samples)])
-    logprobs = _joined(_F4, [s.logprobs for s in samples])
-    body = b"".join((token_ids, logprobs, pack(_columns(samples))))
+    token_ids = _raw(_I4, [group.prompt_ids, *(s.token_ids for s in samples)])
+    logprobs = _raw(_F4, [s.logprobs for s in samples])
+    body = b"".join((*token_ids, *logprobs, pack(_columns(samples))))
     h = group.header
     versions = [span.version for s in group.samples for span in s.spans]
     header = pack(
@@ -215,8 +215,11 @@ def _columns(samples: Sequence[Sample]) -> dict[str, object]:
     }
 
 
-def _joined(dtype: np.dtype[Any], arrays: Sequence[npt.NDArray[Any]]) -> bytes:
-    return np.concatenate(arrays, dtype=dtype, casting="same_kind").tobytes() if arrays else b""
+def _raw(dtype: np.dtype[Any], arrays: Sequence[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
+    """As they lie in a body, which is joined from them."""
+    if all(array.dtype == dtype and array.flags.c_contiguous for array in arrays):
+        return list(arrays)
+    return [np.ascontiguousarray(array.astype(dtype, casting="same_kind")) for array in arrays]
 
 
 def _unpack_samples(
