@@ -215,11 +215,11 @@ def _columns(samples: Sequence[Sample]) -> dict[str, object]:
     }
 
 
-def _raw(dtype: np.dtype[Any], arrays: Sequence[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
+def _raw(dtype: np.dtype[Any], arrays: Sequence[npt.NDArray[Any]]) -> list[memoryview]:
     """As they lie in a body, which is joined from them."""
     if all(array.dtype == dtype and array.flags.c_contiguous for array in arrays):
-        return list(arrays)
-    return [np.ascontiguousarray(array.astype(dtype, casting="same_kind")) for array in arrays]
+        return [array.data for array in arrays]
+    return [np.ascontiguousarray(array.astype(dtype, casting="same_kind")).data for array in arrays]
 
 
 def _unpack_samples(
