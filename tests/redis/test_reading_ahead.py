@@ -74,7 +74,9 @@ def test_a_reader_who_begins_again_elsewhere_gets_what_is_there(
 ) -> None:
     add(client, keys, range(6))
     read(reader, after=START, count=2)
-    assert [entry.number for entry in read(reader, after=START, count=3)] == [0, 1, 2]
+    again = read(reader, after=START, count=3)
+    assert [entry.number for entry in again] == [0, 1, 2]
+    assert [entry.number for entry in read(reader, after=again[-1].id, count=3)] == [3, 4, 5]
 
 
 @pytest.mark.parametrize("num_handed_out", [0, 1])
