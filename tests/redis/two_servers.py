@@ -45,8 +45,8 @@ class Luck:
 class LossyRedis(redis.Redis):
     luck: Luck
 
-    def execute_command(self, *args: Any, **options: Any) -> Any:
-        reply = super().execute_command(*args, **options)
+    def parse_response(self, connection: Any, command_name: Any, **options: Any) -> Any:
+        reply = super().parse_response(connection, command_name, **options)
         self.luck.check()
         return reply
 
