@@ -23,7 +23,7 @@ from streamrl.config import schema
 from streamrl.errors import WireError
 from streamrl.record.frames import Place, read_group
 from streamrl.record.read import Recording, open_group
-from streamrl.transport.types import Control, Entry, PresentGroup, PresentTicket, RunState, entry_order
+from streamrl.transport.types import Entry, Orders, PresentGroup, PresentTicket, RunState, entry_order
 from streamrl.versions import make_version
 from streamrl.wire.group import GroupHeader
 from streamrl.wire.ticket import Purpose, Ticket
@@ -73,9 +73,9 @@ class ReplayStream:
             for place in self._places[first:]
         ]
 
-    def control(self) -> Control:
+    def orders(self) -> Orders:
         """Nothing more can come: that is the end."""
-        return "stop" if self.used_up else "run"
+        return Orders(control="stop" if self.used_up else "run")
 
     # What a live stream would keep
 
@@ -100,9 +100,6 @@ class ReplayStream:
     def release(self, state: RunState) -> None: ...
 
     def present_tickets(self, purpose: Purpose) -> list[PresentTicket]:
-        return []
-
-    def retry_requests(self) -> list[int]:
         return []
 
     def retried(self) -> Mapping[int, int]:

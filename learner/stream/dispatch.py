@@ -47,6 +47,7 @@ class Dispatch:
         self._groups_per_step = config.training.groups_per_step
         self._num_of_data = prompts.num_tickets(config.training.max_epochs)
         self._widest_window = (config.lag.max_steps + 1) * self._groups_per_step
+        self.to_repeat: list[int] = []  # dead tickets that the operator wants repeated, as last heard
         self.wants_commit = False  # there is less room than there could be, for bytes that a commit would free
 
     @property
@@ -70,7 +71,8 @@ class Dispatch:
         if room <= 0:
             return
         first = self._ledger.issued
-        for dead in self._to_repeat()[:room]:
+        for dead in self._repeatable()[:room]:
+            self.to_repeat.remove(dead)  # issuing answers the request
             self._ledger.retries.add(self._ledger.issued, dead)
             self._ledger.issued += 1
             crashpoint("retry.counted")
@@ -126,10 +128,9 @@ class Dispatch:
             in_bytes = max(in_bytes, lacking)  # a budget too small for one batch would stand still for ever
         return min(window, in_bytes)
 
-    def _to_repeat(self) -> list[int]:
+    def _repeatable(self) -> list[int]:
         """Dead tickets; one that a lost step has brought back to life must die first."""
-        requested = self._stream.retry_requests()
-        return [dead for dead in requested if dead < self._ledger.issued and not self._ledger.is_open(dead)]
+        return [dead for dead in self.to_repeat if dead < self._ledger.issued and not self._ledger.is_open(dead)]
 
     def _ticket(self, number: int, step: int, first_version: tuple[int, int]) -> Ticket:
         data_epoch, prompt_index = self._prompts.locate(self._ledger.retries.place(number))

@@ -116,8 +116,10 @@ class Feed:
         self._lag.note(version, step)
 
     def listen(self) -> None:
-        """Hear the operator's word; `plan` does so by itself."""
-        self.control = self._stream.control()
+        """Hear the operator's orders; `plan` does so by itself."""
+        orders = self._stream.orders()
+        self.control = orders.control
+        self._dispatch.to_repeat = list(orders.retries)
         self._listen_at = self._clock() + _ROUND_S  # or as soon as there is nothing to read
 
     def plan(self, *, step: int, world_size: int, timeout_s: float) -> Plan | None:

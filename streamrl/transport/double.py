@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from streamrl.errors import Fenced
-from streamrl.transport.types import START, Control, Entry, PresentGroup, PresentTicket, entry_order
+from streamrl.transport.types import START, Control, Entry, Orders, PresentGroup, PresentTicket, entry_order
 from streamrl.wire.ticket import Purpose, Ticket
 
 
@@ -86,8 +86,8 @@ class LearnerStreamDouble:
 
         self._write("restore", effect)
 
-    def control(self) -> Control:
-        return self._server.control
+    def orders(self) -> Orders:
+        return Orders(control=self._server.control, retries=tuple(sorted(self._server.retry_requests)))
 
     def issue(self, tickets: Sequence[Ticket]) -> None:
         def effect() -> None:
@@ -131,9 +131,6 @@ class LearnerStreamDouble:
             PresentGroup(entry_id=e.id, number=e.number, num_bytes=len(e.header) + len(e.body))
             for e in self._after(purpose, after)
         ]
-
-    def retry_requests(self) -> list[int]:
-        return sorted(self._server.retry_requests)
 
     def retried(self) -> Mapping[int, int]:
         return dict(self._server.retried)

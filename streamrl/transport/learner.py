@@ -31,8 +31,8 @@ from streamrl.transport.tenure import Tenure
 from streamrl.transport.types import (
     START,
     Announcement,
-    Control,
     Entry,
+    Orders,
     PresentGroup,
     PresentTicket,
     RunState,
@@ -88,9 +88,16 @@ class LearnerStream:
         self._tenure.release(state)
         crashpoint("release.written")
 
-    def control(self) -> Control:
-        word = self._tenure.ask("read the control word", lambda: self._client.hget(self._keys.control, "mode"))
-        return to_control(word)
+    def orders(self) -> Orders:
+        def read() -> list[Any]:
+            with self._client.pipeline(transaction=False) as pipe:
+                pipe.hget(self._keys.control, "mode")
+                pipe.hkeys(self._keys.retry_requests)
+                return pipe.execute()
+
+        word, requested = self._tenure.ask("read the operator's orders", read)
+        retries = sorted(number for text in requested if (number := _to_number(text)) >= 0)
+        return Orders(control=to_control(word), retries=tuple(retries))
 
     # Tickets out, groups in
 
@@ -192,11 +199,6 @@ class LearnerStream:
         call = scripts.append(self._keys, self._fence, self._keys.dead, once=once, longest=0, fields=fields)
         self._tenure.write("dead-letter a ticket", call)
         crashpoint("dead.written")
-
-    def retry_requests(self) -> list[int]:
-        """Dead tickets that the operator wants repeated; `issue` with `retry_of` answers such a request."""
-        found: Any = self._tenure.ask("read the requests", lambda: self._client.hkeys(self._keys.retry_requests))
-        return sorted(number for text in found if (number := _to_number(text)) >= 0)
 
     def retried(self) -> dict[int, int]:
         """By the number of a ticket that repeats a dead one, the dead one's."""

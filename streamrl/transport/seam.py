@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from streamrl.transport.types import Control, Entry, PresentGroup, PresentTicket
+from streamrl.transport.types import Entry, Orders, PresentGroup, PresentTicket
 from streamrl.wire.ticket import Purpose, Ticket
 
 
@@ -25,7 +25,9 @@ class GroupStream(Protocol):
         dead ones."""
         ...
 
-    def control(self) -> Control: ...
+    def orders(self) -> Orders:
+        """The operator's."""
+        ...
 
     def issue(self, tickets: Sequence[Ticket]) -> None:
         """A ticket with `retry_of` also ends the request for it, and is noted among the retried: all in one step."""
@@ -58,10 +60,6 @@ class GroupStream(Protocol):
 
     def dead(self, ticket: Ticket, *, error: str) -> None:
         """Put the ticket among the dead letters."""
-        ...
-
-    def retry_requests(self) -> list[int]:
-        """Dead tickets that the operator wants repeated."""
         ...
 
     def retried(self) -> Mapping[int, int]:

@@ -48,6 +48,14 @@ def to_control(word: bytes | str | None) -> Control:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Orders:
+    """What the operator wants."""
+
+    control: Control = "run"
+    retries: tuple[int, ...] = ()  # dead tickets that are to be repeated; issuing with `retry_of` answers one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
     uid: str
     name: str

@@ -184,7 +184,7 @@ def test_what_strangers_write_among_the_letters_breaks_nothing(
     assert dead("show", "--ticket", "7", keys=keys, url=redis_url) == 0
     client.hset(keys.retry_requests, mapping={"x": "y", "3": "1-1"})
     client.hset(keys.retried, mapping={"x": "y", "3": "9", "9": "3"})
-    assert learner.retry_requests() == [3]
+    assert learner.orders().retries == (3,)
     assert learner.retried() == {9: 3}
 
 

@@ -325,8 +325,8 @@ def test_telemetry_that_fails_does_not_stop_the_learner(
 def test_the_operators_word_is_run_until_said_otherwise(
     learner: LearnerStream, client: redis.Redis, keys: Keys
 ) -> None:
-    assert learner.control() == "run"
+    assert learner.orders().control == "run"
     set_control(client, keys, "drain")
-    assert learner.control() == "drain"
+    assert learner.orders().control == "drain"
     client.hset(keys.control, "mode", "a word of tomorrow")
-    assert learner.control() == "run"
+    assert learner.orders().control == "run"

@@ -210,8 +210,8 @@ async def test_a_ticket_lost_on_the_way_to_a_waiting_worker_arrives_all_the_same
 def test_a_server_that_stays_away_is_named_and_given_up(proxy: Proxy, lossy: redis.Redis, keys: Keys) -> None:
     stream = LearnerStream(lossy, keys, run_uid="uid", epoch=1, holder="job", lease_s=30.0, give_up_after_s=0.3)
     proxy.drop_reply_to(b"HGET", times=1000)
-    with pytest.raises(TransportError, match=r"Redis at unix://.* could not read the control word within 0.3 s"):
-        stream.control()
+    with pytest.raises(TransportError, match=r"Redis at unix://.* could not read the operator's orders within 0.3 s"):
+        stream.orders()
 
 
 def test_connections_that_ended_while_nobody_spoke_are_made_again(learner: LearnerStream, proxy: Proxy) -> None:

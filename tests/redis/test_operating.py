@@ -57,7 +57,7 @@ def test_a_word_is_journaled_when_it_changes_something(learner: LearnerStream, c
     assert set_control(client, keys, "pause", by="me@here")
     assert not set_control(client, keys, "pause", by="another")
     assert set_control(client, keys, "run", by="another")
-    assert learner.control() == "run"
+    assert learner.orders().control == "run"
     told = [("control", {"mode": "pause", "by": "me@here"}), ("control", {"mode": "run", "by": "another"})]
     assert events(client, keys) == told
 
@@ -127,7 +127,7 @@ def test_the_command_says_the_word_and_who_follows(
     for word, mode in (("resume", "run"), ("drain", "drain"), ("stop", "stop")):
         report("learner/0", control=mode)
         assert order(word, keys=keys, url=redis_url) == 0
-        assert learner.control() == mode
+        assert learner.orders().control == mode
     assert "learner/0 follows" in capsys.readouterr().out
     assert [kind for kind, _ in events(client, keys)] == ["control"] * 4
 

@@ -44,8 +44,8 @@ def everything(client: redis.Redis) -> dict[bytes, object]:
 
 
 def test_every_writing_method_is_in_the_list_of_writes() -> None:
-    reading = {"claim", "control", "disturbed", "read", "fetch", "present_tickets", "present_groups"}
-    reading |= {"retry_requests", "retried", "has_manifests"}
+    reading = {"claim", "orders", "disturbed", "read", "fetch", "present_tickets", "present_groups"}
+    reading |= {"retried", "has_manifests"}
     public = {name for name in vars(LearnerStream) if not name.startswith("_")}
     assert public == reading | set(WRITES)
 
@@ -212,7 +212,7 @@ def test_a_released_run_can_be_claimed_at_once_by_anybody(
     learner.release("stopped")
     assert client.hget(keys.meta, "state") == b"stopped"
     second = make_learner(epoch=2, holder="stranger")
-    assert second.control() == "run"
+    assert second.orders().control == "run"
     assert client.hget(keys.meta, "state") == b"running"
 
 
