@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from bench.publishing import RUN_UID
 from bench.training import train_once
-from learner.companion import AtOnce, Beside
+from learner.companion import Beside
 from learner.distributed import World
 from learner.policy.model import Policy, load_policy
 from learner.publishing.publish import Published, Publisher
@@ -24,7 +24,7 @@ _CANARY_TOKENS = 16
 
 class LearnerSide:
     def __init__(
-        self, config: schema.Config, *, store: BlobStore, announcer: Announcer, beside: Beside | AtOnce, num_tokens: int
+        self, config: schema.Config, *, store: BlobStore, announcer: Announcer, beside: Beside, num_tokens: int
     ) -> None:
         world = World(rank=0, size=1, device=torch.device("cpu"))
         self._policy: Policy = load_policy(config, world, (1,))

@@ -32,7 +32,7 @@ from bench.report import Bar, Fact, Line
 from bench.serving_engine import GROUP_SIZE, MAX_TOKENS, PROMPT_TOKENS, WatchedEngine, keep_busy
 from bench.training import make_model
 from bench.worker_model import make_tokenizer
-from learner.companion import AtOnce
+from learner.companion import Beside
 from streamrl.config import schema
 from streamrl.config.dump import config_to_json
 from streamrl.held_folder import scratch_folder
@@ -159,34 +159,34 @@ class _Scene:
     async def _version(self, kv_cache: KvCache) -> Update:
         self._engine.kv_cache = kv_cache
 
-        async def publish() -> int:
-            published = await asyncio.to_thread(self._learner.publish)
+        async def publish() -> tuple[int, float]:
+            publishing = asyncio.create_task(asyncio.to_thread(self._learner.publish), name="publish")
             async with asyncio.timeout(_TIMEOUT_S):
-                await self._follower.serving(published.version)
-            return published.num_bytes
+                await self._follower.serving(self._follower.version + 1)
+            served_at = time.perf_counter()
+            return (await publishing).num_bytes, served_at  # which may still be at an anchor beside it
 
         return await self._update(publish)
 
     async def _checkpoint(self, path: Path) -> Update:
-        async def publish() -> int:
+        async def publish() -> tuple[int, float]:
             num_bytes = await asyncio.to_thread(self._learner.save, path)
             await self._engine.reload_file(path)
-            return num_bytes
+            return num_bytes, time.perf_counter()
 
         return await self._update(publish)
 
-    async def _update(self, publish: Callable[[], Awaitable[int]]) -> Update:
-        """What comes of a step."""
+    async def _update(self, publish: Callable[[], Awaitable[tuple[int, float]]]) -> Update:
+        """What comes of a step; `publish` gives bytes, and when they were served."""
         await asyncio.to_thread(self._learner.train)
         await asyncio.sleep(_SECOND_S)
         began = time.perf_counter()
         calm = self._engine.num_made(began - _SECOND_S, began)
-        num_bytes = await publish()
-        served_after_s = time.perf_counter() - began
+        num_bytes, served_at = await publish()
         loaded = self._engine.load_began
         await asyncio.sleep(max(0.0, loaded + _SECOND_S + _LAST_STEP_S - time.perf_counter()))
         return Update(
-            served_after_s=served_after_s,
+            served_after_s=served_at - began,
             paused_s=self._engine.paused_s,
             lost=calm - self._engine.num_made(loaded, loaded + _SECOND_S),
             calm=calm,
@@ -211,7 +211,9 @@ async def _opened(folder: Path, shared: Path, *, say: Say) -> AsyncIterator[_Sce
         announcer = LearnerStream(client, keys, run_uid=RUN_UID, epoch=1, holder="bench", lease_s=600.0)
         announcer.claim(config_json=config_to_json(config), fingerprint=facts.fingerprint, wait_s=0.0)
         announcer.restore(cursor=START)
-        learner = LearnerSide(config, store=store, announcer=announcer, beside=AtOnce(), num_tokens=_STEP_TOKENS)
+        beside = Beside("publisher")
+        stack.enter_context(beside.working(join_s=_TIMEOUT_S))
+        learner = LearnerSide(config, store=store, announcer=announcer, beside=beside, num_tokens=_STEP_TOKENS)
         worker = await stack.enter_async_context(connect_async(server.url, config.redis))
         mirror = Mirror(shared / "mirror", run_uid=RUN_UID)
         follower = WeightFollower(
