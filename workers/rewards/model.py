@@ -21,10 +21,12 @@ import transformers
 from safetensors import SafetensorError
 
 from streamrl.errors import DataError
+from streamrl.heap import keep_freed_memory
 
 Dtype = Literal["float32", "bfloat16"]
 Row = Sequence[int]  # token ids
-_BUSY_TOKENS = {"cpu": 1024, "cuda": 8192}
+# On a CPU matrices of 512 rows are as fast as any, and larger batches bring more padding.
+_BUSY_TOKENS = {"cpu": 512, "cuda": 8192}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +171,9 @@ def _check_outputs(model: Any, scoring: Scoring, path: str, *, may_be_several: b
 
 
 def prepare_process(threads: int | None) -> None:
-    """For a process that is about reward models alone: how many CPU threads, and that only we speak to the user."""
+    """For a process that is about reward models alone: how many CPU threads, what becomes of freed memory, and that
+    only we speak to the user."""
+    keep_freed_memory()
     if threads is not None:
         torch.set_num_threads(threads)
     transformers.logging.set_verbosity_error()
