@@ -1,9 +1,16 @@
-"""A random reward model of 3 million parameters that reads characters, and its bare forward passes."""
+"""A random reward model of 3 million parameters that reads characters, and its bare forward passes.
+
+As a program, `python -m bench.reward_model FOLDER`, it answers each line {"texts": [...], "batch_tokens": 1024} with
+the seconds that the forward passes took, until its input ends.
+"""
 
 from __future__ import annotations
 
+import json
 import string
+import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +18,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from bench.measure import seconds
 from workers.rewards.model import prepare_process
 
 ALPHABET = string.ascii_lowercase + string.digits + ".,"
@@ -77,3 +85,16 @@ class BareModel:
     def forward(self, batches: Sequence[Batch]) -> None:
         for batch in batches:
             self._model(input_ids=batch.ids, attention_mask=batch.mask)
+
+
+def main() -> None:
+    prepare_process(1)  # as the server prepares itself
+    model = BareModel(Path(sys.argv[1]))
+    for line in sys.stdin:
+        asked = json.loads(line)
+        batches = model.batches(asked["texts"], max_tokens=asked["batch_tokens"])
+        print(seconds(partial(model.forward, batches)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
