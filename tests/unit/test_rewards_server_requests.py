@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-from collections.abc import AsyncIterator, MutableMapping
+import threading
+from collections.abc import AsyncIterator, MutableMapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.helpers import wait_until, wait_until_async
-from workers.rewards.batcher import Batcher, FakeScoringModel
+from workers.rewards.batcher import Batcher, FakeScoringModel, Row
 from workers.rewards.server import MAX_BODY_BYTES, MAX_PENDING_ROWS, MAX_ROWS, RewardApp
 
 
@@ -23,7 +25,14 @@ def model() -> FakeScoringModel:
 
 @pytest.fixture
 async def client(model: FakeScoringModel) -> AsyncIterator[httpx.AsyncClient]:
-    app = RewardApp(model, Batcher(model, max_delay_s=0.0, max_batch_tokens=1000), token="secret").asgi()
+    async with connected(model) as client:
+        yield client
+
+
+@asynccontextmanager
+async def connected(model: FakeScoringModel, *, health_timeout_s: float = 5.0) -> AsyncIterator[httpx.AsyncClient]:
+    batcher = Batcher(model, max_delay_s=0.0, max_batch_tokens=1000)
+    app = RewardApp(model, batcher, token="secret", health_timeout_s=health_timeout_s).asgi()
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     headers = {"authorization": "Bearer secret"}
     async with (
@@ -119,6 +128,39 @@ async def test_health_follows_the_model_and_needs_no_token(client: httpx.AsyncCl
     model.failure = None
     answer = await client.get("/health")
     assert (answer.status_code, answer.json()["status"]) == (200, "ok")
+
+
+async def test_a_model_that_scores_nothing_is_stuck(model: FakeScoringModel) -> None:
+    async with connected(model, health_timeout_s=0.05) as client:
+        model.may_go_on.clear()
+        answer = await client.get("/health")
+        assert (answer.status_code, answer.json()["status"]) == (503, "stuck")
+        model.may_go_on.set()
+
+
+async def test_a_model_with_so_much_to_do_that_health_must_wait_its_turn_is_not_stuck(model: FakeScoringModel) -> None:
+    may_end, score = threading.Event(), model.score
+
+    def score_two_batches_soon(rows: Sequence[Row]) -> list[float]:
+        if len(model.batches) >= 2:
+            may_end.wait(10.0)
+        return score(rows)
+
+    model.score = score_two_batches_soon  # type: ignore[method-assign]
+    model.may_go_on.clear()
+    async with connected(model, health_timeout_s=2.0) as client:
+
+        async def all_wait() -> bool:
+            return "streamrl_reward_pending_rows 7.0" in (await client.get("/metrics")).text
+
+        ahead = asyncio.create_task(client.post("/score", json={"tokens": [[1] * 1000] * 10}))
+        await asyncio.to_thread(wait_until, lambda: model.batches, description="the first one is being scored")
+        health = asyncio.create_task(client.get("/health"))
+        await wait_until_async(all_wait, description="health's own row waits behind the others")
+        model.may_go_on.set()
+        assert (await health).json()["status"] == "ok"
+        may_end.set()
+        assert (await ahead).status_code == 200
 
 
 async def test_a_model_that_fails_is_a_server_error_and_never_a_number(
