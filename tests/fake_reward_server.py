@@ -15,7 +15,7 @@ from workers.rewards.serving import run
 
 def main() -> None:
     model = FakeScoringModel()
-    app = RewardApp(model, Batcher(model, max_delay_s=0.001, max_batch_tokens=4096), token=None).asgi()
+    app = RewardApp(model, Batcher(model, max_delay_s=0.001, max_batch_tokens=4096), token=None)
     with bind("127.0.0.1", int(sys.argv[1]), what="the test") as bound:
         run(app, bound, lambda: print(bound.getsockname()[1], flush=True))
 
