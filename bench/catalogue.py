@@ -35,6 +35,7 @@ BENCHES: Mapping[str, Entry] = {
     "async": Entry("bench.async_gain:bench", "Asynchronous against synchronous, on simulated latencies."),
     "staleness": Entry("bench.staleness:bench", "What each loss makes of stale samples: reward at lag 0 to 32."),
     "peers": Entry("bench.peers:bench", "A whole run against TRL's RLOO trainer: samples/s, time to a reward, memory."),
+    "peers-trl": Entry("bench.peers_tune:bench", "What TRL's settings make of its speed on two cores."),
     "monitor": Entry("bench.monitor:bench", "Watching a run: top, the page, status, and what it costs Redis."),
     "watchers": Entry("bench.watchers:bench", "A run's steps under a hundred monitors, and when all are killed."),
 }

@@ -15,12 +15,14 @@ import venv
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bench.long_tailed import Size
 from bench.measure import Say
 from streamrl.errors import ResourceError
-from streamrl.wire.group import Group
+
+if TYPE_CHECKING:
+    from bench.long_tailed import Size
+    from streamrl.wire.group import Group
 
 _MAKE_S = 600
 _STAMP = "made"

@@ -3,21 +3,22 @@
     model, warmed up once ─┬─► TRL: generate ─► reward ─► learn, by turns     ─┐
     prompts of the round  ─┴─► streamrl up: Redis, one vLLM worker, a learner ─┴─► by turns, until the reward is reached
 
-Answers are of long-tailed lengths (bench.peers_task). Both start from the same folder, see the same prompts in the same
-order, ask the same function for rewards, sample at temperature 1 up to the same length, and follow the same objective:
-RLOO, log-probs summed over an answer, no KL, no scaling by the standard deviation, cut answers masked, groups of equal
-rewards kept, AdamW at a constant rate, gradients not clipped. The reward of a step is the mean over its samples as they
-were when it was made; the target is a mean over several steps.
+Answers are of long-tailed lengths (bench.peers_task). Both start from the same folder, see the same prompts in the
+same order, ask the same function for rewards, sample at temperature 1 up to the same length, and follow the same
+objective: RLOO, log-probs summed over an answer, no KL, no scaling by the standard deviation, nothing masked, groups
+of equal rewards kept, AdamW at a constant rate, gradients not clipped, fp32. The reward of a step is the mean over its
+samples as they were when it was made; the target is a mean over several steps. A run that does not reach it counts
+with all its time and misses a bar of its own, for then times compare nothing.
 
-TRL: fp32, no gradient checkpointing, no reference model (beta 0), `num_iterations` 1, transformers' own generate on the
-samples of a step at once, the learning in micro-batches of 32, and torch on both cores. streamrl: fp32, one worker and
-one learner with a thread each, `lag.max_steps` 2, a checkpoint every 50 steps, no validation.
+TRL has the settings that are fastest for it here (bench.peers_trl_side says which and why, `python -m bench peers-trl`
+measures them), and makes no checkpoints. streamrl: one worker and one learner with a thread each, `lag.max_steps` 2, a
+checkpoint every 50 steps, no validation.
 
 Time counts from when the first sample may be asked for, on both sides: starting Python and loading are facts of their
-own. Rates leave the first steps out. The first run of each is short and discarded. Finished runs are kept in
-runs/bench/peers, so that a bench that was broken off goes on; the last runs' logs lie there too. --quick compares the
-rates of a few steps, without a target; it needs more than its 50 seconds, for both sides must start, and a minute more
-the first time, for the model.
+own. Rates leave the first steps out. Memory is the most that a side's whole tree of processes took, shared pages once.
+The first run of each is short and discarded. Finished runs are kept in runs/bench/peers, so that a bench that was
+broken off goes on; the last runs' logs lie there too. --quick compares the rates of a few steps, without a target; the
+first time it makes TRL's environment and the model, which takes minutes.
 """
 
 from __future__ import annotations
@@ -25,19 +26,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
-
-import torch
+from statistics import mean, median
 
 from bench.measure import Say
 from bench.peers_curve import Target
 from bench.peers_model import make_model, write_prompts
-from bench.peers_sides import Limits, Side, Terms, Watched, on_two_cores, run, sides
+from bench.peers_sides import Limits, Side, Watched, on_two_cores, run, sides
+from bench.peers_terms import Terms
+from bench.peers_trl_side import BEST
+from bench.plot import draw_curves
 from bench.report import Bar, Fact, Line
 from bench.resume import Done, commit_of
 
 _FOLDER = Path("runs/bench/peers")
 _FILLING = 2  # steps that rates leave out
+_WINDOW = 10  # steps, over whose mean a reward is told
 _WARM_UP = Limits(target=None, num_steps=2, seconds=120.0)
 
 
@@ -49,7 +52,7 @@ class Plan:
 
 
 _FULL = Plan(
-    limits=Limits(target=Target(reward=0.6, window=10), num_steps=400, seconds=300.0), num_rounds=2, warm_up=True
+    limits=Limits(target=Target(reward=0.75, window=_WINDOW), num_steps=400, seconds=280.0), num_rounds=2, warm_up=True
 )
 _QUICK = Plan(limits=Limits(target=None, num_steps=_FILLING + 4, seconds=120.0), num_rounds=1, warm_up=False)
 
@@ -65,6 +68,7 @@ class Outcome:
     num_steps: int  # in that time
     ready_s: float
     peak_bytes: int
+    points: Sequence[Sequence[float]]  # (seconds, reward) of each of these steps
 
     @staticmethod
     def of(watched: Watched, target: Target | None) -> Outcome:
@@ -79,11 +83,15 @@ class Outcome:
             num_steps=len(counted.steps),
             ready_s=watched.ready_s,
             peak_bytes=watched.peak_bytes,
+            points=counted.points(),
         )
+
+    @property
+    def with_start_s(self) -> float:
+        return self.ready_s + self.target_s
 
 
 def bench(*, quick: bool, say: Say) -> list[Line]:
-    torch.set_num_threads(1)  # the matrices are too small for more
     plan, folder = _QUICK if quick else _FULL, _FOLDER.resolve()
     terms = Terms(model=make_model(folder, say))
     trl, streamrl = sides(say)
@@ -93,7 +101,11 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
         measure(plan, terms, (trl, streamrl), folder=folder, done=done, say=say)
     done.complete()
     found = {side.name: [Outcome(**done[_name(side, n)]) for n in range(plan.num_rounds)] for side in (trl, streamrl)}
-    return list(lines(found, ours=streamrl.name, theirs=trl.name, with_target=plan.limits.target is not None))
+    with_target = plan.limits.target is not None
+    if with_target:
+        say(draw_curves(folder / "curves.png", _pictured(found), x="seconds", y="mean reward of ten steps"))
+    told = lines(found, ours=streamrl.name, theirs=trl.name, with_target=with_target)
+    return [*told, *BEST.facts(terms)]
 
 
 def measure(plan: Plan, terms: Terms, peers: Sequence[Side], *, folder: Path, done: Done, say: Say) -> None:
@@ -130,6 +142,10 @@ def lines(found: Mapping[str, Sequence[Outcome]], *, ours: str, theirs: str, wit
     yield Bar(name="samples/s / TRL's", value=ratio("samples_per_s"), unit="x", goal=2.0, better="higher")
     if with_target:
         yield Bar(name="time to the target / TRL's", value=ratio("target_s"), unit="x", goal=0.5, better="lower")
+        for name in (theirs, ours):  # where one does not learn, times compare nothing
+            reached, num_runs = sum(outcome.reached for outcome in found[name]), len(found[name])
+            yield Bar(name=f"{name}: runs that learned it", value=reached, unit="", goal=num_runs, better="higher")
+        yield Fact(name="the same, starting included / TRL's", value=ratio("with_start_s"), unit="x")
     yield Fact(name="useful tokens/s / TRL's", value=ratio("tokens_per_s"), unit="x")
     yield Fact(name="peak memory / TRL's", value=ratio("peak_bytes"), unit="x")
     for name in (ours, theirs):
@@ -143,9 +159,27 @@ def _facts(name: str, outcomes: Sequence[Outcome], *, with_target: bool) -> Iter
     yield Fact(name=f"{name}: samples", value=middle("samples_per_s"), unit="samples/s")
     yield Fact(name=f"{name}: useful tokens", value=middle("tokens_per_s"), unit="tokens/s")
     if with_target:
-        reached = sum(outcome.reached for outcome in outcomes)
-        yield Fact(name=f"{name}: runs that reached the target", value=reached, unit=f"of {len(outcomes)}")
         yield Fact(name=f"{name}: time to the target", value=middle("target_s"), unit="s")
         yield Fact(name=f"{name}: steps to the target", value=middle("num_steps"), unit="")
+        yield from _curve(name, [outcome.points for outcome in outcomes])
     yield Fact(name=f"{name}: from its start to the first sample", value=middle("ready_s"), unit="s")
     yield Fact(name=f"{name}: peak memory", value=middle("peak_bytes") / 2**20, unit="MiB")
+
+
+def _curve(name: str, runs: Sequence[Sequence[Sequence[float]]]) -> Iterator[Fact]:
+    """The reward after 10, 20, 40, ... steps, in the mean over the runs that made so many."""
+    last = _WINDOW
+    while any(len(points) >= last for points in runs):
+        windows = [points[last - _WINDOW : last] for points in runs if len(points) >= last]
+        reward = mean(reward for window in windows for _, reward in window)
+        seconds = mean(window[-1][0] for window in windows)
+        yield Fact(name=f"{name}: reward after {last} steps, {seconds:.0f} s", value=reward, unit="")
+        last *= 2
+
+
+def _pictured(found: Mapping[str, Sequence[Outcome]]) -> dict[str, list[tuple[float, float]]]:
+    def smooth(points: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
+        ends = range(_WINDOW, len(points) + 1)
+        return [(points[end - 1][0], mean(reward for _, reward in points[end - _WINDOW : end])) for end in ends]
+
+    return {f"{name} {n + 1}": smooth(run.points) for name, runs in found.items() for n, run in enumerate(runs)}

@@ -54,6 +54,11 @@ class Curve:
         assert self.began is not None, "a step was made, so it has begun"
         return self.steps[-1].at - self.began
 
+    def points(self) -> list[tuple[float, float]]:
+        """(seconds since the beginning, reward) of each step."""
+        assert self.began is not None, "a step was made, so it has begun"
+        return [(round(step.at - self.began, 3), round(step.reward, 4)) for step in self.steps]
+
     def rates(self, *, after: int) -> tuple[float, float]:
         """(samples, useful tokens) a second, without so many first steps."""
         assert len(self.steps) > after >= 1, "there is a step to count, and one before it to count from"

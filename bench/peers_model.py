@@ -8,21 +8,17 @@ from __future__ import annotations
 import inspect
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
-import torch
-import transformers
-
 from bench import peers_task
 from bench.measure import Say
-from bench.peers_task import demonstrate, examples
-from learner.sft import Row, collate, read_rows
+from bench.peers_task import demonstrate, examples, lessons
 from streamrl.quickstart.base_model import write_base_model
 
 _SEED = 7
-_NUM_DEMONSTRATIONS = 20_000
+_NUM_DEMONSTRATIONS = 12_000
 _BATCH_TOKENS = 600  # few, for it takes many steps to learn the rule at all
 _LR = 3e-3
 _POSITIONS = 256
@@ -44,51 +40,16 @@ def make_model(folder: Path, say: Say) -> Path:
     say("making the model that both train")
     stamp.unlink(missing_ok=True)
     rng = random.Random(_SEED)
-    shown = islice(examples(rng), _NUM_DEMONSTRATIONS)
+    shown = islice(lessons(rng), _NUM_DEMONSTRATIONS)
     folder.mkdir(parents=True, exist_ok=True)
-    _write(
-        folder / "demonstrations.jsonl", [{"prompt": one.prompt, "completion": demonstrate(one, rng)} for one in shown]
-    )
-    write_base_model(folder / "base", seed=_SEED, num_positions=_POSITIONS)
-    say(f"made: loss {_warm_up(folder, model, rng):.3f}")
+    base, demonstrations = folder / "base", folder / "demonstrations.jsonl"
+    _write(demonstrations, [{"prompt": one.prompt, "completion": demonstrate(one, rng)} for one in shown])
+    write_base_model(base, seed=_SEED, num_positions=_POSITIONS)
+    from bench.peers_warm_up import warm_up  # torch: seconds that a made model need not cost
+
+    say(f"made: loss {warm_up(base, demonstrations, model, batch_tokens=_BATCH_TOKENS, lr=_LR, seed=_SEED):.3f}")
     stamp.write_text(json.dumps(made_of))
     return model
-
-
-def _warm_up(folder: Path, output: Path, rng: random.Random) -> float:
-    """The mean loss of the last batches."""
-    torch.manual_seed(_SEED)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "base")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32).train()
-    batches = list(_batches(read_rows(folder / "demonstrations.jsonl", tokenizer)))
-    rng.shuffle(batches)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, betas=(0.9, 0.98), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=_LR, total_steps=len(batches), pct_start=0.1)
-    losses: list[float] = []
-    for batch in batches:
-        ids, mask, labels = collate(batch, pad=tokenizer.pad_token_id)
-        loss = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    model.save_pretrained(output)
-    tokenizer.save_pretrained(output)
-    last = losses[-len(losses) // 10 :]
-    return sum(last) / len(last)
-
-
-def _batches(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Of rows about as long as each other: with these lengths padding would be most of the work."""
-    batch: list[Row] = []
-    for row in sorted(rows, key=lambda row: len(row.token_ids)):
-        if batch and len(row.token_ids) * (len(batch) + 1) > _BATCH_TOKENS:
-            yield batch
-            batch = []
-        batch.append(row)
-    yield batch
 
 
 def _write(path: Path, rows: Sequence[dict[str, str]]) -> None:

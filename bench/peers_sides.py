@@ -8,7 +8,6 @@ in the run's folder.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -24,33 +23,17 @@ import yaml
 from bench import peers_task
 from bench.measure import Say
 from bench.peer_trl import environment
-from bench.peers_curve import TRL_STEPS, Curve, Target, read_streamrl, read_trl
+from bench.peers_curve import Curve, Target, read_streamrl, read_trl
+from bench.peers_terms import NUM_CORES, Terms
+from bench.peers_trl_side import BEST, Settings, trl_command
 from streamrl.errors import ResourceError
 from streamrl.launch.processes import Command, Process, end_all, ending
 
-NUM_CORES = 2
 _LOOK_EVERY_S = 1.0
 _FEWEST = 3  # steps, for there to be a rate
 _LEAVE_S = 60.0  # for a checkpoint and the workers' last groups
-_TRL_MICRO_BATCH = 32  # sequences
+_KV_CACHE_BYTES = 256 << 20  # for all that a worker has under way at once, were every answer as long as may be
 _RUN = "run"  # streamrl's name of it, and its folder
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """The same for both."""
-
-    model: Path
-    groups_per_step: int = 16
-    num_samples: int = 8
-    lr: float = 3e-4  # with 1e-3 the answers become short and wrong
-    betas: tuple[float, float] = (0.9, 0.999)
-    clip_norm: float = 0.0  # off: losses that differ by a factor would be clipped differently
-    max_steps: int = 400
-
-    @property
-    def num_prompts(self) -> int:
-        return self.groups_per_step * self.max_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,15 +59,17 @@ class Watched:
 
 def sides(say: Say) -> tuple[Side, Side]:
     """(TRL, streamrl); TRL's environment is made when it is not there."""
-    python = environment(say)
-
-    def prepare_trl(terms: Terms, prompts: Path, folder: Path, seed: int) -> Command:
-        return _trl_command(python, terms, prompts, folder, seed)
-
     return (
-        Side(name="TRL", prepare=prepare_trl, read=read_trl),
+        trl_side(environment(say), BEST),
         Side(name="streamrl", prepare=streamrl_command, read=lambda folder: read_streamrl(folder / _RUN)),
     )
+
+
+def trl_side(python: Path, settings: Settings) -> Side:
+    def prepare(terms: Terms, prompts: Path, folder: Path, seed: int) -> Command:
+        return trl_command(python, settings, terms, prompts, folder, seed)
+
+    return Side(name="TRL", prepare=prepare, read=read_trl)
 
 
 def run(side: Side, terms: Terms, *, prompts: Path, folder: Path, seed: int, limits: Limits, say: Say) -> Watched:
@@ -164,39 +149,6 @@ def _gone_wrong(side: Side, process: Process, code: int | None) -> ResourceError
     return ResourceError(f"{side.name} {how}; {process.command.log} ends with:\n{words}")
 
 
-def _trl_command(python: Path, terms: Terms, prompts: Path, folder: Path, seed: int) -> Command:
-    task = {
-        "model": str(terms.model),
-        "prompts": str(prompts),
-        "steps": str(folder / TRL_STEPS),
-        "output": str(folder / "output"),
-        "groups_per_step": terms.groups_per_step,
-        "num_samples": terms.num_samples,
-        "max_tokens": peers_task.LONGEST,
-        "lr": terms.lr,
-        "betas": terms.betas,
-        "clip_norm": terms.clip_norm,
-        "max_steps": terms.max_steps,
-        "seed": seed,
-        "threads": NUM_CORES,
-        "micro_batch": _TRL_MICRO_BATCH,
-    }
-    (folder / "task.json").write_text(json.dumps(task))
-    quiet = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "PYTHONPATH": "", "WANDB_DISABLED": "true"}
-    return Command(
-        name="trl",
-        arguments=(
-            str(python),
-            "-W",
-            "ignore",
-            str(Path(__file__).with_name("peers_trl.py")),
-            str(folder / "task.json"),
-        ),
-        log=folder / "trl.log",
-        environment={**quiet, "OMP_NUM_THREADS": str(NUM_CORES), "TOKENIZERS_PARALLELISM": "false"},
-    )
-
-
 def streamrl_command(terms: Terms, prompts: Path, folder: Path, seed: int) -> Command:
     file = folder / "peers.yaml"
     file.write_text(yaml.safe_dump(_config(terms, prompts, folder, seed)))
@@ -219,8 +171,13 @@ def _config(terms: Terms, prompts: Path, folder: Path, seed: int) -> dict[str, A
         "data": {"train": str(prompts), "max_prompt_tokens": 16, "shuffle": False},
         "sampling": {"num_samples": terms.num_samples, "max_tokens": peers_task.LONGEST},
         "rewards": {"right": {"type": "function", "target": reward}},
-        # TRL sums the log-probs of an answer and trains groups whose rewards are all equal.
-        "algorithm": {"loss_mean": "token", "drop_zero_variance": False, "kl": {"placement": "none"}},
+        # TRL sums the log-probs of an answer, and trains cut answers and groups whose rewards are all equal.
+        "algorithm": {
+            "loss_mean": "token",
+            "drop_zero_variance": False,
+            "mask_unfinished": False,
+            "kl": {"placement": "none"},
+        },
         "optimizer": {
             "lr": terms.lr,
             "schedule": "constant",
@@ -238,6 +195,6 @@ def _config(terms: Terms, prompts: Path, folder: Path, seed: int) -> dict[str, A
         "weights": {"dtype": "float32"},
         "checkpoint": {"every_steps": 50},
         "validation": {"every_steps": 0, "at_start": False, "at_end": False},
-        "worker": {"threads": 1, "grace_s": 1.0},
+        "worker": {"threads": 1, "grace_s": 1.0, "engine_args": {"kv_cache_memory_bytes": _KV_CACHE_BYTES}},
         "learner": {"threads": 1},
     }

@@ -4,8 +4,9 @@
 
 Where one starts is log-normal, so answers are of long-tailed lengths: half have less than a dozen digits, a few more
 than a hundred, and the longest of a step has four times the mean. The demonstrations that the model is warmed up with
-are careless: they answer more than half of the prompts with `>` by ones. The reward is the share of numbers that are
-right. Python's own library alone: both peers import this file.
+are careless: they answer most prompts with `>` by ones. So it can count both ways, from everywhere, and has to learn
+when: what one prompt teaches holds for all. The reward is the share of numbers that are right. Python's own library
+alone: both peers import this file.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _BY_ONES, _BY_TWOS = "<", ">"
 _LEAST, _MEDIAN, _SPREAD, _MOST = 2, 8, 1.2, 99  # the spread is that of the logarithm
 _WIDTH = 2
 _SHARE_BY_TWOS = 0.8
-_CARELESSNESS = 0.6  # share of demonstrations by twos that go by ones
+_CARELESSNESS = 0.7  # share of demonstrations by twos that go by ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +36,14 @@ def examples(rng: random.Random) -> Iterator[Example]:
     """Without end."""
     while True:
         drawn = _MEDIAN * math.exp(rng.gauss(0.0, _SPREAD))
-        number = min(_MOST, max(_LEAST, round(drawn)))
-        sign = _BY_TWOS if rng.random() < _SHARE_BY_TWOS else _BY_ONES
-        yield Example(prompt=_digits(number) + sign, answer=_count_down(number, sign))
+        yield _example(min(_MOST, max(_LEAST, round(drawn))), rng)
+
+
+def lessons(rng: random.Random) -> Iterator[Example]:
+    """Without end: every other one starts anywhere, for large numbers are too rare to learn from examples alone."""
+    for example in examples(rng):
+        yield example
+        yield _example(rng.randint(_LEAST, _MOST), rng)
 
 
 def demonstrate(example: Example, rng: random.Random) -> str:
@@ -50,6 +56,11 @@ def reward(prompt: str, completion: str, token_ids: Sequence[int], fields: Mappi
     """The share of numbers that stand where they should; what is missing or too much is wrong."""
     pairs = list(zip_longest(_numbers(completion), _numbers(fields["answer"])))
     return sum(given == right for given, right in pairs) / len(pairs)
+
+
+def _example(number: int, rng: random.Random) -> Example:
+    sign = _BY_TWOS if rng.random() < _SHARE_BY_TWOS else _BY_ONES
+    return Example(prompt=_digits(number) + sign, answer=_count_down(number, sign))
 
 
 def _count_down(number: int, sign: str) -> str:

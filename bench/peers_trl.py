@@ -1,4 +1,4 @@
-"""TRL's side of the peers: `python peers_trl.py TASK.json`, in TRL's own environment.
+"""TRL's side of the peers: `python peers_trl.py TASK.json`, in TRL's own environment, by itself or under torchrun.
 
 Its RLOO trainer as anybody would call it. Each step leaves a line in the task's file of steps, before them one that
 says when training began. Nothing here imports streamrl; the task comes as a plain module from the same folder.
@@ -22,11 +22,12 @@ class Steps(transformers.TrainerCallback):
     def __init__(self, path: str, *, num_samples: int) -> None:
         self._path, self._num_samples = path, num_samples
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self._write({"began": time.time()})
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.is_world_process_zero:
+            self._write({"began": time.time()})
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
-        if "reward" in logs:
+        if state.is_world_process_zero and "reward" in logs:  # the mean over all processes
             tokens = round(logs["completions/mean_length"] * self._num_samples)
             line = {"step": state.global_step, "at": time.time(), "reward": logs["reward"]}
             self._write({**line, "num_samples": self._num_samples, "num_tokens": tokens})
@@ -43,14 +44,14 @@ def rewards(prompts: list[str], completions: list[str], answer: list[str], **_: 
 
 def make_trainer(task: dict[str, Any]) -> trl.RLOOTrainer:
     torch.set_num_threads(task["threads"])
-    num_samples = task["groups_per_step"] * task["num_samples"]
+    with open(task["prompts"]) as file:
+        prompts = [json.loads(line) for line in file]
     settings = trl.RLOOConfig(
         output_dir=task["output"],
         per_device_train_batch_size=task["micro_batch"],
-        gradient_accumulation_steps=num_samples // task["micro_batch"],
+        gradient_accumulation_steps=task["micro_batches"],
         num_generations=task["num_samples"],
         max_completion_length=task["max_tokens"],
-        mask_truncated_completions=True,
         temperature=1.0,
         beta=0.0,
         num_iterations=1,
@@ -67,17 +68,19 @@ def make_trainer(task: dict[str, Any]) -> trl.RLOOTrainer:
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
-        bf16=False,
+        bf16=task["bf16"],
+        use_transformers_continuous_batching=task["continuous_batching"],
         gradient_checkpointing=False,
         use_cpu=True,
-        **task.get("more", {}),
+        ddp_backend="gloo",
+        ddp_find_unused_parameters=False,
     )
     return trl.RLOOTrainer(
         model=task["model"],
         reward_funcs=rewards,
         args=settings,
-        train_dataset=datasets.load_dataset("json", data_files=task["prompts"], split="train"),
-        callbacks=[Steps(task["steps"], num_samples=num_samples)],
+        train_dataset=datasets.Dataset.from_list(prompts),
+        callbacks=[Steps(task["steps"], num_samples=task["samples_per_step"])],
     )
 
 

@@ -1,0 +1,29 @@
+"""What the peers have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+NUM_CORES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """The same for both."""
+
+    model: Path
+    groups_per_step: int = 16
+    num_samples: int = 8
+    lr: float = 5e-4
+    betas: tuple[float, float] = (0.9, 0.999)
+    clip_norm: float = 0.0  # off: losses that differ by a factor would be clipped differently
+    max_steps: int = 400
+
+    @property
+    def num_prompts(self) -> int:
+        return self.groups_per_step * self.max_steps
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.groups_per_step * self.num_samples
