@@ -12,7 +12,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -24,6 +23,7 @@ import click
 from bench.measure import Say
 from bench.report import RESULTS, Machine, describe_machine
 from bench.resume import Done, commit_of
+from streamrl.held_folder import scratch_folder
 from tests.faults.chaos_catalogue import find_modules
 from tests.faults.chaos_table import FAILED, Line, ModuleResult, line_of, render
 from tests.faults.random_faults import Outcome, run_at_random
@@ -70,8 +70,8 @@ def main(what: str, minutes: float, seed: int | None, as_json: bool, fresh: bool
 
 
 def _random(minutes: float, seed: int, say: Say) -> Outcome:
-    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        return run_at_random(Path(folder), seconds=60 * minutes, seed=seed, say=say)
+    with scratch_folder() as folder:
+        return run_at_random(folder, seconds=60 * minutes, seed=seed, say=say)
 
 
 def _scenarios(name: str, say: Say, *, fresh: bool) -> list[Line]:
@@ -97,8 +97,8 @@ def _scenarios(name: str, say: Say, *, fresh: bool) -> list[Line]:
 def _run(module: str, select: str) -> ModuleResult:
     """What pytest prints goes to stderr."""
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        rows = Path(folder) / "rows.jsonl"
+    with scratch_folder() as folder:
+        rows = folder / "rows.jsonl"
         words = [sys.executable, "-m", "pytest", module, "-q", "--no-header", "-m", select]
         environment = {"OMP_NUM_THREADS": "1", **os.environ, VARIABLE: str(rows)}
         ended = subprocess.run(words, cwd=_ROOT, env=environment, stdout=sys.stderr, check=False)

@@ -23,7 +23,7 @@ from tests.faults.random_outcome import Leaks
 _SETTLED_WITHIN_S = 5.0
 _PAUSE_S = 0.05
 _PURPOSES: tuple[Purpose, ...] = ("train", "eval")
-_NAMES_OF_SHARED_MEMORY = ("psm_", "sem.", "torch_", "streamrl-")
+_NAMES_OF_SHARED_MEMORY = ("psm_", "sem.", "torch_", "streamrl-mirror-")
 _IN_SHARED_MEMORY = re.compile(r" /dev/shm/([^/\s]+)")
 _LEVELS = range(1, 10)  # of thinned metrics, and more than there are
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +26,7 @@ from hypothesis.stateful import (
 from learner.stream.plan import Kind
 from streamrl.crashpoints import Point
 from streamrl.errors import TransportError
+from streamrl.held_folder import scratch_folder
 from streamrl.transport.dead import purge, read_letters, request_retries
 from streamrl.transport.embedded import find_server
 from streamrl.transport.tenure import await_lease
@@ -292,15 +292,14 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 @contextmanager
 def a_site(tmp_path: Path) -> Iterator[Site]:
-    in_memory = Path("/dev/shm")  # the disk is not what is tried here, and thousands of fsyncs take their time
     with (
-        tempfile.TemporaryDirectory(prefix="any-order-", dir=in_memory if in_memory.is_dir() else tmp_path) as folder,
+        scratch_folder(in_memory=True) as folder,  # the disk is not what is tried here: thousands of fsyncs take long
         TwoServers(tmp_path) as servers,
         servers.client() as client,
         asyncio.Runner() as runner,
     ):
         async_client = servers.async_client()
-        yield Site(servers=servers, client=client, async_client=async_client, runner=runner, folder=Path(folder))
+        yield Site(servers=servers, client=client, async_client=async_client, runner=runner, folder=folder)
         runner.run(async_client.aclose())
 
 
