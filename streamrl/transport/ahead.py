@@ -50,6 +50,7 @@ class PagedReader:
         self._connection.disconnect()
 
     def _ask(self, after: str, count: int, *block: str | int) -> None:
+        self._connection.connect()  # a sentinel's finds the master in this alone
         self._connection.send_command("XREAD", "COUNT", count, *block, "STREAMS", self._stream, after)
         self._asked = True
 

@@ -22,6 +22,7 @@ from streamrl.cli.main import main
 from streamrl.config import schema
 from streamrl.errors import ConfigError, ResourceError
 from streamrl.transport.address import open_client, server_name
+from streamrl.transport.ahead import PagedReader
 from streamrl.transport.connection import Attempts, connect, connect_async, repeat
 from streamrl.transport.embedded import EmbeddedRedis, find_server
 from streamrl.transport.url import PASSWORD, SENTINEL_PASSWORD, masked, split_password
@@ -267,6 +268,11 @@ async def test_a_sentinel_url_finds_the_master(service: Service) -> None:
         assert server_name(client) == "service run of its sentinels"
         assert client.info()["tcp_port"] == service.master
         client.set("x", 1)
+        ids = [client.xadd("groups", {"n": number}) for number in range(2)]
+        reader = PagedReader(client, "groups")  # on a connection of its own
+        for after, found in zip(("0-0", ids[0].decode()), ids, strict=True):
+            assert [entry_id for entry_id, _ in reader.read(after=after, count=1, block_ms=None)] == [found]
+        reader.forget()
     async with connect_async(service.url, SETTINGS) as other:
         assert await other.get("x") == b"1"
 
