@@ -53,7 +53,7 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
     from bench.reward_model import ALPHABET, write_reward_model  # torch: only when it is asked
 
     rng = random.Random(0)
-    lengths = [rng.randint(_SHORTEST, _LONGEST) for _ in range(64 if quick else 512)]
+    lengths = [rng.randint(_SHORTEST, _LONGEST) for _ in range(48 if quick else 512)]
     texts = ["".join(rng.choices(ALPHABET, k=length)) for length in lengths]
     num_rounds, num_lone = (3, 10) if quick else (7, 40)
     with scratch_folder() as folder:
