@@ -32,6 +32,9 @@ WRITES: dict[str, Callable[[LearnerStream], None]] = {
     "announce": lambda learner: learner.announce(
         Announcement(version=make_version(1, 0), base=0, step=0, manifest=b"m"), keep=[]
     ),
+    "lay_anchor": lambda learner: learner.lay_anchor(
+        Announcement(version=make_version(1, 0), base=0, step=0, manifest=b"m"), keep=[]
+    ),
     "record": lambda learner: learner.record(1, {"train_optim/loss": 1.0}),
     "event": lambda learner: learner.event("x"),
     "release": lambda learner: learner.release("stopped"),
