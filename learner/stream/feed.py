@@ -40,7 +40,7 @@ from streamrl.transport.seam import GroupStream
 from streamrl.transport.types import Control, Entry
 from streamrl.wire.group import GroupHeader
 
-_READ_BYTES = 1 << 19  # about so much is read at a time: larger answers cost more memory, and more time a byte
+_READ_BYTES = 1 << 20  # about so much is read at a time: larger answers cost more memory, and gain nothing
 _ROUND_S = 1.0  # a group is waited for so long before the operator's word and the deadline are looked at again
 
 log = structlog.get_logger(__name__)
