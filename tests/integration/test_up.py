@@ -153,7 +153,7 @@ def test_a_killed_worker_comes_again_ctrl_c_drains_and_another_start_goes_on(fol
     refused = start(folder, fast[0], "seed=99", "training.max_steps=1000")
     _, err = refused.communicate(timeout=100)
     assert refused.returncode == 2
-    assert "seed = 99" in err
+    assert "seed: 1234 -> 99" in err
     assert "goes on with these as they were" in err
 
 
