@@ -1,13 +1,14 @@
 """A version's way into a vLLM engine at work: how long it takes, and what it costs the engine.
 
-    learner: step ─► canary, copy, encode ─► Redis ─► worker: fetch, patch ─► pause ─► load ─► resume: it serves
+    learner: step ─► copy ─► canary, encode ─► Redis ─► worker: fetch, patch ─► pause ─► load ─► resume: it serves
     beside it, by turns:   vLLM's own reload of the same tensors, which lie in its memory: the measure of both bars
                            step ─► safetensors file ─► pause ─► vLLM's own reload of it ─► resume: the usual way
 
 A real engine on a CPU, with the 136M parameters in bf16 and _NUM_IN_FLIGHT samples under way all the time; that is some
-ten steps a second, so what a load costs shows within a second. The engine has one core; learner, worker and Redis share
-the other one. Time runs from the end of the learner's step, so canary and copy are in it. What an update costs is
-tokens of the second that begins with the pause, against those of a second in which nothing else is done.
+ten steps a second, so what a load costs shows within a second. The engine computes in one thread; learner, worker and
+Redis share the other core with each other, and the engine's while the learner encodes beside its canary. Time runs from
+the end of the learner's step, so canary and copy are in it. What an update costs is tokens of the second that begins
+with the pause, against those of a second in which nothing else is done.
 
 The usual way's file is written to the local disk's page cache, and not over a network. On a CPU vLLM's own reload
 leaves a tied head with the old embedding (see `workers.weight_transfer`), which costs it nothing: ours packs it anew.
