@@ -145,7 +145,7 @@ def lines(found: Mapping[str, Sequence[Outcome]], *, ours: str, theirs: str, wit
         for name in (theirs, ours):  # where one does not learn, times compare nothing
             reached, num_runs = sum(outcome.reached for outcome in found[name]), len(found[name])
             yield Bar(name=f"{name}: runs that learned it", value=reached, unit="", goal=num_runs, better="higher")
-        yield Fact(name="the same, starting included / TRL's", value=ratio("with_start_s"), unit="x")
+        yield Fact(name="time to the target, with starting / TRL's", value=ratio("with_start_s"), unit="x")
     yield Fact(name="useful tokens/s / TRL's", value=ratio("tokens_per_s"), unit="x")
     yield Fact(name="peak memory / TRL's", value=ratio("peak_bytes"), unit="x")
     for name in (ours, theirs):

@@ -18,7 +18,7 @@ from bench.peers_task import demonstrate, examples, lessons
 from streamrl.quickstart.base_model import write_base_model
 
 _SEED = 7
-_NUM_DEMONSTRATIONS = 12_000
+_NUM_DEMONSTRATIONS = 10_000
 _BATCH_TOKENS = 600  # few, for it takes many steps to learn the rule at all
 _LR = 3e-3
 _POSITIONS = 256

@@ -72,7 +72,7 @@ def make_trainer(task: dict[str, Any]) -> trl.RLOOTrainer:
         use_transformers_continuous_batching=task["continuous_batching"],
         gradient_checkpointing=False,
         use_cpu=True,
-        ddp_backend="gloo",
+        ddp_backend="gloo" if task["processes"] > 1 else None,
         ddp_find_unused_parameters=False,
     )
     return trl.RLOOTrainer(

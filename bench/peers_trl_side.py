@@ -66,6 +66,7 @@ def trl_command(python: Path, settings: Settings, terms: Terms, prompts: Path, f
         "clip_norm": terms.clip_norm,
         "max_steps": terms.max_steps,
         "seed": seed,
+        "processes": settings.processes,
         "threads": settings.threads,
         "micro_batch": settings.micro_batch(terms),
         "micro_batches": settings.micro_batches,
