@@ -83,7 +83,7 @@ def read_streams(client: redis.Redis, keys: Keys, *, run_uid: str) -> Streams:
     malformed: Counter[str] = Counter()
     tickets = tuple(_read_tickets(client, keys, run_uid, malformed))
     groups = tuple(_read_groups(client, keys, run_uid, malformed))
-    issued, issued_since = _read_counters(meta, read_meta(client, keys))
+    issued, issued_since = _read_counters(meta, read_meta(client, keys), malformed)
     return Streams(
         server=server_name(client),
         learner_is_live=bool(client.exists(keys.lease)),
@@ -157,11 +157,17 @@ def _entries(client: redis.Redis, stream: str) -> Iterator[RawEntry]:
         first = f"({page[-1][0].decode()}"
 
 
-def _read_counters(before: Mapping[bytes, bytes], after: Mapping[bytes, bytes]) -> tuple[int | None, int]:
+def _read_counters(
+    before: Mapping[bytes, bytes], after: Mapping[bytes, bytes], malformed: Counter[str]
+) -> tuple[int | None, int]:
     """Whoever became the learner in between counts anew, and may begin lower."""
     if b"issued" not in before or b"issued" not in after:
         return None, 0
-    first, last = int(before[b"issued"]), int(after[b"issued"])
+    texts = (before[b"issued"], after[b"issued"])
+    if not all(text.isdigit() and len(text) < 19 for text in texts):
+        malformed["meta/issued"] += 1
+        return None, 0
+    first, last = map(int, texts)
     return min(first, last), max(0, last - first)
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _NUM_TENSORS_SHOWN = 10
 _LATEST = "latest"
+_UNREADABLE = "its manifest cannot be read"
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _version = click.option(
@@ -46,6 +47,7 @@ class _Published:
     config: Config
     store: BlobStore
     manifests: dict[int, Manifest]
+    unreadable: tuple[str, ...]  # versions whose manifests are there and cannot be read
     served_by: Mapping[int, list[str]]  # version -> workers
 
     def pick(self, wanted: str) -> Manifest:
@@ -77,10 +79,12 @@ def _published(target: Target) -> Iterator[_Published]:
             version = report.detail.get("version")
             if report.role == "worker" and isinstance(version, int):
                 served_by[version].append(report.part.partition("/")[2])
+        found = read_manifests(opened.client, opened.keys)
         yield _Published(
             config=config,
             store=open_store(config.weights.store, opened.client, opened.keys),
-            manifests=read_manifests(opened.client, opened.keys),
+            manifests=found.by_version,
+            unreadable=found.unreadable,
             served_by=served_by,
         )
 
@@ -105,6 +109,8 @@ def ls(target: Target, as_json: bool) -> None:
         sizes = f"{row['bytes']:>15,}  {row['ratio']:>7,.1f}"
         served = printable(", ".join(row["served_by"]))
         click.echo(f"{row['version']:>10}  {row['step']:>7}  {row['kind']:<14}  {sizes}  {served}".rstrip())
+    for name in published.unreadable:
+        click.echo(printable(f"{name:>10}  {_UNREADABLE}"))
     for version, workers in elsewhere.items():
         click.echo(printable(f"{show(version):>10}  is kept no longer; still served by {', '.join(workers)}"))
 
@@ -158,18 +164,22 @@ def verify(target: Target, wanted: str | None, as_json: bool) -> int:
 
     with _published(target) as published:
         chosen = [published.pick(wanted)] if wanted else list(published.manifests.values())
+        unreadable = () if wanted else published.unreadable
         checked = {manifest.version: list(check_blobs(manifest, published.store)) for manifest in chosen}
     faults = [(version, one) for version, blobs in checked.items() for one in blobs if one.fault is not None]
     num_blobs = sum(map(len, checked.values()))
     if as_json:
         told = [{"version": show(version), "blob": one.name, "fault": one.fault} for version, one in faults]
+        told += [{"version": name, "blob": None, "fault": _UNREADABLE} for name in unreadable]
         click.echo(json.dumps({"versions": len(checked), "blobs": num_blobs, "faults": told}, indent=2))
-        return 1 if faults else 0
+        return 1 if told else 0
     for version, one in faults:
         click.echo(printable(f"{show(version):>10}  {one.name}: {one.fault}"))
+    for name in unreadable:
+        click.echo(printable(f"{name:>10}  {_UNREADABLE}"))
     num_bytes = sum(one.num_bytes for blobs in checked.values() for one in blobs)
     click.echo(f"{len(checked)} versions, {num_blobs} blobs, {num_bytes:,} bytes: {len(faults)} missing or damaged")
-    return 1 if faults else 0
+    return 1 if faults or unreadable else 0
 
 
 @weights.command()

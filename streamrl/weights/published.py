@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from streamrl.transport.keys import Keys
 
 _PATIENCE_S = 5.0
+_DIGITS = 20  # of the largest version, and one more
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json", "consolidated*", "original")
 
 
@@ -41,11 +42,23 @@ class Checked:
     fault: str | None  # None: it is as the manifest says
 
 
-def read_manifests(client: redis.Redis, keys: Keys) -> dict[int, Manifest]:
-    """By version, the oldest first. WeightsError names one that cannot be read."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifests:
+    by_version: dict[int, Manifest]  # the oldest first
+    unreadable: tuple[str, ...]  # versions, or what stands in their place
+
+
+def read_manifests(client: redis.Redis, keys: Keys) -> Manifests:
+    """One that cannot be read, of another program or version, hides no other."""
     attempts = Attempts(client, "list versions", give_up_after_s=_PATIENCE_S)
     found: Any = repeat(partial(client.hgetall, keys.manifests), attempts=attempts)
-    return {version: decode_manifest(found[key]) for version, key in sorted((int(key), key) for key in found)}
+    manifests, unreadable = {}, []
+    for key, packed in found.items():
+        try:
+            manifests[int(key)] = decode_manifest(packed)
+        except (ValueError, WeightsError):
+            unreadable.append(show(int(key)) if key.isdigit() and len(key) < _DIGITS else key.decode(errors="replace"))
+    return Manifests(by_version=dict(sorted(manifests.items())), unreadable=tuple(sorted(unreadable)))
 
 
 def full_bytes(manifest: Manifest) -> int:

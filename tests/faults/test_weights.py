@@ -61,12 +61,12 @@ def check(url: str, client: redis.Redis, keys: Keys, folder: Path, place: str, c
     store = open_store(place, client, keys)
     worker = Mirror(folder / "worker", run_uid=RUN_UID)
     die_publishing(url, keys, place, crash_at=crash_at)
-    before = read_manifests(client, keys)
+    before = read_manifests(client, keys).by_version
     num_served = follow(worker, before, store)
 
     publish(client, keys, place, epoch=2)
 
-    after = read_manifests(client, keys)
+    after = read_manifests(client, keys).by_version
     assert not before.keys() & after.keys(), "no number is given again"
     num_served += follow(worker, after, store)
     late = Mirror(folder / "late", run_uid=RUN_UID)

@@ -277,6 +277,15 @@ async def test_malformed_and_foreign_entries_are_counted_and_change_no_sum(world
     assert (audit.issued, audit.waiting) == (6, 6)
 
 
+async def test_a_counter_of_tickets_that_cannot_be_read_is_told_and_all_else_is_judged(world: RunWorld) -> None:
+    await world.train_steps(1)
+    sound = world.audit()
+    world.client.hset(world.keys.meta, "issued", "many")
+    audit = world.audit()
+    assert audit.malformed == {"meta/issued": 1}
+    assert (audit.trained, audit.outstanding, audit.lost) == (sound.trained, sound.outstanding, 0)
+
+
 async def test_evaluation_is_counted_apart(world: RunWorld) -> None:
     world.learner.stream.issue([make_ticket(n, run_uid=world.learner.uid, purpose="eval") for n in range(3)])
     audit = found_clean(world.audit())

@@ -21,6 +21,7 @@ from streamrl.transport.report_codec import encode_report
 from streamrl.transport.scripts import for_reports
 from streamrl.transport.scripts.call import run
 from streamrl.transport.types import Announcement
+from streamrl.versions import show
 from streamrl.weights.format import BITS, DTYPES, TensorMeta
 from streamrl.weights.manifest import encode_manifest
 from streamrl.weights.redis_store import RedisStore
@@ -130,6 +131,20 @@ def test_damage_in_the_store_is_found_and_named(published: Run, capsys) -> None:
         ("1.2", "it"),
     ]
     assert published.ask("verify", "--version", "1.0") == 0
+
+
+def test_a_manifest_that_cannot_be_read_is_named_and_hides_no_other(published: Run, capsys) -> None:
+    world = published.publish(chain(2))
+    for name, data in ((b"another", b"x"), (str((7 << 32) + 3).encode(), b"\xff"), (b"9" * 400, b"")):
+        published.client.hset(published.keys.manifests, name, data)
+    assert published.ask("ls") == 0
+    told = capsys.readouterr().out
+    for shown in (*(show(version) for version in world.manifests), "7.3  its manifest cannot be read"):
+        assert shown in told
+    assert told.count("cannot be read") == 3
+    assert published.ask("verify") == 1
+    assert "2 versions" in capsys.readouterr().out
+    assert published.ask("verify", "--version", "latest") == 0
 
 
 def test_looking_writes_nothing(published: Run, capsys) -> None:
