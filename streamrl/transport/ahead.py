@@ -10,6 +10,7 @@ reply times out; errors come out as they are.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import redis
@@ -24,6 +25,7 @@ class PagedReader:
         # None of the pool's: a reader that is left in the midst of a page would not give it back.
         pool = client.connection_pool
         self._connection = pool.connection_class(**{**pool.connection_kwargs, "parser_class": PageParser})
+        weakref.finalize(self, self._connection.disconnect)  # or the collector finds its socket open, and complains
         self._reached = ""  # id of the last entry handed out
         self._page: list[Any] = []  # what is behind it, and has come
         self._asked = False  # for the page behind that

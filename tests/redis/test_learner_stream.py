@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 import time
@@ -10,6 +11,7 @@ import pytest
 import redis
 
 from streamrl.errors import TransportError
+from streamrl.transport.ahead import PagedReader
 from streamrl.transport.keys import WORKERS, Keys
 from streamrl.transport.learner import LearnerStream
 from streamrl.transport.operate import set_control
@@ -320,6 +322,17 @@ def test_telemetry_that_fails_does_not_stop_the_learner(
     client.set(keys.metrics, "not a stream")
     learner.event("started", ranks=2)
     learner.record(1, {"train_optim/loss": 0.5})
+
+
+def test_a_reader_that_nobody_holds_leaves_no_connection(client: redis.Redis, keys: Keys) -> None:
+    client.xadd(keys.groups("train"), {"a": "b"})
+    reader = PagedReader(client, keys.groups("train"))
+    assert reader.read(after=START, count=1, block_ms=None)
+    connection = reader._connection
+    assert connection.is_connected
+    del reader
+    gc.collect()
+    assert not connection.is_connected
 
 
 def test_the_operators_word_is_run_until_said_otherwise(
