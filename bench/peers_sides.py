@@ -191,7 +191,7 @@ def _config(terms: Terms, prompts: Path, folder: Path, seed: int) -> dict[str, A
             "max_steps": terms.max_steps,
             "micro_batch_tokens": 4096,
         },
-        "lag": {"max_steps": 2},
+        "lag": {"max_steps": 1},  # the worker is the faster one: more would only lie in the queue
         "weights": {"dtype": "float32"},
         "checkpoint": {"every_steps": 50},
         "validation": {"every_steps": 0, "at_start": False, "at_end": False},
