@@ -167,7 +167,7 @@ def _facts(name: str, outcomes: Sequence[Outcome], *, with_target: bool) -> Iter
 
 
 def _curve(name: str, runs: Sequence[Sequence[Sequence[float]]]) -> Iterator[Fact]:
-    """The reward after 10, 20, 40, ... steps, in the mean over the runs that made so many."""
+    """The reward after 20, 40, 80, ... steps, in the mean over the runs that made so many."""
     last = _WINDOW
     while any(len(points) >= last for points in runs):
         windows = [points[last - _WINDOW : last] for points in runs if len(points) >= last]

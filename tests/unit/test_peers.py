@@ -170,14 +170,14 @@ def test_a_run_that_never_reached_the_target_counts_with_all_its_time() -> None:
 
 
 def test_both_curves_are_told_as_far_as_runs_went() -> None:
-    short = outcome(points=[(float(at), 0.1) for at in range(1, 20)])
-    long = outcome(points=[(2.0 * at, 0.1 if at < 10 else 0.3) for at in range(20)])
+    short = outcome(points=[(float(at), 0.1) for at in range(1, 40)])
+    long = outcome(points=[(2.0 * at, 0.1 if at < 20 else 0.3) for at in range(40)])
     found = list(lines({"a": [short, long], "b": [short, short]}, ours="a", theirs="b", with_target=True))
     told = {line.name: pytest.approx(line.value) for line in found if "reward after" in line.name}
     assert told == {
-        "a: reward after 10 steps, 14 s": 0.1,
-        "a: reward after 20 steps, 38 s": 0.3,
-        "b: reward after 10 steps, 10 s": 0.1,
+        "a: reward after 20 steps, 29 s": 0.1,
+        "a: reward after 40 steps, 78 s": 0.3,
+        "b: reward after 20 steps, 20 s": 0.1,
     }
 
 
