@@ -146,8 +146,7 @@ def _watched(url: str, environment: Mapping[str, str], options: Mapping[str, Any
     tls = {"ssl": True} if scheme == "rediss" else {}
     tls |= {name: value for name, value in found.items() if name.startswith("ssl_")}
     password = _from_environment(SENTINEL_PASSWORD, environment)
-    not_theirs = ("password", "username", "parser_class")
-    shared = {name: value for name, value in options.items() if name not in not_theirs}
+    shared = {name: value for name, value in options.items() if name not in ("password", "username")}
     return _Watched(
         sentinels=[_host(text, url) for text in hosts.split(",")],
         service=service[1],

@@ -15,8 +15,6 @@ from typing import Any
 
 import redis
 
-from streamrl.transport.replies import PageParser
-
 
 class PagedReader:
     def __init__(self, client: redis.Redis, stream: str) -> None:
@@ -24,7 +22,7 @@ class PagedReader:
         self._stream = stream
         # None of the pool's: a reader that is left in the midst of a page would not give it back.
         pool = client.connection_pool
-        self._connection = pool.connection_class(**{**pool.connection_kwargs, "parser_class": PageParser})
+        self._connection = pool.connection_class(**pool.connection_kwargs)
         weakref.finalize(self, self._connection.disconnect)  # or the collector finds its socket open, and complains
         self._reached = ""  # id of the last entry handed out
         self._page: list[Any] = []  # what is behind it, and has come

@@ -19,11 +19,9 @@ import redis.asyncio
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
-from redis.utils import HIREDIS_AVAILABLE
 
 from streamrl.errors import ResourceError, TransportError
 from streamrl.transport.address import AnyClient, open_async_client, open_client, server_name
-from streamrl.transport.replies import ReplyParser
 from streamrl.transport.url import PASSWORD
 
 T = TypeVar("T")
@@ -62,8 +60,6 @@ def connect(url: str, settings: Timeouts) -> redis.Redis:
 def connect_async(url: str, settings: Timeouts) -> redis.asyncio.Redis:
     """A client that connects with its first call."""
     options = _options(url, settings)
-    if not HIREDIS_AVAILABLE:  # which is faster still
-        options["parser_class"] = ReplyParser
     if url.startswith("unix:"):
         options["redis_connect_func"] = _connect_with_room
     return open_async_client(url, retry=AsyncRetry(NoBackoff(), 0), **options)
