@@ -11,7 +11,7 @@ import pytest
 from streamrl.errors import WeightsError
 from streamrl.weights.format import Coding, TensorMeta
 from streamrl.weights.manifest import Manifest
-from streamrl.weights.patching import WINDOW, patch, side_by_side, threads_for
+from streamrl.weights.patching import patch, side_by_side, threads_for
 from streamrl.weights.stores import MemoryStore
 from tests.weights_world import World, nudged, random_bits
 
@@ -57,23 +57,6 @@ def test_many_deltas_at_once_give_the_last_state(num_ranks: int, num_threads: in
     assert changed == {"wide", "exact"}
     for name, bits in tensors.items():
         assert np.array_equal(bits, last[name]), name
-
-
-@pytest.mark.parametrize("share", [0.0001, 0.02], ids=["few", "many"])
-def test_changes_on_both_sides_of_each_window_arrive(share: float) -> None:
-    """Of a tensor that is longer than what is read at once."""
-    rng, length = np.random.default_rng(3), 2 * WINDOW + 17
-    world = World(MemoryStore(), tensors=(TensorMeta(name="long", dtype="bfloat16", shape=(length,)),))
-    states = [{"long": random_bits(rng, np.dtype("<u2"), length)}]
-    for _ in range(3):
-        bits = nudged(rng, states[-1], share=share)["long"]
-        bits[[0, WINDOW - 1, WINDOW, 2 * WINDOW - 1, 2 * WINDOW, length - 1]] += 3
-        states.append({"long": bits})
-    for state in states:
-        world.publish(state)
-    tensors = {"long": states[0]["long"].copy()}
-    patch(tensors, *deltas(world), num_threads=1)
-    assert np.array_equal(tensors["long"], states[-1]["long"])
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
