@@ -1,6 +1,7 @@
 """Blobs out of a store, ahead of whoever uses them, in the order in which they are wanted.
 
     wanted ─► up to NUM_THREADS at a time, so many bytes ahead ─► digest checked ─► used, one after another
+          └─► by who will use it, where nothing is under way ───────────┘
 
 So the latency of a store is paid about once and not for each of a hundred deltas, and memory stays bounded. Blocks on
 the store, within the store's own bounds. A store must bear calls from several threads.
@@ -36,19 +37,22 @@ def fetch_ahead(
 ) -> Generator[tuple[ShardRecord, bytes]]:
     """Each with its blob; to be closed (`contextlib.closing`) by who may stop early."""
     left = deque(shards)
-    if len(left) < 2:
-        yield from ((shard, fetch(shard, store)) for shard in left)
-        return
     pool = ThreadPoolExecutor(max_workers=NUM_THREADS, thread_name_prefix="blobs")
     under_way: deque[tuple[ShardRecord, Future[bytes]]] = deque()
     asked_bytes = 0
     try:
         while left or under_way:
-            while left and (not under_way or asked_bytes + left[0].num_bytes <= ahead_bytes):
+            if under_way:
+                shard, coming = under_way.popleft()
+            else:
+                # Its user can only wait for it. An anchor of 272 MB came in 0.25 s this way, and in 0.4 to 1.1 s to a
+                # thread of the pool, whose memory is new to it and comes page by page.
+                shard, coming = left.popleft(), None
+                asked_bytes += shard.num_bytes
+            while left and asked_bytes + left[0].num_bytes <= ahead_bytes:
                 asked_bytes += left[0].num_bytes
                 under_way.append((left[0], pool.submit(fetch, left.popleft(), store)))
-            shard, future = under_way.popleft()
-            yield shard, future.result()
+            yield shard, fetch(shard, store) if coming is None else coming.result()
             asked_bytes -= shard.num_bytes
     finally:
         pool.shutdown(cancel_futures=True)
