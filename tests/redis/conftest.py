@@ -15,6 +15,7 @@ from streamrl.transport.embedded import EmbeddedRedis
 from streamrl.transport.keys import Keys
 from streamrl.transport.learner import LearnerStream
 from streamrl.transport.worker import WorkerStream
+from tests.proxy import Proxy
 
 UID = "uid"
 LEASE_S = 0.3
@@ -86,3 +87,10 @@ def make_worker(worker_client: redis.asyncio.Redis, keys: Keys) -> MakeWorker:
 @pytest.fixture
 def worker(make_worker: MakeWorker) -> WorkerStream:
     return make_worker()
+
+
+@pytest.fixture
+def proxy(redis_url: str) -> Iterator[Proxy]:
+    """A road to the server that a test may make bad."""
+    with Proxy(redis_url) as proxy:
+        yield proxy

@@ -26,12 +26,6 @@ SETTINGS = schema.Redis(reply_timeout_s=5.0, give_up_after_s=10.0)
 
 
 @pytest.fixture
-def proxy(redis_url: str) -> Iterator[Proxy]:
-    with Proxy(redis_url) as proxy:
-        yield proxy
-
-
-@pytest.fixture
 def lossy(proxy: Proxy) -> Iterator[redis.Redis]:
     with connect(proxy.url, SETTINGS) as client:
         yield client

@@ -19,12 +19,6 @@ SETTINGS = schema.Redis(reply_timeout_s=5.0, give_up_after_s=10.0)
 
 
 @pytest.fixture
-def proxy(redis_url: str) -> Iterator[Proxy]:
-    with Proxy(redis_url) as proxy:
-        yield proxy
-
-
-@pytest.fixture
 def reader(proxy: Proxy, keys: Keys) -> Iterator[LearnerStream]:
     with connect(proxy.url, SETTINGS) as client:
         stream = LearnerStream(client, keys, run_uid="uid", epoch=1, holder="job", lease_s=30.0, give_up_after_s=10.0)

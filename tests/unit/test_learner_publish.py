@@ -2,112 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 
-from learner.companion import AtOnce, Beside
-from learner.distributed import World as Ranks
-from learner.policy.model import Policy, load_policy
-from learner.publishing.publish import Publisher
 from learner.publishing.sweep import Sweeper
-from streamrl.config import schema
-from streamrl.errors import Fenced, ResourceError, StreamrlError, TrainingError, TransportError, WeightsError
-from streamrl.transport.types import Announcement
-from streamrl.weights.manifest import Manifest, decode_manifest
-from streamrl.weights.mirror import Mirror
+from streamrl.errors import Fenced, ResourceError, TrainingError, TransportError
 from streamrl.weights.stores import MemoryStore
-from tests.learner_cases import learner_config
-from tests.tiny_models import make_model
+from tests.publish_world import ByHand, FakeClock, Scene
 from tests.weights_world import RUN_UID, World, random_state
-
-ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
-
-
-class FakeStream:
-    """Keeps what was announced; refuses while told to."""
-
-    def __init__(self) -> None:
-        self.manifests: list[Manifest] = []
-        self.kept: list[int] = []
-        self.refusal: Exception | None = None
-        self.anchor_refusal: Exception | None = None
-
-    def announce(self, announcement: Announcement, *, keep: Sequence[int]) -> None:
-        if self.refusal is not None:
-            raise self.refusal
-        self.manifests.append(decode_manifest(announcement.manifest))
-        self.kept = list(keep)
-
-    def lay_anchor(self, announcement: Announcement, *, keep: Sequence[int]) -> None:
-        if self.anchor_refusal is not None:
-            raise self.anchor_refusal
-        assert announcement.version == self.manifests[-1].version
-        self.manifests[-1] = decode_manifest(announcement.manifest)
-        self.kept = list(keep)
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Scene:
-    """A policy whose versions go to memory."""
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        store: MemoryStore | None = None,
-        beside: Beside | AtOnce | None = None,
-        epoch: int = 3,
-        **weights: object,
-    ) -> None:
-        settings = schema.Weights(**{"dtype": "bfloat16", **weights})
-        self.config = learner_config(make_model(folder / "model"), weights=settings)
-        self.policy: Policy = load_policy(self.config, ALONE, (1,))
-        self.store, self.stream, self.clock = store or MemoryStore(), FakeStream(), FakeClock()
-        self.beside = beside or AtOnce()
-        self.publisher = Publisher(
-            policy=self.policy,
-            config=self.config,
-            world=ALONE,
-            run_uid="run",
-            epoch=epoch,
-            store=self.store,
-            announcer=self.stream,
-            canary_ids=np.array([3, 4, 5, 1], dtype=np.int32),
-            beside=self.beside,
-            clock=self.clock,
-        )
-
-    def train(self, amount: float = 0.01) -> None:
-        with torch.no_grad():
-            for parameter in self.policy.parameters():
-                parameter[..., 0] += amount
-
-    def served(self, folder: Path) -> dict[str, torch.Tensor]:
-        mirror = Mirror(folder)
-        for manifest in self.stream.manifests:
-            mirror.apply(manifest, self.store)
-        return safetensors.torch.load_file(mirror.path)
-
-    def is_served(self, folder: Path) -> bool:
-        """What a worker has is the policy in the published dtype, bit for bit, tied head left out."""
-        dtype = getattr(torch, self.config.weights.dtype)
-        truth = {name: p.detach().to(dtype) for name, p in self.policy.model.named_parameters()}
-        served = self.served(folder)
-        return served.keys() == truth.keys() and all(torch.equal(served[name], truth[name]) for name in truth)
 
 
 @pytest.fixture
@@ -124,121 +29,6 @@ def test_workers_get_the_policys_bits_as_an_anchor_and_deltas(tmp_path: Path, dt
     scene.publisher.publish(4)
     assert [manifest.base == 0 for manifest in scene.stream.manifests] == [True, False, False, False, False]
     assert scene.is_served(tmp_path / "mirror")
-
-
-def has_anchor(scene: Scene) -> list[bool]:
-    return [manifest.as_anchor() is not None for manifest in scene.stream.manifests]
-
-
-def test_an_anchor_comes_as_often_as_set_beside_a_delta(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, anchor_every=3)
-    for step in range(7):
-        scene.publisher.publish(step)
-        scene.train()
-    assert has_anchor(scene) == [True, False, False, True, False, False, True]
-    assert [manifest.base == 0 for manifest in scene.stream.manifests] == [True] + [False] * 6
-
-
-def anchor_due_at_once(folder: Path, **more: Any) -> Scene:
-    """The next version is to have an anchor beside it."""
-    scene = Scene(folder, anchor_every=1, **more)
-    scene.publisher.begin(0)
-    if isinstance(hand := scene.beside, ByHand):
-        hand.work()
-    assert scene.publisher.finish() is not None
-    scene.train()
-    return scene
-
-
-def test_workers_have_the_version_before_its_anchor_is_stored(tmp_path: Path) -> None:
-    """Training that waits for them goes on by then, and the next version waits for the anchor."""
-    hand = ByHand()
-    scene = anchor_due_at_once(tmp_path, beside=hand)
-    scene.publisher.begin(1)
-    hand.work(2)  # encode, ship
-    published = scene.publisher.settle()
-    assert published is not None
-    assert published.needs == (scene.stream.manifests[1].version, scene.stream.manifests[0].version)
-    assert has_anchor(scene) == [True, False]
-    assert (scene.publisher.announcing, scene.publisher.busy) == (False, True)
-    assert scene.is_served(tmp_path / "early")
-
-    scene.train()  # the anchor is of the version, not of what is trained since
-    hand.work()
-    assert scene.publisher.settle() is None
-    assert not scene.publisher.busy
-    assert has_anchor(scene) == [True, True]
-    anchor = scene.stream.manifests[1].as_anchor()
-    assert anchor is not None
-    late = Mirror(tmp_path / "late")
-    late.apply(anchor, scene.store)
-    assert late.path.read_bytes() == (tmp_path / "early" / "mirror.safetensors").read_bytes()
-
-
-@pytest.mark.parametrize("trouble", [TransportError("away"), WeightsError("in the way")])
-def test_an_anchor_that_fails_leaves_its_version_and_comes_with_the_next(
-    tmp_path: Path, trouble: StreamrlError
-) -> None:
-    scene = anchor_due_at_once(tmp_path)
-    scene.stream.anchor_refusal = trouble
-    assert scene.publisher.publish(1) is not None
-    assert not scene.publisher.failing
-    assert has_anchor(scene) == [True, False]
-    scene.stream.anchor_refusal = None
-    scene.train()
-    assert scene.publisher.publish(2) is not None
-    assert has_anchor(scene) == [True, False, True]
-    assert [manifest.base for manifest in scene.stream.manifests[1:]] == [m.version for m in scene.stream.manifests[:2]]
-    assert scene.is_served(tmp_path / "mirror")
-
-
-def test_a_version_that_fails_has_no_anchor_laid_beside_it(tmp_path: Path) -> None:
-    scene = anchor_due_at_once(tmp_path)
-    scene.stream.refusal = TransportError("away")
-    assert scene.publisher.publish(1) is None
-    assert scene.publisher.failing
-    assert has_anchor(scene) == [True]
-
-
-def test_anchors_that_fail_for_too_long_end_the_run(tmp_path: Path) -> None:
-    scene = anchor_due_at_once(tmp_path, give_up_after_s=30.0)
-    scene.stream.anchor_refusal = TransportError("away")
-    for step, now in ((1, 0.0), (2, 29.0)):
-        scene.clock.now = now
-        assert scene.publisher.publish(step) is not None
-    scene.clock.now = 31.0
-    with pytest.raises(TrainingError, match=r"no anchor of the weights could be published for 31 s"):
-        scene.publisher.publish(3)
-
-
-def test_a_newer_learner_ends_publishing_also_while_an_anchor_is_laid(tmp_path: Path) -> None:
-    scene = anchor_due_at_once(tmp_path)
-    scene.stream.anchor_refusal = Fenced("a newer epoch")
-    with pytest.raises(Fenced):
-        scene.publisher.publish(1)
-
-
-def test_an_anchor_comes_as_soon_as_the_deltas_weigh_a_share_of_it(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, anchor_every=50, anchor_share=0.05)
-    for step in range(8):
-        scene.publisher.publish(step)
-        scene.train()
-    sizes = [manifest.num_bytes for manifest in scene.stream.manifests]
-    limit = 0.05 * sizes[0]
-    due = next(n for n in range(2, 8) if sum(sizes[1:n]) > limit)
-    assert has_anchor(scene)[: due + 1] == [True] + [False] * (due - 1) + [True]
-
-
-def test_an_anchor_comes_alone_where_deltas_are_as_large(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, dtype="float32")
-    for step in range(6):
-        scene.publisher.publish(step)
-        with torch.no_grad():
-            for parameter in scene.policy.parameters():
-                parameter += torch.randn_like(parameter)
-    assert [manifest.base == 0 for manifest in scene.stream.manifests] == [True, False, True, False, True, False]
-    assert not any(manifest.anchor for manifest in scene.stream.manifests)
-    assert len({manifest.version for manifest in scene.stream.manifests}) == 6
 
 
 def test_weights_that_were_lost_go_out_whole_and_deltas_build_on_that(tmp_path: Path) -> None:
@@ -281,36 +71,6 @@ def test_a_budget_without_room_takes_the_older_anchor_with_its_deltas() -> None:
     assert set(world.store.list()) == third.blob_names
     assert not sweeper.make_room(4 * 8_358)
     assert set(world.store.list()) == third.blob_names
-
-
-def test_the_anchor_beside_a_delta_is_the_same_state(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, anchor_every=2)
-    for step in range(3):
-        scene.publisher.publish(step)
-        scene.train()
-    anchor = scene.stream.manifests[2].as_anchor()
-    assert anchor is not None
-    late, close = Mirror(tmp_path / "late"), Mirror(tmp_path / "close")
-    late.apply(anchor, scene.store)
-    close.apply_path(scene.stream.manifests, scene.store)
-    assert late.path.read_bytes() == close.path.read_bytes()
-
-
-class ByHand(AtOnce):
-    """A thread beside the loop that works when it is told to."""
-
-    def __init__(self) -> None:
-        self.jobs: list[tuple[Future[Any], Callable[[], Any]]] = []
-
-    def submit(self, job: Callable[[], Any], /) -> Future[Any]:
-        future: Future[Any] = Future()
-        self.jobs.append((future, job))
-        return future
-
-    def work(self, num_jobs: int | None = None) -> None:
-        for future, job in self.jobs[:num_jobs]:
-            future.set_result(job())
-        del self.jobs[:num_jobs]
 
 
 def test_training_goes_on_while_a_version_is_on_its_way(tmp_path: Path) -> None:

@@ -1,0 +1,123 @@
+"""A policy that is published from one rank to memory, with a stream, a clock and a thread that do as they are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+
+from learner.companion import AtOnce, Beside
+from learner.distributed import World as Ranks
+from learner.policy.model import Policy, load_policy
+from learner.publishing.publish import Publisher
+from streamrl.config import schema
+from streamrl.transport.types import Announcement
+from streamrl.weights.manifest import Manifest, decode_manifest
+from streamrl.weights.mirror import Mirror
+from streamrl.weights.stores import MemoryStore
+from tests.learner_cases import learner_config
+from tests.tiny_models import make_model
+
+ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
+
+
+class FakeStream:
+    """Keeps what was announced; refuses while told to."""
+
+    def __init__(self) -> None:
+        self.manifests: list[Manifest] = []
+        self.kept: list[int] = []
+        self.refusal: Exception | None = None
+        self.anchor_refusal: Exception | None = None
+
+    def announce(self, announcement: Announcement, *, keep: Sequence[int]) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.manifests.append(decode_manifest(announcement.manifest))
+        self.kept = list(keep)
+
+    def lay_anchor(self, announcement: Announcement, *, keep: Sequence[int]) -> None:
+        if self.anchor_refusal is not None:
+            raise self.anchor_refusal
+        assert announcement.version == self.manifests[-1].version
+        self.manifests[-1] = decode_manifest(announcement.manifest)
+        self.kept = list(keep)
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Scene:
+    """A policy whose versions go to memory."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        store: MemoryStore | None = None,
+        beside: Beside | AtOnce | None = None,
+        epoch: int = 3,
+        **weights: object,
+    ) -> None:
+        settings = schema.Weights(**{"dtype": "bfloat16", **weights})
+        self.config = learner_config(make_model(folder / "model"), weights=settings)
+        self.policy: Policy = load_policy(self.config, ALONE, (1,))
+        self.store, self.stream, self.clock = store or MemoryStore(), FakeStream(), FakeClock()
+        self.beside = beside or AtOnce()
+        self.publisher = Publisher(
+            policy=self.policy,
+            config=self.config,
+            world=ALONE,
+            run_uid="run",
+            epoch=epoch,
+            store=self.store,
+            announcer=self.stream,
+            canary_ids=np.array([3, 4, 5, 1], dtype=np.int32),
+            beside=self.beside,
+            clock=self.clock,
+        )
+
+    def train(self, amount: float = 0.01) -> None:
+        with torch.no_grad():
+            for parameter in self.policy.parameters():
+                parameter[..., 0] += amount
+
+    def served(self, folder: Path) -> dict[str, torch.Tensor]:
+        mirror = Mirror(folder)
+        for manifest in self.stream.manifests:
+            mirror.apply(manifest, self.store)
+        return safetensors.torch.load_file(mirror.path)
+
+    def is_served(self, folder: Path) -> bool:
+        """What a worker has is the policy in the published dtype, bit for bit, tied head left out."""
+        dtype = getattr(torch, self.config.weights.dtype)
+        truth = {name: p.detach().to(dtype) for name, p in self.policy.model.named_parameters()}
+        served = self.served(folder)
+        return served.keys() == truth.keys() and all(torch.equal(served[name], truth[name]) for name in truth)
+
+
+class ByHand(AtOnce):
+    """A thread beside the loop that works when it is told to."""
+
+    def __init__(self) -> None:
+        self.jobs: list[tuple[Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, job: Callable[[], Any], /) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.jobs.append((future, job))
+        return future
+
+    def work(self, num_jobs: int | None = None) -> None:
+        for future, job in self.jobs[:num_jobs]:
+            future.set_result(job())
+        del self.jobs[:num_jobs]
