@@ -80,7 +80,7 @@ class Deliveries:
     async def _send(self, lane: int, batch: Sequence[tuple[Delivery, asyncio.Future[bool]]]) -> None:
         try:
             outcomes = await self._deliver(lane, [delivery for delivery, _ in batch])
-        except BaseException as error:
+        except BaseException as error:  # whatever it is: who waits for this call would else do so for ever
             for _, waiter in batch:
                 if not waiter.done():  # nobody waits where it was cancelled
                     waiter.set_exception(error)
