@@ -36,7 +36,7 @@ class _Announced:
     def announce(self, announcement: Announcement, *, keep: list[int]) -> None:
         """Nobody listens."""
 
-    def lay_anchor(self, announcement: Announcement, *, keep: list[int]) -> None:
+    def amend(self, announcement: Announcement, *, keep: list[int]) -> None:
         """Nobody comes late."""
 
 

@@ -33,6 +33,7 @@ class FakeStream:
         self.manifests: list[Manifest] = []
         self.kept: list[int] = []
         self.refusal: Exception | None = None
+        self.answer_refusal: Exception | None = None  # to the answer to a canary
         self.anchor_refusal: Exception | None = None
 
     def announce(self, announcement: Announcement, *, keep: Sequence[int]) -> None:
@@ -41,11 +42,13 @@ class FakeStream:
         self.manifests.append(decode_manifest(announcement.manifest))
         self.kept = list(keep)
 
-    def lay_anchor(self, announcement: Announcement, *, keep: Sequence[int]) -> None:
-        if self.anchor_refusal is not None:
-            raise self.anchor_refusal
-        assert announcement.version == self.manifests[-1].version
-        self.manifests[-1] = decode_manifest(announcement.manifest)
+    def amend(self, announcement: Announcement, *, keep: Sequence[int]) -> None:
+        amended = decode_manifest(announcement.manifest)
+        refusal = self.anchor_refusal if amended.anchor else self.answer_refusal
+        if refusal is not None:
+            raise refusal
+        assert amended.version == announcement.version == self.manifests[-1].version
+        self.manifests[-1] = amended
         self.kept = list(keep)
 
 

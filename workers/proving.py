@@ -93,6 +93,7 @@ class Prover:
 
 
 def _worst(canary: Canary, answered: list[float]) -> float:
+    assert canary.logprobs is not None, "the learner has answered it"
     assert len(answered) == len(canary.logprobs), f"{len(answered)} log-probs for {len(canary.token_ids)} tokens"
     return max(abs(a - b) if math.isfinite(a) else math.inf for a, b in zip(answered, canary.logprobs, strict=True))
 
@@ -102,6 +103,7 @@ class ProofDouble:
 
     def __init__(self) -> None:
         self.num_probes = 0
+        self.canaries: list[Canary | None] = []  # of the versions that were checked
         self.refused: dict[int, int] = {}  # version -> how often it is refused still
         self.held: asyncio.Event | None = None  # checks wait for it
 
@@ -109,6 +111,7 @@ class ProofDouble:
         self.num_probes += 1
 
     async def check(self, engine: Engine, manifest: Manifest) -> None:
+        self.canaries.append(manifest.canary)
         if self.held is not None:
             await self.held.wait()
         if self.refused.get(manifest.version, 0) > 0:

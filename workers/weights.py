@@ -1,12 +1,16 @@
 """From the learner's announcements to an engine that serves them.
 
     announcement ─► manifests: the way of the fewest bytes ─► fetch and patch, in a thread ─► load ─► serving ─► proved
-                                       (generation goes on; it pauses for the load alone)
+                                       (generation goes on; it pauses for the load alone)                 ▲
+    learner: the canary's answer, after its announcement ─────────────────────────────────────────────────┘
 
 The newest version wins: those announced while another was on its way are passed over. What fails to arrive whole is
 tried again with the newest announcement, paced, for `give_up_after_s` at most; meanwhile the engine serves what it has.
-A version is served once it is loaded, and proved once the engine has answered its canary (see `proving`); until then
-what it made must not leave the worker. LoadRejected: the engine did not, and what it holds is of no use to anybody.
+A version is served once it is loaded, and proved once the engine has answered its canary as the learner did (see
+`proving`); until then what it made must not leave the worker. The learner's answer is there, as a rule, before the load
+has ended. One that does not come (the learner died in between) is waited for until there is a newer version, for some
+seconds at most; then digests and probe are the proof. LoadRejected: the engine did not, and what it holds is of no use
+to anybody.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import math
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -36,6 +40,7 @@ log = structlog.get_logger(__name__)
 
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
+_FIRST_LOOK_S, _LONGEST_LOOK_S = 0.01, 0.5  # between two looks for the answer to a canary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +48,7 @@ class Patience:
     look_again_s: float = 1.0  # for an announcement that woke nobody
     give_up_after_s: float  # of failing in a row to get a version that was announced
     first_version_s: float  # for the learner to announce anything at all
+    answer_s: float = 10.0  # for the learner's answer to a canary
 
 
 class WeightFollower:
@@ -181,7 +187,7 @@ class WeightFollower:
                 await self._proof.probe(engine, self._mirror.path, manifest)
                 self._probed = engine
             await self._serve(engine, manifest)
-            await self._proof.check(engine, manifest)
+            await self._proof.check(engine, await self._answered(manifest))
         except LoadRejected as error:
             self._progress.note(rejected=str(error))
             raise
@@ -196,6 +202,34 @@ class WeightFollower:
         async with self._served:
             self._proved = manifest.version
             self._served.notify_all()
+
+    async def _answered(self, manifest: Manifest) -> Manifest:
+        """With the learner's answer to its canary, or without a canary."""
+        if manifest.canary is None or manifest.canary.logprobs is not None:
+            return manifest
+        deadline, pause_s = time.monotonic() + self._patience.answer_s, _FIRST_LOOK_S
+        superseded = False
+        while True:
+            amended = await self._looked_up(manifest.version)
+            if amended is not None and amended.canary is not None and amended.canary.logprobs is not None:
+                return replace(manifest, canary=amended.canary)
+            if superseded or time.monotonic() >= deadline:
+                log.warning("canary_not_answered", version=show(manifest.version))
+                return replace(manifest, canary=None)
+            # A version is announced after the answer to the one before, so one more look tells whether there is any.
+            latest = await self._announcements.latest()
+            superseded = latest is not None and latest.version > manifest.version
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
+
+    async def _looked_up(self, version: int) -> Manifest | None:
+        """None: it is not there, or what is there cannot be read."""
+        encoded = await self._announcements.manifest(version)
+        try:
+            return None if encoded is None else decode_manifest(encoded)
+        except WeightsError as error:
+            log.warning("manifest_unreadable", version=show(version), error=str(error))
+            return None
 
     async def _serve(self, engine: Engine, manifest: Manifest) -> None:
         in_flight = engine.stats().in_flight

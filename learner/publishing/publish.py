@@ -1,13 +1,14 @@
 """Weights out: every rank encodes what it holds, rank 0 announces the whole, and training goes on meanwhile.
 
-    loop      begin: copy, canary ─────► next step ──────► settle: the base has moved, or not ─► settle ─► begin ...
-                       │    └───────┐                        ▲                                    ▲
-    thread             └─► encode ──┴─► put ─ gather ─ announce ─► now and then: an anchor beside it     (`shipping`)
+    loop      begin: copy ─► canary ─────► next step ──────► settle: the base has moved, or not ─► settle ─► begin ...
+                      └─┐        └──────┐                      ▲                                    ▲
+    thread              └─► encode ─ put ─ gather ─ announce ─ answer ─► now and then: an anchor beside it  (`shipping`)
 
-The loop itself waits for a copy of the weights on the host and for the canary's forward pass. One version is on its
-way at a time, with its anchor. A publish that fails anywhere changes nothing anywhere: the base stays, the number is
-never used again, and the next attempt is made against the same base with whatever the weights are by then. An anchor
-that fails leaves its version as it is, and the next version tries to have one.
+The loop itself waits for a copy of the weights on the host and for the canary's forward pass; workers do not wait for
+the latter. One version is on its way at a time, with what follows it: the answer to its canary, and an anchor. A
+publish that fails anywhere changes nothing anywhere: the base stays, the number is never used again, and the next
+attempt is made against the same base with whatever the weights are by then. An anchor that fails leaves its version as
+it is, and the next version tries to have one.
 
 Whatever the thread waits for, `give_up_after_s` bounds how long the run goes on without a version getting out, or
 without an anchor that is due.
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -94,7 +96,8 @@ class Publisher:
         self._pace = AnchorPace(every=config.weights.anchor_every, share=config.weights.anchor_share)
         self._next_n = 0
         self._under_way: Future[Shipped | None] | None = None
-        self._anchor: Future[int | None] | None = None  # beside what is, or was, under way
+        self._answer: Future[None] | None = None  # to the canary of what is, or was, under way
+        self._anchor: Future[int | None] | None = None  # likewise
         self._failed = False
         self._trying_since: float | None = None  # since the first attempt after the last success
         self._anchorless_since: float | None = None  # likewise, of anchors beside
@@ -111,8 +114,8 @@ class Publisher:
 
     @property
     def busy(self) -> bool:
-        """A version or its anchor is on its way: `settle` before the next."""
-        return self.announcing or self._anchor is not None
+        """A version or what follows it is on its way: `settle` before the next."""
+        return self.announcing or self._answer is not None or self._anchor is not None
 
     @property
     def announcing(self) -> bool:
@@ -132,32 +135,44 @@ class Publisher:
             version=make_version(self._epoch, self._next_n),
             step=step,
             base=base.version if base else 0,
-            ranges=self._copy.take(self._policy.model),
+            canary_ids=tuple(self._canary_ids.tolist()),
         )
         self._next_n += 1
         if self._trying_since is None:
             self._trying_since = self._clock()
-        encoded = self._beside.submit(lambda: self._shipper.encode(cargo))
-        canary = self._canary()  # meanwhile
-        shipped = self._beside.submit(lambda: self._shipper.ship(cargo, encoded.result(), canary))
-        self._under_way = shipped
-        if base is not None and self._pace.due:
+        encoded = [
+            self._beside.submit(partial(self._shipper.encode, cargo, part))
+            for part in self._copy.take(self._policy.model)
+        ]
+        self._under_way = self._beside.submit(lambda: self._shipper.ship(cargo, encoded))
+        self._follow_up(self._under_way, with_anchor=base is not None and self._pace.due)
+
+    def _follow_up(self, shipped: Future[Shipped | None], *, with_anchor: bool) -> None:
+        canary = self._canary()  # while the version is on its way
+        self._answer = self._beside.submit(lambda: self._shipper.answer_canary(canary) if shipped.result() else None)
+        if with_anchor:
             if self._anchorless_since is None:
                 self._anchorless_since = self._clock()
             self._anchor = self._beside.submit(lambda: self._shipper.lay_anchor() if shipped.result() else None)
 
     def settle(self, *, wait_s: float = 0.0) -> Published | None:
         """What came of the version on its way: published, or None: not yet (`announcing`), or failed (`failing`), or it
-        was before, and what came of its anchor is settled now."""
+        was before. What came of its canary and its anchor is settled too."""
+        published = None
+        if self._under_way is not None:
+            published, wait_s = self._settle_version(self._under_way, wait_s=wait_s), 0.0
         if self._under_way is None:
+            self._settle_answer(wait_s=wait_s)
             self._settle_anchor(wait_s=wait_s)
-            return None
-        wait([self._under_way], timeout=wait_s)
-        all_done = self._world.all_agree(self._under_way.done())
-        shipped = self._under_way.result() if all_done else None
+        return published
+
+    def _settle_version(self, under_way: Future[Shipped | None], *, wait_s: float) -> Published | None:
+        wait([under_way], timeout=wait_s)
+        all_done = self._world.all_agree(under_way.done())
+        shipped = under_way.result() if all_done else None
         if shipped is None:
             self._failed = all_done
-            self._under_way = None if all_done else self._under_way
+            self._under_way = None if all_done else under_way
             self._give_up_in_time(self._trying_since, "weights")
             return None
         self._under_way, self._failed, self._trying_since = None, False, None
@@ -185,6 +200,14 @@ class Publisher:
         """Now, and wait for it."""
         self.begin(step)
         return self.finish()
+
+    def _settle_answer(self, *, wait_s: float) -> None:
+        if self._answer is None:
+            return
+        wait([self._answer], timeout=wait_s)
+        if self._world.all_agree(self._answer.done()):
+            self._answer.result()
+            self._answer = None
 
     def _settle_anchor(self, *, wait_s: float) -> None:
         if self._anchor is None:

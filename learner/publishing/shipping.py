@@ -6,10 +6,14 @@
                                                 │
            advance the base  ◄── all ranks ok ──┴── else: keep the base
                   │
+                  ├► the same manifest, its canary answered ─ one fenced script
     now and then ─┴► the whole base ─ room ─ put blobs ─ gather ─ the same manifest with an anchor ─ one fenced script
 
-Workers take in the delta while its anchor is still stored. Whoever comes late meanwhile, or after a crash in between,
-goes the way over the anchor before, which is kept until the last one but it has a successor.
+Workers fetch and load the delta while the learner still answers its canary, and prove the load once it has; one that is
+never answered (the learner died in between) leaves the proof to digests and probe (`workers.proving`).
+
+Workers take in the delta while its anchor is still stored, too. Whoever comes late meanwhile, or after a crash in
+between, goes the way over the anchor before, which is kept until the last one but it has a successor.
 
 The collectives here go through a group of their own, so that they never meet those of the loop. Blocks on the store, on
 Redis and on the other ranks' threads, each within its own bounds.
@@ -18,6 +22,7 @@ Redis and on the other ranks' threads, each within its own bounds.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -29,7 +34,7 @@ from learner.publishing.sweep import Sweeper
 from streamrl.errors import Fenced, StreamrlError
 from streamrl.transport.types import Announcement
 from streamrl.versions import show
-from streamrl.weights.encoder import EncodedShard, ShardEncoder
+from streamrl.weights.encoder import EncodedShard, Part, ShardEncoder
 from streamrl.weights.format import HeldRange, TensorMeta
 from streamrl.weights.manifest import Canary, Manifest, ShardRecord, decode_record, encode_manifest, encode_record
 from streamrl.weights.stores import BlobStore
@@ -42,7 +47,7 @@ class Announcer(Protocol):
 
     def announce(self, announcement: Announcement, *, keep: list[int]) -> None: ...
 
-    def lay_anchor(self, announcement: Announcement, *, keep: list[int]) -> None: ...
+    def amend(self, announcement: Announcement, *, keep: list[int]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +57,7 @@ class Cargo:
     version: int
     step: int
     base: int  # 0: an anchor by itself
-    ranges: Sequence[HeldRange]  # this rank's
+    canary_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,17 +86,13 @@ class Shipper:
         self._encoder = ShardEncoder()
         self._announced: Manifest | None = None  # the newest
 
-    def encode(self, cargo: Cargo) -> EncodedShard | None:
-        """This rank's part; None when that did not work."""
-        try:
-            return self._encoder.encode(cargo.ranges, anchor=cargo.base == 0)
-        except StreamrlError as error:
-            log.warning("weights not encoded", version=show(cargo.version), error=str(error))
-            return None
+    def encode(self, cargo: Cargo, ranges: Sequence[HeldRange]) -> list[Part]:
+        """Some of what this rank holds."""
+        return self._encoder.encode_part(ranges, anchor=cargo.base == 0)
 
-    def ship(self, cargo: Cargo, shard: EncodedShard | None, canary: Canary) -> Shipped | None:
-        """What was encoded last. A collective; None when it failed somewhere, which all ranks then know."""
-        records = self._gathered(cargo.version, shard)
+    def ship(self, cargo: Cargo, encoded: Sequence[Future[list[Part]]]) -> Shipped | None:
+        """All of it. A collective; None when it failed somewhere, which all ranks then know."""
+        records = self._gathered(cargo.version, self._joined(cargo, encoded))
         if records is None:
             return None
         manifest = Manifest(
@@ -101,13 +102,19 @@ class Shipper:
             run_uid=self._run_uid,
             tensors=self._tensors,
             shards=records,
-            canary=canary,
+            canary=Canary(token_ids=cargo.canary_ids),
         )
         if not self._all_told(manifest):
             return None
         self._encoder.advance()
         self._announced = manifest
         return Shipped(cargo=cargo, num_bytes=manifest.num_bytes, changed_fraction=_changed_fraction(records))
+
+    def answer_canary(self, canary: Canary) -> None:
+        """Of the version announced last. A collective; when Redis does not take it, the version goes without."""
+        assert self._announced is not None, "a canary belongs to a version"
+        self._announced = replace(self._announced, canary=canary)
+        self._all_told(self._announced, amended=True)
 
     def lay_anchor(self) -> int | None:
         """Beside the version announced last. A collective; the anchor's bytes, or None when it failed somewhere: then a
@@ -117,7 +124,16 @@ class Shipper:
         if records is None:
             return None
         manifest = replace(self._announced, anchor=records)
-        return sum(record.num_bytes for record in records) if self._all_told(manifest) else None
+        return sum(record.num_bytes for record in records) if self._all_told(manifest, amended=True) else None
+
+    def _joined(self, cargo: Cargo, encoded: Sequence[Future[list[Part]]]) -> EncodedShard | None:
+        """This rank's part; None when that did not work."""
+        try:
+            parts = [part for some in encoded for part in some.result()]
+            return self._encoder.join(parts, anchor=cargo.base == 0)
+        except StreamrlError as error:
+            log.warning("weights not encoded", version=show(cargo.version), error=str(error))
+            return None
 
     def _gathered(self, version: int, shard: EncodedShard | None) -> tuple[ShardRecord, ...] | None:
         """All ranks' records of blobs that are in the store; None when some are not."""
@@ -143,11 +159,12 @@ class Shipper:
         room = self._sweeper is None or self._sweeper.make_room(int(num_bytes[0]))
         return self._world.all_agree(room and shard is not None)
 
-    def _all_told(self, manifest: Manifest) -> bool:
+    def _all_told(self, manifest: Manifest, *, amended: bool = False) -> bool:
         """Rank 0 tells the workers; the others must hear of a refusal, and not wait for ever."""
         told, refusal = True, None
         if self._announcer is not None and self._sweeper is not None:
-            told, refusal = _told(self._announcer, manifest, keep=sorted(self._sweeper.kept_with(manifest)))
+            keep = sorted(self._sweeper.kept_with(manifest))
+            told, refusal = _told(self._announcer, manifest, keep=keep, amended=amended)
         if told and self._sweeper is not None:
             self._sweeper.announced(manifest)
         agreed = self._world.all_agree(told)
@@ -156,8 +173,8 @@ class Shipper:
         return agreed
 
 
-def _told(announcer: Announcer, manifest: Manifest, *, keep: list[int]) -> tuple[bool, Fenced | None]:
-    tell = announcer.lay_anchor if manifest.anchor else announcer.announce
+def _told(announcer: Announcer, manifest: Manifest, *, keep: list[int], amended: bool) -> tuple[bool, Fenced | None]:
+    tell = announcer.amend if amended else announcer.announce
     try:
         encoded = encode_manifest(manifest)
         tell(
@@ -166,7 +183,7 @@ def _told(announcer: Announcer, manifest: Manifest, *, keep: list[int]) -> tuple
     except Fenced as error:
         return False, error
     except StreamrlError as error:
-        what = "anchor not laid" if manifest.anchor else "weights not announced"
+        what = "canary or anchor not announced" if amended else "weights not announced"
         log.warning(what, version=show(manifest.version), error=str(error))
         return False, None
     return True, None

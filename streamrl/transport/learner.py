@@ -216,12 +216,12 @@ class LearnerStream:
         self._tenure.write(f"announce version {show(version)}", call)
         crashpoint("announce.written")
 
-    def lay_anchor(self, announcement: Announcement, *, keep: Sequence[int]) -> None:
-        """The version's anchor is stored beside it: from here on late workers begin with it. Manifests not in `keep`
-        go, as those of what only led to older anchors."""
-        call = scripts.lay_anchor(self._keys, self._fence, announcement, keep=keep)
-        self._tenure.write(f"lay an anchor beside version {show(announcement.version)}", call)
-        crashpoint("anchor.written")
+    def amend(self, announcement: Announcement, *, keep: Sequence[int]) -> None:
+        """What followed the version, in its manifest: its canary is answered, or its anchor is stored beside it, and
+        late workers begin with that. Manifests not in `keep` go, as those of what only led to older anchors."""
+        call = scripts.amend(self._keys, self._fence, announcement, keep=keep)
+        self._tenure.write(f"amend version {show(announcement.version)}", call)
+        crashpoint("amended.written")
 
     def has_manifests(self, versions: Sequence[int]) -> bool:
         """Whether Redis has those of all these versions."""

@@ -110,7 +110,8 @@ def _check_cover(tensor: TensorMeta, parts: list[RangeDigest], *, version: int) 
 
 
 def _check_canary(canary: Canary) -> None:
-    if len(canary.token_ids) < 2 or len(canary.logprobs) != len(canary.token_ids) - 1:
-        raise WeightsError("a canary needs at least two tokens and one log-prob fewer than tokens")
-    if min(canary.token_ids) < 0 or not all(math.isfinite(p) and p <= 0 for p in canary.logprobs):
+    logprobs = canary.logprobs
+    if len(canary.token_ids) < 2 or (logprobs is not None and len(logprobs) != len(canary.token_ids) - 1):
+        raise WeightsError("a canary needs at least two tokens, and one log-prob fewer than tokens once it has any")
+    if min(canary.token_ids) < 0 or not all(math.isfinite(p) and p <= 0 for p in logprobs or ()):
         raise WeightsError("a canary's tokens must not be negative, its log-probs finite and at most 0")

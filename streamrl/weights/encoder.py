@@ -4,12 +4,12 @@ The encoder keeps a host copy of the last *announced* state. `encode` only reads
 is announced, moves it on. So a publish that fails is simply encoded again from the same base, and what workers hold and
 what deltas are made against cannot drift apart.
 
-    encode ─► put blob ─► gather records, announce ─► advance ─► now and then, encode_base: an anchor beside it
-       ▲                          │
-       └────── failed: again ◄────┘
+    encode_part, ... ─► join ─► put blob ─► gather records, announce ─► advance ─► now and then, encode_base: an anchor
+       ▲                                        │                                                            beside it
+       └────────── failed: again ◄──────────────┘
 
-Nothing here waits. One thread at a time may use an encoder; `encode` lets go of the interpreter's lock for most of its
-time, so it can run beside a training step.
+Nothing here waits. One thread at a time may use an encoder; encoding lets go of the interpreter's lock for most of its
+time, so it can run beside a training step, and part by part beside the copy of what is encoded.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class EncodedShard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
+class Part:
     """At most MAX_RANGE_ELEMENTS of a held range, coded."""
 
     said: RangeDigest
@@ -70,7 +70,7 @@ class ShardEncoder:
 
     def __init__(self) -> None:
         self._base: dict[tuple[str, int], Bits] = {}  # by tensor and start of each part
-        self._pending: list[_Part] | None = None
+        self._pending: list[Part] | None = None
         self._compressor = zstandard.ZstdCompressor(level=1)
 
     def encode(self, ranges: Sequence[HeldRange], *, anchor: bool) -> EncodedShard:
@@ -78,13 +78,22 @@ class ShardEncoder:
 
         From an anchor to the next a rank must hold the same ranges, else WeightsError: publish an anchor.
         """
-        self._pending = None
-        pieces = list(_split(ranges))
+        return self.join(self.encode_part(ranges, anchor=anchor), anchor=anchor)
+
+    def encode_part(self, ranges: Sequence[HeldRange], *, anchor: bool) -> list[Part]:
+        """Some of the ranges, for `join`; the parts look at the caller's arrays until then."""
+        pieces = _split(ranges)
         if anchor:
-            parts = [_encode_whole(tensor, start, bits) for tensor, start, bits in pieces]
-        else:
-            self._check_layout(pieces)
-            parts = [self._encode_change(tensor, start, bits) for tensor, start, bits in pieces]
+            return [_encode_whole(tensor, start, bits) for tensor, start, bits in pieces]
+        return [self._encode_change(tensor, start, bits) for tensor, start, bits in pieces]
+
+    def join(self, parts: Sequence[Part], *, anchor: bool) -> EncodedShard:
+        """All that this rank holds."""
+        self._pending = None
+        keys = {(part.said.tensor, part.said.start) for part in parts}
+        assert len(keys) == len(parts), "a range comes twice"
+        if not anchor and keys != self._base.keys():
+            raise _no_base()
         shard = _joined(parts)
         self._pending = list(_detached(parts, shard.blob))
         return shard
@@ -108,13 +117,10 @@ class ShardEncoder:
         base that is not what was announced shows in the manifest."""
         return _joined([_encode_whole(tensor, start, bits) for (tensor, start), bits in self._base.items()])
 
-    def _check_layout(self, pieces: Sequence[tuple[str, int, Bits]]) -> None:
-        held = {(tensor, start): (len(bits), bits.dtype) for tensor, start, bits in pieces}
-        if held != {key: (len(bits), bits.dtype) for key, bits in self._base.items()}:
-            raise WeightsError("this rank holds other ranges than when it last published: a delta has no base here")
-
-    def _encode_change(self, tensor: str, start: int, bits: Bits) -> _Part:
-        old = self._base[tensor, start]
+    def _encode_change(self, tensor: str, start: int, bits: Bits) -> Part:
+        old = self._base.get((tensor, start))
+        if old is None or (len(old), old.dtype) != (len(bits), bits.dtype):
+            raise _no_base()
         changes, digest = scan(bits, old)
         num_changed = len(changes.positions)
         payload: bytes | memoryview = b""
@@ -134,11 +140,15 @@ class ShardEncoder:
             digest=digest,
         )
         if coding is Coding.RAW or 2 * num_changed > len(bits):
-            return _Part(said=said, payload=payload, positions=None, bits=bits if coding is Coding.RAW else bits.copy())
-        return _Part(said=said, payload=payload, positions=changes.positions, bits=changes.bits)
+            return Part(said=said, payload=payload, positions=None, bits=bits if coding is Coding.RAW else bits.copy())
+        return Part(said=said, payload=payload, positions=changes.positions, bits=changes.bits)
 
 
-def _joined(parts: Sequence[_Part]) -> EncodedShard:
+def _no_base() -> WeightsError:
+    return WeightsError("this rank holds other ranges than when it last published: a delta has no base here")
+
+
+def _joined(parts: Sequence[Part]) -> EncodedShard:
     return EncodedShard(
         blob=b"".join(part.payload for part in parts),
         ranges=tuple(part.said for part in parts),
@@ -160,7 +170,7 @@ def _split(ranges: Sequence[HeldRange]) -> Iterator[tuple[str, int, Bits]]:
             yield held.tensor, held.start + begin, held.bits[begin : begin + MAX_RANGE_ELEMENTS]
 
 
-def _encode_whole(tensor: str, start: int, bits: Bits) -> _Part:
+def _encode_whole(tensor: str, start: int, bits: Bits) -> Part:
     said = RangeDigest(
         tensor=tensor,
         start=start,
@@ -170,10 +180,10 @@ def _encode_whole(tensor: str, start: int, bits: Bits) -> _Part:
         num_bytes=bits.nbytes,
         digest=digest_of(bits.data),
     )
-    return _Part(said=said, payload=bits.data.cast("B"), positions=None, bits=bits)
+    return Part(said=said, payload=bits.data.cast("B"), positions=None, bits=bits)
 
 
-def _detached(parts: Sequence[_Part], blob: bytes) -> Iterator[_Part]:
+def _detached(parts: Sequence[Part], blob: bytes) -> Iterator[Part]:
     """The parts with nothing left of the caller's arrays: those may change before `advance`, the blob does not."""
     begin = 0
     for part in parts:

@@ -54,7 +54,8 @@ class Canary:
     """A sequence and what the learner thinks of it, for a worker to prove that it serves the same model."""
 
     token_ids: tuple[int, ...]  # [T]
-    logprobs: tuple[float, ...]  # [T-1] of token_ids[i + 1] given token_ids[: i + 1]: plain log-softmax, in fp32
+    # [T-1] of token_ids[i + 1] given token_ids[: i + 1]: plain log-softmax, in fp32. None as long as they are to come.
+    logprobs: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +176,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
             "dims": np.array(dims, dtype="<u8").tobytes(),
             "shards": [encode_record(record) for record in manifest.shards],
             "anchor": [encode_record(record) for record in manifest.anchor],
-            "canary": _canary_fields(manifest.canary or Canary(token_ids=(), logprobs=())),
+            "canary": _canary_fields(manifest.canary or Canary(token_ids=())),
         }
     )
     frame = zstandard.ZstdCompressor(level=1).compress(body)
@@ -244,16 +245,18 @@ def _canary_fields(canary: Canary) -> dict[str, object]:
     return {
         "num_tokens": len(canary.token_ids),
         "token_ids": np.array(canary.token_ids, dtype="<i4").tobytes(),
-        "logprobs": np.array(canary.logprobs, dtype="<f8").tobytes(),
+        "num_logprobs": len(canary.logprobs or ()),
+        "logprobs": np.array(canary.logprobs or (), dtype="<f8").tobytes(),
     }
 
 
 def _read_canary(f: Fields) -> Canary | None:
     fields = f.map("canary")
     count = fields.integer("num_tokens", low=0, high=_MAX_CANARY_TOKENS)
+    answered = fields.integer("num_logprobs", low=0, high=_MAX_CANARY_TOKENS)
     canary = Canary(
         token_ids=tuple(fields.array("token_ids", "<i4", count=count).tolist()),
-        logprobs=tuple(fields.array("logprobs", "<f8", count=max(0, count - 1)).tolist()),
+        logprobs=tuple(fields.array("logprobs", "<f8", count=answered).tolist()) or None,
     )
     fields.done()
-    return canary if count else None
+    return canary if count or answered else None

@@ -41,7 +41,7 @@ def publish(client: redis.Redis, keys: Keys, store: str, *, epoch: int) -> None:
     for n, state in enumerate(states(epoch)):
         stream.announce(_told(world.publish(state)), keep=list(world.manifests))
         if n == ANCHOR_BESIDE:
-            stream.lay_anchor(_told(world.lay_anchor()), keep=list(world.manifests))
+            stream.amend(_told(world.lay_anchor()), keep=list(world.manifests))
 
 
 def _told(m: Manifest) -> Announcement:

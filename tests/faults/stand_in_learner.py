@@ -196,7 +196,7 @@ class _Publisher:
         self._blobs = dict([*self._blobs.items(), (version, name)][-_NUM_KEPT:])
         announcement = Announcement(version=version, base=0, step=step, manifest=name.encode())
         self._stream.announce(announcement, keep=list(self._blobs))
-        self._stream.lay_anchor(announcement, keep=list(self._blobs))
+        self._stream.amend(announcement, keep=list(self._blobs))
         names = self._store.list(prefix=f"{self._run_uid}/")
         for old in collectable(names, keep=self._blobs.values(), run_uid=self._run_uid, epoch=self._epoch):
             self._store.delete(old)

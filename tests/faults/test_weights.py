@@ -25,11 +25,11 @@ from tests.faults.report import Row, note
 from tests.weights_world import RUN_UID, assert_holds
 
 ROOT = Path(__file__).resolve().parents[2]
-IN_REDIS: tuple[Point, ...] = ("blob.begun", "blob.chunk", "blob.stored", "announce.written", "anchor.written")
+IN_REDIS: tuple[Point, ...] = ("blob.begun", "blob.chunk", "blob.stored", "announce.written", "amended.written")
 IN_A_DIRECTORY: tuple[Point, ...] = ("blob.aside", "blob.renamed", "blob.stored", "announce.written")
 # The first anchor, a delta, the delta with an anchor beside it, that anchor; for announcements, each version.
 BLOBS, VERSIONS = (1, 4, 5, 7, 10), (1, 3, 4)
-PASSINGS = {"announce.written": VERSIONS, "anchor.written": (1,)}
+PASSINGS = {"announce.written": VERSIONS, "amended.written": (1,)}
 
 
 def die_publishing(url: str, keys: Keys, store: str, *, crash_at: str) -> None:
@@ -81,7 +81,7 @@ def check(url: str, client: redis.Redis, keys: Keys, folder: Path, place: str, c
 def test_a_learner_killed_while_it_publishes_to_redis(
     redis_url: str, client: redis.Redis, keys: Keys, tmp_path: Path, point: Point
 ) -> None:
-    check(redis_url, client, keys, tmp_path, "redis:", f"{point}:{1 if point == 'anchor.written' else 3}")
+    check(redis_url, client, keys, tmp_path, "redis:", f"{point}:{1 if point == 'amended.written' else 3}")
 
 
 @pytest.mark.parametrize("point", IN_A_DIRECTORY[:2])

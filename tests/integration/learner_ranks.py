@@ -61,7 +61,7 @@ class KeptAnnouncements:
     def announce(self, announcement: Announcement, *, keep: list[int]) -> None:
         (self._folder / f"manifest-{announcement.version}").write_bytes(announcement.manifest)
 
-    lay_anchor = announce
+    amend = announce
 
 
 def never_round(policy: Policy) -> None:

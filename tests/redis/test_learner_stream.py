@@ -270,7 +270,7 @@ async def test_an_anchor_beside_a_version_shows_to_who_reads_its_manifest_anew(
     before = Announcement(version=three, base=two, step=0, manifest=b"delta")
     assert await worker.latest() == before
     after = Announcement(version=three, base=two, step=0, manifest=b"delta and anchor")
-    learner.lay_anchor(after, keep=[two])
+    learner.amend(after, keep=[two])
     assert await worker.latest() == before, "nothing is read again for who has the version on its way"
     assert await worker.latest(anew=True) == after
     assert await make_worker("late").latest() == after
@@ -284,7 +284,7 @@ def test_no_anchor_is_laid_beside_a_version_that_redis_has_lost(
     learner.announce(told, keep=[])
     client.flushall()
     with pytest.raises(TransportError, match="has lost the weights"):
-        learner.lay_anchor(told, keep=[])
+        learner.amend(told, keep=[])
     assert not client.exists(keys.manifests)
 
 

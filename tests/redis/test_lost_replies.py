@@ -106,7 +106,7 @@ def test_an_announcement_an_anchor_and_a_commit_whose_replies_are_lost_succeed(
     proxy.drop_reply_to(SCRIPT, times=2)
     announce(1)
     proxy.drop_reply_to(SCRIPT, times=2)
-    learner.lay_anchor(told(1, b"with an anchor"), keep=[])
+    learner.amend(told(1, b"with an anchor"), keep=[])
     learner.commit(step=1, cursor="1-1", trim_below="1-1")
     proxy.drop_reply_to(SCRIPT, times=2)
     learner.commit(step=2, cursor="2-2", trim_below="2-2")

@@ -32,7 +32,7 @@ WRITES: dict[str, Callable[[LearnerStream], None]] = {
     "announce": lambda learner: learner.announce(
         Announcement(version=make_version(1, 0), base=0, step=0, manifest=b"m"), keep=[]
     ),
-    "lay_anchor": lambda learner: learner.lay_anchor(
+    "amend": lambda learner: learner.amend(
         Announcement(version=make_version(1, 0), base=0, step=0, manifest=b"m"), keep=[]
     ),
     "record": lambda learner: learner.record(1, {"train_optim/loss": 1.0}),
@@ -93,7 +93,7 @@ def test_an_emptied_server_is_claimed_again_and_the_write_succeeds(
     write: Callable[[LearnerStream], None], learner: LearnerStream, client: redis.Redis, keys: Keys
 ) -> None:
     client.flushall()
-    if write is WRITES["lay_anchor"]:
+    if write is WRITES["amend"]:
         with pytest.raises(TransportError, match="lost the weights"):  # there is nothing to lay it beside
             write(learner)
     else:

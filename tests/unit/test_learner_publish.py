@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -194,6 +195,41 @@ def test_a_budget_makes_room_for_the_next_version_before_the_grace_is_over(tmp_p
 def test_a_model_that_does_not_fit_the_budget_is_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match=r"weights\.max_store_bytes = 300000: .* need 472384 bytes in Redis"):
         Scene(tmp_path, max_store_bytes=300_000)
+
+
+def test_workers_have_a_version_before_its_canary_is_answered(tmp_path: Path) -> None:
+    hand = ByHand()
+    scene = Scene(tmp_path, beside=hand)
+    scene.publisher.begin(0)
+    hand.work(len(hand.jobs) - 1)
+    published = scene.publisher.settle()
+    assert published is not None
+    [unanswered] = scene.stream.manifests
+    assert unanswered.canary is not None
+    assert unanswered.canary.logprobs is None
+    assert scene.publisher.busy
+
+    hand.work()
+    assert scene.publisher.settle() is None
+    [answered] = scene.stream.manifests
+    assert answered.canary is not None
+    assert answered.canary.logprobs is not None
+    assert replace(answered, canary=unanswered.canary) == unanswered
+    assert not scene.publisher.busy
+
+
+def test_a_canary_that_cannot_be_answered_costs_its_version_nothing(scene: Scene, tmp_path: Path) -> None:
+    scene.stream.answer_refusal = TransportError("away")
+    assert scene.publisher.publish(0) is not None
+    scene.train()
+    scene.stream.answer_refusal = None
+    second = scene.publisher.publish(1)
+    assert second is not None
+    assert [manifest.canary and manifest.canary.logprobs is None for manifest in scene.stream.manifests] == [
+        True,
+        False,
+    ]
+    assert scene.is_served(tmp_path / "mirror")
 
 
 def test_the_canary_is_in_fp32_and_plain(scene: Scene) -> None:

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from streamrl.errors import EngineError, LoadRejected, TransportError, WeightsError
-from streamrl.telemetry.progress import Progress
-from streamrl.transport.types import Announcement
-from streamrl.weights.manifest import Manifest, encode_manifest
-from streamrl.weights.mirror import Mirror
+from streamrl.weights.manifest import encode_manifest
 from streamrl.weights.stores import MemoryStore
+from tests.follow_world import Follower
 from tests.helpers import wait_until_async
-from tests.weights_world import RUN_UID, State, World, assert_holds, nudged, random_state
+from tests.weights_world import assert_holds
 from tests.worker_world import a_sample_request
 from workers.engines.double import EngineDouble
-from workers.proving import ProofDouble
 from workers.tickets import AnnouncementsDouble
-from workers.weights import Patience, WeightFollower
 
 
 class SlowStore(MemoryStore):
@@ -63,52 +57,6 @@ class Unheard(AnnouncementsDouble):
         self.num_waits += 1
         await asyncio.sleep(0)
         return False
-
-
-class Follower:
-    """A learner that publishes, and a worker that follows it."""
-
-    def __init__(
-        self, folder: Path, store: MemoryStore | None = None, announcements: AnnouncementsDouble | None = None
-    ) -> None:
-        self.store = store or MemoryStore()
-        self.world = World(self.store)
-        self.announcements = announcements or AnnouncementsDouble()
-        self.engine = EngineDouble()
-        self.mirror = Mirror(folder, run_uid=RUN_UID)
-        self.proof = ProofDouble()
-        self.progress = Progress(part="worker/0", role="worker")
-        self.weights = WeightFollower(
-            announcements=self.announcements,
-            store=self.store,
-            mirror=self.mirror,
-            proof=self.proof,
-            progress=self.progress,
-            patience=Patience(look_again_s=600.0, give_up_after_s=0.5, first_version_s=0.5),
-        )
-        self._rng = np.random.default_rng(0)
-        self.state: State = random_state(self._rng)
-
-    def publish(self, *, anchor: bool = False) -> Manifest:
-        manifest = self.world.publish(self.state, anchor=anchor)
-        self.state = nudged(self._rng, self.state)
-        announcement = Announcement(
-            version=manifest.version, base=manifest.base, step=manifest.step, manifest=encode_manifest(manifest)
-        )
-        self.announcements.announce(announcement)
-        return manifest
-
-    @contextlib.asynccontextmanager
-    async def following(self, engine: EngineDouble | None = None) -> AsyncIterator[asyncio.Task[None]]:
-        task = asyncio.create_task(self.weights.follow(engine or self.engine), name="follow")
-        yield task
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    async def serves(self, manifest: Manifest) -> None:
-        async with asyncio.timeout(10):
-            await self.weights.serving(manifest.version)
-        assert self.weights.version == manifest.version
 
 
 @pytest.fixture

@@ -255,7 +255,7 @@ def announce(keys: Keys, fence: Fence, announcement: Announcement, *, keep: Sequ
     return call(_ANNOUNCE, keys, fence, touched, a.version, a.base, a.step, now, a.manifest, *keep)
 
 
-_LAY_ANCHOR = fenced(
+_AMEND = fenced(
     _WRITE_MANIFEST
     + """
 local version, manifest = unpack(ARGV, 1, 2)
@@ -266,7 +266,7 @@ return {'OK'}
 )
 
 
-def lay_anchor(keys: Keys, fence: Fence, announcement: Announcement, *, keep: Sequence[int]) -> Call:
-    """The manifest of a version that was announced, now with an anchor beside it; UNKNOWN when Redis has lost it."""
+def amend(keys: Keys, fence: Fence, announcement: Announcement, *, keep: Sequence[int]) -> Call:
+    """The manifest of a version that was announced, now with more in it; UNKNOWN when Redis has lost it."""
     a = announcement
-    return call(_LAY_ANCHOR, keys, fence, [keys.manifests], a.version, a.manifest, *keep)
+    return call(_AMEND, keys, fence, [keys.manifests], a.version, a.manifest, *keep)

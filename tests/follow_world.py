@@ -1,0 +1,80 @@
+"""A learner that publishes to memory, and a worker's follower with an engine that is a double."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from streamrl.telemetry.progress import Progress
+from streamrl.transport.types import Announcement
+from streamrl.weights.manifest import Canary, Manifest, encode_manifest
+from streamrl.weights.mirror import Mirror
+from streamrl.weights.stores import MemoryStore
+from tests.weights_world import RUN_UID, State, World, nudged, random_state
+from workers.engines.double import EngineDouble
+from workers.proving import ProofDouble
+from workers.tickets import AnnouncementsDouble
+from workers.weights import Patience, WeightFollower
+
+ASKED = Canary(token_ids=(3, 4, 5))
+ANSWERED = replace(ASKED, logprobs=(-1.0, -2.0))
+PATIENCE = Patience(look_again_s=600.0, give_up_after_s=0.5, first_version_s=0.5, answer_s=600.0)
+
+
+class Follower:
+    """A learner that publishes, and a worker that follows it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        store: MemoryStore | None = None,
+        announcements: AnnouncementsDouble | None = None,
+        patience: Patience = PATIENCE,
+    ) -> None:
+        self.store = store or MemoryStore()
+        self.world = World(self.store)
+        self.announcements = announcements or AnnouncementsDouble()
+        self.engine = EngineDouble()
+        self.mirror = Mirror(folder, run_uid=RUN_UID)
+        self.proof = ProofDouble()
+        self.progress = Progress(part="worker/0", role="worker")
+        self.weights = WeightFollower(
+            announcements=self.announcements,
+            store=self.store,
+            mirror=self.mirror,
+            proof=self.proof,
+            progress=self.progress,
+            patience=patience,
+        )
+        self._rng = np.random.default_rng(0)
+        self.state: State = random_state(self._rng)
+
+    def publish(self, *, anchor: bool = False, canary: Canary | None = None) -> Manifest:
+        manifest = replace(self.world.publish(self.state, anchor=anchor), canary=canary)
+        self.state = nudged(self._rng, self.state)
+        announcement = Announcement(
+            version=manifest.version, base=manifest.base, step=manifest.step, manifest=encode_manifest(manifest)
+        )
+        self.announcements.announce(announcement)
+        return manifest
+
+    def answer(self, manifest: Manifest) -> None:
+        """The learner's log-probs of the canary follow."""
+        self.announcements.manifests[manifest.version] = encode_manifest(replace(manifest, canary=ANSWERED))
+
+    @contextlib.asynccontextmanager
+    async def following(self, engine: EngineDouble | None = None) -> AsyncIterator[asyncio.Task[None]]:
+        task = asyncio.create_task(self.weights.follow(engine or self.engine), name="follow")
+        yield task
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def serves(self, manifest: Manifest) -> None:
+        async with asyncio.timeout(10):
+            await self.weights.serving(manifest.version)
+        assert self.weights.version == manifest.version
