@@ -25,11 +25,19 @@ MakeWorker = Callable[..., WorkerStream]
 
 
 @pytest.fixture(scope="session")
-def role_urls(redis_server: EmbeddedRedis) -> Mapping[Role, str]:
+def is_redis_7(redis_server: EmbeddedRedis) -> bool:
+    """Whether the server has what came with Redis 7: selectors, `ACL DRYRUN`, streams that count what was added."""
+    with connect(redis_server.url, schema.Redis()) as client:
+        return int(client.info("server")["redis_version"].split(".")[0]) >= 7
+
+
+@pytest.fixture(scope="session")
+def role_urls(redis_server: EmbeddedRedis, is_redis_7: bool) -> Mapping[Role, str]:
     """The session's server, as seen by users who may do what `streamrl redis acl` prints."""
     with connect(redis_server.url, schema.Redis()) as client:
         for role in ROLES:
-            client.execute_command("ACL", "SETUSER", role, "reset", "on", f">of-{role}", *rules(role).split())
+            granted = rules(role, selectors=is_redis_7).split()
+            client.execute_command("ACL", "SETUSER", role, "reset", "on", f">of-{role}", *granted)
     return {role: redis_server.url.replace("unix://", f"unix://{role}:of-{role}@") for role in ROLES}
 
 

@@ -26,8 +26,15 @@ from tests.redis.run_world import RunWorld
 from tests.redis.test_monitors_write_nothing import session, write_commands
 
 SETTINGS = schema.Redis(connect_timeout_s=2.0)
+REFUSED = r"ACL failure|permissions|can't access"  # of what a script does; Redis 7.0 says the last
 # Of the commands that Redis itself calls dangerous or administrative, the one that a role may use.
 HARMLESS = {"INFO"}
+
+
+@pytest.fixture(autouse=True)
+def _needs_selectors(is_redis_7: bool) -> None:
+    if not is_redis_7:
+        pytest.skip("this server is older than Redis 7, which `ACL DRYRUN` and selectors came with")
 
 
 def every_key(keys: Keys) -> dict[str, str]:
@@ -150,7 +157,7 @@ def test_weights_are_stored_by_the_learner_and_read_by_a_worker(
     assert list(mine.list()) == [name]
     with pytest.raises(TransportError, match="streamrl redis acl"):
         theirs.put("u/000001/0-0-bb", b"forged")
-    with pytest.raises(TransportError, match="No permissions"):
+    with pytest.raises(TransportError, match=r"(?i)no permissions"):
         RedisStore(as_role["monitor"], keys).get(name)
     mine.delete(name)
 
@@ -245,9 +252,9 @@ def test_a_script_cannot_do_what_its_caller_may_not(
     if role == "learner":
         as_role[role].eval(forgery, 1, keys.manifests)
     else:
-        with pytest.raises(redis.ResponseError, match=r"ACL failure|permissions"):
+        with pytest.raises(redis.ResponseError, match=REFUSED):
             as_role[role].eval(forgery, 1, keys.manifests)
-    with pytest.raises(redis.ResponseError, match=r"ACL failure|permissions"):
+    with pytest.raises(redis.ResponseError, match=REFUSED):
         as_role[role].eval("return redis.call('SET', KEYS[1], 'x')", 1, "elsewhere")
 
 

@@ -75,7 +75,9 @@ async def test_recording_sends_no_write_to_redis(
     assert calls() == before
 
 
-async def test_a_live_session_follows_the_run_to_its_end(world: RunWorld, tmp_path: Path, client: redis.Redis) -> None:
+async def test_a_live_session_follows_the_run_to_its_end(
+    world: RunWorld, tmp_path: Path, client: redis.Redis, is_redis_7: bool
+) -> None:
     tap = Tap(client, world.keys, run_uid=world.learner.uid)
     origin = Origin(run="run", run_uid=world.learner.uid, fingerprint="model", model="m")
     with RecordingWriter(tmp_path / "recording", origin, file_bytes=4000, max_bytes=1 << 30) as writer:
@@ -94,7 +96,7 @@ async def test_a_live_session_follows_the_run_to_its_end(world: RunWorld, tmp_pa
 
     recording = Recording.open(tmp_path / "recording")
     assert set(trained) <= recording.numbers()
-    assert tap.num_missed == 0
+    assert tap.num_missed == (0 if is_redis_7 else None)
 
 
 async def test_groups_that_went_by_unseen_are_counted(
