@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import shutil
 import socket
 import tempfile
 import threading
@@ -18,15 +17,25 @@ from typing import Self
 from urllib.parse import urlsplit
 
 _CHUNK_BYTES = 1 << 20
+_CONNECTS_WITHIN_S = 5.0
+_ENDS_WITHIN_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Link:
-    """A client's connection, and ours to the server in its name."""
+    """A client's connection, and ours to the server in its name.
+
+    Anybody may end it. The thread that carries it closes it, when no other uses it any more: a descriptor that is
+    closed under a reader may be another connection's by then.
+    """
 
     client: socket.socket
     server: socket.socket
     doomed: threading.Event = field(default_factory=threading.Event)  # it breaks in place of the next reply
+
+    def end(self) -> None:
+        _end(self.client)
+        _end(self.server)
 
 
 class Proxy:
@@ -46,18 +55,20 @@ class Proxy:
         self.num_connections = 0
         self._upstream = upstream_url
         self._random = random.Random(seed)
-        self._folder = Path(tempfile.mkdtemp(prefix="proxy-"))
+        self._path = Path(tempfile.mkdtemp(prefix="proxy-")) / "redis.sock"
         self._lock = threading.Lock()
         self._words: list[bytes] = []
         self._links: list[_Link] = []
+        self._threads: set[threading.Thread] = set()  # one for each connection
         self._listener = socket.socket(socket.AF_UNIX)
+        self._acceptor = threading.Thread(target=self._accept, name="proxy accepts", daemon=True)
         self._road_is_open = threading.Event()
         self._road_is_open.set()
         self._closed = threading.Event()
 
     @property
     def url(self) -> str:
-        return f"unix://{self._folder / 'redis.sock'}"
+        return f"unix://{self._path}"
 
     def drop_reply_to(self, word: bytes, *, times: int = 1) -> None:
         with self._lock:
@@ -67,8 +78,7 @@ class Proxy:
         """Every open connection ends, as when the server is replaced."""
         with self._lock:
             for link in self._links:
-                _end(link.client, link.server)
-            self._links.clear()
+                link.end()
 
     @contextmanager
     def blackhole(self) -> Iterator[None]:
@@ -79,34 +89,58 @@ class Proxy:
             self._road_is_open.set()
 
     def __enter__(self) -> Self:
-        self._listener.bind(os.fspath(self._folder / "redis.sock"))
+        self._listener.bind(os.fspath(self._path))
         self._listener.listen(64)
-        threading.Thread(target=self._accept, name="proxy accepts", daemon=True).start()
+        self._acceptor.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        """When it returns, nothing of it is open, and no thread of it lives."""
         self._closed.set()
         self._road_is_open.set()
+        self._path.unlink()
         _end(self._listener)
+        _join(self._acceptor)
+        self._listener.close()
         self.break_connections()
-        shutil.rmtree(self._folder)
+        with self._lock:
+            threads = list(self._threads)
+        for thread in threads:
+            _join(thread)
+        self._path.parent.rmdir()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
+        while True:
+            try:
                 client, _ = self._listener.accept()
-                try:
-                    link = _Link(client, _connect(self._upstream))
-                except OSError:  # no server there just now: so the client shall see it
-                    _end(client)
-                    continue
-                with self._lock:
-                    self._links.append(link)
-                    self.num_connections += 1
-                for pump in (self._requests, self._replies):
-                    threading.Thread(target=pump, args=(link,), name=f"proxy {pump.__name__}", daemon=True).start()
+            except OSError:
+                if self._closed.is_set():
+                    return
+                raise
+            thread = threading.Thread(target=self._carry, args=(client,), name="proxy carries", daemon=True)
+            with self._lock:
+                self._threads.add(thread)
+            thread.start()
+
+    def _carry(self, client: socket.socket) -> None:
+        """A connection from its beginning to its end; where no server is just now, the client sees that."""
+        with client, contextlib.suppress(OSError), _connect(self._upstream) as server:
+            link = _Link(client, server)
+            replies = threading.Thread(target=self._replies, args=(link,), name="proxy replies", daemon=True)
+            with self._lock:
+                self._links.append(link)
+                self.num_connections += 1
+                if self._closed.is_set():  # nobody breaks it any more
+                    link.end()
+            replies.start()
+            self._requests(link)
+            replies.join()
+            with self._lock:
+                self._links.remove(link)
+        with self._lock:
+            self._threads.remove(threading.current_thread())
 
     def _requests(self, link: _Link) -> None:
         with contextlib.suppress(OSError):
@@ -115,7 +149,7 @@ class Proxy:
                     link.doomed.set()
                 self._travel()
                 link.server.sendall(data)
-        _end(link.client, link.server)
+        link.end()
 
     def _replies(self, link: _Link) -> None:
         with contextlib.suppress(OSError):
@@ -126,7 +160,7 @@ class Proxy:
                     break
                 self._travel()
                 link.client.sendall(data)
-        _end(link.client, link.server)
+        link.end()
 
     def _is_doomed(self, data: bytes) -> bool:
         with self._lock:
@@ -141,16 +175,27 @@ class Proxy:
 
 
 def _connect(url: str) -> socket.socket:
+    """OSError when nobody answers."""
     where = urlsplit(url)
-    if where.scheme == "unix":
-        server = socket.socket(socket.AF_UNIX)
-        server.connect(where.path)
+    if where.scheme != "unix":
+        server = socket.create_connection((where.hostname, where.port), _CONNECTS_WITHIN_S)
+        server.settimeout(None)
         return server
-    return socket.create_connection((where.hostname, where.port))
+    server = socket.socket(socket.AF_UNIX)
+    try:
+        server.connect(where.path)
+    except OSError:
+        server.close()
+        raise
+    return server
 
 
-def _end(*sockets: socket.socket) -> None:
-    for one in sockets:
-        with contextlib.suppress(OSError):
-            one.shutdown(socket.SHUT_RDWR)
-        one.close()
+def _end(one: socket.socket) -> None:
+    """Whoever waits on it wakes up, on both sides."""
+    with contextlib.suppress(OSError):
+        one.shutdown(socket.SHUT_RDWR)
+
+
+def _join(thread: threading.Thread) -> None:
+    thread.join(_ENDS_WITHIN_S)
+    assert not thread.is_alive(), f"{thread.name} has not ended in {_ENDS_WITHIN_S:g} s"
