@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import redis
 import transformers
-from safetensors.numpy import load_file
 
 from streamrl.config import schema
 from streamrl.config.dump import config_to_json
 from streamrl.transport.keys import Keys
 from streamrl.transport.learner import LearnerStream
 from streamrl.transport.types import START, Announcement
-from streamrl.weights.format import TensorMeta
-from streamrl.weights.manifest import Manifest, encode_manifest
+from streamrl.weights.format import BITS, DType, TensorMeta
+from streamrl.weights.manifest import Canary, Manifest, encode_manifest
 from streamrl.weights.stores import open_store
 from streamrl.wire.group import Group, decode_body, decode_header
 from streamrl.wire.ticket import Purpose, Ticket
 from tests.helpers import make_ticket, wait_until
-from tests.weights_world import RUN_UID, State, World
+from tests.weights_world import RUN_UID, State, World, read_safetensors
 from workers.model import read_model
 
 EPOCH = 1
+_DTYPES: Mapping[str, DType] = {"F32": "float32", "BF16": "bfloat16"}
 
 
 class MadeUpLearner:
@@ -37,13 +38,13 @@ class MadeUpLearner:
         self.stream = LearnerStream(client, keys, run_uid=RUN_UID, epoch=EPOCH, holder="job", lease_s=600.0)
         self.stream.claim(config_json=config_to_json(config), fingerprint=fingerprint or facts.fingerprint, wait_s=0.0)
         self.stream.restore(cursor=START)
-        weights = load_file(Path(config.model.path) / "model.safetensors")
-        tensors = [TensorMeta(name=n, dtype="float32", shape=tuple(w.shape)) for n, w in sorted(weights.items())]
-        self._world = World(open_store("redis:", client, keys), tensors=tensors, epoch=EPOCH)
+        self._world = World(open_store("redis:", client, keys), epoch=EPOCH)
         self._cursor: dict[Purpose, str] = {"train": START, "eval": START}
 
-    def publish(self, folder: Path, *, anchor: bool = False) -> Manifest:
-        manifest = self._world.publish(_bits(folder), anchor=anchor)
+    def publish(self, folder: Path, *, anchor: bool = False, canary: Canary | None = None) -> Manifest:
+        """In the types in which the folder's weights are."""
+        self._world.tensors, state = _read(folder)
+        manifest = self._world.publish(state, anchor=anchor, canary=canary)
         announcement = Announcement(
             version=manifest.version, base=manifest.base, step=manifest.step, manifest=encode_manifest(manifest)
         )
@@ -83,5 +84,11 @@ class MadeUpLearner:
         self.stream.commit(step=0, cursor=cursor, trim_below=cursor)
 
 
-def _bits(folder: Path) -> State:
-    return {name: weight.ravel().view(np.uint32) for name, weight in load_file(folder / "model.safetensors").items()}
+def _read(folder: Path) -> tuple[tuple[TensorMeta, ...], State]:
+    """Names, types and shapes; and the bits."""
+    contents = read_safetensors(folder / "model.safetensors")
+    tensors = tuple(
+        TensorMeta(name=name, dtype=_DTYPES[dtype], shape=tuple(shape))
+        for name, (dtype, shape, _) in sorted(contents.items())
+    )
+    return tensors, {t.name: np.frombuffer(contents[t.name][2], dtype=BITS[t.dtype]) for t in tensors}

@@ -14,6 +14,7 @@ from streamrl.versions import make_version
 from streamrl.weights.encoder import EncodedShard, ShardEncoder
 from streamrl.weights.format import BITS, HeldRange, TensorMeta
 from streamrl.weights.manifest import (
+    Canary,
     Manifest,
     ShardRecord,
     decode_manifest,
@@ -66,7 +67,9 @@ class World:
         self._epoch = epoch
         self._last = 0
 
-    def publish(self, state: State, *, anchor: bool = False, beside: bool = False) -> Manifest:
+    def publish(
+        self, state: State, *, anchor: bool = False, beside: bool = False, canary: Canary | None = None
+    ) -> Manifest:
         anchor = anchor or not self.manifests
         version = make_version(self._epoch, len(self.manifests))
         records = [
@@ -80,6 +83,7 @@ class World:
             run_uid=RUN_UID,
             tensors=self.tensors,
             shards=tuple(records),
+            canary=canary,
         )
         for encoder in self._encoders:
             encoder.advance()

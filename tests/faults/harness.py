@@ -23,13 +23,16 @@ from typing import Any, Self
 import redis
 
 from learner.checkpoints.epochs import CheckpointName
+from learner.checkpoints.journal import Ending
 from streamrl.audit import Audit, audit_folder
+from streamrl.audit.commit import read_commit
+from streamrl.audit.journal import read_chain
 from streamrl.crashpoints import VARIABLE
 from streamrl.errors import Fenced, TransportError
 from streamrl.transport.keys import WORKERS, Keys
 from tests.faults.place import Place
 from tests.faults.stand_in_learner import learn
-from tests.faults.stand_in_worker import work
+from tests.faults.stand_in_worker import SOUND, Habits, work
 from tests.helpers import wait_until
 
 FENCED, REFUSED = 70, 71  # exit codes: another was there at a write; when asking to be the learner
@@ -105,11 +108,17 @@ class FaultWorld:
         return self._start("learner", _Learner(self._place_at(url), holder, takeover), crash_at)
 
     def start_worker(
-        self, *, name: str = "w", crash_at: str = "", url: str | None = None, pace_s: float | None = None
+        self,
+        *,
+        name: str = "w",
+        crash_at: str = "",
+        url: str | None = None,
+        pace_s: float | None = None,
+        habits: Habits = SOUND,
     ) -> Part:
         """`pace_s`: another than the place's."""
         place = self._place_at(url)
-        return self._start("worker", _Worker(replace(place, pace_s=pace_s or place.pace_s), name), crash_at)
+        return self._start("worker", _Worker(replace(place, pace_s=pace_s or place.pace_s), name, habits), crash_at)
 
     def held_by(self, client: redis.Redis, worker: str) -> set[bytes]:
         """The tickets that the server counts as this worker's; none before the run is there."""
@@ -131,6 +140,12 @@ class FaultWorld:
         """All that lies in the folder, by name; what the parts printed is left out."""
         paths = (path for path in self.place.folder.rglob("*") if path.is_file() and path.suffix != ".out")
         return {str(path.relative_to(self.place.folder)): path.read_bytes() for path in paths}
+
+    def endings(self) -> dict[int, Ending]:
+        """By ticket, as the audit reads them in the journal."""
+        lines = read_chain(self.place.run_folder, read_commit(self.place.run_folder)).lines
+        found = [Ending(line.step, line.outcome, t) for line in lines for a, b in line.ranges for t in range(a, b)]
+        return {ending.ticket: ending for ending in found}
 
     def audit(self) -> Audit:
         return audit_folder(self.place.run_folder, redis_url=self.place.url)
@@ -164,11 +179,11 @@ class _Learner:
 
 
 class _Worker:
-    def __init__(self, place: Place, name: str) -> None:
-        self._place, self._name = place, name
+    def __init__(self, place: Place, name: str, habits: Habits) -> None:
+        self._place, self._name, self._habits = place, name, habits
 
     def __call__(self) -> None:
-        asyncio.run(work(self._place, name=self._name))
+        asyncio.run(work(self._place, name=self._name, habits=self._habits))
 
 
 def _live(run: Callable[[], Any], out: Path, crash_at: str, deadline_s: int) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from streamrl.config import schema
 from tests.feed_world import make_config
@@ -28,6 +30,7 @@ class Place:
     reply_timeout_s: float = 5.0  # of Redis
     idle_timeout_s: float = 600.0  # a learner ends that gets no group for so long
     deadly_ticket: int | None = None  # its group kills the learner that trains it
+    lag: Mapping[str, Any] = field(default_factory=dict)  # of the configuration; else one step
     deadline_s: int = _DEADLINE_S
 
     def config(self) -> schema.Config:
@@ -38,6 +41,7 @@ class Place:
             checkpoint={"every_steps": self.commit_every, "keep_last": 1},
             redis={"connect_timeout_s": 2.0, "reply_timeout_s": self.reply_timeout_s, "give_up_after_s": 60.0},
             weights={"store": self.store},
+            lag=dict(self.lag),
         )
         return config.model_copy(update={"name": self.name, "dir": self.folder})
 

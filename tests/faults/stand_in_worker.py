@@ -1,8 +1,8 @@
 """A worker without an engine, as a process that can be killed.
 
 The rollout with its leases, renewals and deliveries is the real one, on the engine double, which takes its time. Of the
-weights it reads the newest blob, and ends with an error when that is not what was published. It also is the operator
-who has dead tickets repeated.
+weights it reads the newest blob, and ends with an error when that is not what was published. It prints a line for each
+group that it has delivered. It also is the operator who has dead tickets repeated.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import random
 import signal
 from collections import Counter
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +23,9 @@ from streamrl.telemetry.progress import Progress
 from streamrl.transport.connection import connect, connect_async
 from streamrl.transport.dead import read_letters, request_retries
 from streamrl.transport.keys import Keys
+from streamrl.transport.types import Leased
 from streamrl.transport.worker import WorkerStream
+from streamrl.wire.group import decode_header
 from tests.faults.place import FAILING_TICKET, Place
 from tests.faults.stand_in_learner import open_store_of, weights_of
 from tests.feed_world import MODEL
@@ -34,17 +37,44 @@ from workers.rewards.base import FakeReward, Rewards, ScoreItem, Weighted
 from workers.rollout import Rollout
 
 _LOOK_EVERY_S = 0.02
+_DELIVERED = "delivered "
 _DULL_EVERY = 5  # prompts: their samples get equal rewards, so that the learner drops the group
 
 
-async def work(place: Place, *, name: str) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Habits:
+    """What a worker does that none should."""
+
+    keeps_first_version: bool = False  # for good, and takes tickets that ask for younger ones all the same
+    fingerprint: str = MODEL  # what it says of its model and tokenizer
+
+
+SOUND = Habits()
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A group that the server has taken."""
+
+    ticket: int
+    oldest: int  # version of its tokens
+    youngest: int
+
+    @staticmethod
+    def all_in(output: str) -> list[Delivery]:
+        """What a worker has printed of them."""
+        lines = [line for line in output.splitlines() if line.startswith(_DELIVERED)]
+        return [Delivery(*map(int, line.removeprefix(_DELIVERED).split())) for line in lines]
+
+
+async def work(place: Place, *, name: str, habits: Habits = SOUND) -> None:
     """Until SIGTERM, or the run has ended."""
     config, keys = place.config(), Keys(place.name)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     with connect(place.url, config.redis) as client:
         async with connect_async(place.url, config.redis) as async_client:
-            stream = WorkerStream(
+            stream = _TellingStream(
                 async_client,
                 keys,
                 worker=name,
@@ -56,8 +86,10 @@ async def work(place: Place, *, name: str) -> None:
             source = Weighted(reward=FakeReward(_Judge()), weight=1.0)
             rollout = Rollout(
                 tickets=stream,
-                weights=_Weights(stream, config, client, keys),
-                answerer=Answerer(rewards=Rewards({"exact": source}), config=config, worker=name, fingerprint=MODEL),
+                weights=_Weights(stream, config, client, keys, keeps_first=habits.keeps_first_version),
+                answerer=Answerer(
+                    rewards=Rewards({"exact": source}), config=config, worker=name, fingerprint=habits.fingerprint
+                ),
                 config=config,
                 progress=Progress(part=f"worker/{name}", role="worker"),
             )
@@ -69,6 +101,15 @@ async def work(place: Place, *, name: str) -> None:
 async def _is_running(stream: WorkerStream) -> bool:
     info = await stream.run_info()
     return info is not None and info.state == "running"
+
+
+class _TellingStream(WorkerStream):
+    async def deliver(self, leased: Leased, header: bytes, body: bytes) -> bool:
+        is_taken = await super().deliver(leased, header, body)
+        group = decode_header(header)
+        if is_taken and not group.failed:
+            print(f"{_DELIVERED}{group.ticket} {group.min_version} {group.max_version}")
+        return is_taken
 
 
 class _Judge:
@@ -103,13 +144,16 @@ def _refuse(request: SampleRequest) -> SampleError | None:
 class _Weights:
     """Follows what is announced; every version's blob must be there, and be that version's."""
 
-    def __init__(self, stream: WorkerStream, config: schema.Config, client: redis.Redis, keys: Keys) -> None:
+    def __init__(
+        self, stream: WorkerStream, config: schema.Config, client: redis.Redis, keys: Keys, *, keeps_first: bool
+    ) -> None:
         self._stream, self._store = stream, open_store_of(config, client, keys)
+        self._keeps_first = keeps_first
         self._served = asyncio.Condition()
         self._version = 0
 
     async def follow(self, engine: Engine) -> None:
-        while True:
+        while not (self._keeps_first and self._version):
             latest = await self._stream.latest()
             if latest is not None and latest.version > self._version and self._has(latest.manifest, latest.version):
                 await engine.load(Path("mirror"), version=latest.version, step=latest.step)
@@ -117,10 +161,12 @@ class _Weights:
                     self._version = latest.version
                     self._served.notify_all()
             await asyncio.sleep(_LOOK_EVERY_S)
+        await asyncio.Event().wait()  # a companion does not end by itself
 
     async def serving(self, version: int) -> None:
+        wanted = 1 if self._keeps_first else max(version, 1)
         async with self._served:
-            await self._served.wait_for(lambda: self._version >= max(version, 1))
+            await self._served.wait_for(lambda: self._version >= wanted)
 
     async def proved(self, version: int) -> None:
         await self.serving(version)  # the blob was looked at before
