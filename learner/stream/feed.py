@@ -247,7 +247,8 @@ class Feed:
             ranks = balance([held.header.num_tokens for held in batch], world_size)
             entries = (held.planned(rank) for held, rank in zip(batch, ranks, strict=True))
             return Plan(kind=Kind.STEP, step=step, entries=tuple(entries))
-        self._patience.batch_is_not_full()
+        if self._hand.num_read < self._groups_per_step:  # a batch that is only being read again waits on
+            self._patience.batch_is_not_full()
         if nothing_to_come:
             return Plan(kind=Kind.END if self._dispatch.exhausted else Kind.STOP, step=step)
         return None
@@ -264,13 +265,13 @@ class Feed:
             return True
         entries = self._stream.read("train", after=self._cursor, count=count, block_ms=int(wait_s * 1000))
         for entry in entries:
+            self._patience.group_came()  # one that is read again did not: it says nothing of the workers
             self._cursor = entry.id
             self._accept(entry, step)
             crashpoint("group.read")
         return bool(entries)
 
     def _accept(self, entry: Entry, step: int) -> None:
-        self._patience.group_came()
         self._backlog.add(entry)
         match self._judge(entry, step=step, in_hand=self._hand):
             case Take(header):

@@ -260,6 +260,16 @@ def test_a_run_without_groups_ends_with_an_error_that_says_what_to_look_at() -> 
         world.plan(timeout_s=10_000.0)
 
 
+def test_groups_in_hand_that_are_read_again_do_not_begin_the_wait_anew() -> None:
+    world = FeedWorld()
+    world.plan()
+    world.answer(0)
+    began = world.clock.now
+    with pytest.raises(TrainingError, match=r"no group arrived for 600 s .* 4 tickets are outstanding"):
+        world.plan(timeout_s=10_000.0)
+    assert world.clock.now - began == 600, "whatever was looked for in Redis meanwhile"
+
+
 def test_time_spent_in_a_step_does_not_count_as_waiting_for_groups() -> None:
     world = FeedWorld()
     world.plan()

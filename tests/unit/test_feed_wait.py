@@ -108,6 +108,46 @@ def test_stragglers_are_awaited_for_a_bounded_time_and_the_wait_is_counted() -> 
     assert metrics["stream/drop_rate_by_length/128"] == pytest.approx(2 / 6)
 
 
+def test_a_straggler_that_never_comes_holds_a_step_up_no_longer_though_redis_is_looked_at_meanwhile() -> None:
+    world = FeedWorld(waiting_config(wait_s=300.0))
+    world.plan()
+    for number in (1, 2):
+        world.answer(number)
+    world.train(step_of(world))
+    world.plan()
+    for number in (4, 5):
+        world.answer(number)
+    began = world.clock.now
+    plan = None
+    while plan is None and world.clock.now < began + 500:
+        plan = world.plan(timeout_s=1.0)
+        assert plan is not None or world.feed.waits_for is Wait.STRAGGLERS
+    assert planned(plan) == [4, 5]
+    assert world.clock.now - began == 300
+    assert world.feed.metrics()["stream/straggler_wait_s"] == 300
+
+
+def test_a_batch_that_redis_lost_is_awaited_anew_and_its_stragglers_too() -> None:
+    world = FeedWorld(waiting_config(wait_s=30.0))
+    world.plan()
+    for number in (1, 2):
+        world.answer(number)
+    world.train(step_of(world))
+    world.plan()
+    for number in (4, 5):
+        world.answer(number)
+    assert world.plan(timeout_s=20.0) is None
+    world.server.groups["train"].clear()
+    world.server.disturbed = True
+    assert world.plan(timeout_s=5.0) is None
+    assert world.feed.waits_for is Wait.GROUPS
+    for number in (4, 5):
+        world.answer(number)
+    assert world.plan(timeout_s=20.0) is None
+    assert world.feed.waits_for is Wait.STRAGGLERS
+    assert planned(world.plan(timeout_s=20.0)) == [4, 5]
+
+
 def test_a_group_in_hand_that_got_too_old_meanwhile_is_dropped() -> None:
     world = FeedWorld(waiting_config(wait_s=5.0))
     world.plan()
