@@ -128,9 +128,9 @@ class Feed:
         `step` is the number of optimizer steps made. Raises TransportError when Redis fails; just call again.
         """
         assert self._planned is None, "settle the plan before asking for the next"
-        if self._doubtful or self._stream.disturbed or self._patience.looked_long_ago:
+        doubtful, self._doubtful = self._doubtful, True  # until all of this has gone through
+        if doubtful or self._stream.disturbed or self._patience.looked_long_ago:
             self.reconcile(step=step)
-        self._doubtful = True  # until this has gone through
         self._patience.begin()
         self._drop_what_got_old(step)
         plan = self._plan_until(self._clock() + timeout_s, step, world_size)

@@ -82,8 +82,8 @@ class LearnerStreamDouble:
         def effect() -> None:
             self._server.last_id = max(self._server.last_id, entry_order(cursor)[0])
             self._server.retried.update(retried or {})
-            self._server.disturbed = False
 
+        self._server.disturbed = False  # as on Redis: by what comes from here on it is set again
         self._write("restore", effect)
 
     def orders(self) -> Orders:

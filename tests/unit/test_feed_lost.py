@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from learner.stream.plan import Verdict
+from streamrl.errors import TransportError
 from tests.feed_world import FeedWorld, make_config, planned
 from tests.helpers import make_ticket
 
@@ -66,6 +67,23 @@ def test_of_two_entries_of_one_ticket_the_first_stays() -> None:
     world.stream.issue([make_ticket(1)])
     world.feed.reconcile(step=0)
     assert [i for i, ticket in world.server.tickets["train"].items() if ticket.number == 1] == [first]
+
+
+def test_what_a_refused_look_would_have_found_is_looked_for_again_at_once() -> None:
+    world = FeedWorld()
+    world.plan()
+    world.server.flush()
+
+    def refuse(at: str) -> None:
+        if at == "restore:before":
+            raise TransportError("MISCONF Redis is configured to save RDB snapshots, but it cannot")
+
+    world.server.fault = refuse
+    with pytest.raises(TransportError):
+        world.plan()
+    world.server.fault = lambda at: None
+    world.plan()
+    assert sorted(world.tickets()) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("trained", [True, False])
