@@ -20,12 +20,14 @@ import xxhash
 
 from learner.checkpoints.checkpoint import CheckpointRoot, CheckpointState
 from learner.checkpoints.epochs import CheckpointName, ancestry
+from learner.checkpoints.scores import write_score
 from learner.stream.plan import Kind, Plan, Verdict
 from streamrl.config import schema
 from streamrl.config.check import max_time_s
 from streamrl.config.dump import config_to_json
 from streamrl.errors import Fenced, RunGone, TransportError
 from streamrl.telemetry.progress import Progress, Wait
+from streamrl.versions import epoch_of
 
 if TYPE_CHECKING:
     from learner.lease import LeaseKeeper
@@ -75,6 +77,9 @@ class Conductor:
         self._clock = clock
         self._began = clock() - elapsed_s
         self._validated: ValidationResult | None = None  # the newest
+        self._validated_of: frozenset[CheckpointName] = frozenset()  # whose weights it tells of
+        self._validating: frozenset[CheckpointName] = frozenset()  # likewise, of the one that runs
+        self._validation_due: int | None = None  # since this step; it waits for a version of it to get out
         self._data_epochs = 0.0  # passes over the prompts
         self._control: Control = "run"  # the operator's word, as last seen
         self._needed_weights: tuple[int, ...] = ()  # versions whose manifests Redis must have
@@ -167,7 +172,32 @@ class Conductor:
             return
         last = self._validated
         if last is None or last.version != latest.version or not last.complete:
-            self._validation.start(step=latest.step, version=latest.version)
+            self._start_validation(self._validation, latest, of_step=latest.step)
+
+    def validate_beside(self, step: int, latest: Published | None) -> None:
+        """Of the weights of this step, or of the next that get out: as soon as workers can have them. One that still
+        runs is left to finish."""
+        if self._validation is None or self._validation.running:
+            return
+        self._validation_due = step
+        if latest is not None:
+            self._start_if_due(latest)
+
+    def _start_if_due(self, latest: Published) -> None:
+        due = self._validation_due
+        if self._validation is not None and due is not None and latest.step >= due:
+            self._start_validation(self._validation, latest, of_step=due)
+
+    def _start_validation(self, validation: Validation, latest: Published, *, of_step: int) -> None:
+        self._validation_due = None
+        try:
+            validation.start(step=latest.step, version=latest.version)
+        except (Fenced, RunGone):
+            raise
+        except TransportError as error:
+            log.warning("no validation while Redis is away", error=str(error))
+            return
+        self._validating = frozenset(CheckpointName(epoch_of(latest.version), s) for s in (of_step, latest.step))
 
     def settle(self, plan: Plan, verdicts: Sequence[Verdict], *, trained: bool) -> None:
         if self._suspects is not None:
@@ -181,6 +211,7 @@ class Conductor:
     def note_published(self, published: Published) -> None:
         self._feed.note_version(published.version, published.step)
         self._needed_weights, self._look_for_weights_at = published.needs, 0.0
+        self._start_if_due(published)
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
         facts = {**self._feed.metrics(), "train_rollouts/epoch": self._data_epochs}
@@ -197,7 +228,6 @@ class Conductor:
                 stream=self._feed.state(),
                 config_fingerprint=self._config_fingerprint,
                 data_fingerprint=self._data_fingerprint,
-                metrics=self._validated.metrics() if self._validated else {},
                 extra={
                     "consumed_samples": consumed_samples,
                     "elapsed_s": self._elapsed_s,
@@ -211,14 +241,21 @@ class Conductor:
             raise
         except TransportError as error:
             log.warning("Redis does not know of the checkpoint yet; the next one tells it", error=str(error))
+        if name in self._validated_of:
+            self._score(name)
         self._prune(name.epoch)
         self._stream.event("checkpoint", name=str(name), step=name.step)
 
     def _prune(self, epoch: int) -> None:
-        keep = self._config.checkpoint
+        settings = self._config.checkpoint
+        unknown = self._validating  # how good they are is being found out
+        if self._validation_due is not None:
+            unknown |= {CheckpointName(epoch, self._validation_due)}
         try:
             lineage = ancestry(self._config.folder)
-            self._checkpoints.prune(lineage, epoch=epoch, keep_last=keep.keep_last, keep_best=keep.keep_best)
+            self._checkpoints.prune(
+                lineage, epoch=epoch, keep_last=settings.keep_last, keep_best=settings.keep_best, keep=unknown
+            )
         except OSError as error:
             log.warning("old checkpoints not removed", error=str(error))
 
@@ -246,4 +283,14 @@ class Conductor:
             return
         if result is not None:
             self._validated = result
+            self._validated_of, self._validating = self._validating, frozenset()
             self._recorder.validation(result)
+            for name in self._validated_of:
+                self._score(name)
+
+    def _score(self, name: CheckpointName) -> None:
+        assert self._validated is not None, "a result is there"
+        try:
+            write_score(self._checkpoints.folder_of(name), self._validated.metrics())
+        except OSError as error:
+            log.warning("score of a checkpoint not written", checkpoint=str(name), error=str(error))

@@ -250,7 +250,7 @@ class Loop:
         """Ask now and then how good the newest weights are; training goes on meanwhile."""
         every = self._config.validation.every_steps
         if self._conductor is not None and every and self._step % every == 0:
-            self._conductor.start_validation(self._outgoing.latest)
+            self._conductor.validate_beside(self._step, self._outgoing.latest)
 
     def _save(self) -> bool:
         self._progress.working("checkpoint")

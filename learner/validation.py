@@ -120,7 +120,7 @@ class Validation:
         self._withdraw()  # what a learner before this one has left
         numbers = range(self._next_number, self._next_number + len(self._prompts))
         self._next_number = numbers.stop
-        self._round = _Round(
+        current = _Round(
             step=step,
             version=version,
             numbers=numbers,
@@ -128,7 +128,8 @@ class Validation:
             attempts=dict.fromkeys(numbers, 0),
             answers={},
         )
-        self._issue(self._round, numbers)
+        self._issue(current, numbers)
+        self._round = current
 
     def poll(self, *, wait_s: float = 0.0) -> ValidationResult | None:
         """Take what has come, waiting at most so long for the first; the result once all is there or time is up."""

@@ -66,7 +66,7 @@ class RunFolder:
             "journal": name if journal == "" else journal,
         }
         state = {"step": int(name[-8:]), "stream": stream}
-        content = {"schema": 1, "files": {"weights": [10, "digest"]}, "state": state}
+        content = {"schema": 2, "files": {"weights": [10, "digest"]}, "state": state}
         digest = xxhash.xxh3_128_hexdigest(json.dumps(json.loads(json.dumps(content)), sort_keys=True).encode())
         (folder / "manifest.json").write_text(json.dumps({"content": content, "digest": digest}))
         return folder

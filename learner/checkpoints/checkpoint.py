@@ -6,7 +6,8 @@
       journal/                       which ticket ended how, commit by commit (learner.checkpoints.journal)
       checkpoints/
         .tmp-e000006-s00000130/      being written, by every rank
-        e000006-s00000120/           complete: manifest.json has size and digest of every other file
+        e000006-s00000120/           complete: manifest.json has size and digest of every file that the ranks wrote
+          validation.json            how good its weights are, once that is known (learner.checkpoints.scores)
 
 Everything is synced to the disk, then the journal and the manifest are written, and then the folder gets its name: that
 rename is the only commit point of a run. The manifest also holds the stream's state and names the newest file of the
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,14 @@ import xxhash
 
 from learner.checkpoints.epochs import CheckpointName, Epoch, Lineage, claim_epoch, highest_epoch, parents_named_after
 from learner.checkpoints.journal import Journal
+from learner.checkpoints.scores import best_first
 from learner.stream.ledger import StreamState
 from streamrl.crashpoints import crashpoint
 from streamrl.durable import fsync_folder, fsync_tree, write_durably
 from streamrl.errors import DataError, Fenced
 
 MANIFEST = "manifest.json"
-BEST_METRIC = "val_rollouts/rewards"  # higher is better
-_SCHEMA = 1
+_SCHEMA = 2
 _CHUNK_BYTES = 1 << 22
 
 log = structlog.get_logger(__name__)
@@ -55,7 +56,6 @@ class CheckpointState:
     stream: StreamState
     config_fingerprint: str
     data_fingerprint: str
-    metrics: Mapping[str, float] = field(default_factory=dict)  # the newest validation among them
     extra: Mapping[str, Any] = field(default_factory=dict)  # JSON; the training loop's own
 
     def to_json(self) -> dict[str, Any]:
@@ -90,6 +90,10 @@ class CheckpointRoot:
 
         return claim_epoch(self.root, run_uid=run_uid, newest=newest, confirm=confirm, known=known)
 
+    def folder_of(self, name: CheckpointName) -> Path:
+        """Where it lies once it is committed."""
+        return self._folder / str(name)
+
     def temp_folder(self, name: CheckpointName) -> Path:
         """Where the ranks write; known to each of them without asking."""
         return self._folder / f".tmp-{name}"
@@ -112,7 +116,7 @@ class CheckpointRoot:
         A checkpoint of this very name gets the state alone: no step was made since, so the ranks need not have written.
         """
         crashpoint("checkpoint.written")
-        folder, final = self.temp_folder(name), self._folder / str(name)
+        folder, final = self.temp_folder(name), self.folder_of(name)
         again = final.exists()
         if again:
             files = _unseal(final / MANIFEST)["files"]
@@ -156,19 +160,21 @@ class CheckpointRoot:
 
     def newest_complete(self, lineage: Lineage, *, digests: bool = True) -> Checkpoint | None:
         """The checkpoint to go on from; None only when the lineage has never made one."""
-        names = self.names(lineage)
-        for name in names:
+        reasons = []
+        for name in self.names(lineage):
             try:
                 return self.open(name, digests=digests)
             except DataError as error:
                 log.warning("checkpoint ignored", checkpoint=str(name), reason=str(error))
-        if names or lineage.has_parent:
-            raise DataError(f"{self._folder}: the run has made checkpoints, but none that is complete is left")
+                reasons.append(str(error))
+        if reasons or lineage.has_parent:
+            newest = f"; of the newest: {reasons[0]}" if reasons else ""
+            raise DataError(f"{self._folder}: the run has made checkpoints, but none that is complete is left{newest}")
         return None
 
     def open(self, name: CheckpointName, *, digests: bool = False) -> Checkpoint:
         """This very checkpoint; DataError says what is wrong with it. Digests take as long as reading every file."""
-        folder = self._folder / str(name)
+        folder = self.folder_of(name)
         content = _unseal(folder / MANIFEST)
         for path, (size, digest) in content["files"].items():
             file = folder / path
@@ -178,13 +184,19 @@ class CheckpointRoot:
                 raise DataError(f"{file}: contents do not match their digest")
         return Checkpoint(name=name, folder=folder, state=CheckpointState.from_json(content["state"]))
 
-    def prune(self, lineage: Lineage, *, epoch: int, keep_last: int, keep_best: int) -> list[CheckpointName]:
+    def prune(
+        self,
+        lineage: Lineage,
+        *,
+        epoch: int,
+        keep_last: int,
+        keep_best: int,
+        keep: Collection[CheckpointName] = (),  # whatever else
+    ) -> list[CheckpointName]:
         """Remove what need not be kept, and what unfinished writes and removals left lying; the names removed."""
         self._clean_up(epoch)
         readable = list(self._readable(lineage))
-        scored = [c for c in readable if BEST_METRIC in c.state.metrics]
-        best = sorted(scored, key=lambda c: (c.state.metrics[BEST_METRIC], c.name), reverse=True)[:keep_best]
-        kept = {c.name for c in (*readable[:keep_last], *best)}
+        kept = {*keep, *(c.name for c in (*readable[:keep_last], *best_first(readable)[:keep_best]))}
         return [c.name for c in readable if c.name not in kept and self._remove(c.name, epoch)]
 
     def _readable(self, lineage: Lineage) -> Iterator[Checkpoint]:
@@ -200,7 +212,7 @@ class CheckpointRoot:
         Aside first, look second: a younger epoch writes its record first and looks for its parent second, so at least
         one of the two sees the other.
         """
-        folder, aside = self._folder / str(name), self._folder / f".trash-{name}"
+        folder, aside = self.folder_of(name), self._folder / f".trash-{name}"
         folder.rename(aside)
         crashpoint("prune.aside")
         if name in parents_named_after(self.root, epoch):

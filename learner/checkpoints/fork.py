@@ -20,6 +20,7 @@ from learner.checkpoints.checkpoint import MANIFEST, Checkpoint, CheckpointRoot,
 from learner.checkpoints.epochs import CheckpointName, claim_run
 from learner.checkpoints.journal import Ending
 from learner.checkpoints.resume import ANY_DATA
+from learner.checkpoints.scores import SCORE
 from learner.stream.ledger import DROPPED, Ledger, LedgerState, StreamState
 from streamrl.durable import fsync_folder
 from streamrl.errors import ConfigError
@@ -49,7 +50,7 @@ def _make(source: Checkpoint, aside: Path, *, new_data: bool) -> Checkpoint:
     name = CheckpointName(epoch.number, source.state.step)
     target = root.new_folder(name)
     for path in sorted(source.folder.rglob("*")):
-        if path.is_file() and path.name != MANIFEST:
+        if path.is_file() and path.name not in (MANIFEST, SCORE):
             _link(path, target / path.relative_to(source.folder))
     state = CheckpointState(
         run_uid=run_uid,

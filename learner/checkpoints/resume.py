@@ -10,8 +10,9 @@ from pathlib import Path
 
 import structlog
 
-from learner.checkpoints.checkpoint import BEST_METRIC, Checkpoint, CheckpointRoot
+from learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot
 from learner.checkpoints.epochs import CheckpointName, ancestry
+from learner.checkpoints.scores import best_first
 from streamrl.config import schema
 from streamrl.config.changes import Change, changes
 from streamrl.config.dump import config_from_json
@@ -62,10 +63,10 @@ def find_checkpoint(text: str) -> Checkpoint:
         return newest
     names = root.names(lineage)
     if which == "best":
-        scored = [c for name in names if BEST_METRIC in (c := root.open(name)).state.metrics]
+        scored = best_first(root.open(name) for name in names)
         if not scored:
             raise DataError(f"{text}: no checkpoint of the run has been validated")
-        return root.open(max(scored, key=lambda c: c.state.metrics[BEST_METRIC]).name, digests=True)
+        return root.open(scored[0].name, digests=True)
     found = next((name for name in names if str(name.step) == which), None)
     if found is None:
         steps = ", ".join(str(name.step) for name in reversed(names)) or "none"

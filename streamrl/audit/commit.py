@@ -27,7 +27,7 @@ from streamrl.errors import DataError
 
 EntryId = tuple[int, int]  # milliseconds, sequence
 _CHECKPOINT = re.compile(r"e(\d{6,})-s(\d{8,})")
-_SCHEMA = 1
+_SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

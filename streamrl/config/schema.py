@@ -237,7 +237,7 @@ class Weights(Section):
 class Checkpoint(Section):
     every_steps: Positive = 10  # [save_interval]
     keep_last: Positive = 2
-    keep_best: NonNegative = 1  # by val_rollouts/rewards [save_top_k]
+    keep_best: NonNegative = 1  # by val_rollouts/rewards of the validation at their step [save_top_k]
     resume: bool = True  # [resume_if_exists]; false: a run folder with checkpoints is an error
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from learner.checkpoints.checkpoint import BEST_METRIC, MANIFEST, Checkpoint, CheckpointRoot, CheckpointState
+from learner.checkpoints.checkpoint import MANIFEST, Checkpoint, CheckpointRoot, CheckpointState
 from learner.checkpoints.epochs import CheckpointName, ancestry
 from learner.checkpoints.journal import Ending
+from learner.checkpoints.scores import BEST_METRIC, write_score
 from learner.stream.ledger import Ledger, StreamState
 from streamrl.errors import DataError, Fenced
 
@@ -58,7 +59,7 @@ def test_a_run_without_checkpoints_begins_from_the_start(root: CheckpointRoot) -
 
 def test_a_committed_checkpoint_is_found_with_its_state_and_files(root: CheckpointRoot) -> None:
     save(root, 1, 10)
-    made = save(root, 1, 20, metrics={BEST_METRIC: 0.5}, extra={"best": {"step": 10}, "lr": 1e-6})
+    made = save(root, 1, 20, extra={"best": {"step": 10}, "lr": 1e-6})
     found = root.newest_complete(ancestry(root.root))
     assert found == made
     assert found is not None
@@ -215,14 +216,14 @@ def prune(root: CheckpointRoot, *, epoch: int = 1, keep_last: int = 2, keep_best
 
 def test_pruning_keeps_the_last_and_the_best(root: CheckpointRoot) -> None:
     for step, reward in ((10, 0.1), (20, 0.9), (30, 0.3), (40, 0.4), (50, None)):
-        save(root, 1, step, metrics={} if reward is None else {BEST_METRIC: reward})
+        write_score(save(root, 1, step).folder, {} if reward is None else {BEST_METRIC: reward})
     assert prune(root) == [CheckpointName(1, 30), CheckpointName(1, 10)]
     assert kept(root) == [(1, 50), (1, 40), (1, 20)]
 
 
 def test_of_equally_good_checkpoints_the_newest_is_kept(root: CheckpointRoot) -> None:
     for step in (10, 20, 30):
-        save(root, 1, step, metrics={BEST_METRIC: 1.0})
+        write_score(save(root, 1, step).folder, {BEST_METRIC: 1.0})
     prune(root, keep_last=1)
     assert kept(root) == [(1, 30)]
 
@@ -273,3 +274,13 @@ def test_the_manifest_is_json_for_others_to_read(root: CheckpointRoot) -> None:
     manifest = json.loads((save(root, 1, 10).folder / MANIFEST).read_text())
     assert manifest["content"]["state"]["stream"]["ledger"]["issued"] == 40
     assert set(manifest["content"]["files"]) == {"weights-0-of-2.safetensors", "ranks/1.bin"}
+
+
+def test_a_checkpoint_of_another_schema_is_refused_with_its_number(
+    root: CheckpointRoot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as older:
+        older.setattr("learner.checkpoints.checkpoint._SCHEMA", 1)
+        save(root, 1, 10)
+    with pytest.raises(DataError, match=r"none that is complete is left; of the newest: .*schema 1; this program"):
+        root.claim_epoch("uid")

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from learner.checkpoints.checkpoint import BEST_METRIC, Checkpoint, CheckpointRoot, CheckpointState
+from learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot, CheckpointState
 from learner.checkpoints.epochs import CheckpointName, ancestry, claim_run
 from learner.checkpoints.fork import fork
 from learner.checkpoints.journal import Ending
 from learner.checkpoints.resume import ANY_DATA, find_checkpoint
+from learner.checkpoints.scores import BEST_METRIC, write_score
 from learner.stream.ledger import Ledger, StreamState
 from streamrl.audit import audit_folder
 from streamrl.errors import ConfigError, DataError
@@ -45,11 +46,11 @@ def make_run(folder: Path, *, steps: Mapping[int, float | None]) -> Path:
                 ),
                 config_fingerprint="config",
                 data_fingerprint="data",
-                metrics={} if score is None else {BEST_METRIC: score},
                 extra={"consumed_samples": 16, "config": {"seed": 1}},
             ),
         )
         journal, uncommitted = made.state.stream.journal, ()
+        write_score(made.folder, {} if score is None else {BEST_METRIC: score})
     return folder
 
 

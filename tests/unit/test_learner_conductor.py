@@ -3,139 +3,14 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
-from learner.checkpoints.checkpoint import CheckpointRoot
-from learner.conductor import Conductor
-from learner.lease import LeaseKeeper
-from learner.metrics.record import Recorder, Timers
-from learner.publishing.publish import Published
 from learner.stream.plan import Kind, Plan
-from learner.suspects import Suspects
-from learner.validation import Answer, ValidationResult
-from streamrl.config import schema
 from streamrl.errors import Fenced, TransportError
-from streamrl.telemetry.progress import Progress, Wait
 from streamrl.versions import make_version
-from tests.feed_world import Clock, make_prompts
-from tests.learner_cases import learner_config
-
-RESULT = ValidationResult(
-    step=3,
-    version=make_version(1, 3),
-    num_prompts=1,
-    num_answered=1,
-    num_failed=0,
-    duration_s=1.0,
-    reward=0.5,
-    shown=(Answer(prompt="say", fields={"n": 1}, token_ids=np.array([5, 6], dtype=np.int32), reward=0.5),),
-)
-
-
-class FakeFeed:
-    """Gives these answers in order; an error is raised."""
-
-    waits_for = Wait.GROUPS
-    control = "run"
-
-    def __init__(self, *answers: Plan | Exception | None) -> None:
-        self._answers = list(answers)
-
-    def listen(self) -> None: ...
-
-    def note_version(self, version: int, step: int) -> None: ...
-
-    def plan(self, *, step: int, world_size: int, timeout_s: float) -> Plan | None:
-        answer = self._answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def metrics(self) -> dict[str, float]:
-        return {"stream/issued": 7.0}
-
-
-class FakeValidation:
-    """Has its result at the second look."""
-
-    def __init__(self) -> None:
-        self._looks_left = 2
-        self.started: list[int] = []
-
-    def start(self, *, step: int, version: int) -> None:
-        self.started.append(step)
-
-    @property
-    def running(self) -> bool:
-        return self._looks_left > 0
-
-    def poll(self, *, wait_s: float) -> ValidationResult | None:
-        self._looks_left -= 1
-        return None if self._looks_left else RESULT
-
-
-class FakeJournal:
-    def __init__(self) -> None:
-        self.records: list[tuple[int, Mapping[str, float]]] = []
-
-    def record(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.records.append((step, metrics))
-
-
-class FakeTokenizer:
-    def decode(self, token_ids: Any, skip_special_tokens: bool = False) -> str:
-        return " ".join(map(str, token_ids))
-
-
-class FakeStream:
-    """Has these manifests; an error is raised."""
-
-    def __init__(self) -> None:
-        self.manifests: set[int] = set()
-        self.trouble: Exception | None = None
-        self.looks = 0
-
-    def has_manifests(self, versions: Sequence[int]) -> bool:
-        self.looks += 1
-        if self.trouble is not None:
-            raise self.trouble
-        return self.manifests.issuperset(versions)
-
-
-class Scene:
-    def __init__(self, folder: Path, *answers: Plan | Exception | None, **training: Any) -> None:
-        config = learner_config(folder, dir=folder, training=schema.Training(**training))
-        config.folder.mkdir()
-        self.folder, self.stop, self.clock, self.journal = config.folder, threading.Event(), Clock(), FakeJournal()
-        self.stream = FakeStream()
-        self.validation = FakeValidation()
-        self.conductor = Conductor(
-            config=config,
-            world_size=1,
-            run_uid="run",
-            prompts=make_prompts(3),
-            stream=self.stream,
-            feed=FakeFeed(*answers),
-            validation=self.validation,
-            checkpoints=CheckpointRoot(folder),
-            lease=LeaseKeeper(lambda: None, lease_s=1.0),
-            recorder=Recorder(folder=config.folder, journal=self.journal, decoder=FakeTokenizer(), epoch=1),
-            suspects=Suspects(config.folder, epoch=1),
-            progress=Progress(part="learner/0", role="learner"),
-            timers=Timers(),
-            stop=self.stop,
-            elapsed_s=100.0,
-            clock=self.clock,
-        )
-
-    def kinds(self, *steps: int) -> list[Kind]:
-        return [self.conductor.next_plan(step).kind for step in steps]
+from tests.conductor_world import Scene, published
 
 
 def test_the_feeds_plan_is_handed_on_and_nothing_is_idle(tmp_path: Path) -> None:
@@ -215,10 +90,6 @@ def test_a_record_that_cannot_be_written_does_not_stop_training(tmp_path: Path) 
     (scene.folder / "metrics.jsonl").mkdir()
     scene.conductor.record(1, {"train_optim/loss": 0.5})
     assert scene.journal.records
-
-
-def published(version: int, *needs: int) -> Published:
-    return Published(version=version, step=version, num_bytes=1, changed_fraction=1.0, needs=needs)
 
 
 def test_weights_that_redis_lost_are_published_again_and_looked_for_now_and_then(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from learner.validation import Validation, ValidationResult
 from streamrl.config import schema
+from streamrl.errors import TransportError
 from streamrl.telemetry.metrics import is_metric
 from streamrl.transport.double import LearnerStreamDouble, MemoryServer
 from streamrl.versions import make_version
@@ -111,6 +112,21 @@ def test_time_runs_out_with_a_partial_result_and_the_tickets_are_withdrawn() -> 
     assert not result.complete
     assert (result.num_prompts, result.num_answered, result.reward) == (3, 1, 1.0)
     assert world.tickets() == []
+
+
+def test_a_validation_whose_tickets_cannot_go_out_is_not_under_way() -> None:
+    world = ValidationWorld()
+
+    def away(point: str) -> None:
+        raise TransportError(f"away at {point}")
+
+    world.server.fault = away
+    with pytest.raises(TransportError):
+        world.validation.start(step=5, version=VERSION)
+    assert not world.validation.running
+    world.server.fault = lambda point: None
+    world.validation.start(step=6, version=VERSION)
+    assert {ticket.issued_step for ticket in world.tickets()} == {6}
 
 
 def test_without_any_answer_there_is_no_reward_to_report() -> None:
