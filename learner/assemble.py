@@ -63,26 +63,28 @@ def learn(
     environment: Mapping[str, str],
 ) -> RunState:
     """The whole life of one rank; "running": others go on with the run."""
-    if world.is_main:
-        check_exporters(config)
-    speech = read_speech(config.model.path)
-    prompts = read_prompts_of(config, speech) if world.is_main else None
-    torch.manual_seed(config.seed)
-    policy = load_policy(config, world, speech.end_ids)
+    progress = Progress(part=f"learner/{world.rank}", role="learner")
     with ExitStack() as stack:
         client = stack.enter_context(connect(url, config.redis))
         server = Server(client=client, keys=Keys(config.name), holder=holder_name(environment))
+        # Before all that may take long: workers wait for a learner which shows itself.
+        stack.enter_context(ReportWriter(client, server.keys, progress))
+        if world.is_main:
+            check_exporters(config)
+        speech = read_speech(config.model.path)
+        prompts = read_prompts_of(config, speech) if world.is_main else None
+        torch.manual_seed(config.seed)
+        policy = load_policy(config, world, speech.end_ids)
         around = Surroundings(
             config=config,
             world=world,
             speech=speech,
-            progress=Progress(part=f"learner/{world.rank}", role="learner"),
+            progress=progress,
             watchdog=Watchdog(limit_s=stall_limit_s(config)),
             timers=Timers(),
             stop=stop,
             elastic=elastic,
         )
-        stack.enter_context(ReportWriter(client, server.keys, around.progress))
         if prompts is None:
             return _follow(around, server, policy)
         return _lead(around, server, policy, prompts, takeover=takeover)

@@ -22,10 +22,10 @@ import structlog
 
 from streamrl.config import schema
 from streamrl.config.dump import config_from_json
-from streamrl.errors import ConfigError, ResourceError, RunGone
+from streamrl.errors import ConfigError, RunGone
 from streamrl.extras import need
 from streamrl.held_folder import mirror_folder
-from streamrl.telemetry.progress import Progress, Wait
+from streamrl.telemetry.progress import Progress
 from streamrl.transport.connection import check_server, connect, connect_async
 from streamrl.transport.keys import Keys
 from streamrl.transport.reports import report_progress
@@ -34,6 +34,7 @@ from streamrl.transport.worker import WorkerStream
 from streamrl.weights.mirror import Mirror
 from streamrl.weights.stores import open_store
 from workers.answer import Answerer
+from workers.await_run import await_run
 from workers.engines.base import ENGINES, Engine, EngineSettings
 from workers.health import Health, Parts, WatchedRewards
 from workers.model import ModelFacts, read_model
@@ -42,14 +43,12 @@ from workers.proving import Prover
 from workers.rewards.base import Rewards, build_rewards
 from workers.rollout import Rollout
 from workers.supervise import RestartPatience, Supervisor
-from workers.tasks import cancel_all, unless
+from workers.tasks import cancel_all
 from workers.weights import Patience, WeightFollower
 
 log = structlog.get_logger(__name__)
 
-_RUN_WAIT_S = 600.0  # for a learner to make the run
-_ENDED_RUN_WAIT_S = 120.0  # for a learner to take up a run that has ended
-_RUN_POLL_S = 0.5
+_FIRST_LEASE_S = 60.0  # none is taken before the run has said how long they are
 _LAST_S = 2.5  # beyond the grace, for handing tickets back and ending the engine
 
 
@@ -109,7 +108,8 @@ async def _serve(options: Options, keys: Keys, health: Health, stop: asyncio.Eve
         report_progress(client, keys, progress),
     ):
         try:
-            info = await _await_run(client, keys, options, stop, progress)
+            stream = WorkerStream(client, keys, worker=options.worker, lease_s=_FIRST_LEASE_S)
+            info = await await_run(stream, name=options.run, stop=stop, progress=progress)
             if info is not None:
                 config = config_from_json(info.config_json)
                 grace.seconds = config.worker.grace_s
@@ -134,27 +134,6 @@ async def _answering(health: Health, address: str | None) -> AsyncIterator[None]
 def _check_server(url: str) -> None:
     with connect(url, schema.Redis()) as client:
         check_server(client)
-
-
-async def _await_run(
-    client: redis.asyncio.Redis, keys: Keys, options: Options, stop: asyncio.Event, progress: Progress
-) -> RunInfo | None:
-    """The run, once a learner is at it; None when told to stop, or when it has ended and nobody takes it up."""
-    stream = WorkerStream(client, keys, worker=options.worker, lease_s=60.0)
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    with progress.waiting(Wait.RUN):
-        while not stop.is_set():
-            info = await stream.run_info()
-            if info is not None and info.state == "running":
-                return info
-            if info is not None and loop.time() > began + _ENDED_RUN_WAIT_S:
-                log.info("run_ended", state=info.state)
-                return None
-            if loop.time() > began + _RUN_WAIT_S:
-                raise ResourceError(f"no learner made the run {options.run!r} in this Redis within {_RUN_WAIT_S:g} s")
-            await unless(stop, asyncio.sleep(_RUN_POLL_S))
-    return None
 
 
 class _Service:

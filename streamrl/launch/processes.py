@@ -111,8 +111,8 @@ class Process:
 class Kept:
     """A process that is started again when it dies, after a pause that grows while it keeps dying.
 
-    Exit code 0 means that it had nothing more to do, 2 that its user must mend something: neither is answered with
-    another start. `look` never blocks; call it several times a second.
+    Exit code 0 means that it had nothing more to do, which whoever looks may know better; 2 that its user must mend
+    something, which no other start does. `look` never blocks; call it several times a second.
     """
 
     def __init__(
@@ -129,20 +129,24 @@ class Kept:
         self.num_restarts = 0
         self._say, self._max_failures, self._healthy_after_s = say, max_failures, healthy_after_s
         self._clock, self._start = clock, start
-        self._failures = 0
+        self._deaths, self._failures = 0, 0  # in a row; failures are those with an error
         self._again_at: float | None = None
         self._began = clock()
         self.process = start(command)
 
-    def look(self) -> None:
-        """Start it again when it is dead and its pause is over."""
+    def look(self, *, is_needed: bool = False) -> None:
+        """Start it again when it is dead and its pause is over; `is_needed`: even when it left of its own accord, as it
+        does when somebody asks it to."""
         code = self.process.poll()
-        if code is None or self.has_left or self.given_up:
+        if code is None or self.given_up or (code == 0 and not is_needed):
             return
         now = self._clock()
         if self._again_at is None:
-            self._failures = 1 if now - self._began >= self._healthy_after_s else self._failures + 1
-            pause_s = min(_FIRST_PAUSE_S * 2 ** (self._failures - 1), _LONGEST_PAUSE_S)
+            if now - self._began >= self._healthy_after_s:
+                self._deaths, self._failures = 0, 0
+            self._deaths += 1
+            self._failures += code != 0
+            pause_s = min(_FIRST_PAUSE_S * 2 ** (self._deaths - 1), _LONGEST_PAUSE_S)
             self._again_at = now + pause_s * random.uniform(0.5, 1.0)
             outlook = "giving it up" if self.given_up else "starting it again"
             self._say(f"{self.command.name} {ending(code)}; {outlook} (see {self.command.log})")
@@ -150,11 +154,6 @@ class Kept:
             self.num_restarts += 1
             self._again_at, self._began = None, now
             self.process = self._start(self.command)
-
-    @property
-    def has_left(self) -> bool:
-        """It ended by itself and will not be started again."""
-        return self.process.poll() == 0
 
     @property
     def given_up(self) -> bool:
@@ -176,6 +175,8 @@ def _is_anybody_left(group: int) -> bool:
 
 def ending(code: int) -> str:
     """An exit code in words."""
+    if code == 0:
+        return "left before the run's end"
     return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 

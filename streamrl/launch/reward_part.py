@@ -35,7 +35,7 @@ class RewardPart:
         self._ready_by = time.monotonic() + _READY_S
 
     def look(self) -> None:
-        self.kept.look()
+        self.kept.look(is_needed=True)
         if self.kept.process.poll() is not None:
             self.progress.working("start again")
             self._folder.reward_url.unlink(missing_ok=True)  # written anew by the one that comes, once it is ready

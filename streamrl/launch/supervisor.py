@@ -1,6 +1,7 @@
 """Looks after the parts of a run while Redis is there: starts them, watches them, starts the dead again, ends them.
 
-    reward server ──ready──► workers      a dead one is started again, after a pause that grows
+    reward server ──ready──► workers      a dead one is started again, after a pause that grows; one that left, too,
+                                          as long as the run goes on
     learner (torchrun)                    looks after its own ranks; when it ends, the run is over
     embedded Redis                        a dead one is started again on its append-only file
 
@@ -120,8 +121,10 @@ class Supervisor:
 
     def _look_after_workers(self) -> None:
         if self._workers is not None:
+            if any(worker.process.poll() == 0 for worker in self._workers):
+                self._look()  # they leave when the run has ended, which is not to be mistaken
             for worker in self._workers:
-                worker.look()
+                worker.look(is_needed=not self.watch.is_over)
         elif self._reward is None or self._reward.url is not None:
             self._workers = self._start_workers(self._reward.url if self._reward else None)
             self._phase = ""

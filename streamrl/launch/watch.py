@@ -34,16 +34,27 @@ class Watch:
         self.max_steps = max_steps
         self.now: Snapshot | None = None  # the last time that Redis answered
         self.history = History()
+        self._has_begun = False
         self._loads: dict[tuple[str, int], Loads] = {}  # by part and process
 
     def look(self) -> None:
         """Raises TransportError when Redis is away."""
         self.now = snapshot(self._client, self._keys, give_up_after_s=_PATIENCE_S)
+        self._has_begun |= self._is_running
         self.history.refresh(self._client, self._keys)
         for report in self.now.reports:
             counts = [report.detail.get(name, 0) for name in ("loads", "loads_in_flight")]
             if report.role == "worker" and all(isinstance(count, int) for count in counts):
                 self._loads[report.part, report.pid] = Loads(loaded=int(counts[0]), in_flight=int(counts[1]))
+
+    @property
+    def is_over(self) -> bool:
+        """The run was seen running, and is no more. What ended before we looked may be taken up any moment."""
+        return self._has_begun and not self._is_running
+
+    @property
+    def _is_running(self) -> bool:
+        return self.now is not None and self.now.run is not None and self.now.run.state == "running"
 
     @property
     def step(self) -> int:

@@ -59,7 +59,7 @@ def rules(role: Role, *, run: str = ANY_RUN, selectors: bool = True) -> str:
 def _worker(keys: Keys) -> Iterator[Grant]:
     yield Grant(commands=("ping", "select", "info"))
     yield _scripts(keys)
-    read = (keys.meta, keys.weights, keys.manifests, keys.blobs, keys.control)
+    read = (keys.meta, keys.weights, keys.manifests, keys.blobs, keys.control, keys.progress)
     yield Grant(commands=("hget", "hmget", "hgetall"), keys=read)
     yield Grant(commands=("get",), keys=(keys.tombstone, keys.receipt("*", "*"), _chunks(keys)))
     yield Grant(commands=("xread",), keys=(keys.announced,))

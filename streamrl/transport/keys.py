@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from streamrl.wire.purpose import Purpose
 
 WORKERS = "workers"  # the consumer group of the ticket streams
+LEADER = "learner/0"  # the rank that speaks, and hears the operator, for all; so it is called in reports
 LONGEST_EVENTS = 10_000  # about so many lines of the journal are kept
 
 

@@ -14,7 +14,7 @@ import redis
 
 from streamrl.telemetry.progress import Report
 from streamrl.transport.connection import Attempts, repeat
-from streamrl.transport.keys import Keys
+from streamrl.transport.keys import LEADER, Keys
 from streamrl.transport.scripts import for_operators as scripts
 from streamrl.transport.scripts.call import run
 from streamrl.transport.snapshot import snapshot
@@ -25,7 +25,6 @@ _TOMBSTONE_S = 86_400
 _KEYS_A_CALL = 500
 _LOOK_EVERY_S = 0.2
 _ALIVE_S = 15.0  # a part that has not reported for so long is not waited for
-_LEADER = "learner/0"  # the rank that hears the operator for all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +62,8 @@ def _look(client: redis.Redis, keys: Keys, mode: Control) -> Obedience:
         return Obedience(state=state, obeying=(), waiting_for={})
     concerned = list(_concerned(now.reports, mode, at=now.at))
     waiting_for = {r.part: _activity(r) for r in concerned if r.detail.get("control") != mode}
-    if not any(report.part == _LEADER for report in concerned):
-        waiting_for[_LEADER] = "is not there"
+    if not any(report.part == LEADER for report in concerned):
+        waiting_for[LEADER] = "is not there"
     obeying = tuple(report.part for report in concerned if report.part not in waiting_for)
     return Obedience(state=state, obeying=obeying, waiting_for=waiting_for)
 
@@ -72,7 +71,7 @@ def _look(client: redis.Redis, keys: Keys, mode: Control) -> Obedience:
 def _concerned(reports: tuple[Report, ...], mode: Control, *, at: float) -> Iterator[Report]:
     for report in reports:
         works = report.role == "worker" and mode in ("run", "pause")
-        if at - report.at < _ALIVE_S and (works or report.part == _LEADER):
+        if at - report.at < _ALIVE_S and (works or report.part == LEADER):
             yield report
 
 

@@ -22,7 +22,7 @@ from streamrl.errors import RunGone, WireError
 from streamrl.transport.announced import Bell
 from streamrl.transport.connection import Attempts, bounded_block_ms, repeat_async
 from streamrl.transport.deliveries import Deliveries, Delivery
-from streamrl.transport.keys import WORKERS, Keys
+from streamrl.transport.keys import LEADER, WORKERS, Keys
 from streamrl.transport.scripts import for_worker as scripts
 from streamrl.transport.scripts.call import Call, run_async
 from streamrl.transport.types import Announcement, Control, Leased, RunInfo, read_ticket, to_control
@@ -80,6 +80,11 @@ class WorkerStream:
         if info is not None:
             self._run_uid = info.uid
         return info
+
+    async def learner_report(self) -> bytes | None:
+        """What the learner says of itself, as it lies there: that it changes shows that one lives."""
+        found: Any = await self._ask("look for a learner", lambda: self._client.hget(self._keys.progress, LEADER))
+        return found if found is None else bytes(found)
 
     async def lease(self, *, max_tickets: int, block_ms: int) -> list[Leased]:
         """Up to `max_tickets` tickets, evaluation first; none when there were none within `block_ms` (at most some

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,3 +95,17 @@ def test_a_learner_that_validates_hears_the_operator_too(url: str, tmp_path: Pat
     newest = max((config.folder / "checkpoints").glob("e*"))
     state = json.loads((newest / "manifest.json").read_text())["content"]["state"]
     assert state["stream"]["ledger"]["issued"] == 0
+
+
+def test_a_learner_shows_itself_before_it_has_read_and_loaded_anything(
+    url: str, tmp_path: Path, client: redis.Redis
+) -> None:
+    never_read = tmp_path / "never-read.jsonl"
+    os.mkfifo(never_read)  # who reads it waits for somebody who writes it
+    config = make_run(tmp_path, name="loading", data=schema.Data(train=str(never_read)))
+    with running_learner(config, url):
+        [report] = wait_until(
+            lambda: snapshot(client, Keys(config.name)).reports, description="it reports", timeout_s=PATIENCE_S
+        )
+        assert (report.part, report.state) == ("learner/0", "starting")
+        assert snapshot(client, Keys(config.name)).run is None

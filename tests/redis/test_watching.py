@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 
 from streamrl.config import schema
 from streamrl.errors import TransportError, WireError
+from streamrl.launch.watch import Watch
 from streamrl.telemetry.progress import Progress, Wait
 from streamrl.transport.connection import connect
 from streamrl.transport.embedded import EmbeddedRedis
@@ -28,7 +29,7 @@ from streamrl.versions import make_version
 from streamrl.wire.codec import pack
 from streamrl.wire.group import encode_group
 from tests.helpers import make_group, make_ticket, wait_until, wait_until_async
-from tests.redis.conftest import MakeWorker
+from tests.redis.conftest import MakeLearner, MakeWorker
 
 
 def test_a_report_survives_the_wire() -> None:
@@ -170,3 +171,40 @@ def test_removing_a_run_removes_every_key_of_it_and_no_other(
     client.set(keys.blob("a/b", 0), b"blob")
     assert remove_run(client, keys)
     assert sorted(client.scan_iter()) == sorted([neighbour.meta.encode(), keys.tombstone.encode()])
+
+
+async def test_a_worker_sees_whether_a_learner_shows_itself(
+    keys: Keys, learner_client: redis.Redis, worker: WorkerStream
+) -> None:
+    assert await worker.learner_report() is None
+    progress = Progress(part="learner/0", role="learner")
+    with ReportWriter(learner_client, keys, progress, period_s=0.05):
+        first = await wait_until_async(worker.learner_report, description="the learner reports")
+
+        async def is_another() -> bool:
+            return await worker.learner_report() not in (None, first)
+
+        await wait_until_async(is_another, description="the report changes while the learner lives")
+    assert await worker.learner_report() is None
+
+
+def test_a_run_is_over_when_it_was_seen_running_and_is_no_more(
+    keys: Keys, client: redis.Redis, make_learner: MakeLearner
+) -> None:
+    before = make_learner()
+    before.release("stopped")
+    watch = Watch(client, keys, max_steps=None)
+    watch.look()
+    assert not watch.is_over, "it ended before, and may be taken up any moment"
+    learner = make_learner(epoch=2)
+    watch.look()
+    assert not watch.is_over
+    learner.release("finished")
+    watch.look()
+    assert watch.is_over
+    make_learner(epoch=3)
+    watch.look()
+    assert not watch.is_over
+    remove_run(client, keys)
+    watch.look()
+    assert watch.is_over

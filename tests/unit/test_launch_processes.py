@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import cast
 
@@ -200,10 +201,8 @@ def test_a_long_life_makes_earlier_failures_forgotten() -> None:
     assert lives.num_started == 6
 
 
-@pytest.mark.parametrize(("code", "left", "given_up"), [(0, True, False), (2, False, True)])
-def test_one_that_is_done_or_whose_user_made_a_mistake_is_not_started_again(
-    code: int, left: bool, given_up: bool
-) -> None:
+@pytest.mark.parametrize(("code", "given_up"), [(0, False), (2, True)])
+def test_one_that_is_done_or_whose_user_made_a_mistake_is_not_started_again(code: int, given_up: bool) -> None:
     lives, clock = Lives(code, None), Clock()
     kept = keep(lives, clock)
 
@@ -211,4 +210,44 @@ def test_one_that_is_done_or_whose_user_made_a_mistake_is_not_started_again(
         kept.look()
         clock.now += 31
 
-    assert (lives.num_started, kept.has_left, kept.given_up) == (1, left, given_up)
+    assert (lives.num_started, kept.given_up) == (1, given_up)
+
+
+def test_one_that_left_and_is_needed_comes_back_as_often_as_it_leaves_and_never_in_haste() -> None:
+    lives, clock, said = Lives(*[0] * 10, None), Clock(), list[str]()
+    kept = keep(lives, clock, said.append, max_failures=3)
+    started_at = [clock.now]
+
+    while lives.num_started < 11:
+        kept.look(is_needed=True)
+        clock.now += 0.1
+        if lives.num_started > len(started_at):
+            started_at.append(clock.now)
+
+    pauses = [after - before for before, after in pairwise(started_at)]
+    assert not kept.given_up
+    assert pauses[0] < 2
+    assert min(pauses[-3:]) > 10
+    assert said[0] == "worker/0 left before the run's end; starting it again (see worker.out)"
+
+
+def test_having_left_often_is_not_held_against_one_that_dies() -> None:
+    lives, clock = Lives(0, 0, 0, 1, None), Clock()
+    kept = keep(lives, clock, max_failures=3)
+
+    for _ in range(20):
+        kept.look(is_needed=True)
+        clock.now += 31
+
+    assert (lives.num_started, kept.given_up) == (5, False)
+
+
+def test_one_that_left_is_not_started_again_when_the_need_has_gone_meanwhile() -> None:
+    lives, clock = Lives(0, None), Clock()
+    kept = keep(lives, clock)
+
+    kept.look(is_needed=True)
+    clock.now += 31
+    kept.look()
+
+    assert lives.num_started == 1

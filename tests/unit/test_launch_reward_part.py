@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import cast
 
+import pytest
+
 from streamrl.config import schema
 from streamrl.launch.parts import RunFolder
 from streamrl.launch.processes import Command, Process
@@ -19,7 +21,8 @@ class MadeUpProcess:
         return self.code
 
 
-def test_a_server_that_died_is_ready_again_only_when_it_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [1, 0])  # 0: somebody asked it to end
+def test_a_server_that_ended_is_ready_again_only_when_it_says_so(tmp_path: Path, code: int) -> None:
     started: list[tuple[Command, MadeUpProcess]] = []
 
     def start(command: Command) -> Process:
@@ -32,7 +35,7 @@ def test_a_server_that_died_is_ready_again_only_when_it_says_so(tmp_path: Path) 
     part.look()
     assert (part.url, part.progress.report().doing) == ("http://127.0.0.1:4711", "serve")
 
-    started[0][1].code = 1
+    started[0][1].code = code
 
     def is_started_again() -> bool:
         part.look()
