@@ -30,7 +30,7 @@ from learner.guardian import guarded
 from learner.rank import stall_limit_s
 from learner.replay import replay
 from streamrl.config.load import load_config
-from streamrl.errors import StreamrlError, TrainingError, UserError
+from streamrl.errors import RunGone, StreamrlError, TrainingError, UserError
 from streamrl.telemetry.logs import configure_logging
 
 # An agent whose ranks have ended with 0 is done, and would not come to the next rendezvous; and a forked rank with
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with guarded(limit_s=_STOPPED_LIMIT_S) if under_agent else nullcontext():
             was_told = _run(options)
     except StreamrlError as error:
-        hopeless = isinstance(error, UserError | TrainingError)
+        hopeless = isinstance(error, UserError | TrainingError | RunGone)
         log.error(str(error), exc_info=not hopeless)
         if rank == "0":
             print(f"learner: {error}", file=sys.stderr, flush=True)

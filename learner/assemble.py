@@ -119,6 +119,7 @@ def _lead(
             prompts=prompts[0],
             speech=around.speech,
             holder=server.holder,
+            takeover=takeover,
         )
         try:
             around.world.broadcast_bytes(admitted.start.to_bytes())

@@ -112,13 +112,14 @@ def admit(
     prompts: PromptSet,
     speech: Speech,
     holder: str,
+    takeover: bool = False,
 ) -> Admitted:
-    """After `take_lease`: claim the epoch and the run."""
+    """After `take_lease`: claim the epoch and the run. RunGone where it was removed; `takeover` begins it anew."""
     if (config.folder / REPLAY).exists():
         raise ConfigError(f"{config.folder} is the replay of a recording, which goes on with --replay only")
     # However long it took to get here: another may have waited for our lease to end.
     still_ours = partial(await_lease, client, keys, holder=holder, lease_s=config.learner.lease_s, wait_s=0.0)
-    known = partial(known_epoch, client, keys, give_up_after_s=config.redis.give_up_after_s)
+    known = partial(known_epoch, client, keys, takeover=takeover, give_up_after_s=config.redis.give_up_after_s)
     claim = partial(claim_folder, config, prompts, confirm=still_ours, known=known)
     claimed = once_there_is_room(claim, patience_s=config.redis.give_up_after_s, check=keeper.check)
     epoch = claimed.epoch.number
@@ -131,7 +132,12 @@ def admit(
         lease_s=config.learner.lease_s,
         give_up_after_s=config.redis.give_up_after_s,
     )
-    stream.claim(config_json=config_to_json(config), fingerprint=speech.fingerprint, wait_s=config.learner.lease_s)
+    stream.claim(
+        config_json=config_to_json(config),
+        fingerprint=speech.fingerprint,
+        takeover=takeover,
+        wait_s=config.learner.lease_s,
+    )
     keeper.renew_with(stream.renew)
     log.info("learner of the run", run_uid=claimed.run_uid, epoch=epoch, checkpoint=str(claimed.epoch.parent))
     lineage = tuple(ancestry(config.folder).last_steps.items())

@@ -60,10 +60,20 @@ def await_lease(
     crashpoint("lease.taken")
 
 
-def known_epoch(client: redis.Redis, keys: Keys, run_uid: str, *, give_up_after_s: float) -> int:
-    """The newest epoch of this run that Redis has seen; 0 when it has seen none."""
+def known_epoch(
+    client: redis.Redis, keys: Keys, run_uid: str, *, takeover: bool = False, give_up_after_s: float
+) -> int:
+    """The newest epoch of this run that Redis has seen; 0 when it has seen none. RunGone where the run was removed, but
+    for a `takeover`, which begins it anew there."""
     attempts = Attempts(client, "say how the run stands", give_up_after_s=give_up_after_s)
     uid, epoch = repeat(lambda: client.hmget(keys.meta, "uid", "epoch"), attempts=attempts)
+    if not takeover:
+        attempts = Attempts(client, "say whether the run was removed", give_up_after_s=give_up_after_s)
+        if repeat(lambda: client.get(keys.tombstone), attempts=attempts) == run_uid.encode():
+            raise RunGone(
+                f"run {keys.name!r} was removed from Redis at {server_name(client)}: with --takeover it goes on there, "
+                "from its newest checkpoint; or set another name"
+            )
     return int(epoch) if uid == run_uid.encode() and epoch else 0
 
 

@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 import transformers
 
+from learner.checkpoints.epochs import claim_run
 from streamrl.config import schema
 from streamrl.telemetry.metrics import is_metric
 from streamrl.transport.embedded import EmbeddedRedis
@@ -135,6 +136,17 @@ def test_a_mistake_under_torchrun_is_told_once_and_not_tried_again(url: str, tmp
     told = [line for line in output(config).splitlines() if line.startswith("learner: model.lora.targets")]
     assert len(told) == 1
     assert json.loads((config.folder / "error.json").read_text())["exit_code"] == 2
+
+
+def test_a_run_that_was_removed_is_refused_under_torchrun_once_and_leaves_no_trace(
+    url: str, tmp_path: Path, client: redis.Redis
+) -> None:
+    config = make_run(tmp_path, name="removed")
+    client.set(Keys(config.name).tombstone, claim_run(config.folder))
+    assert run_to_end(config, url, processes=1) != 0
+    assert "with --takeover it goes on there" in json.loads((config.folder / "error.json").read_text())["error"]
+    assert output(config).count("learner: run 'removed' was removed from Redis") == 1
+    assert not (config.folder / "epochs").exists()
 
 
 @pytest.mark.long
