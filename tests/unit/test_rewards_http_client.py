@@ -240,6 +240,82 @@ async def test_an_outage_of_all_replicas_costs_no_attempt_and_shows() -> None:
     await reward.close()
 
 
+def picky(bad: httpx.Response) -> Callable[[httpx.Request], httpx.Response]:
+    """A healthy service that has no score for requests with the row `bad`."""
+    return lambda request: bad if "bad" in json.loads(request.content)["texts"] else lengths(request)
+
+
+NO_SCORES = [
+    httpx.Response(500, text="no finite number"),
+    httpx.Response(504, text="too slow"),
+    httpx.Response(200, text='{"rewards": [1e30]}'),
+]
+
+
+@pytest.mark.parametrize("no_score", NO_SCORES)
+async def test_a_sample_that_a_healthy_service_cannot_score_fails_alone_and_soon(no_score: httpx.Response) -> None:
+    reward = connect(picky(no_score), attempts=5, outage_s=3600.0)
+    assert await reward.score(make_item("four", prompt="")) == 4.0
+    asked = [reward.score(make_item(text, prompt="")) for text in ("one", "bad", "three")]
+    one, bad, three = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10)
+    assert (one, three) == (3.0, 5.0)
+    assert isinstance(bad, RewardError)
+    assert "(5 attempts)" in str(bad)
+    await reward.close()
+
+
+@pytest.mark.parametrize("no_score", NO_SCORES)
+async def test_its_neighbours_are_scored_though_nothing_was_ever_scored_before(no_score: httpx.Response) -> None:
+    reward = connect(picky(no_score), attempts=5, outage_s=3600.0)
+    asked = [reward.score(make_item(text, prompt="")) for text in ("one", "bad", "three")]
+    one, bad, three = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10)
+    assert (one, three) == (3.0, 5.0)
+    assert isinstance(bad, RewardError)
+    await reward.close()
+
+
+async def test_a_service_that_answers_and_never_scored_anything_holds_no_sample_for_an_outage() -> None:
+    reward = connect(lambda request: httpx.Response(500, text="a bug"), attempts=5, outage_s=3600.0)
+    with pytest.raises(RewardError, match=r"answered 500: a bug \(5 attempts\)"):
+        await asyncio.wait_for(reward.score(make_item()), 10)
+    await reward.close()
+
+
+async def test_an_outage_of_errors_costs_no_attempt_where_it_scored_before() -> None:
+    down, num_asked = False, 0
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal num_asked
+        num_asked += 1
+        return httpx.Response(500) if down else lengths(request)
+
+    reward = connect(answer, attempts=5)
+    assert await reward.score(make_item("four", prompt="")) == 4.0
+    down, num_asked = True, 0
+    score = asyncio.create_task(reward.score(make_item("three", prompt="")))
+    await until(lambda: num_asked > 8, "it was asked more often than the sample has attempts")
+    assert not score.done()
+    down = False
+    assert await asyncio.wait_for(score, 10) == 5.0
+    await reward.close()
+
+
+async def test_a_row_that_is_scored_no_longer_does_not_keep_a_replica_out() -> None:
+    down, refused = False, "old"
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(500) if down or refused in json.loads(request.content)["texts"] else lengths(request)
+
+    reward, refused = connect(answer, attempts=5), ""
+    assert await reward.score(make_item("old", prompt="")) == 3.0
+    down, refused = True, "old"
+    score = asyncio.create_task(reward.score(make_item("three", prompt="")))
+    await until(lambda: reward.health().outage, "the outage shows")
+    down = False
+    assert await asyncio.wait_for(score, 10) == 5.0
+    await reward.close()
+
+
 async def until(predicate: Callable[[], Any], description: str) -> Any:
     """`wait_until`, with the loop running on."""
     return await asyncio.to_thread(functools.partial(wait_until, predicate, description=description))
@@ -250,9 +326,7 @@ async def test_an_outage_that_does_not_end_fails_the_samples() -> None:
         raise httpx.ConnectError("refused")
 
     reward = connect(answer, attempts=100, outage_s=0.05)
-    with pytest.raises(
-        RewardError, match=r"no replica could be asked for 0\.05 s: http://reward:1/score: ConnectError"
-    ):
+    with pytest.raises(RewardError, match=r"no replica gave a score for 0\.05 s: http://reward:1/score: ConnectError"):
         await reward.score(make_item())
     await reward.close()
 

@@ -5,7 +5,8 @@
                               ├─ no connection, too late, 5xx, nonsense: again, elsewhere if there are replicas
                               └─ no replica is well: an outage; wait for one, which costs no attempt, up to `outage_s`
 
-A request that the service refuses (4xx) is sent again row by row, so that one bad sample fails alone.
+A request that is refused (4xx), or had its attempts, is sent again row by row: one bad sample fails alone.
+Whether a replica that is out is well again, a row that was scored before finds out.
 """
 
 from __future__ import annotations
@@ -100,6 +101,7 @@ class HttpReward:
         self._replicas = replicas
         self._client = client
         self._first_pause_s = first_pause_s
+        self._scored: ScoreItem | None = None  # the latest
         self._waiting: list[_Waiting] = []
         self._requests: set[asyncio.Task[None]] = set()
 
@@ -162,26 +164,49 @@ class HttpReward:
             _fail(batch, "the request was given up")  # whatever happens, nobody waits for ever
 
     async def _ask_patiently(self, items: list[ScoreItem]) -> list[float]:
-        until = asyncio.get_running_loop().time() + self._source.outage_s
+        """Refused: these samples had their attempts. RewardError: nobody could be asked."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._source.outage_s
         last: Replica | None = None
-        attempts = 0
+        attempts = tries = 0
+        answered: dict[Replica, int] = {}  # what each had answered when it last failed us
         while attempts < self._source.attempts:
-            rounds, left = divmod(attempts, len(self._replicas))
-            if rounds and not left:  # each has been asked: now it is time that may help
-                await self._pause(rounds)
+            await self._pause(tries, attempts)
             replica = await self._a_replica(but=last, until=until)
-            on_trial = replica.on_trial
+            on_trial, before = replica.on_trial, answered.setdefault(replica, replica.num_answered)
+            rows = self._trial_rows(replica, items) if on_trial else items
             try:
-                return await self._ask(replica, items)
+                scores = await self._ask(replica, rows)
+                if rows is items:
+                    return scores
             except TryAgain as error:
                 last, reason = replica, f"{replica.url}: {error}"
-                # That nobody is there, or that an outage goes on, says nothing about these samples.
-                attempts += error.reached and not on_trial
-        raise RewardError(f"{reason} ({attempts} attempts)")
+                tries += 1
+                answered[replica] = replica.num_answered
+                # That nobody is there, or that an outage goes on, says nothing about these samples,
+                # unless others get their scores there, or nothing was ever scored that could tell.
+                about_them = error.answered and self._scored is None if on_trial else error.reached
+                if about_them or replica.num_answered > before:
+                    attempts += 1
+                    until = loop.time() + self._source.outage_s
+            except Refused:
+                if rows is items:
+                    raise
+        raise Refused(f"{reason} ({attempts} attempts)")
 
-    async def _pause(self, rounds: int) -> None:
-        pause_s = min(_LONGEST_PAUSE_S, self._first_pause_s * 2 ** (rounds - 1))
-        await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+    def _trial_rows(self, replica: Replica, items: list[ScoreItem]) -> list[ScoreItem]:
+        """What was scored before tells an outage from samples that cannot be scored; in turn with one of these, lest
+        all depend on it for ever."""
+        if self._scored is not None and replica.trials_failed % 2 == 0:
+            return [self._scored]
+        return items if len(items) == 1 else [random.choice(items)]
+
+    async def _pause(self, tries: int, attempts: int) -> None:
+        """Where some are well and each has been asked, time may help; one that is out is waited for anyway."""
+        count = len(self._replicas)
+        if tries and tries % count == 0 and self._replicas.num_well:
+            pause_s = min(_LONGEST_PAUSE_S, self._first_pause_s * 2 ** min(max(0, attempts // count - 1), 10))
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 
     async def _a_replica(self, *, but: Replica | None, until: float) -> Replica:
         """Whom to ask; waits while the whole service is out, RewardError when it stays so for too long."""
@@ -190,7 +215,7 @@ class HttpReward:
             if (replica := self._replicas.choose(but=but)) is not None:
                 return replica
             await asyncio.sleep(min(self._replicas.pause_s() * random.uniform(1.0, 1.2), until - loop.time()))
-        raise RewardError(f"no replica could be asked for {self._source.outage_s:g} s: {self._replicas.last_errors}")
+        raise RewardError(f"no replica gave a score for {self._source.outage_s:g} s: {self._replicas.last_errors}")
 
     async def _ask(self, replica: Replica, items: list[ScoreItem]) -> list[float]:
         try:
@@ -212,6 +237,7 @@ class HttpReward:
             self._replicas.given_up(replica)
             raise
         self._replicas.answered(replica)
+        self._scored = items[0]
         return scores
 
 

@@ -22,16 +22,20 @@ _MAX_ANSWER_BYTES = 4096  # beside what the form allows for each row
 _MAX_REASON_CHARS = 200
 
 
-class TryAgain(Exception):
-    """This attempt gave no scores; another may. `reached`: the service got the request, so it may be at fault."""
+_NOT_NOW = (408, 429, 502, 503, 504)
 
-    def __init__(self, reason: str, *, reached: bool = True) -> None:
+
+class TryAgain(Exception):
+    """This attempt gave no scores; another may."""
+
+    def __init__(self, reason: str, *, reached: bool = True, answered: bool = False) -> None:
         super().__init__(reason)
-        self.reached = reached
+        self.reached = reached or answered  # else nobody is there
+        self.answered = answered  # the service said something of these samples, and it was no score
 
 
 class Refused(Exception):
-    """The service will never score this request."""
+    """There will be no score for this request; there may be some for parts of it."""
 
 
 def make_client(
@@ -68,19 +72,21 @@ async def ask(
     if response.status_code == 200:
         return _read_scores(form, body, len(items), max_abs)
     reason = f"answered {response.status_code}: {_printable(body)}"
-    if response.status_code >= 500 or response.status_code in (408, 429):
+    if response.status_code in _NOT_NOW:
         raise TryAgain(reason)
+    if response.status_code >= 500:
+        raise TryAgain(reason, answered=True)
     raise Refused(f"{url}: {reason}")
 
 
 async def _read(response: httpx.Response, max_bytes: int) -> bytes:
     if "content-encoding" in response.headers:  # a small body may unpack to any size
-        raise TryAgain("answered compressed, which was not accepted")
+        raise TryAgain("answered compressed, which was not accepted", answered=True)
     body = bytearray()
     async for part in response.aiter_bytes():
         body += part
         if len(body) > max_bytes:
-            raise TryAgain(f"answered more than {max_bytes} bytes")
+            raise TryAgain(f"answered more than {max_bytes} bytes", answered=True)
     return bytes(body)
 
 
@@ -88,15 +94,16 @@ def _read_scores(form: Form, body: bytes, count: int, max_abs: float) -> list[fl
     try:
         answer: Any = json.loads(body)
     except (ValueError, RecursionError):
-        raise TryAgain(f"answered no JSON: {_printable(body)}") from None
+        raise TryAgain(f"answered no JSON: {_printable(body)}", answered=True) from None
     try:
         scores = form.numbers(answer, count)
     except ValueError as error:
-        raise TryAgain(f"answered {error}: {_printable(body)}") from None
+        raise TryAgain(f"answered {error}: {_printable(body)}", answered=True) from None
     if any(type(score) not in (int, float) or not _is_finite(score) for score in scores):
-        raise TryAgain(f"answered rewards that are no finite numbers: {_printable(body)}")
+        raise TryAgain(f"answered rewards that are no finite numbers: {_printable(body)}", answered=True)
     if any(abs(score) > max_abs for score in scores):
-        raise TryAgain(f"answered rewards beyond the source's max_abs of {max_abs:g}: {_printable(body)}")
+        reason = f"answered rewards beyond the source's max_abs of {max_abs:g}: {_printable(body)}"
+        raise TryAgain(reason, answered=True)
     return [float(score) for score in scores]
 
 

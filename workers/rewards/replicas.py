@@ -23,6 +23,7 @@ class Replica:
     def __init__(self, url: str) -> None:
         self.url = url
         self.in_flight = 0
+        self.num_answered = 0  # requests, well or with a refusal
         self.failures_in_row = 0
         self.on_trial = False  # it is out, and one request finds out whether it still is
         self.trials_failed = 0  # since it was well
@@ -80,6 +81,7 @@ class Replicas:
 
     def answered(self, replica: Replica) -> None:
         replica.in_flight -= 1
+        replica.num_answered += 1
         replica.failures_in_row = replica.trials_failed = 0
 
     def failed(self, replica: Replica, error: str) -> None:
