@@ -80,8 +80,6 @@ async def test_no_more_requests_run_at_once_than_allowed() -> None:
         (httpx.Response(200, json={"rewards": [True]}), "no finite numbers"),
         (httpx.Response(200, json={"rewards": ["1.0"]}), "no finite numbers"),
         (httpx.Response(200, headers={"content-encoding": "gzip"}, content=gzip.compress(b"x")), "compressed"),
-        (httpx.Response(302, headers={"location": "http://elsewhere"}), "answered 302"),
-        (httpx.Response(401, text="who are you"), "answered 401: who are you"),
     ],
 )
 async def test_whatever_is_no_proper_answer_is_an_error_and_never_a_number(answer: httpx.Response, reason: str) -> None:
@@ -184,6 +182,26 @@ async def test_the_token_comes_from_its_file(tmp_path: Path) -> None:
     assert seen == ["Bearer secret"]
 
 
+async def test_a_token_that_is_put_right_needs_no_new_worker(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("old\n")
+    seen: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request.headers["authorization"])
+        return lengths(request) if seen[-1] == "Bearer new" else httpx.Response(401)
+
+    reward = connect(answer, token_file=str(token))
+    score = asyncio.create_task(reward.score(make_item("four", prompt="")))
+    await until(lambda: len(seen) > 3, "the old token is refused")
+    token.unlink()
+    num_seen = len(seen)
+    await until(lambda: len(seen) > num_seen, "it is asked again without the file")
+    token.write_text("new\n")
+    assert await asyncio.wait_for(score, 10) == 4.0
+    await reward.close()
+
+
 @pytest.mark.parametrize("content", [None, b"", b"two\nlines", b"\xff\xfe", b"x" * 5000])
 def test_a_file_that_holds_no_token_is_refused(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
@@ -209,7 +227,7 @@ async def test_a_replica_that_fails_is_left_out_and_no_sample_notices() -> None:
     reward = replicated(answer, first_pause_s=60.0)
     for length in range(60):
         assert await reward.score(make_item("x" * length, prompt="")) == length
-    assert reward.health().state == "2 of 3 replicas well"
+    assert reward.health().state == "2 of 3 replicas well; http://reward:1/score: answered 500: "
     assert reward.health().outage is None
     await reward.close()
     assert set(asked) == {"http://reward:1/score", "http://reward:2/score", "http://reward:3/rm/score"}
@@ -240,6 +258,27 @@ async def test_an_outage_of_all_replicas_costs_no_attempt_and_shows() -> None:
     await reward.close()
 
 
+@pytest.mark.parametrize("status", [302, 401, 403, 404, 405])
+async def test_a_wrong_address_or_token_is_an_outage_that_names_itself_and_costs_no_attempt(status: int) -> None:
+    wrong, num_asked = True, 0
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal num_asked
+        num_asked += 1
+        return httpx.Response(status, text="who are you") if wrong else lengths(request)
+
+    reward = connect(answer, attempts=1)
+    scores = [asyncio.create_task(reward.score(make_item("x" * length, prompt=""))) for length in range(100)]
+    outage = await until(lambda: reward.health().outage, "the outage shows")
+    assert outage == f"http://reward:1/score: answered {status}: who are you"
+    assert reward.health().state == f"0 of 1 replicas well; {outage}"
+    await until(lambda: num_asked > 10, "it was asked more often than the samples have attempts")
+    assert not any(score.done() for score in scores)
+    wrong = False
+    assert await asyncio.wait_for(asyncio.gather(*scores), 10) == list(range(100))
+    await reward.close()
+
+
 def picky(bad: httpx.Response) -> Callable[[httpx.Request], httpx.Response]:
     """A healthy service that has no score for requests with the row `bad`."""
     return lambda request: bad if "bad" in json.loads(request.content)["texts"] else lengths(request)
@@ -249,6 +288,7 @@ NO_SCORES = [
     httpx.Response(500, text="no finite number"),
     httpx.Response(504, text="too slow"),
     httpx.Response(200, text='{"rewards": [1e30]}'),
+    httpx.Response(403, text="go away"),
 ]
 
 

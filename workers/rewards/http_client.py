@@ -3,15 +3,17 @@
     score ──► waiting ──► at most `max_concurrency` requests ──► one number a sample, or RewardError
                               │
                               ├─ no connection, too late, 5xx, nonsense: again, elsewhere if there are replicas
+                              ├─ 401, 403, 404: so too; of address and token, unless others get their scores there
                               └─ no replica is well: an outage; wait for one, which costs no attempt, up to `outage_s`
 
-A request that is refused (4xx), or had its attempts, is sent again row by row: one bad sample fails alone.
+A request that is refused (400, 413, 422), or had its attempts, is sent again row by row: one bad sample fails alone.
 Whether a replica that is out is well again, a row that was scored before finds out.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
@@ -25,7 +27,7 @@ from workers.permissions import Permissions
 from workers.rewards.base import Health, ScoreItem
 from workers.rewards.bearer import read_token
 from workers.rewards.forms import FORMS, Form
-from workers.rewards.http_request import Refused, TryAgain, ask, make_client
+from workers.rewards.http_request import Refused, TokenRefused, TryAgain, ask, make_client, set_token
 from workers.rewards.replicas import Replica, Replicas
 
 MAX_ROWS = 64  # a request
@@ -109,11 +111,8 @@ class HttpReward:
         """Nothing to show: a server that is not there yet is an outage, not a mistake."""
 
     def health(self) -> Health:
-        well, count = self._replicas.num_well, len(self._replicas)
         # While nobody asks, nobody finds out that a service is back; so who may be tried is not out.
-        return Health(
-            outage=self._replicas.outage, state=f"{well} of {count} replicas well" if well < count else "well"
-        )
+        return Health(outage=self._replicas.outage, state=self._replicas.state)
 
     async def score(self, item: ScoreItem) -> float:
         loop = asyncio.get_running_loop()
@@ -183,7 +182,7 @@ class HttpReward:
                 last, reason = replica, f"{replica.url}: {error}"
                 tries += 1
                 answered[replica] = replica.num_answered
-                # That nobody is there, or that an outage goes on, says nothing about these samples,
+                # That nobody is there, or lets us in, or that an outage goes on, says nothing about these samples,
                 # unless others get their scores there, or nothing was ever scored that could tell.
                 about_them = error.answered and self._scored is None if on_trial else error.reached
                 if about_them or replica.num_answered > before:
@@ -229,6 +228,8 @@ class HttpReward:
             )
         except TryAgain as error:
             self._replicas.failed(replica, str(error))
+            if isinstance(error, TokenRefused):
+                self._read_token_again()
             raise
         except Refused:
             self._replicas.answered(replica)
@@ -239,6 +240,12 @@ class HttpReward:
         self._replicas.answered(replica)
         self._scored = items[0]
         return scores
+
+    def _read_token_again(self) -> None:
+        """Tokens are replaced, or put right, while workers run."""
+        if (path := self._source.token_file) is not None:
+            with contextlib.suppress(ConfigError):  # not there now: the service's own word says what is wrong
+                set_token(self._client, read_token(path, key="token_file"))
 
 
 def _fail(batch: list[_Waiting], reason: str) -> None:

@@ -20,8 +20,7 @@ from workers.rewards.forms import Form
 _CONNECT_TIMEOUT_S = 5.0
 _MAX_ANSWER_BYTES = 4096  # beside what the form allows for each row
 _MAX_REASON_CHARS = 200
-
-
+_REFUSALS = (400, 413, 422)  # who says so has looked at the request, and will say so again
 _NOT_NOW = (408, 429, 502, 503, 504)
 
 
@@ -30,8 +29,12 @@ class TryAgain(Exception):
 
     def __init__(self, reason: str, *, reached: bool = True, answered: bool = False) -> None:
         super().__init__(reason)
-        self.reached = reached or answered  # else nobody is there
+        self.reached = reached or answered  # else nobody is there, or the address or the token is wrong
         self.answered = answered  # the service said something of these samples, and it was no score
+
+
+class TokenRefused(TryAgain):
+    """401: the token is not, or no longer, the service's."""
 
 
 class Refused(Exception):
@@ -41,17 +44,21 @@ class Refused(Exception):
 def make_client(
     *, timeout_s: float, max_connections: int, token: str | None, transport: httpx.AsyncBaseTransport | None
 ) -> httpx.AsyncClient:
-    headers = {"accept-encoding": "identity", "content-type": "application/json"}
-    if token is not None:
-        headers["authorization"] = f"Bearer {token}"
-    return httpx.AsyncClient(
-        headers=headers,
+    client = httpx.AsyncClient(
+        headers={"accept-encoding": "identity", "content-type": "application/json"},
         timeout=httpx.Timeout(timeout_s, connect=min(_CONNECT_TIMEOUT_S, timeout_s)),
         limits=httpx.Limits(max_connections=max_connections),
         follow_redirects=False,
         trust_env=False,  # no proxy and no .netrc password that the operator did not name here
         transport=transport,
     )
+    if token is not None:
+        set_token(client, token)
+    return client
+
+
+def set_token(client: httpx.AsyncClient, token: str) -> None:
+    client.headers["authorization"] = f"Bearer {token}"
 
 
 async def ask(
@@ -72,11 +79,12 @@ async def ask(
     if response.status_code == 200:
         return _read_scores(form, body, len(items), max_abs)
     reason = f"answered {response.status_code}: {_printable(body)}"
-    if response.status_code in _NOT_NOW:
-        raise TryAgain(reason)
-    if response.status_code >= 500:
-        raise TryAgain(reason, answered=True)
-    raise Refused(f"{url}: {reason}")
+    if response.status_code in _REFUSALS:
+        raise Refused(f"{url}: {reason}")
+    if response.status_code == 401:
+        raise TokenRefused(reason, reached=False)
+    not_now = response.status_code in _NOT_NOW
+    raise TryAgain(reason, reached=not_now, answered=response.status_code >= 500 and not not_now)
 
 
 async def _read(response: httpx.Response, max_bytes: int) -> bytes:

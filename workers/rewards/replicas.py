@@ -51,6 +51,14 @@ class Replicas:
         return self.last_errors
 
     @property
+    def state(self) -> str:
+        """For people: how many are well, and what one of the others said last."""
+        out = [replica for replica in self._replicas if not replica.well]
+        if not out:
+            return "well"
+        return f"{self.num_well} of {len(self)} replicas well; {out[0].url}: {out[0].last_error}"
+
+    @property
     def last_errors(self) -> str:
         return "; ".join(f"{replica.url}: {replica.last_error}" for replica in self._replicas if replica.last_error)
 
