@@ -1,7 +1,8 @@
 """Logs: JSON lines in a file for machines, readable lines on a terminal for people; ours and the libraries' alike.
 
 Each part calls `configure_logging` once, first thing. Where stderr is no terminal and a file is given, the file alone
-is written: whoever started the part keeps that file, and a crash before this call still shows on stderr.
+is written: whoever started the part keeps that file, and a crash before this call still shows on stderr. Tracebacks
+come without the values of variables: passwords are among them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import sys
 from pathlib import Path
 
 import structlog
+from structlog.dev import RichTracebackFormatter
+from structlog.processors import ExceptionRenderer
+from structlog.tracebacks import ExceptionDictTransformer
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 _CHATTY = ("httpx", "httpcore")  # a line for every request: hundreds a second in a worker
@@ -53,11 +57,13 @@ def configure_logging(part: str, file: Path | None, level: str = "INFO", *, quie
 
 
 def _json_lines() -> list[Processor]:
-    return [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+    tracebacks = ExceptionRenderer(ExceptionDictTransformer(show_locals=False))
+    return [tracebacks, structlog.processors.JSONRenderer()]
 
 
 def _readable_lines(*, colors: bool) -> list[Processor]:
-    return [_strip_control_characters, structlog.dev.ConsoleRenderer(colors=colors)]
+    tracebacks = RichTracebackFormatter(show_locals=False)
+    return [_strip_control_characters, structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=tracebacks)]
 
 
 def _handler(handler: logging.Handler, part: str, *rendering: Processor) -> logging.Handler:

@@ -73,6 +73,32 @@ def test_an_exception_is_kept_with_its_traceback(tmp_path: Path) -> None:
     assert "test_logs.py" in json.dumps(line["exception"])
 
 
+def give_a_password_to_a_server_that_is_gone() -> None:
+    password = "-".join(("hunter2", "was", "read"))  # which the line of the program does not show
+    try:
+        raise ConnectionError("closed by server")
+    except ConnectionError as error:
+        raise RuntimeError(f"no word to send {len(password)} characters to") from error
+
+
+def test_a_traceback_shows_no_values_of_variables_for_passwords_are_among_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal, file = Terminal(), tmp_path / "log.jsonl"
+    monkeypatch.setattr(sys, "stderr", terminal)
+    configure_logging("learner/0", file)
+    try:
+        give_a_password_to_a_server_that_is_gone()
+    except RuntimeError:
+        structlog.get_logger().error("no lease", exc_info=True)
+        logging.getLogger("some.library").exception("no lease")
+    assert len(lines(file)) == 2
+    for written in (file.read_text(), terminal.getvalue()):
+        assert "give_a_password_to_a_server_that_is_gone" in written
+        assert "closed by server" in written
+        assert "hunter2-was-read" not in written
+
+
 def test_the_level_decides_what_is_written(tmp_path: Path) -> None:
     file = tmp_path / "log.jsonl"
     configure_logging("learner/0", file, level="WARNING")
