@@ -28,6 +28,7 @@ from learner.stream.mixture import Mixture, Part
 from streamrl.config import schema
 from streamrl.data.prompts import PromptRow, read_prompts
 from streamrl.errors import DataError
+from streamrl.wire.limits import MAX_TEXT_CHARS
 
 log = structlog.get_logger(__name__)
 
@@ -190,7 +191,7 @@ class _Reader:
                     self.num_truncated += 1
                     token_ids = list(token_ids[-self._data.max_prompt_tokens :])
                     text = self._tokenizer.decode(token_ids)
-                if self._fits(row, token_ids):
+                if self._fits(row, text, token_ids):
                     ids = np.asarray(token_ids, dtype=np.int32)
                     yield Prompt(line=row.line, text=text, token_ids=ids, fields=row.fields)
 
@@ -213,8 +214,11 @@ class _Reader:
             return None
         return str(text)
 
-    def _fits(self, row: PromptRow, token_ids: Sequence[int]) -> bool:
+    def _fits(self, row: PromptRow, text: str, token_ids: Sequence[int]) -> bool:
         limit = self._data.max_prompt_tokens
+        if len(text) > MAX_TEXT_CHARS:  # by the chat template
+            self._malformed(row, f"the prompt is {len(text)} characters; a ticket carries {MAX_TEXT_CHARS}")
+            return False
         if not token_ids:
             self._malformed(row, "the prompt has no tokens")
             return False

@@ -31,9 +31,10 @@ class Inventory:
         """Tickets that workers can take up, or have."""
         return {ticket.number for ticket in self.tickets if ticket.sound}
 
-    def unreadable(self) -> set[int]:
-        """Tickets whose entries no worker can read. They would go round from lease to lease for ever."""
-        return {ticket.number for ticket in self.tickets if not ticket.sound} - self.asked() - {-1}
+    def unreadable(self) -> dict[int, str]:
+        """Tickets whose entries no worker can read, and why. They would go round from lease to lease for ever."""
+        asked = self.asked() | {-1}
+        return {t.number: t.flaw for t in self.tickets if t.flaw is not None and t.number not in asked}
 
     def superfluous(self, ledger: Ledger) -> list[str]:
         """Entries among the tickets that nobody should take up: unreadable, of tickets that have ended, or a second

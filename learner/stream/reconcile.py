@@ -41,13 +41,14 @@ class Reconciler:
             self._counter_is_sure = True
         superfluous = found.superfluous(self._ledger)
         missing = [number for number in self._ledger.open_tickets() if number not in present]
-        unreadable = found.unreadable().intersection(missing)
+        flaws = found.unreadable()
+        unreadable = flaws.keys() & set(missing)
         if superfluous:
             self._stream.delete_tickets("train", superfluous)
             crashpoint("reconcile.deleted")
         self._dispatch.issue((number for number in missing if number not in unreadable), step=step)
         for number in sorted(unreadable):
-            self._dispatch.failed(number, error="the ticket could not be read any more", step=step)
+            self._dispatch.failed(number, error=f"no worker could read the ticket: {flaws[number]}", step=step)
         self._stream.count_issued(self._ledger.issued)
         log.info(
             "reconciled",

@@ -15,6 +15,7 @@ from streamrl.config.losses import DEFAULTS
 from streamrl.config.problem import Problem
 from streamrl.config.schema import Algorithm, Config, Sampling
 from streamrl.errors import ConfigError
+from streamrl.wire.limits import MAX_GROUP_TOKENS, MAX_REWARD_SOURCES, MAX_SAMPLES, MAX_TOKENS
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
 _MAX_TIME = re.compile(r"(\d+):([01]\d|2[0-3]):([0-5]\d):([0-5]\d)\Z")
@@ -63,6 +64,24 @@ def _lengths(section: str, sampling: Sampling) -> Iterator[Problem]:
             value=sampling.min_tokens,
             remedy=f"must not exceed {section}.max_tokens = {sampling.max_tokens}",
         )
+
+
+def _messages(config: Config) -> Iterator[Problem]:
+    """What no ticket could ask for, or no group could carry: workers would refuse it, or their work be thrown away."""
+    num_prompt_tokens = config.data.max_prompt_tokens
+    yield from _at_most("data.max_prompt_tokens", num_prompt_tokens, MAX_TOKENS)
+    for section, sampling in (("sampling", config.sampling), ("validation.sampling", config.validation.sampling)):
+        yield from _at_most(f"{section}.num_samples", sampling.num_samples, MAX_SAMPLES)
+        left = MAX_GROUP_TOKENS - min(num_prompt_tokens, MAX_TOKENS)
+        limit = min(MAX_TOKENS, left // min(sampling.num_samples, MAX_SAMPLES))
+        yield from _at_most(f"{section}.max_tokens", sampling.max_tokens, limit)
+    yield from _at_most("rewards", len(config.rewards), MAX_REWARD_SOURCES)
+
+
+def _at_most(key: str, value: int, limit: int) -> Iterator[Problem]:
+    if value > limit:
+        remedy = f"must be at most {limit}: a prompt, its samples and their rewards are one message"
+        yield Problem(key=key, value=value, remedy=remedy)
 
 
 def _mismatch(sampling: Sampling) -> Iterator[Problem]:
@@ -229,6 +248,7 @@ def _names(config: Config) -> Iterator[Problem]:
 
 _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _sampling,
+    _messages,
     _groups,
     _kl,
     _losses,

@@ -17,10 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from streamrl.errors import DataError
+from streamrl.errors import DataError, WireError
+from streamrl.wire.limits import MAX_TEXT_CHARS
+from streamrl.wire.row import encode_row
 
 OnBadRow = Literal["error", "skip"]
-_MAX_LINE_BYTES = 1 << 20  # what fits into a ticket with certainty
+_MAX_LINE_BYTES = MAX_TEXT_CHARS  # its text fits into a ticket
+# Its further fields do, too: written again JSON is five times as long at most (1e15 becomes 1000000000000000.0).
+_SURE_LINE_BYTES = MAX_TEXT_CHARS // 5
 _KINDS = ("text", "prompt", "messages")
 
 
@@ -95,11 +99,21 @@ def _parse(line: int, data: bytes) -> PromptRow:
         found = " and ".join(repr(kind) for kind in kinds) or "none"
         raise _Malformed(f"expected exactly one of 'text', 'prompt' and 'messages', found {found}")
     value = row.pop(kinds[0])
+    _check_fields(row, line_bytes=len(data))
     if kinds[0] == "messages":
         return PromptRow(line=line, text=None, messages=_check_messages(value), fields=row)
     if not isinstance(value, str) or not value:
         raise _Malformed(f"{kinds[0]!r} must be a text that is not empty")
     return PromptRow(line=line, text=value, messages=None, fields=row)
+
+
+def _check_fields(row: Mapping[str, Any], *, line_bytes: int) -> None:
+    if line_bytes <= _SURE_LINE_BYTES:
+        return
+    try:
+        encode_row(row)
+    except WireError as error:
+        raise _Malformed(str(error)) from None
 
 
 def _check_messages(value: object) -> tuple[Mapping[str, Any], ...]:

@@ -26,7 +26,8 @@ import xxhash
 
 from streamrl.errors import DataError, WireError
 from streamrl.transport.types import Entry
-from streamrl.wire.codec import MAX_MESSAGE_BYTES, pack, unpack
+from streamrl.wire.codec import pack, unpack
+from streamrl.wire.limits import MAX_MESSAGE_BYTES
 
 MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + (2 << 20)  # a body, a header, and the map around them
 _MAGIC = b"streamrl recording 1\n"

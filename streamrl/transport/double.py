@@ -122,7 +122,11 @@ class LearnerStreamDouble:
 
     def present_tickets(self, purpose: Purpose) -> list[PresentTicket]:
         return [
-            PresentTicket(entry_id=entry_id, number=ticket.number, sound=entry_id not in self._server.rotten)
+            PresentTicket(
+                entry_id=entry_id,
+                number=ticket.number,
+                flaw="rotten" if entry_id in self._server.rotten else None,
+            )
             for entry_id, ticket in self._server.tickets[purpose].items()
         ]
 

@@ -266,11 +266,11 @@ class LearnerStream:
         ours = uid == self._fence.run_uid.encode()
         try:
             read_ticket(fields.get(b"b", b""), purpose=purpose, number=number, uid=uid)
-        except WireError:
-            sound = False
+        except WireError as error:
+            flaw: str | None = str(error)
         else:
-            sound = ours
-        return PresentTicket(entry_id=entry_id.decode(), number=_to_number(number) if ours else -1, sound=sound)
+            flaw = None if ours else "of another run"
+        return PresentTicket(entry_id=entry_id.decode(), number=_to_number(number) if ours else -1, flaw=flaw)
 
 
 def _chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

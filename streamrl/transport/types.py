@@ -96,7 +96,11 @@ class PresentTicket:
 
     entry_id: str
     number: int  # -1: of no ticket of this run
-    sound: bool  # it can be read, and says what its entry says; a worker can take it up
+    flaw: str | None  # why no worker can take it up: it cannot be read, or does not say what its entry says
+
+    @property
+    def sound(self) -> bool:
+        return self.flaw is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

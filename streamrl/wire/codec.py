@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgpack
 
 from streamrl.errors import WireError
+from streamrl.wire.limits import MAX_MESSAGE_BYTES, MAX_TEXT_CHARS
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
 SCHEMA = 1
-MAX_MESSAGE_BYTES = 64 << 20
 _MAX_CONTAINER = 4096  # samples in a group, spans in a sample, fields in a map: all far below this
 _MAX_ITEMS_PER_BYTE_BUDGET = 1 << 16
 
@@ -120,7 +120,7 @@ class Fields:
             raise WireError(f"field {name!r} must be a finite number, got {value!r:.40}")
         return float(value)
 
-    def text(self, name: str, *, max_chars: int = 1 << 20) -> str:
+    def text(self, name: str, *, max_chars: int = MAX_TEXT_CHARS) -> str:
         value = self._take(name)
         if not isinstance(value, str) or len(value) > max_chars:
             raise WireError(f"field {name!r} must be a text of at most {max_chars} characters")

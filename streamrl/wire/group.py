@@ -30,13 +30,13 @@ import numpy.typing as npt
 import xxhash
 
 from streamrl.errors import WireError
-from streamrl.wire.codec import MAX_MESSAGE_BYTES, Fields, pack, pack_numbers, unpack
-from streamrl.wire.ticket import MAX_SAMPLES, PURPOSES, Purpose
+from streamrl.wire.codec import Fields, pack, pack_numbers, unpack
+from streamrl.wire.limits import MAX_MESSAGE_BYTES, MAX_REWARD_SOURCES, MAX_SAMPLES, MAX_TOKENS
+from streamrl.wire.ticket import PURPOSES, Purpose
 
 FinishReason = Literal["stop", "length"]
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
 MAX_HEADER_BYTES = 1 << 20
-MAX_REWARD_SOURCES = 32
 _MAX_SPANS = 4096
 _ANY_VOCABULARY = 1 << 31
 C = TypeVar("C", tuple[Any, ...], npt.NDArray[Any])
@@ -143,7 +143,7 @@ def decode_header(data: bytes) -> GroupHeader:
     if purpose not in PURPOSES:
         raise WireError(f"unknown purpose {purpose!r}")
     lengths = f.list("sample_lengths", max_items=MAX_SAMPLES)
-    if any(type(n) is not int or not 0 <= n <= 1 << 20 for n in lengths):
+    if any(type(n) is not int or not 0 <= n <= MAX_TOKENS for n in lengths):
         raise WireError("field 'sample_lengths' must hold counts of tokens")
     rewards = f.list("sample_rewards", max_items=MAX_SAMPLES)
     if len(rewards) != len(lengths) or any(type(r) is not float or not math.isfinite(r) for r in rewards):
@@ -158,7 +158,7 @@ def decode_header(data: bytes) -> GroupHeader:
         attempt=f.integer("attempt", low=0),
         worker=f.text("worker", max_chars=200),
         fingerprint=f.text("fingerprint", max_chars=64),
-        num_prompt_tokens=f.integer("num_prompt_tokens", low=0, high=1 << 20),
+        num_prompt_tokens=f.integer("num_prompt_tokens", low=0, high=MAX_TOKENS),
         sample_lengths=tuple(lengths),
         sample_rewards=tuple(rewards),
         sample_finished=tuple(finished),

@@ -6,7 +6,6 @@ carries the prompt already tokenised: workers need neither the dataset nor an op
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,11 +15,10 @@ import numpy.typing as npt
 
 from streamrl.errors import WireError
 from streamrl.wire.codec import pack, unpack
+from streamrl.wire.limits import MAX_SAMPLES, MAX_TICKET_BYTES, MAX_TOKENS
 from streamrl.wire.purpose import PURPOSES as PURPOSES
 from streamrl.wire.purpose import Purpose as Purpose
-
-MAX_SAMPLES = 1024
-MAX_TICKET_BYTES = 8 << 20
+from streamrl.wire.row import decode_row, encode_row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +49,7 @@ def encode_ticket(ticket: Ticket) -> bytes:
             "prompt": ticket.prompt,
             "num_prompt_tokens": len(ticket.token_ids),
             "token_ids": np.ascontiguousarray(ticket.token_ids, dtype="<i4").tobytes(),
-            # JSON inside msgpack: rows may nest, and the wire's limits on containers stay small.
-            "fields": json.dumps(dict(ticket.fields), ensure_ascii=False),
+            "fields": encode_row(ticket.fields),
             "num_samples": ticket.num_samples,
             "attempt": ticket.attempt,
             "issued_step": ticket.issued_step,
@@ -76,8 +73,8 @@ def decode_ticket(data: bytes) -> Ticket:
         data_epoch=f.integer("data_epoch", low=0),
         prompt_index=f.integer("prompt_index", low=0),
         prompt=f.text("prompt"),
-        token_ids=f.array("token_ids", "<i4", count=f.integer("num_prompt_tokens", low=1, high=1 << 20)),
-        fields=_decode_row(f.text("fields")),
+        token_ids=f.array("token_ids", "<i4", count=f.integer("num_prompt_tokens", low=1, high=MAX_TOKENS)),
+        fields=decode_row(f.text("fields")),
         num_samples=f.integer("num_samples", low=1, high=MAX_SAMPLES),
         attempt=f.integer("attempt", low=0, high=1 << 20),
         issued_step=f.integer("issued_step", low=0),
@@ -86,13 +83,3 @@ def decode_ticket(data: bytes) -> Ticket:
     )
     f.done()
     return ticket
-
-
-def _decode_row(text: str) -> dict[str, Any]:
-    try:
-        row = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise WireError(f"field 'fields' is not JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise WireError("field 'fields' must be a JSON object")
-    return row

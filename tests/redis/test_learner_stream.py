@@ -155,8 +155,14 @@ def test_tickets_that_cannot_be_read_or_are_of_another_run_are_told_apart(
     client.xadd(stream, {**fields, "b": b"\xff"})
     client.xadd(stream, {"n": "2", "u": "another", "b": encode_ticket(make_ticket(2, run_uid="another"))})
     client.xadd(stream, {"x": "y"})
-    found = [(ticket.number, ticket.sound) for ticket in learner.present_tickets("train")]
+    present = learner.present_tickets("train")
+    found = [(ticket.number, ticket.sound) for ticket in present]
     assert found == [(0, True), (1, False), (0, False), (-1, False), (-1, False)]
+    assert [ticket.flaw for ticket in present[:3]] == [
+        None,
+        "the ticket and its entry do not agree on number, purpose or run",
+        "not a message: a map was expected, got int",
+    ]
 
 
 def test_evaluation_groups_are_trimmed_apart(learner: LearnerStream, client: redis.Redis, keys: Keys) -> None:

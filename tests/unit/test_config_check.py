@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from streamrl.config.check import check_config, max_time_s
 from streamrl.config.load import load_config
 from streamrl.errors import ConfigError
+from streamrl.wire.group import Sample, Span, decode_body, decode_header, encode_group
+from streamrl.wire.limits import MAX_MESSAGE_BYTES
+from tests.helpers import make_group, make_sample, make_ticket
 
 GOOD = """\
 model: {path: m}
@@ -51,6 +55,10 @@ def test_the_defaults_contradict_nothing(good: Path) -> None:
         ("sampling.repetition_penalty=1.1", "sampling.repetition_penalty = 1.1: ", "sampling.accept_mismatch=true"),
         ("sampling.min_tokens=2000", "sampling.min_tokens = 2000: ", "sampling.max_tokens = 1024"),
         ("validation.sampling.min_tokens=2000", "validation.sampling.min_tokens = 2000: ", "max_tokens = 1024"),
+        ("sampling.num_samples=1025", "sampling.num_samples = 1025: ", "at most 1024"),
+        ("sampling.max_tokens=1965825", "sampling.max_tokens = 1965825: ", "at most 1048576"),
+        ("validation.sampling.num_samples=2048", "validation.sampling.num_samples = 2048: ", "at most 1024"),
+        ("data.max_prompt_tokens=1048577", "data.max_prompt_tokens = 1048577: ", "at most 1048576"),
         ("data.train={a b: {path: x.jsonl}}", "data.train = 'a b': ", "letters, digits"),
         ("data.validation=null", "validation.every_steps = 10: ", "data.validation"),
         ("algorithm.kl.estimator=k2", "algorithm.kl.estimator = 'k2': ", "must be k1"),
@@ -137,6 +145,36 @@ def test_a_password_is_refused_and_not_shown(good: Path, override: str, remedy: 
 )
 def test_what_belongs_together_is_accepted(good: Path, overrides: list[str]) -> None:
     assert problems(good, *overrides) == []
+
+
+def test_a_group_that_would_be_too_large_for_a_message_is_refused_before_anybody_makes_it(good: Path) -> None:
+    [problem] = problems(good, "sampling.num_samples=64", "sampling.max_tokens=131072")
+    limit = int(problem.rpartition("at most ")[2].partition(":")[0])
+    assert problem.startswith("sampling.max_tokens = 131072: ")
+    assert problems(good, "sampling.num_samples=64", f"sampling.max_tokens={limit}") == []
+    assert len(problems(good, "sampling.num_samples=64", f"sampling.max_tokens={limit + 1}")) == 1
+
+    samples = tuple(largest_sample(limit, step) for step in range(64))
+    ticket = make_ticket(0, num_samples=64, token_ids=np.zeros(1024, np.int32))
+    header, body = encode_group(make_group(ticket, samples=samples))
+    assert len(body) > MAX_MESSAGE_BYTES - (8 << 20)
+    assert decode_body(decode_header(header), body).header.ticket == 0
+
+
+def test_there_are_no_more_reward_sources_than_a_group_may_name(good: Path) -> None:
+    sources = [f"rewards.r{number}={{type: function, target: exact_match}}" for number in range(32)]
+    assert problems(good, *sources[:31]) == []
+    [problem] = problems(good, *sources)
+    assert problem.startswith("rewards = 33: ")
+    assert "at most 32" in problem
+
+
+def largest_sample(num_tokens: int, step: int) -> Sample:
+    """With a new version of the weights after every 1,000 tokens, and all reward sources."""
+    starts = range(0, num_tokens, 1000)
+    spans = (Span(version=step, step=step, start=at, end=min(at + 1000, num_tokens)) for at in starts)
+    rewards = {f"reward of source {number}": 1.0 for number in range(32)}
+    return make_sample(num_tokens=num_tokens, spans=tuple(spans), rewards=rewards)
 
 
 @pytest.mark.parametrize(

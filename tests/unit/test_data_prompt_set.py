@@ -112,6 +112,20 @@ def test_a_prompt_without_tokens_is_malformed(tmp_path: Path) -> None:
         load(path, tokenizer=Bare())
 
 
+def test_messages_that_the_template_makes_too_long_for_a_ticket_are_malformed(tmp_path: Path) -> None:
+    message = '{"role": "user", "content": ""}'
+    path = write(tmp_path, '{"text": "a"}', '{"messages": [' + ", ".join([message] * 30_000) + "]}")
+
+    class Wordy(CharTokenizer):
+        def apply_chat_template(self, conversation: list[Any], *, tokenize: bool, add_generation_prompt: bool) -> str:
+            return "".join("<a turn of the user, who says: >" + "." * 10 for _ in conversation)
+
+    with pytest.raises(DataError, match=r"train\.jsonl:2: .*1260000 characters; a ticket carries 1048576"):
+        load(path, tokenizer=Wordy(), max_prompt_tokens=1 << 21)
+    skipped = load(path, tokenizer=Wordy(), max_prompt_tokens=1 << 21, malformed="skip").num_skipped
+    assert skipped == NumSkipped(malformed=1, overlong=0)
+
+
 def test_each_pass_over_the_data_asks_for_each_prompt_once_in_an_order_of_its_own(tmp_path: Path) -> None:
     prompts = load(numbered(tmp_path, 50))
     located = [prompts.locate(ticket) for ticket in range(prompts.num_tickets(3))]

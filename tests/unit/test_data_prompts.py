@@ -7,6 +7,8 @@ import pytest
 
 from streamrl.data.prompts import read_prompts
 from streamrl.errors import DataError
+from streamrl.wire.ticket import decode_ticket, encode_ticket
+from tests.helpers import make_ticket
 
 
 def write(folder: Path, *lines: str | bytes) -> Path:
@@ -58,6 +60,8 @@ def test_empty_lines_and_a_byte_order_mark_are_nothing(tmp_path: Path) -> None:
         ('{"text": "a \\ud83d"}', "\\ud83d is half of a character"),
         ('{"text": "a", "answer": {"of": ["\\ude00"]}}', "\\ude00 is half of a character"),
         ('{"text": "' + "x" * (1 << 20) + '"}', "bytes; at most"),
+        # Written again it is longer than the line: 1000000000000000.0
+        ('{"text": "a", "score": [' + "1e15," * 100_000 + "0]}", "a ticket carries 1048576"),
     ],
 )
 def test_a_malformed_line_is_an_error_that_names_file_and_line(tmp_path: Path, line: str | bytes, reason: str) -> None:
@@ -66,6 +70,13 @@ def test_a_malformed_line_is_an_error_that_names_file_and_line(tmp_path: Path, l
         read_prompts(path, malformed="error")
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_line_of_the_largest_size_fits_into_a_ticket_however_close_it_is_written(tmp_path: Path) -> None:
+    line = '{"text":"a","tests":[' + "1," * 500_000 + "1]}"
+    [row] = read_prompts(write(tmp_path, line), malformed="error").rows
+    ticket = make_ticket(0, prompt="a", fields=row.fields)
+    assert decode_ticket(encode_ticket(ticket)).fields == row.fields
 
 
 def test_malformed_lines_are_skipped_and_counted_where_asked_for(tmp_path: Path) -> None:

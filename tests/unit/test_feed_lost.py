@@ -31,7 +31,7 @@ def test_a_ticket_that_is_spoiled_each_time_ends_among_the_dead_letters() -> Non
         spoil(world, 1)
         world.plan(timeout_s=100.0)
     [(ticket, error)] = world.server.dead
-    assert (ticket.number, error) == (1, "the ticket could not be read any more")
+    assert (ticket.number, error) == (1, "no worker could read the ticket: rotten")
     assert sorted(world.tickets()) == [0, 2, 3, 4]
 
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.errors import WireError
-from streamrl.wire.codec import MAX_MESSAGE_BYTES, pack, unpack
+from streamrl.wire.codec import pack, unpack
+from streamrl.wire.limits import MAX_MESSAGE_BYTES
 
 SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary()
 VALUES = st.recursive(

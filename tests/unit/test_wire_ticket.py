@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from streamrl.errors import WireError
 from streamrl.wire.codec import pack, unpack
-from streamrl.wire.ticket import MAX_SAMPLES, Ticket, decode_ticket, encode_ticket
+from streamrl.wire.limits import MAX_SAMPLES, MAX_TEXT_CHARS, MAX_TICKET_BYTES, MAX_TOKENS
+from streamrl.wire.ticket import Ticket, decode_ticket, encode_ticket
 from tests.helpers import make_ticket
 
 JSON_ROWS = st.dictionaries(
@@ -50,6 +51,21 @@ def as_plain(ticket: Ticket) -> dict[str, Any]:
 @given(TICKETS)
 def test_a_ticket_survives_the_wire(ticket: Ticket) -> None:
     assert as_plain(decode_ticket(encode_ticket(ticket))) == as_plain(ticket)
+
+
+def test_the_largest_prompt_that_a_ticket_may_have_fits_into_one() -> None:
+    wide = "\U0001f600"
+    largest = make_ticket(
+        0,
+        prompt=wide * MAX_TEXT_CHARS,
+        fields={"x": wide * (MAX_TEXT_CHARS - len('{"x":""}'))},
+        token_ids=np.full(MAX_TOKENS, 2**31 - 1, np.int32),
+    )
+    data = encode_ticket(largest)
+    assert len(decode_ticket(data).fields["x"]) == MAX_TEXT_CHARS - 8
+    assert MAX_TICKET_BYTES - (1 << 20) < len(data) <= MAX_TICKET_BYTES
+    with pytest.raises(WireError, match=f"a ticket carries {MAX_TEXT_CHARS}"):
+        encode_ticket(make_ticket(0, fields={"x": "x" * MAX_TEXT_CHARS}))
 
 
 def unpacked(data: bytes) -> dict[str, Any]:
