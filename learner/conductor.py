@@ -64,6 +64,7 @@ class Conductor:
         progress: Progress,
         timers: Timers,
         stop: threading.Event,
+        first_step: int,  # with which the data began
         elapsed_s: float,  # that earlier processes spent on this run
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -74,7 +75,7 @@ class Conductor:
         self._checkpoints, self._lease, self._recorder = checkpoints, lease, recorder
         self._suspects = suspects
         self._progress, self._timers, self._stop = progress, timers, stop
-        self._clock = clock
+        self._first_step, self._clock = first_step, clock
         self._began = clock() - elapsed_s
         self._validated: ValidationResult | None = None  # the newest
         self._validated_of: frozenset[CheckpointName] = frozenset()  # whose weights it tells of
@@ -230,6 +231,7 @@ class Conductor:
                 data_fingerprint=self._data_fingerprint,
                 extra={
                     "consumed_samples": consumed_samples,
+                    "first_step": self._first_step,
                     "elapsed_s": self._elapsed_s,
                     "config": self._config.model_dump(mode="json"),  # what a resume compares its own with
                 },

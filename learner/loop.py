@@ -221,13 +221,13 @@ class Loop:
         return made
 
     def _pass(self, batch: Batch, tally: Tally) -> Update:
-        settings = self._config.optimizer
+        settings, start = self._config.optimizer, self._parts.start
         with self._timers.measure("logprobs"):
             loss = self._parts.gradients.accumulate(batch, tally)
         return update(
             self._parts.optimizer,
             loss=loss,
-            lr=learning_rate(self._step, settings, total_steps=self._parts.start.total_steps),
+            lr=learning_rate(self._step - start.first_step, settings, total_steps=start.total_steps),
             clip_norm=settings.clip_norm,
             world=self._world,
         )

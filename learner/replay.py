@@ -133,6 +133,7 @@ def _make_conductor(
         progress=around.progress,
         timers=around.timers,
         stop=around.stop,
+        first_step=start.first_step,
         elapsed_s=start.elapsed_s,
     )
 

@@ -56,9 +56,10 @@ class Start:
     checkpoint: str | None  # name of the checkpoint to go on from
     lineage: tuple[tuple[int, int | None], ...]  # epochs that led here, each with its last step
     step: int  # optimizer steps made
+    first_step: int  # with which the data began: a fork with new data goes on counting its source's
     consumed_samples: int
     elapsed_s: float  # that earlier processes spent
-    total_steps: int  # the most there can be
+    total_steps: int  # the most there can be, from the first one on
     canary_ids: tuple[int, ...]
 
     def to_bytes(self) -> bytes:
@@ -205,15 +206,17 @@ def make_start(
 ) -> Start:
     checkpoint = claimed.checkpoint
     extra = checkpoint.state.extra if checkpoint else {}
+    first_step = extra.get("first_step", 0)
     return Start(
         run_uid=claimed.run_uid,
         epoch=claimed.epoch.number,
         checkpoint=str(checkpoint.name) if checkpoint else None,
         lineage=lineage,
         step=checkpoint.state.step if checkpoint else 0,
+        first_step=first_step,
         consumed_samples=extra.get("consumed_samples", 0),
         elapsed_s=extra.get("elapsed_s", 0.0),
-        total_steps=_total_steps(config.training, prompts),
+        total_steps=_total_steps(config.training, prompts, first_step),
         canary_ids=canary_ids,
     )
 
@@ -235,9 +238,9 @@ def _paths(data: schema.Data) -> str:
     return ", ".join(repr(dataset.path) for dataset in data.train_sets())
 
 
-def _total_steps(training: schema.Training, prompts: PromptSet) -> int:
+def _total_steps(training: schema.Training, prompts: PromptSet, first_step: int) -> int:
     of_data = -(-prompts.num_tickets(training.max_epochs) // training.groups_per_step)
-    return of_data if training.max_steps < 0 else min(of_data, training.max_steps)
+    return of_data if training.max_steps < 0 else min(of_data, training.max_steps - first_step)
 
 
 def _canary_ids(prompts: PromptSet, speech: Speech) -> tuple[int, ...]:

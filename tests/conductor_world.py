@@ -145,6 +145,7 @@ class Scene:
             progress=Progress(part="learner/0", role="learner"),
             timers=Timers(),
             stop=self.stop,
+            first_step=0,
             elapsed_s=100.0,
             clock=self.clock,
         )

@@ -3,7 +3,7 @@
 The new folder holds one checkpoint, with the weights, the optimizer's state and the step of the old one, and is from
 then on a run like any other: its own uid, epochs, streams and versions. It may differ from the old run in every setting
 that the weights fit. Its data go on behind what the old run had come to: those tickets end here as dropped, for this
-run has not trained them; or the data begin anew.
+run has not trained them; or the data begin anew, and with them the schedule of the learning rate.
 
 A command, and not a setting: it happens once, and a configuration says what holds at every start. The folder appears
 whole or not at all. Torch-free; blocks on the disk, for the files where they cannot be linked.
@@ -22,10 +22,21 @@ from learner.checkpoints.journal import Ending
 from learner.checkpoints.resume import ANY_DATA
 from learner.checkpoints.scores import SCORE
 from learner.stream.ledger import DROPPED, Ledger, LedgerState, StreamState
+from streamrl.config import schema
 from streamrl.durable import fsync_folder
 from streamrl.errors import ConfigError
 
 OUTCOME = f"{DROPPED}before_fork"
+
+
+def check_steps(source: Checkpoint, training: schema.Training) -> None:
+    """ConfigError when no step is left to the new run, which goes on counting."""
+    made = source.state.step
+    if 0 <= training.max_steps <= made:
+        raise ConfigError(
+            f"training.max_steps = {training.max_steps}: {source.folder} is of step {made}, and a fork counts on from "
+            f"there; set it to {made + training.max_steps} for as many steps more, or to -1 for all of the data"
+        )
 
 
 def fork(source: Checkpoint, folder: Path, *, new_data: bool) -> Checkpoint:
@@ -61,6 +72,7 @@ def _make(source: Checkpoint, aside: Path, *, new_data: bool) -> Checkpoint:
         data_fingerprint=ANY_DATA if new_data else source.state.data_fingerprint,
         extra={
             "consumed_samples": source.state.extra.get("consumed_samples", 0),
+            "first_step": source.state.step if new_data else source.state.extra.get("first_step", 0),
             "forked_from": {"checkpoint": str(source.folder), "run_uid": source.state.run_uid},
         },
     )

@@ -44,7 +44,7 @@ learner.error.
 @click.option("--takeover", is_flag=True, help="Replace a learner that still holds the run.")
 @click.option("--replay", type=click.Path(path_type=Path), metavar="DIR", help="Learn from a recording, without Redis.")
 @click.option("--fork", "source", metavar="RUN[@STEP]", help="Begin this run with a checkpoint of another one.")
-@click.option("--new-data", is_flag=True, help="With --fork: begin with the first prompt of data.train.")
+@click.option("--new-data", is_flag=True, help="With --fork: begin data.train, and the learning rate's schedule.")
 @click.option("--dry-run", is_flag=True, help="Show the line, and what has changed since; run nothing.")
 def learn(
     file: str,
@@ -95,10 +95,11 @@ def _show_changes(config: Config) -> None:
 
 
 def _fork(config: Config, source: str, *, new_data: bool, dry_run: bool) -> None:
-    from learner.checkpoints.fork import fork
+    from learner.checkpoints.fork import check_steps, fork
     from learner.checkpoints.resume import find_checkpoint
 
     checkpoint = find_checkpoint(source)
+    check_steps(checkpoint, config.training)
     begins = f"run {config.name} begins with {checkpoint.folder}"
     if dry_run:
         click.echo(f"{begins} (not yet: --dry-run)", err=True)

@@ -133,6 +133,7 @@ class _Loop:
             progress=Progress(part="learner/0", role="learner"),
             timers=Timers(),
             stop=threading.Event(),
+            first_step=start.first_step,
             elapsed_s=0.0,
         )
 

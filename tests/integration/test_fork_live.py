@@ -8,9 +8,10 @@ import pytest
 
 from learner.checkpoints.fork import fork
 from learner.checkpoints.resume import find_checkpoint
+from learner.policy.optim import learning_rate
 from streamrl.audit import audit_folder
 from streamrl.config import schema
-from tests.integration.learner_world import made_up_worker, make_run, output, running_learner
+from tests.integration.learner_world import lines, made_up_worker, make_run, output, running_learner
 from tests.replay_world import last_state, last_tensors, same_bits
 
 
@@ -27,7 +28,8 @@ def test_a_fork_goes_on_with_other_settings(tmp_path: Path, redis_url: str, run_
     name = f"{run_name}-fork"
     fork(find_checkpoint(f"{old.folder}@3"), tmp_path / "runs" / name, new_data=new_data)
     sampling = schema.Sampling(num_samples=4, max_tokens=8, temperature=0.7)
-    new = make_run(tmp_path, name=name, seed=1234 + new_data, sampling=sampling)
+    optimizer = schema.Optimizer(lr=1e-3, warmup_steps=2)
+    new = make_run(tmp_path, name=name, seed=1234 + new_data, sampling=sampling, optimizer=optimizer)
 
     run_to_end(new, redis_url)
 
@@ -36,4 +38,8 @@ def test_a_fork_goes_on_with_other_settings(tmp_path: Path, redis_url: str, run_
     outcomes = last_state(new)["stream"]["ledger"]["outcomes"]
     assert outcomes["trained"] == 12
     assert ("dropped/before_fork" in outcomes) is not new_data
+    assert last_state(new)["extra"]["first_step"] == (3 if new_data else 0)
+    schedule = [learning_rate(step, optimizer, total_steps=3 if new_data else 6) for step in range(6)]
+    rates = [line["train_optim/lr"] for line in lines(new.folder / "metrics.jsonl")]
+    assert rates == pytest.approx(schedule[:3] if new_data else schedule[3:])
     assert audit_folder(new.folder, redis_url=redis_url, run=name).clean

@@ -11,12 +11,13 @@ import pytest
 
 from learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot, CheckpointState
 from learner.checkpoints.epochs import CheckpointName, ancestry, claim_run
-from learner.checkpoints.fork import fork
+from learner.checkpoints.fork import check_steps, fork
 from learner.checkpoints.journal import Ending
 from learner.checkpoints.resume import ANY_DATA, find_checkpoint
 from learner.checkpoints.scores import BEST_METRIC, write_score
 from learner.stream.ledger import Ledger, StreamState
 from streamrl.audit import audit_folder
+from streamrl.config import schema
 from streamrl.errors import ConfigError, DataError
 
 
@@ -113,6 +114,21 @@ def test_a_fork_may_begin_its_data_anew(old: Path, tmp_path: Path) -> None:
 
     state = newest(tmp_path / "new").state
     assert (state.stream.ledger.issued, state.data_fingerprint) == (0, ANY_DATA)
+
+
+def test_a_fork_remembers_the_step_with_which_its_data_began(old: Path, tmp_path: Path) -> None:
+    places = [tmp_path / name for name in ("same", "anew", "again")]
+    for source, place, new_data in zip((old, old, places[1]), places, (False, True, False), strict=True):
+        fork(find_checkpoint(str(source)), place, new_data=new_data)
+    assert [newest(place).state.extra["first_step"] for place in places] == [0, 30, 30]
+
+
+def test_a_fork_that_would_have_no_step_to_make_is_refused(old: Path) -> None:
+    source = find_checkpoint(f"{old}@20")
+    for max_steps in (-1, 21):
+        check_steps(source, schema.Training(max_steps=max_steps))
+    with pytest.raises(ConfigError, match=r"training\.max_steps = 20: .*is of step 20.* 40 "):
+        check_steps(source, schema.Training(max_steps=20))
 
 
 def test_the_old_run_does_not_notice(old: Path, tmp_path: Path) -> None:

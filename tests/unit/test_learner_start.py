@@ -1,17 +1,19 @@
-"""A learner that begins on a full disk waits for others to make room: not for ever, and for nothing else."""
+"""What a learner is told at its start; and that it waits on a full disk: not for ever, and for nothing else."""
 
 from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from learner.checkpoints.checkpoint import CheckpointRoot
-from learner.checkpoints.epochs import Epoch
-from learner.start import Claimed, once_there_is_room
-from tests.feed_world import Clock
+from learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot, CheckpointState
+from learner.checkpoints.epochs import CheckpointName, Epoch
+from learner.start import Claimed, Start, make_start, once_there_is_room
+from learner.stream.ledger import StreamState
+from tests.feed_world import Clock, make_config, make_prompts
 
 CLAIMED = Claimed(
     run_uid="run",
@@ -58,3 +60,32 @@ def test_who_has_been_replaced_waits_no_longer() -> None:
 
     with pytest.raises(InterruptedError):
         once_there_is_room(lambda: CLAIMED, patience_s=10.0, check=replaced)
+
+
+def start_of(*, num_prompts: int, max_steps: int = -1, step: int = 500, **extra: int) -> Start:
+    """Two groups a step, from a checkpoint that says `extra`."""
+    state = CheckpointState(
+        run_uid="run",
+        step=step,
+        version_n=0,
+        stream=StreamState(),
+        config_fingerprint="",
+        data_fingerprint="",
+        extra=extra,
+    )
+    checkpoint = Checkpoint(name=CheckpointName(1, step), folder=Path("unused"), state=state)
+    config = make_config(training={"max_steps": max_steps})
+    claimed = replace(CLAIMED, checkpoint=checkpoint)
+    return make_start(config, claimed, make_prompts(num_prompts), lineage=(), canary_ids=())
+
+
+def test_the_steps_of_a_run_are_those_of_its_data_or_as_many_as_it_may_make() -> None:
+    assert start_of(num_prompts=2000).total_steps == 1000
+    assert start_of(num_prompts=2000, max_steps=700).total_steps == 700
+
+
+def test_the_steps_of_a_fork_with_new_data_are_counted_from_where_these_began() -> None:
+    for step in (500, 600):  # the fork itself, and a later start
+        start = start_of(num_prompts=400, step=step, first_step=500)
+        assert (start.step, start.first_step, start.total_steps) == (step, 500, 200)
+    assert start_of(num_prompts=400, max_steps=650, first_step=500).total_steps == 150
