@@ -41,6 +41,7 @@ from tests.faults.place import Place
 from tests.feed_world import MODEL, keep, make_prompts
 
 STEP = "step "  # begins a line of its output for each that it makes
+_VERSION = "version "
 _CHUNK_BYTES = 64  # so that a version has several
 _NUM_KEPT = 2  # versions
 
@@ -61,6 +62,11 @@ class _Published:
     @property
     def needs(self) -> tuple[int, ...]:
         return (self.version,)
+
+
+def versions_in(output: str) -> list[int]:
+    """Those to which a learner has given numbers, announced or not."""
+    return [int(line.removeprefix(_VERSION)) for line in output.splitlines() if line.startswith(_VERSION)]
 
 
 def weights_of(version: int) -> bytes:
@@ -191,6 +197,7 @@ class _Publisher:
     def publish(self, step: int) -> _Published:
         self.last_n += 1
         version = make_version(self._epoch, self.last_n)
+        print(f"{_VERSION}{version}")
         data = weights_of(version)
         name = blob_name(run_uid=self._run_uid, version=version, rank=0, digest=digest_of(data))
         self._store.put(name, data)

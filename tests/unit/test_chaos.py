@@ -30,9 +30,9 @@ def test_modules_are_found_by_what_their_docstring_begins_with(tmp_path: Path) -
     assert list(found) == [f"T{number}" for number in range(1, 26)]
 
 
-def test_the_scenarios_of_this_repository_are_found() -> None:
+def test_every_scenario_has_a_module_in_this_repository() -> None:
     found = find_modules(Path(__file__).parents[1])
-    assert {scenario for scenario, modules in found.items() if modules} >= {"T1", "T4", "T7", "T8", "T16", "T24", "T25"}
+    assert [scenario for scenario, modules in found.items() if not modules] == []
 
 
 def test_a_scenario_without_a_module_is_told_as_not_built() -> None:
