@@ -24,7 +24,7 @@ from learner.metrics.exporters import check_exporters, open_exporters
 from learner.metrics.record import Recorder, Timers
 from learner.policy.model import Policy, load_policy, read_speech
 from learner.publishing.publish import Publisher
-from learner.rank import Surroundings, read_prompts_of, stall_limit_s, work
+from learner.rank import Surroundings, at_disk_s, read_prompts_of, stall_limit_s, work
 from learner.start import Admitted, Start, admit, holder_name, take_lease
 from learner.stream.data import PromptSet
 from learner.stream.feed import Feed
@@ -63,6 +63,7 @@ def learn(
     environment: Mapping[str, str],
 ) -> RunState:
     """The whole life of one rank; "running": others go on with the run."""
+    patient = world.beside(timeout_s=at_disk_s(config))
     progress = Progress(part=f"learner/{world.rank}", role="learner")
     with ExitStack() as stack:
         client = stack.enter_context(connect(url, config.redis))
@@ -73,14 +74,16 @@ def learn(
             check_exporters(config)
         speech = read_speech(config.model.path)
         prompts = read_prompts_of(config, speech) if world.is_main else None
+        patient.barrier()  # rank 0 reads them for as long as it takes
         torch.manual_seed(config.seed)
         policy = load_policy(config, world, speech.end_ids)
         around = Surroundings(
             config=config,
             world=world,
+            patient=patient,
             speech=speech,
             progress=progress,
-            watchdog=Watchdog(limit_s=stall_limit_s(config)),
+            watchdog=Watchdog(limit_s=stall_limit_s(config), at_disk_s=at_disk_s(config)),
             timers=Timers(),
             stop=stop,
             elastic=elastic,
@@ -92,7 +95,7 @@ def learn(
 
 def _follow(around: Surroundings, server: Server, policy: Policy) -> RunState:
     """Every rank but the first."""
-    start = Start.from_bytes(around.world.broadcast_bytes(None))
+    start = Start.from_bytes(around.patient.broadcast_bytes(None))
     publisher = _make_publisher(around, server, policy, start, announcer=None)
     return work(around, policy, start, conductor=None, stream=_make_stream(around, server, start), publisher=publisher)
 
@@ -122,7 +125,7 @@ def _lead(
             takeover=takeover,
         )
         try:
-            around.world.broadcast_bytes(admitted.start.to_bytes())
+            around.patient.broadcast_bytes(admitted.start.to_bytes())
             conductor = _make_conductor(around, admitted, keeper, *prompts)
             start, stream = admitted.start, admitted.stream
             publisher = _make_publisher(around, server, policy, start, announcer=stream)

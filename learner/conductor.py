@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import structlog
 import xxhash
 
-from learner.checkpoints.checkpoint import CheckpointRoot, CheckpointState
+from learner.checkpoints.checkpoint import CheckpointRoot, CheckpointState, Files
 from learner.checkpoints.epochs import CheckpointName, ancestry
 from learner.checkpoints.scores import write_score
 from learner.stream.plan import Kind, Plan, Verdict
@@ -218,7 +218,9 @@ class Conductor:
         facts = {**self._feed.metrics(), "train_rollouts/epoch": self._data_epochs}
         self._recorder.step(step, {**metrics, **facts})
 
-    def commit(self, name: CheckpointName, *, version_n: int, consumed_samples: int) -> None:
+    def commit(
+        self, name: CheckpointName, *, version_n: int, consumed_samples: int, files: Files | None = None
+    ) -> None:
         """All ranks have written: make it the newest checkpoint, then tell Redis, then make room."""
         checkpoint = self._checkpoints.commit(
             name,
@@ -236,6 +238,7 @@ class Conductor:
                     "config": self._config.model_dump(mode="json"),  # what a resume compares its own with
                 },
             ),
+            files=files,
         )
         try:
             self._feed.committed(checkpoint.state.stream, step=name.step)

@@ -36,7 +36,8 @@ class World:
     group: dist.ProcessGroup | None = None  # None: the one of the loop
 
     def beside(self, *, timeout_s: float) -> World:
-        """The same ranks, for a thread beside the loop: what they say to each other never meets what the loop says."""
+        """The same ranks, for a thread beside the loop, or for waiting longer than the loop does: what they say to each
+        other here never meets what the loop says."""
         if self.size == 1:
             return self
         return replace(self, group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))

@@ -57,6 +57,7 @@ class Parts:
 
     config: schema.Config
     world: World
+    patient: World  # the same ranks, for waiting while one of them is at the disk
     start: Start
     stream: GroupStream  # this rank reads its groups from it
     policy: Policy
@@ -101,7 +102,8 @@ class Loop:
         if ending is Kind.STOP:
             return "stopped"
         self._progress.working("export")
-        export(self._parts.policy, self._parts.speech.tokenizer, self._config, self._world)
+        with self._parts.watchdog.at_disk():
+            export(self._parts.policy, self._parts.speech.tokenizer, self._config, self._parts.patient)
         return "finished"
 
     # The three acts
@@ -254,8 +256,7 @@ class Loop:
 
     def _save(self) -> bool:
         self._progress.working("checkpoint")
-        self._parts.watchdog.beat()
-        with self._timers.measure("checkpoint"):
+        with self._parts.watchdog.at_disk(), self._timers.measure("checkpoint"):
             return self._parts.saver.save(
                 self._step, version_n=self._outgoing.last_n, consumed_samples=self._consumed_samples
             )

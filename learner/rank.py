@@ -1,6 +1,6 @@
 """One rank at work: what it was given, and its way from the Start that all were told to the end of the loop.
 
-Start ─► restore ─► loop ─► how it ended
+Start ─► restore ─► all are there ─► loop ─► how it ended
 
 The same for a live run (`learner.assemble`) and for a replay (`learner.replay`), which bring their own stream,
 conductor and publisher.
@@ -44,6 +44,7 @@ class Surroundings:
 
     config: schema.Config
     world: World
+    patient: World  # the same ranks, for waiting while one of them is at the disk
     speech: Speech
     progress: Progress
     watchdog: Watchdog
@@ -55,6 +56,11 @@ class Surroundings:
 def stall_limit_s(config: schema.Config) -> float:
     """Without a round of the loop for so long a rank ends itself: longer than Redis may be away, twice over."""
     return 60 + 2 * config.redis.give_up_after_s
+
+
+def at_disk_s(config: schema.Config) -> float:
+    """Likewise, while files as large as the model are written or read, which one rank may do while all others wait."""
+    return stall_limit_s(config) + config.checkpoint.timeout_s
 
 
 def read_prompts_of(config: schema.Config, speech: Speech) -> tuple[PromptSet, PromptSet | None]:
@@ -86,6 +92,7 @@ def work(
         Parts(
             config=around.config,
             world=around.world,
+            patient=around.patient,
             start=start,
             stream=stream,
             policy=policy,
@@ -95,7 +102,7 @@ def work(
             saver=Saver(
                 policy=policy,
                 optimizer=optimizer,
-                world=around.world,
+                world=around.patient,
                 checkpoints=checkpoints,
                 conductor=conductor,
                 epoch=start.epoch,
@@ -111,6 +118,7 @@ def work(
     # What is here stays. The collector would look through all of it again after every few thousand groups.
     gc.collect()
     gc.freeze()
+    around.patient.barrier()  # each restores at the pace of its own disk
     with around.watchdog.watching(), publisher.working():
         state = loop.run()
     around.progress.stopping()

@@ -27,7 +27,7 @@ from learner.lease import LeaseKeeper
 from learner.metrics.exporters import check_exporters, open_exporters
 from learner.metrics.record import Recorder, Timers
 from learner.policy.model import Policy, load_policy, read_speech
-from learner.rank import Surroundings, read_prompts_of, stall_limit_s, work
+from learner.rank import Surroundings, at_disk_s, read_prompts_of, stall_limit_s, work
 from learner.replayed import ReplayFeed, ReplayStream, Unpublished, as_replayed, versions_of
 from learner.start import REPLAY, Claimed, Start, claim_folder, make_start
 from learner.stream.data import PromptSet
@@ -48,20 +48,23 @@ log = structlog.get_logger(__name__)
 def replay(*, config: schema.Config, folder: Path, world: World, stop: threading.Event) -> RunState:
     """The whole life of one rank that learns from the recording in this folder."""
     config = as_replayed(config)
+    patient = world.beside(timeout_s=at_disk_s(config))
     if world.is_main:
         check_exporters(config)
     speech = read_speech(config.model.path)
     recording = Recording.open(folder)
     _check(recording, config, speech.fingerprint)
     prompts = read_prompts_of(config, speech)[0] if world.is_main else None
+    patient.barrier()  # rank 0 reads them for as long as it takes
     torch.manual_seed(config.seed)
     policy = load_policy(config, world, speech.end_ids)
     around = Surroundings(
         config=config,
         world=world,
+        patient=patient,
         speech=speech,
         progress=Progress(part=f"learner/{world.rank}", role="learner"),
-        watchdog=Watchdog(limit_s=stall_limit_s(config)),
+        watchdog=Watchdog(limit_s=stall_limit_s(config), at_disk_s=at_disk_s(config)),
         timers=Timers(),
         stop=stop,
     )
@@ -69,11 +72,11 @@ def replay(*, config: schema.Config, folder: Path, world: World, stop: threading
         stream = ReplayStream(recording)
         stack.callback(stream.close)
         if prompts is None:
-            start, conductor = Start.from_bytes(world.broadcast_bytes(None)), None
+            start, conductor = Start.from_bytes(patient.broadcast_bytes(None)), None
         else:
             stack.enter_context(only_one(RunFolder(config.folder).lock, config.name))
             start, conductor = _lead(around, recording, stream, prompts)
-            world.broadcast_bytes(start.to_bytes())
+            patient.broadcast_bytes(start.to_bytes())
         publisher = Unpublished(start.epoch)
         state = work(around, policy, start, conductor=conductor, stream=stream, publisher=publisher)
         return _close(around, policy, stream, state)
@@ -145,7 +148,7 @@ def _close(around: Surroundings, policy: Policy, stream: ReplayStream, state: Ru
     if state != "stopped" or not told[0]:
         return state
     log.info("the recording is used up; what is left of it is too little for a step")
-    export(policy, around.speech.tokenizer, around.config, around.world)
+    export(policy, around.speech.tokenizer, around.config, around.patient)
     return "finished"
 
 

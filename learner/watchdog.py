@@ -8,6 +8,7 @@ altogether has its guardian (`learner.guardian`).
                      for Redis
     while computing  nothing but ranks is waited for, and a micro-batch is much like another: many times the longest
                      that was seen, once some were seen, though never less than a minute
+    at the disk      gigabytes are written while others wait: what the setting for that allows
 """
 
 from __future__ import annotations
@@ -34,14 +35,16 @@ class Watchdog:
         self,
         *,
         limit_s: float,
+        at_disk_s: float,  # likewise, while `at_disk`
         check_every_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
         on_stall: Callable[[str], object] | None = None,
     ) -> None:
-        self._limit_s, self._check_every_s, self._clock = limit_s, check_every_s, clock
+        self._limit_s, self._at_disk_s = limit_s, at_disk_s
+        self._check_every_s, self._clock = check_every_s, clock
         self._on_stall = on_stall or _end_process
         self._last = clock()
-        self._computing = False
+        self._computing = self._is_at_disk = False
         self._num_seen, self._longest_s = 0, 0.0  # of what lies between two beats while computing
         self._stopped = threading.Event()
 
@@ -65,6 +68,17 @@ class Watchdog:
             self._computing = False
 
     @contextmanager
+    def at_disk(self) -> Iterator[None]:
+        """Inside, all ranks write a checkpoint or the finished model, or wait for the one that does."""
+        self.beat()
+        self._is_at_disk = True
+        try:
+            yield
+        finally:
+            self.beat()
+            self._is_at_disk = False
+
+    @contextmanager
     def watching(self) -> Iterator[None]:
         self.beat()
         with companion(self._watch, name="watchdog", stopped=self._stopped):
@@ -79,6 +93,8 @@ class Watchdog:
 
     @property
     def _bound_s(self) -> float:
+        if self._is_at_disk:
+            return self._at_disk_s
         if not self._computing or self._num_seen < _ENOUGH_SEEN:
             return self._limit_s
         return min(self._limit_s, max(_LEAST_S, _TIMES_THE_LONGEST * self._longest_s))

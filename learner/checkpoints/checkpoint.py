@@ -10,12 +10,14 @@
           validation.json            how good its weights are, once that is known (learner.checkpoints.scores)
 
 Everything is synced to the disk, then the journal and the manifest are written, and then the folder gets its name: that
-rename is the only commit point of a run. The manifest also holds the stream's state and names the newest file of the
-journal, so that all of it is committed at once. When tickets have ended since without an optimizer step, as when the
-last groups of a run are dropped, the tensors are what they were: then a new manifest alone is renamed into place.
+rename is the only commit point of a run. Each rank syncs its own file and takes its digest, so that nobody has to read
+the files of others, which his machine may not even see yet. The manifest also holds the stream's state and names the
+newest file of the journal, so that all of it is committed at once. When tickets have ended since without an optimizer
+step, as when the last groups of a run are dropped, the tensors are what they were: then a new manifest alone is renamed
+into place.
 
 An epoch removes only checkpoints of its own lineage, and none that a younger epoch goes on from; a branch left behind
-by a replaced learner is another's and stays. Torch-free; blocks on the disk, for as long as reading and syncing every
+by a replaced learner is another's and stays. Torch-free; blocks on the disk, for as long as reading or syncing every
 file takes.
 """
 
@@ -40,6 +42,7 @@ from streamrl.durable import fsync_folder, fsync_tree, write_durably
 from streamrl.errors import DataError, Fenced
 
 MANIFEST = "manifest.json"
+Files = Mapping[str, tuple[int, str]]  # size and digest, by path within the checkpoint's folder
 _SCHEMA = 2
 _CHUNK_BYTES = 1 << 22
 
@@ -109,9 +112,10 @@ class CheckpointRoot:
         """Give up a checkpoint that could not be written."""
         shutil.rmtree(self.temp_folder(name), ignore_errors=True)
 
-    def commit(self, name: CheckpointName, state: CheckpointState) -> Checkpoint:
+    def commit(self, name: CheckpointName, state: CheckpointState, *, files: Files | None = None) -> Checkpoint:
         """Seal what all ranks have written and give it its name; when this returns, the checkpoint is the newest.
-        Fenced when a younger epoch has the run.
+        Fenced when a younger epoch has the run. `files` are those that were written, and are on the disk, as their
+        writers tell; without them whatever is in the folder is read, and synced, here.
 
         A checkpoint of this very name gets the state alone: no step was made since, so the ranks need not have written.
         """
@@ -120,9 +124,11 @@ class CheckpointRoot:
         again = final.exists()
         if again:
             files = _unseal(final / MANIFEST)["files"]
-        else:
-            files = {path: _describe(folder / path) for path in _files(folder)}
+        elif files is None:
+            files = {path: describe(folder / path) for path in _files(folder)}
             fsync_tree(folder)
+        else:
+            fsync_folder(folder)
         crashpoint("checkpoint.synced")
         stream = state.stream
         journal = self._journal.write(str(name), stream.uncommitted, after=stream.journal, run_uid=state.run_uid)
@@ -237,7 +243,8 @@ def _files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def _describe(path: Path) -> tuple[int, str]:
+def describe(path: Path) -> tuple[int, str]:
+    """Its size and digest; takes as long as reading it."""
     return path.stat().st_size, _digest(path)
 
 

@@ -1,13 +1,15 @@
 """Checkpoints, as all ranks write one together.
 
-    rank 0: empty folder ─► every rank: its state ─► rank 0: manifest, rename = commit, tell Redis, prune
+    rank 0: empty folder ─► every rank: its state, synced; its digest ─► rank 0: manifest, rename = commit, Redis, prune
 
 Between the arrows all ranks agree that it worked. Where it did not (a full disk), nothing was committed, the run goes
-on from the older checkpoint if it has to, and the next one is tried at its time.
+on from the older checkpoint if it has to, and the next one is tried at its time. Blocks on the disk, and on other ranks
+for as long as theirs take: the world given here has patience for that.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 
@@ -16,11 +18,12 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from learner.checkpoints.checkpoint import CheckpointRoot
+from learner.checkpoints.checkpoint import CheckpointRoot, Files, describe
 from learner.checkpoints.epochs import CheckpointName
 from learner.checkpoints.state import save_state
 from learner.conductor import Conductor
 from learner.distributed import World
+from streamrl.durable import fsync_file
 
 log = structlog.get_logger(__name__)
 
@@ -44,22 +47,32 @@ class Saver:
         """A collective; whether the state of this step is on disk. Where it is already, what became of tickets since
         is committed alone."""
         name, main = CheckpointName(self._epoch, step), self._conductor
-        commit = None
-        if main is not None:
-            commit = partial(main.commit, name, version_n=version_n, consumed_samples=consumed_samples)
-        written = name == self._last or self._written(name)
-        if written and self._worked(commit, name):
-            self._last = name
-            return True
+        files = {} if name == self._last else self._write(name)
+        if files is not None:
+            commit = None
+            if main is not None:
+                commit = partial(main.commit, name, version_n=version_n, consumed_samples=consumed_samples, files=files)
+            if self._worked(commit, name):
+                self._last = name
+                return True
         if main is not None:
             self._checkpoints.discard(name)
         return False
 
-    def _written(self, name: CheckpointName) -> bool:
+    def _write(self, name: CheckpointName) -> Files | None:
+        """The files of all ranks, as each tells of its own; None where one could not write."""
+        mine: dict[str, tuple[int, str]] = {}
+
+        def write() -> None:
+            path = save_state(self._checkpoints.temp_folder(name), self._policy, self._optimizer, self._world)
+            fsync_file(path)
+            mine[path.name] = describe(path)
+
         new_folder = partial(self._checkpoints.new_folder, name) if self._world.is_main else None
-        folder = self._checkpoints.temp_folder(name)
-        write = partial(save_state, folder, self._policy, self._optimizer, self._world)
-        return self._worked(new_folder, name) and self._worked(write, name)
+        if not (self._worked(new_folder, name) and self._worked(write, name)):
+            return None
+        told = [json.loads(part) for part in self._world.gather_bytes(json.dumps(mine).encode())]
+        return {path: (size, digest) for files in told for path, (size, digest) in files.items()}
 
     def _worked(self, action: Callable[[], object] | None, name: CheckpointName) -> bool:
         """Do it where it is to be done; whether it worked on all ranks."""

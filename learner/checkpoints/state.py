@@ -28,7 +28,7 @@ _RNG = "rng"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def save_state(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
+def save_state(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> Path:
     """This rank's file; the folder becomes a checkpoint only when rank 0 commits it."""
     tensors: dict[str, torch.Tensor] = {_RNG: torch.get_rng_state()}
     starts: dict[str, int] = {}
@@ -45,6 +45,7 @@ def save_state(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer
     metadata = {"starts": json.dumps(starts), "steps": json.dumps(steps)}
     path = folder / f"train-{world.rank:05d}-of-{world.size:05d}.safetensors"
     safetensors.torch.save_file(tensors, path, metadata=metadata)
+    return path
 
 
 def load_state(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:

@@ -238,6 +238,7 @@ class Checkpoint(Section):
     every_steps: Positive = 10  # [save_interval]
     keep_last: Positive = 2
     keep_best: NonNegative = 1  # by val_rollouts/rewards of the validation at their step [save_top_k]
+    timeout_s: PositiveFloat = 1800.0  # so long all ranks wait for one that writes or verifies a checkpoint
     resume: bool = True  # [resume_if_exists]; false: a run folder with checkpoints is an error
 
 

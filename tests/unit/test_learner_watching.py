@@ -16,9 +16,15 @@ from tests.feed_world import Clock
 from tests.helpers import wait_until
 
 
+def make_watchdog(limit_s: float, clock: Clock, stalled: threading.Event) -> Watchdog:
+    return Watchdog(
+        limit_s=limit_s, at_disk_s=600.0, clock=clock, check_every_s=0.01, on_stall=lambda _reason: stalled.set()
+    )
+
+
 def test_a_loop_that_stands_still_is_ended() -> None:
     clock, stalled = Clock(), threading.Event()
-    watchdog = Watchdog(limit_s=60.0, clock=clock, check_every_s=0.01, on_stall=lambda _reason: stalled.set())
+    watchdog = make_watchdog(60.0, clock, stalled)
     with watchdog.watching():
         clock.advance(59.0)
         watchdog.beat()
@@ -30,7 +36,9 @@ def test_a_loop_that_stands_still_is_ended() -> None:
 
 def test_a_micro_batch_that_takes_many_times_as_long_as_any_before_is_ended_before_the_limit() -> None:
     clock, stalled = Clock(), threading.Event()
-    watchdog = Watchdog(limit_s=300.0, clock=clock, check_every_s=0.01, on_stall=lambda _reason: stalled.set())
+    watchdog = Watchdog(
+        limit_s=300.0, at_disk_s=600.0, clock=clock, check_every_s=0.01, on_stall=lambda _reason: stalled.set()
+    )
     with watchdog.watching():
         with watchdog.computing():
             for _ in range(12):
@@ -52,7 +60,9 @@ def test_what_a_micro_batch_may_take_has_a_floor_a_roof_and_a_beginning(
     micro_batch_s: float, num_seen: int, bound_s: float
 ) -> None:
     clock, stalled = Clock(), threading.Event()
-    watchdog = Watchdog(limit_s=300.0, clock=clock, check_every_s=0.01, on_stall=lambda _reason: stalled.set())
+    watchdog = Watchdog(
+        limit_s=300.0, at_disk_s=600.0, clock=clock, check_every_s=0.01, on_stall=lambda _reason: stalled.set()
+    )
     with watchdog.watching(), watchdog.computing():
         for _ in range(num_seen):
             clock.advance(micro_batch_s)
@@ -61,6 +71,20 @@ def test_what_a_micro_batch_may_take_has_a_floor_a_roof_and_a_beginning(
         assert not stalled.wait(0.05)
         clock.advance(2)
         wait_until(stalled.is_set, description="the watchdog")
+
+
+def test_at_the_disk_the_loop_may_stand_still_for_longer_and_not_for_ever() -> None:
+    clock, stalled = Clock(), threading.Event()
+    watchdog = make_watchdog(60.0, clock, stalled)
+    with watchdog.watching():
+        with watchdog.at_disk():
+            clock.advance(599.0)
+            assert not stalled.wait(0.05)
+        clock.advance(59.0)  # the loop's time begins when it is back
+        assert not stalled.wait(0.05)
+        with watchdog.at_disk():
+            clock.advance(601.0)
+            wait_until(stalled.is_set, description="the watchdog")
 
 
 def test_the_lease_is_renewed_until_the_block_ends() -> None:
