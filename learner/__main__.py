@@ -29,6 +29,7 @@ from learner.distributed import die_with_parent, join_world, show_rank
 from learner.guardian import guarded
 from learner.rank import stall_limit_s
 from learner.replay import replay
+from learner.start import was_restarted
 from streamrl.config.load import load_config
 from streamrl.errors import RunGone, StreamrlError, TrainingError, UserError
 from streamrl.telemetry.logs import configure_logging
@@ -89,7 +90,7 @@ def _run(options: argparse.Namespace) -> bool:
                 config=config,
                 url=options.redis,
                 # Once: who was itself replaced since must not take the run back when torchrun restarts it.
-                takeover=options.takeover and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0",
+                takeover=options.takeover and not was_restarted(os.environ),
                 world=world,
                 stop=stop,
                 elastic=options.elastic,

@@ -25,7 +25,7 @@ from learner.metrics.record import Recorder, Timers
 from learner.policy.model import Policy, load_policy, read_speech
 from learner.publishing.publish import Publisher
 from learner.rank import Surroundings, at_disk_s, read_prompts_of, stall_limit_s, work
-from learner.start import Admitted, Start, admit, holder_name, take_lease
+from learner.start import Admitted, Start, admit, holder_name, take_lease, was_restarted
 from learner.stream.data import PromptSet
 from learner.stream.feed import Feed
 from learner.suspects import Suspects
@@ -50,6 +50,8 @@ class Server:
     client: redis.Redis
     keys: Keys
     holder: str
+    takeover: bool  # replace a learner that holds the run
+    is_restart: bool  # this very learner was at it already
 
 
 def learn(
@@ -67,7 +69,13 @@ def learn(
     progress = Progress(part=f"learner/{world.rank}", role="learner")
     with ExitStack() as stack:
         client = stack.enter_context(connect(url, config.redis))
-        server = Server(client=client, keys=Keys(config.name), holder=holder_name(environment))
+        server = Server(
+            client=client,
+            keys=Keys(config.name),
+            holder=holder_name(environment),
+            takeover=takeover,
+            is_restart=was_restarted(environment),
+        )
         # Before all that may take long: workers wait for a learner which shows itself.
         stack.enter_context(ReportWriter(client, server.keys, progress))
         if world.is_main:
@@ -90,7 +98,7 @@ def learn(
         )
         if prompts is None:
             return _follow(around, server, policy)
-        return _lead(around, server, policy, prompts, takeover=takeover)
+        return _lead(around, server, policy, prompts)
 
 
 def _follow(around: Surroundings, server: Server, policy: Policy) -> RunState:
@@ -101,17 +109,12 @@ def _follow(around: Surroundings, server: Server, policy: Policy) -> RunState:
 
 
 def _lead(
-    around: Surroundings,
-    server: Server,
-    policy: Policy,
-    prompts: tuple[PromptSet, PromptSet | None],
-    *,
-    takeover: bool,
+    around: Surroundings, server: Server, policy: Policy, prompts: tuple[PromptSet, PromptSet | None]
 ) -> RunState:
     """Rank 0: become the learner of the run, do the work, and say how it ended."""
     check_redis(server.client, around.config)
     take = partial(take_lease, around.config, server.client, server.keys, holder=server.holder)
-    take(takeover=takeover)
+    take(takeover=server.takeover)
     keeper = LeaseKeeper(take, lease_s=around.config.learner.lease_s)
     with keeper.keeping():
         admitted = admit(
@@ -122,7 +125,8 @@ def _lead(
             prompts=prompts[0],
             speech=around.speech,
             holder=server.holder,
-            takeover=takeover,
+            takeover=server.takeover,
+            is_restart=server.is_restart,
         )
         try:
             around.patient.broadcast_bytes(admitted.start.to_bytes())

@@ -104,6 +104,11 @@ def holder_name(environment: Mapping[str, str]) -> str:
     return f"{socket.gethostname()}/{os.getppid()}" if run_id in _NO_RUN_IDS else run_id
 
 
+def was_restarted(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun has started this machine's ranks again; machines that come, leave or restart do not count."""
+    return environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
 def admit(
     *,
     config: schema.Config,
@@ -114,8 +119,10 @@ def admit(
     speech: Speech,
     holder: str,
     takeover: bool = False,
+    is_restart: bool = False,
 ) -> Admitted:
-    """After `take_lease`: claim the epoch and the run. RunGone where it was removed; `takeover` begins it anew."""
+    """After `take_lease`: claim the epoch and the run. RunGone where it was removed; `takeover` begins it anew. The
+    operator's word to end, said to a learner that has gone, holds for its restarts only."""
     if (config.folder / REPLAY).exists():
         raise ConfigError(f"{config.folder} is the replay of a recording, which goes on with --replay only")
     # However long it took to get here: another may have waited for our lease to end.
@@ -140,6 +147,8 @@ def admit(
         wait_s=config.learner.lease_s,
     )
     keeper.renew_with(stream.renew)
+    if not is_restart:
+        stream.forget_end()
     log.info("learner of the run", run_uid=claimed.run_uid, epoch=epoch, checkpoint=str(claimed.epoch.parent))
     lineage = tuple(ancestry(config.folder).last_steps.items())
     start = make_start(config, claimed, prompts, lineage=lineage, canary_ids=_canary_ids(prompts, speech))

@@ -56,7 +56,8 @@ def resume(target: Target, timeout_s: float, as_json: bool) -> int:
 def drain(target: Target, timeout_s: float, as_json: bool) -> int:
     """Send out no more tickets, train what is under way, write a checkpoint, and stop.
 
-    Exits with 0 when the learner follows or the run has ended, with 1 when it does not in time: the word stands.
+    Exits with 0 when the learner follows or the run has ended, with 1 when it does not in time: the word stands, for
+    this learner and its restarts by torchrun. One that is started after it goes on.
     """
     return _order(target, "drain", timeout_s=timeout_s, as_json=as_json)
 
@@ -66,7 +67,8 @@ def drain(target: Target, timeout_s: float, as_json: bool) -> int:
 def stop(target: Target, timeout_s: float, as_json: bool) -> int:
     """Finish the step, write a checkpoint, and stop; what is under way waits in Redis for the next start.
 
-    Exits with 0 when the learner follows or the run has ended, with 1 when it does not in time: the word stands.
+    Exits with 0 when the learner follows or the run has ended, with 1 when it does not in time: the word stands, for
+    this learner and its restarts by torchrun. One that is started after it goes on.
     """
     return _order(target, "stop", timeout_s=timeout_s, as_json=as_json)
 

@@ -189,12 +189,19 @@ class Supervisor:
         self._progress.advanced(restarts=sum(self.restarts.values()))
         view = View(
             title=self._config.name,
-            phase="Redis does not answer" if self._redis_is_away else self._phase,
+            phase=self._notice(),
             began=self._began,
             watch=self.watch,
             footer=f"logs in {self._folder.path}/logs · Ctrl-C ends it in good order",
         )
         self._display.show(view)
+
+    def _notice(self) -> str:
+        if self._redis_is_away:
+            return "Redis does not answer"
+        if not self._phase and self.watch.now is not None and self.watch.now.control == "pause":
+            return f"paused: `streamrl resume {self._folder.path}` lets it go on"
+        return self._phase
 
     def _look(self) -> None:
         try:

@@ -32,8 +32,6 @@ from streamrl.launch.summary import Summary, summarise
 from streamrl.launch.supervisor import Supervisor
 from streamrl.telemetry.logs import configure_logging
 from streamrl.transport.connection import check_server, connect
-from streamrl.transport.keys import Keys
-from streamrl.transport.operate import set_control
 
 log = structlog.get_logger(__name__)
 
@@ -60,7 +58,6 @@ def up(loaded: Loaded, *, display: Display, takeover: bool = False) -> Outcome:
         url = embedded.url if embedded else config.redis.url
         client = stack.enter_context(connect(url, config.redis))
         check_server(client)
-        set_control(client, Keys(config.name), "run")  # whatever the last one was told
         supervisor = Supervisor(
             config=config,
             folder=folder,

@@ -83,6 +83,12 @@ class LearnerStream:
         """Keep the lease; several times per `lease_s`, from any thread. Notices a replaced server, too."""
         self._tenure.renew()
 
+    def forget_end(self) -> None:
+        """A drain or a stop that was said before this learner began is not for it, or it would end at once."""
+        if (word := self.orders().control) in ("drain", "stop"):
+            self.event("forgets", control=word)
+        self._tenure.forget_end()
+
     def release(self, state: RunState) -> None:
         """Last act: the run is finished, stopped or failed, and another learner may begin at once."""
         self._tenure.release(state)

@@ -1,7 +1,8 @@
 """What an operator may do to a run from outside: say how it shall go on and hear who follows, or remove it.
 
 The word lies in Redis and stays until another is said or the learner that obeyed it ends the run, so parts that join
-later, or come back, follow it too. Each part shows in its reports which word it follows; that is the acknowledgement.
+later, or come back, follow it too; but a learner that is started anew forgets a drain or a stop, which were said to the
+one before it. Each part shows in its reports which word it follows; that is the acknowledgement.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Obedience:
         return not self.waiting_for
 
 
-def set_control(client: redis.Redis, keys: Keys, mode: Control, *, by: str = "launcher") -> bool:
+def set_control(client: redis.Redis, keys: Keys, mode: Control, *, by: str) -> bool:
     """All parts follow: run, pause (no new tickets), drain (finish what is out, then stop) or stop. False: that was
     the word already. A change is noted in the journal."""
     call = scripts.set_control(keys, mode, by=by, now=time.time())

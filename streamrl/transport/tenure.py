@@ -126,6 +126,9 @@ class Tenure:
         self.write("renew the learner's lease", call)
         self._note_server()
 
+    def forget_end(self) -> None:
+        self.write("forget what an earlier learner was told", scripts.forget_end(self._keys, self.fence))
+
     def release(self, state: RunState) -> None:
         self.write("release the run", scripts.release(self._keys, self.fence, state=state))
 

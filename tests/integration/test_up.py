@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 import transformers
 
 from streamrl.quickstart.base_model import write_base_model
 from streamrl.quickstart.prepare import write_data
+from streamrl.transport.keys import Keys
 from tests.helpers import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -180,11 +182,17 @@ def test_asked_twice_to_end_it_ends_at_once(folder: Path) -> None:
     assert process.returncode == 130
 
 
-def test_a_part_that_cannot_work_ends_the_run_with_its_own_words(folder: Path) -> None:
-    process = start(folder, f"reward_server.model={folder / 'base'}")
+def test_a_part_that_cannot_work_ends_the_run_with_its_own_words_and_an_operators_word_stands(
+    folder: Path, redis_url: str, client: redis.Redis
+) -> None:
+    keys = Keys("whole")
+    client.hset(keys.control, "mode", "pause")  # to a learner elsewhere, perhaps
+    process = start(folder, f"reward_server.model={folder / 'base'}", f"redis.url={redis_url}")
 
     _, err = process.communicate(timeout=100)
 
     assert process.returncode == 2
     assert err.splitlines()[-1].startswith("error: reward/0: the model ")
     assert "has no reward head" in err.splitlines()[-1]
+    assert client.hget(keys.control, "mode") == b"pause"
+    client.flushall()

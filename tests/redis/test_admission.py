@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import redis
@@ -12,11 +12,13 @@ import transformers
 
 from learner.lease import LeaseKeeper
 from learner.policy.model import Speech
-from learner.start import Admitted, admit, take_lease
+from learner.start import Admitted, admit, take_lease, was_restarted
 from streamrl.config import schema
 from streamrl.errors import RunGone
 from streamrl.transport.keys import Keys
-from streamrl.transport.operate import remove_run
+from streamrl.transport.operate import remove_run, set_control
+from streamrl.transport.snapshot import snapshot
+from streamrl.transport.types import Control
 from tests.feed_world import MODEL, make_config, make_prompts
 
 SPEECH = Speech(
@@ -35,7 +37,7 @@ def config(tmp_path: Path, keys: Keys) -> schema.Config:
 def come(config: schema.Config, learner_client: redis.Redis, keys: Keys) -> Come:
     """Be admitted, as one rank 0 after the other under the same agent."""
 
-    def come(*, takeover: bool = False, **more: Any) -> Admitted:
+    def come(*, takeover: bool = False, is_restart: bool = False) -> Admitted:
         take_lease(config, learner_client, keys, holder="job", takeover=takeover)
         return admit(
             config=config,
@@ -46,7 +48,7 @@ def come(config: schema.Config, learner_client: redis.Redis, keys: Keys) -> Come
             speech=SPEECH,
             holder="job",
             takeover=takeover,
-            **more,
+            is_restart=is_restart,
         )
 
     return come
@@ -79,3 +81,30 @@ def test_a_takeover_begins_a_removed_run_anew(
     assert (again.start.run_uid, again.start.epoch) == (before.start.run_uid, 2)
     assert client.hget(keys.meta, "state") == b"running"
     assert come().start.epoch == 3, "once begun anew it is a run like others"
+
+
+@pytest.mark.parametrize("word", ["stop", "drain"])
+def test_a_learner_that_is_started_anew_does_not_end_by_a_word_to_the_one_before_it(
+    come: Come, client: redis.Redis, keys: Keys, word: Control
+) -> None:
+    come()  # and dies
+    set_control(client, keys, word, by="the test")
+
+    assert come(is_restart=True).stream.orders().control == word
+    assert come().stream.orders().control == "run"
+    journal = [(event.kind, dict(event.detail)) for event in snapshot(client, keys).events]
+    assert journal == [("control", {"mode": word, "by": "the test"}), ("forgets", {"control": word})]
+    set_control(client, keys, word, by="the test")
+    assert come(is_restart=True).stream.orders().control == word
+
+
+def test_a_pause_is_for_whoever_comes(come: Come, client: redis.Redis, keys: Keys) -> None:
+    come()
+    set_control(client, keys, "pause", by="the test")
+
+    assert come().stream.orders().control == "pause"
+
+
+@pytest.mark.parametrize(("count", "expected"), [(None, False), ("0", False), ("1", True)])
+def test_ranks_that_torchrun_starts_again_are_the_learner_that_was_there(count: str | None, expected: bool) -> None:
+    assert was_restarted({} if count is None else {"TORCHELASTIC_RESTART_COUNT": count}) is expected

@@ -345,7 +345,7 @@ def test_the_operators_word_is_run_until_said_otherwise(
     learner: LearnerStream, client: redis.Redis, keys: Keys
 ) -> None:
     assert learner.orders().control == "run"
-    set_control(client, keys, "drain")
+    set_control(client, keys, "drain", by="the test")
     assert learner.orders().control == "drain"
     client.hset(keys.control, "mode", "a word of tomorrow")
     assert learner.orders().control == "run"

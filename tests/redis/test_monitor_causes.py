@@ -120,14 +120,14 @@ def test_a_run_that_has_ended_says_how(run: Watched, state: Any, verdict: str) -
 
 
 def test_a_pause_is_the_cause_whoever_waits(run: Watched) -> None:
-    set_control(run.world.client, run.world.keys, "pause")
+    set_control(run.world.client, run.world.keys, "pause", by="the test")
     run.learner("resume", for_s=600)
     run.worker("resume", state="waiting", for_s=600)
     assert run.first() == ("paused", "stalled")
 
 
 def test_a_drain_explains_itself(run: Watched) -> None:
-    set_control(run.world.client, run.world.keys, "drain")
+    set_control(run.world.client, run.world.keys, "drain", by="the test")
     run.healthy()
     assert run.first() == ("ending", "healthy")
 

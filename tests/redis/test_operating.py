@@ -53,7 +53,7 @@ def order(*arguments: str, keys: Keys, url: str) -> int:
 
 
 def test_a_word_is_journaled_when_it_changes_something(learner: LearnerStream, client: redis.Redis, keys: Keys) -> None:
-    assert not set_control(client, keys, "run")
+    assert not set_control(client, keys, "run", by="the test")
     assert set_control(client, keys, "pause", by="me@here")
     assert not set_control(client, keys, "pause", by="another")
     assert set_control(client, keys, "run", by="another")

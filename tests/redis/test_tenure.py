@@ -37,6 +37,7 @@ WRITES: dict[str, Callable[[LearnerStream], None]] = {
     ),
     "record": lambda learner: learner.record(1, {"train_optim/loss": 1.0}),
     "event": lambda learner: learner.event("x"),
+    "forget_end": lambda learner: learner.forget_end(),
     "release": lambda learner: learner.release("stopped"),
 }
 
@@ -212,7 +213,7 @@ def test_an_older_epoch_cannot_claim_even_an_abandoned_run(make_learner: MakeLea
 def test_a_released_run_can_be_claimed_at_once_by_anybody(
     learner: LearnerStream, make_learner: MakeLearner, client: redis.Redis, keys: Keys
 ) -> None:
-    set_control(client, keys, "stop")
+    set_control(client, keys, "stop", by="the test")
     learner.release("stopped")
     assert client.hget(keys.meta, "state") == b"stopped"
     second = make_learner(epoch=2, holder="stranger")

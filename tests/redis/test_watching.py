@@ -122,7 +122,7 @@ def busy(learner: LearnerStream, client: redis.Redis, keys: Keys) -> Iterator[Le
         learner.record(step, {"train_optim/loss": float(step)})
     learner.event("started", ranks=2)
     learner.event("published", version="1.4")
-    set_control(client, keys, "pause")
+    set_control(client, keys, "pause", by="the test")
     return learner
 
 
@@ -144,7 +144,7 @@ async def test_a_snapshot_tells_everything_at_once(
     assert [(event.kind, event.detail) for event in seen.events] == [
         ("started", {"ranks": 2}),
         ("published", {"version": "1.4"}),
-        ("control", {"mode": "pause", "by": "launcher"}),
+        ("control", {"mode": "pause", "by": "the test"}),
     ]
     assert seen.counters == {"issued": 6, "delivered:train": 1}
     assert seen.used_memory_bytes > 0

@@ -66,6 +66,18 @@ def renew(keys: Keys, fence: Fence, *, lease_ms: int) -> Call:
     return call(_RENEW, keys, fence, [], lease_ms)
 
 
+_FORGET_END = fenced("""
+local word = redis.call('HGET', KEYS[1], 'mode')
+if word == 'drain' or word == 'stop' then redis.call('DEL', KEYS[1]) end
+return {'OK'}
+""")
+
+
+def forget_end(keys: Keys, fence: Fence) -> Call:
+    """A word that ends a run is not for the learner that begins after it; a pause is for whoever comes."""
+    return call(_FORGET_END, keys, fence, [keys.control])
+
+
 _RELEASE = fenced("""
 redis.call('DEL', lease, KEYS[1])
 redis.call('HSET', meta, 'state', ARGV[1])
