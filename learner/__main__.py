@@ -3,9 +3,9 @@ alone: `python -m learner --config ...`.
 
 With `--replay DIR` in place of `--redis URL` it learns from a recording.
 
-Exit codes: 0 finished or stopped by the operator's word, 2 a user's mistake, 76 told to end by a signal while under
-torchrun, 1 all else. Torchrun answers the last two with a restart, unless it is ending itself; where a restart would
-only fail again, it is told to.
+Exit codes: 0 finished, or stopped by the operator's word or by `training.max_time`, 2 a user's mistake, 76 told to end
+by a signal while under torchrun, 1 all else. Torchrun answers the last two with a restart, unless it is ending itself;
+where a restart would only fail again, it is told to.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _run(options: argparse.Namespace) -> bool:
         signal.signal(number, lambda *_: stop.set())
     with join_world(os.environ, timeout_s=stall_limit_s(config)) as world:
         if options.replay is not None:
-            state = replay(config=config, folder=options.replay, world=world, stop=stop)
+            state = replay(config=config, folder=options.replay, world=world, stop=stop, environment=os.environ)
         else:
             state = learn(
                 config=config,

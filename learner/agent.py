@@ -15,6 +15,7 @@ agent has one of its own (`streamrl.held_folder`), which goes with it. Its ranks
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from pathlib import Path
 
 from torch.distributed import run
 
+from learner.job import note_job_began
 from streamrl.held_folder import scratch_folder
 
 _RANK = Path(__file__).with_name("__main__.py")
@@ -35,6 +37,7 @@ def main(arguments: Sequence[str]) -> None:
     if _SEPARATOR not in arguments:
         sys.exit(f"usage: python -m learner.agent TORCHRUN_OPTIONS {_SEPARATOR} LEARNER_OPTIONS")
     split = list(arguments).index(_SEPARATOR)
+    note_job_began(os.environ)
     _keep_temporary_files_apart()
     multiprocessing.get_context("forkserver").set_forkserver_preload(["learner.nursery"])
     forked = ["--start-method=forkserver", "--run-path", *arguments[:split]]

@@ -19,6 +19,7 @@ from learner.algorithms import make_algorithm
 from learner.companion import Beside
 from learner.conductor import Conductor
 from learner.distributed import World
+from learner.job import job_began
 from learner.lease import LeaseKeeper
 from learner.metrics.exporters import check_exporters, open_exporters
 from learner.metrics.record import Recorder, Timers
@@ -94,6 +95,7 @@ def learn(
             watchdog=Watchdog(limit_s=stall_limit_s(config), at_disk_s=at_disk_s(config)),
             timers=Timers(),
             stop=stop,
+            job_began=job_began(environment),
             elastic=elastic,
         )
         if prompts is None:
@@ -215,7 +217,7 @@ def _make_conductor(
         timers=around.timers,
         stop=around.stop,
         first_step=start.first_step,
-        elapsed_s=start.elapsed_s,
+        job_began=around.job_began,
     )
 
 

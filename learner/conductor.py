@@ -65,7 +65,7 @@ class Conductor:
         timers: Timers,
         stop: threading.Event,
         first_step: int,  # with which the data began
-        elapsed_s: float,  # that earlier processes spent on this run
+        job_began: float,  # on `clock`
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._world_size, self._run_uid = config, world_size, run_uid
@@ -75,8 +75,7 @@ class Conductor:
         self._checkpoints, self._lease, self._recorder = checkpoints, lease, recorder
         self._suspects = suspects
         self._progress, self._timers, self._stop = progress, timers, stop
-        self._first_step, self._clock = first_step, clock
-        self._began = clock() - elapsed_s
+        self._first_step, self._job_began, self._clock = first_step, job_began, clock
         self._validated: ValidationResult | None = None  # the newest
         self._validated_of: frozenset[CheckpointName] = frozenset()  # whose weights it tells of
         self._validating: frozenset[CheckpointName] = frozenset()  # likewise, of the one that runs
@@ -89,7 +88,7 @@ class Conductor:
     def next_plan(self, step: int) -> Plan:
         self._lease.check()
         self._poll_validation(wait_s=0.0)
-        if self._stop.is_set():
+        if self._must_stop():
             return Plan(kind=Kind.STOP, step=step)
         if self._is_over(step):
             return Plan(kind=Kind.END, step=step)
@@ -148,7 +147,7 @@ class Conductor:
     def next_while_validating(self, step: int) -> Plan:
         """IDLE until the running validation is done; then END, which ends this waiting only."""
         self._lease.check()
-        if self._stop.is_set() or self._told_to_stop():
+        if self._must_stop() or self._told_to_stop():
             return Plan(kind=Kind.STOP, step=step)
         with self._progress.waiting(Wait.EVALUATION):
             self._poll_validation(wait_s=_SLICE_S)
@@ -156,16 +155,16 @@ class Conductor:
         return Plan(kind=Kind.IDLE if running else Kind.END, step=step)
 
     def next_while_publishing(self, step: int) -> Plan:
-        """IDLE at once, since the publisher is waited for elsewhere; STOP when a signal says so."""
+        """IDLE at once, since the publisher is waited for elsewhere; or STOP."""
         self._lease.check()
-        return Plan(kind=Kind.STOP if self._stop.is_set() else Kind.IDLE, step=step)
+        return Plan(kind=Kind.STOP if self._must_stop() else Kind.IDLE, step=step)
 
     def next_after_pause(self, step: int) -> Plan:
         """IDLE, a moment later: before something that failed is tried again."""
         self._lease.check()
         with self._progress.waiting(Wait.WEIGHTS):
-            stopped = self._stop.wait(_SLICE_S)
-        return Plan(kind=Kind.STOP if stopped else Kind.IDLE, step=step)
+            self._stop.wait(_SLICE_S)
+        return Plan(kind=Kind.STOP if self._must_stop() else Kind.IDLE, step=step)
 
     def start_validation(self, latest: Published | None) -> None:
         """Of the newest version, unless all answers of it are there; one that still runs is left to finish."""
@@ -234,7 +233,6 @@ class Conductor:
                 extra={
                     "consumed_samples": consumed_samples,
                     "first_step": self._first_step,
-                    "elapsed_s": self._elapsed_s,
                     "config": self._config.model_dump(mode="json"),  # what a resume compares its own with
                 },
             ),
@@ -268,13 +266,17 @@ class Conductor:
         self._stream.release(state)
 
     def _is_over(self, step: int) -> bool:
-        limit = self._config.training.max_time
-        out_of_time = limit is not None and self._elapsed_s >= max_time_s(limit)
-        return out_of_time or 0 <= self._config.training.max_steps <= step
+        return 0 <= self._config.training.max_steps <= step
 
-    @property
-    def _elapsed_s(self) -> float:
-        return self._clock() - self._began
+    def _must_stop(self) -> bool:
+        """A signal says so, or this job has had its time: the next one goes on."""
+        if self._stop.is_set():
+            return True
+        limit = self._config.training.max_time
+        if limit is None or self._clock() - self._job_began < max_time_s(limit):
+            return False
+        log.info("the time of this job is over", max_time=limit)
+        return True
 
     def _poll_validation(self, *, wait_s: float) -> None:
         if self._validation is None:

@@ -50,6 +50,7 @@ class Surroundings:
     watchdog: Watchdog
     timers: Timers
     stop: threading.Event  # a signal asked us, or another rank, to end
+    job_began: float  # on the clock of `time.monotonic`
     elastic: bool = False  # whoever is asked to end leaves, and the other machines go on
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from learner.algorithms import make_algorithm
 from learner.checkpoints.export import export
 from learner.conductor import Conductor
 from learner.distributed import World
+from learner.job import job_began
 from learner.lease import LeaseKeeper
 from learner.metrics.exporters import check_exporters, open_exporters
 from learner.metrics.record import Recorder, Timers
@@ -45,7 +47,9 @@ from streamrl.versions import epoch_of
 log = structlog.get_logger(__name__)
 
 
-def replay(*, config: schema.Config, folder: Path, world: World, stop: threading.Event) -> RunState:
+def replay(
+    *, config: schema.Config, folder: Path, world: World, stop: threading.Event, environment: Mapping[str, str]
+) -> RunState:
     """The whole life of one rank that learns from the recording in this folder."""
     config = as_replayed(config)
     patient = world.beside(timeout_s=at_disk_s(config))
@@ -67,6 +71,7 @@ def replay(*, config: schema.Config, folder: Path, world: World, stop: threading
         watchdog=Watchdog(limit_s=stall_limit_s(config), at_disk_s=at_disk_s(config)),
         timers=Timers(),
         stop=stop,
+        job_began=job_began(environment),
     )
     with ExitStack() as stack:
         stream = ReplayStream(recording)
@@ -137,7 +142,7 @@ def _make_conductor(
         timers=around.timers,
         stop=around.stop,
         first_step=start.first_step,
-        elapsed_s=start.elapsed_s,
+        job_began=around.job_began,
     )
 
 

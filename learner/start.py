@@ -58,7 +58,6 @@ class Start:
     step: int  # optimizer steps made
     first_step: int  # with which the data began: a fork with new data goes on counting its source's
     consumed_samples: int
-    elapsed_s: float  # that earlier processes spent
     total_steps: int  # the most there can be, from the first one on
     canary_ids: tuple[int, ...]
 
@@ -224,7 +223,6 @@ def make_start(
         step=checkpoint.state.step if checkpoint else 0,
         first_step=first_step,
         consumed_samples=extra.get("consumed_samples", 0),
-        elapsed_s=extra.get("elapsed_s", 0.0),
         total_steps=_total_steps(config.training, prompts, first_step),
         canary_ids=canary_ids,
     )

@@ -146,7 +146,7 @@ class Scene:
             timers=Timers(),
             stop=self.stop,
             first_step=0,
-            elapsed_s=100.0,
+            job_began=self.clock() - 100.0,
             clock=self.clock,
         )
 

@@ -64,7 +64,7 @@ def make_recording(folder: Path, config: schema.Config, entries: list[Entry]) ->
 
 
 def run_replay(config: schema.Config, recording: Path) -> str:
-    return replay(config=config, folder=recording, world=_WORLD, stop=threading.Event())
+    return replay(config=config, folder=recording, world=_WORLD, stop=threading.Event(), environment={})
 
 
 def last_state(config: schema.Config) -> dict[str, Any]:

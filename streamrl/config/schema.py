@@ -207,7 +207,7 @@ class Training(Section):
     groups_per_step: Positive = 16  # the global batch in groups; [model_gbs] is this x num_samples
     max_steps: Annotated[int, Field(ge=-1)] = -1  # -1: until max_epochs; a fork counts on from its source's
     max_epochs: Positive = 1
-    max_time: str | None = None  # DD:HH:MM:SS; the run checkpoints and ends
+    max_time: str | None = None  # DD:HH:MM:SS for one job; then it checkpoints and stops, and the next one goes on
     micro_batch_tokens: Positive = 16384  # tokens of one forward and backward pass
     max_skipped_in_row: Positive = 5  # non-finite steps before the run stops
 

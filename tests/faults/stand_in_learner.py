@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from dataclasses import dataclass
 from functools import partial
 
@@ -140,7 +141,7 @@ class _Loop:
             timers=Timers(),
             stop=threading.Event(),
             first_step=start.first_step,
-            elapsed_s=0.0,
+            job_began=time.monotonic(),
         )
 
     def run(self) -> bool:

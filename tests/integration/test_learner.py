@@ -150,6 +150,22 @@ def test_a_run_that_was_removed_is_refused_under_torchrun_once_and_leaves_no_tra
 
 
 @pytest.mark.long
+def test_a_job_whose_time_is_over_stops_and_the_next_one_goes_on_to_the_end(
+    url: str, client: redis.Redis, tmp_path: Path
+) -> None:
+    """Its ranks need more than this second to begin, which counts."""
+    outcomes = []
+    for max_time in ("00:00:00:01", None):
+        training = schema.Training(groups_per_step=4, max_steps=6, max_time=max_time)
+        config = make_run(tmp_path, name="queued", training=training)
+        with made_up_worker(config, url), running_learner(config, url, processes=1) as process:
+            assert process.wait(120) == 0, output(config)
+        state = client.hget(Keys(config.name).meta, "state")
+        outcomes.append((state, last_checkpoint(config)["step"], (config.folder / "export").exists()))
+    assert outcomes == [(b"stopped", 0, False), (b"finished", 6, True)]
+
+
+@pytest.mark.long
 def test_adapters_train_on_two_ranks_and_workers_are_served_what_is_exported(
     url: str, tmp_path: Path, client: redis.Redis
 ) -> None:

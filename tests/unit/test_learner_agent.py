@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from learner.agent import main
+from learner.job import JOB_BEGAN, job_began
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,6 +67,33 @@ def test_what_an_agent_leaves_lying_about_goes_with_it() -> None:
     assert len({path.parent for path in made}) == 1
     assert made[0].parent.name.startswith("streamrl-scratch-")
     assert not made[0].parent.exists()
+
+
+# Started by a job that was itself started by another one; torchrun's ranks have the agent's environment.
+_JOB = """
+import os, time
+from torch.distributed import run
+from learner.agent import main
+from learner.job import job_began
+def torchrun(arguments):
+    print(job_began(os.environ))
+run.main = torchrun
+print(time.monotonic())
+main(["--nproc-per-node=1", "--", "x"])
+print(time.monotonic())
+"""
+
+
+def test_ranks_are_told_when_the_job_began_which_is_with_their_agent() -> None:
+    environment = {**os.environ, JOB_BEGAN: "1.5"}
+    words = subprocess.run([sys.executable, "-c", _JOB], cwd=ROOT, env=environment, capture_output=True, check=True)
+    before, told, after = map(float, words.stdout.split())
+    assert before <= told <= after
+
+
+def test_a_rank_without_an_agent_is_a_job_of_its_own() -> None:
+    assert time.monotonic() - 60 < job_began({}) <= time.monotonic()
+    assert job_began({JOB_BEGAN: "1.5"}) == 1.5
 
 
 def test_an_agent_must_be_told_what_is_its_own() -> None:

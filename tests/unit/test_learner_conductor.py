@@ -42,11 +42,17 @@ def test_the_run_ends_at_its_last_step(tmp_path: Path) -> None:
     assert Scene(tmp_path, None, max_steps=5).kinds(4, 5) == [Kind.IDLE, Kind.END]
 
 
-def test_the_run_ends_when_its_time_is_over_earlier_processes_included(tmp_path: Path) -> None:
+def test_a_job_whose_time_is_over_stops_whatever_it_does_and_leaves_the_end_of_the_run_to_the_next(
+    tmp_path: Path,
+) -> None:
     scene = Scene(tmp_path, None, max_time="00:00:02:00")
     assert scene.kinds(0) == [Kind.IDLE]
+    assert scene.conductor.next_while_publishing(0).kind is Kind.IDLE
     scene.clock.advance(20.0)
-    assert scene.kinds(0) == [Kind.END]
+    assert scene.kinds(0) == [Kind.STOP]
+    assert scene.conductor.next_while_validating(0).kind is Kind.STOP
+    assert scene.conductor.next_after_pause(0).kind is Kind.STOP
+    assert scene.conductor.next_while_publishing(0).kind is Kind.STOP
 
 
 def test_waiting_for_validation_is_idle_until_the_result_which_is_recorded(tmp_path: Path) -> None:

@@ -137,7 +137,6 @@ def test_tokens_of_a_branch_that_was_given_up_are_dead() -> None:
         step=20,
         first_step=10,
         consumed_samples=7,
-        elapsed_s=1.5,
         total_steps=100,
         canary_ids=(3, 4, 1),
     )
