@@ -1,13 +1,17 @@
 """Metrics for programs that people watch runs with: TensorBoard and Weights & Biases, each only where a setting asks.
 
 Neither is a dependency: each is imported when it is asked for. One that is not installed is a mistake in the
-configuration, found before the run has any effect; one that fails later is logged, and training goes on. Blocks on the
-disk (TensorBoard); W&B sends from a process of its own.
+configuration, found before the run has any effect; a W&B that nobody has logged in to is one, too. One that fails
+otherwise, to begin or later, is logged, and training goes on. Blocks on the disk (TensorBoard), and half a minute on a
+W&B that is away, now and then; otherwise W&B sends from a process of its own.
 """
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -18,6 +22,8 @@ from streamrl.config.dump import dump_config
 from streamrl.errors import ConfigError
 
 _TENSORBOARD, _WANDB = "torch.utils.tensorboard", "wandb"
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 300.0, 3600.0
+_INIT_TIMEOUT_S = 20.0  # all ranks wait meanwhile
 
 Importer = Callable[[str], Any]
 
@@ -46,16 +52,23 @@ class WeightsAndBiases:
     def __init__(self, settings: schema.Config, module: Any, *, run_uid: str) -> None:
         wandb = settings.metrics.wandb
         assert wandb is not None, "asked for"
-        self._run = module.init(
-            project=wandb.project,
-            entity=wandb.entity,
-            mode=wandb.mode,
-            name=settings.name,
-            id=run_uid,
-            resume="allow",
-            dir=str(settings.folder),
-            config={"config": dump_config(settings)},
-        )
+        try:
+            self._run = module.init(
+                project=wandb.project,
+                entity=wandb.entity,
+                mode=wandb.mode,
+                name=settings.name,
+                id=run_uid,
+                resume="allow",
+                dir=str(settings.folder),
+                config={"config": dump_config(settings)},
+                settings=module.Settings(init_timeout=_INIT_TIMEOUT_S),
+            )
+        except module.errors.UsageError as error:
+            raise ConfigError(
+                f"metrics.wandb: {error} The key may be in the environment too, as WANDB_API_KEY; "
+                "metrics.wandb.mode=offline needs none"
+            ) from error
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         # Not as W&B's own step, which only goes up: after a crash steps are made again, and validations come late.
@@ -63,16 +76,35 @@ class WeightsAndBiases:
 
 
 class Guarded:
-    """An exporter whose failures stop nothing."""
+    """An exporter whose failures stop nothing. One that cannot begin is tried again, ever more rarely; a ConfigError at
+    the first time is for the user."""
 
-    def __init__(self, exporter: Exporter) -> None:
-        self._exporter = exporter
+    def __init__(self, key: str, begin: Callable[[], Exporter], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._key, self._begin, self._clock = key, begin, clock
+        self._pause_s = _FIRST_PAUSE_S
+        self._exporter: Exporter | None = None
+        self._again_at = clock()
+        self._try_to_begin()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         try:
-            self._exporter.step(step, metrics)
+            self._try_to_begin()
+            if self._exporter is not None:
+                self._exporter.step(step, metrics)
         except Exception:
-            log.warning("metrics not exported", exporter=type(self._exporter).__name__, exc_info=True)
+            log.warning("metrics not exported", exporter=self._key, exc_info=True)
+
+    def _try_to_begin(self) -> None:
+        if self._exporter is not None or self._clock() < self._again_at:
+            return
+        self._again_at = self._clock() + self._pause_s * random.uniform(0.5, 1.0)
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        try:
+            self._exporter = self._begin()
+        except ConfigError:
+            raise
+        except Exception:
+            log.warning("metrics are not exported for now", exporter=self._key, exc_info=True)
 
 
 def check_exporters(settings: schema.Config, *, load: Importer = import_module) -> None:
@@ -87,15 +119,17 @@ def check_exporters(settings: schema.Config, *, load: Importer = import_module) 
             ) from error
 
 
-def open_exporters(settings: schema.Config, *, run_uid: str, load: Importer = import_module) -> Sequence[Exporter]:
+def open_exporters(
+    settings: schema.Config,
+    *,
+    run_uid: str,
+    load: Importer = import_module,
+    clock: Callable[[], float] = time.monotonic,
+) -> Sequence[Exporter]:
     """After `check_exporters`; on rank 0."""
-    found: list[Exporter] = []
-    for key, module in _asked(settings):
-        if key == "tensorboard":
-            found.append(Guarded(TensorBoard(settings, load(module))))
-        else:
-            found.append(Guarded(WeightsAndBiases(settings, load(module), run_uid=run_uid)))
-    return found
+    kinds = {"tensorboard": TensorBoard, "wandb": partial(WeightsAndBiases, run_uid=run_uid)}
+    asked = [(key, load(module)) for key, module in _asked(settings)]
+    return [Guarded(key, partial(kinds[key], settings, module), clock=clock) for key, module in asked]
 
 
 def _asked(settings: schema.Config) -> Iterator[tuple[str, str]]:

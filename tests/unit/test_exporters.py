@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,12 @@ import pytest
 from learner.metrics.exporters import Guarded, check_exporters, open_exporters
 from streamrl.config import schema
 from streamrl.errors import ConfigError
+from tests.feed_world import Clock
 from tests.learner_cases import learner_config
+
+
+class UsageError(Exception):
+    """As wandb calls what its user must mend."""
 
 
 class FakeLibrary:
@@ -21,8 +27,20 @@ class FakeLibrary:
         self.scalars: list[tuple[str, float, int]] = []
         self.logged: list[Mapping[str, float]] = []
         self.folder, self.flushed, self.begun = "", 0, {}
+        self.trouble: Exception | None = None  # of whoever begins
+        self.num_begun = 0
+        self.errors = SimpleNamespace(UsageError=UsageError)
+
+    def Settings(self, *, init_timeout: float) -> Mapping[str, float]:
+        return {"init_timeout": init_timeout}
+
+    def _begin(self) -> None:
+        self.num_begun += 1
+        if self.trouble is not None:
+            raise self.trouble
 
     def SummaryWriter(self, folder: str) -> FakeLibrary:
+        self._begin()
         self.folder = folder
         return self
 
@@ -33,6 +51,7 @@ class FakeLibrary:
         self.flushed += 1
 
     def init(self, **arguments: Any) -> FakeLibrary:
+        self._begin()
         self.begun = arguments
         return self
 
@@ -86,4 +105,42 @@ def test_an_exporter_that_fails_stops_nothing() -> None:
         def step(self, step: int, metrics: Mapping[str, float]) -> None:
             raise OSError("no space left on device")
 
-    Guarded(Failing()).step(1, {})
+    Guarded("tensorboard", Failing).step(1, {})
+
+
+@pytest.mark.parametrize(("key", "settings"), [("tensorboard", True), ("wandb", schema.Wandb())])
+def test_one_that_cannot_begin_stops_nothing_and_is_tried_again_ever_more_rarely(
+    tmp_path: Path, key: str, settings: Any
+) -> None:
+    library, clock = FakeLibrary(), Clock()
+    library.trouble = OSError("the service is away")
+    config = config_with(tmp_path, **{key: settings})
+    [exporter] = open_exporters(config, run_uid="uid", load=lambda _: library, clock=clock)
+    for step in range(1000):
+        clock.advance(10.0)
+        exporter.step(step, {"train_optim/loss": 0.5})
+    assert 5 <= library.num_begun <= 10
+    library.trouble = None
+    clock.advance(3600.0)
+    exporter.step(1000, {"train_optim/loss": 0.25})
+    assert library.scalars == [("train_optim/loss", 0.25, 1000)] or library.logged[0]["train_optim/loss"] == 0.25
+
+
+def test_what_the_user_of_wandb_must_mend_is_a_mistake_with_a_remedy(tmp_path: Path) -> None:
+    library = FakeLibrary()
+    library.trouble = UsageError("No API key configured. Use `wandb login` to log in.")
+    config = config_with(tmp_path, wandb=schema.Wandb())
+    with pytest.raises(ConfigError, match=r"metrics\.wandb: No API key configured.*WANDB_API_KEY.*mode=offline"):
+        open_exporters(config, run_uid="uid", load=lambda _: library)
+
+
+def test_a_mistake_that_shows_only_later_stops_nothing(tmp_path: Path) -> None:
+    library, clock = FakeLibrary(), Clock()
+    library.trouble = OSError("the service is away")
+    [exporter] = open_exporters(
+        config_with(tmp_path, wandb=schema.Wandb()), run_uid="uid", load=lambda _: library, clock=clock
+    )
+    library.trouble = UsageError("No API key configured")
+    clock.advance(3600.0)
+    exporter.step(1, {"train_optim/loss": 0.5})
+    assert library.num_begun == 2
