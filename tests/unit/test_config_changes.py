@@ -56,11 +56,39 @@ def test_what_changed_is_shown_from_and_to() -> None:
         ({"algorithm": {"name": "rejection_sampling"}}, ["algorithm.name"]),
         ({"optimizer": {"lr": 1.0}, "lag": {"max_steps": 9}, "checkpoint": {"every_steps": 3}}, []),
         ({"rewards": {"exact": {"type": "function", "target": "exact_match", "timeout_s": 99.0}}}, []),
+        ({"rewards": {"exact": {"type": "function", "target": "exact_match", "memory_mb": 9000}}}, []),
         ({"redis": {"url": "redis://elsewhere:6379"}, "dir": "/elsewhere"}, []),
     ],
 )
 def test_what_decided_the_groups_under_way_may_not_change(sections: dict[str, Any], keys: list[str]) -> None:
     assert refused(**sections) == keys
+
+
+@pytest.mark.parametrize(
+    ("source", "server", "keys"),
+    [
+        ({"replicas": ["http://b:1"], "outage_s": 5.0, "timeout_s": 1.0, "attempts": 2}, {}, []),
+        ({"url": "http://b:1", "max_concurrency": 2, "token_file": "token"}, {}, []),
+        ({"form": "openrlhf", "max_abs": 5.0}, {}, ["rewards.model.form", "rewards.model.max_abs"]),
+        ({}, {"host": "0.0.0.0", "port": 5555, "max_delay_ms": 9.0, "max_batch_tokens": 9}, []),
+        ({}, {"model": "other", "reward_std": 2.0}, ["reward_server.model", "reward_server.reward_std"]),
+        (
+            {},
+            {"pool": "average", "attribute_weights": [1.0, 2.0]},
+            ["reward_server.pool", "reward_server.attribute_weights"],
+        ),
+    ],
+)
+def test_what_changes_a_score_is_refused_and_what_only_brings_it_is_not(
+    source: dict[str, Any], server: dict[str, Any], keys: list[str]
+) -> None:
+    def scored(source: dict[str, Any], server: dict[str, Any]) -> schema.Config:
+        service = {"type": "http", "url": "local", **source}
+        return make_config(rewards={"model": service}, reward_server={"model": "rm", **server})
+
+    found = changes(scored({}, {}), scored(source, server))
+    assert [change.key for change in found if change.refusal] == keys
+    assert found
 
 
 def test_a_reward_that_came_or_went_is_refused() -> None:
