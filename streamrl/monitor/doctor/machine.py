@@ -64,14 +64,21 @@ def learner_bytes(config: Config, parameters: int) -> int:
     return trained + forward
 
 
-def worker_bytes(config: Config, parameters: int) -> int:
-    """Of one worker, without its KV cache."""
+def served_bytes(config: Config, parameters: int) -> int:
+    """The model once, as it is published."""
     return parameters * _BYTES[config.weights.dtype]
 
 
 def mirror_bytes(config: Config, parameters: int) -> int:
-    """What one worker keeps of the weights in shared memory."""
-    return parameters * _BYTES[config.weights.dtype]
+    """What one worker has of the weights in shared memory: its mirror and, while it starts, the probe beside it."""
+    return served_bytes(config, parameters) * (2 if config.weights.probe else 1)
+
+
+def worker_bytes(config: Config, parameters: int) -> int:
+    """Of one worker on a machine without GPUs, but for its KV cache: the engine, what is in shared memory and, while it
+    starts, the plain model that the probe is compared with."""
+    engine = served_bytes(config, parameters)
+    return engine + mirror_bytes(config, parameters) + (engine if config.weights.probe else 0)
 
 
 def check_memory(loaded: Loaded) -> Iterator[Finding]:
@@ -80,13 +87,14 @@ def check_memory(loaded: Loaded) -> Iterator[Finding]:
     if not parameters:
         yield warning("memory", "the size of the model is not known here", "give model.path as a local folder")
         return
-    learner, worker = learner_bytes(config, parameters), worker_bytes(config, parameters)
+    learner, engine = learner_bytes(config, parameters), served_bytes(config, parameters)
+    probing = f", {size(engine)} more while it starts (weights.probe)" if config.weights.probe else ""
     yield ok("learner memory", f"about {size(learner)} a rank, and activations: an estimate")
-    yield ok("worker memory", f"about {size(worker)} a worker, and its KV cache: an estimate")
+    yield ok("worker memory", f"about {size(engine)} a worker, and its KV cache{probing}: an estimate")
     if shutil.which("nvidia-smi") is not None:
         return
     there = available_memory()
-    needed = config.learner.processes * learner + config.worker.count * (worker + mirror_bytes(config, parameters))
+    needed = config.learner.processes * learner + config.worker.count * worker_bytes(config, parameters)
     told = f"about {size(needed)} needed on this machine, {size(there)} free"
     if needed > there:
         yield error("memory", told, "use a smaller model, LoRA, fewer workers, or a machine with more")
