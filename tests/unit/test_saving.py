@@ -130,6 +130,7 @@ def test_a_rank_at_the_disk_is_not_stalled_before_the_disks_own_timeout(
         config=config,
         world=ALONE,
         patient=ALONE,
+        job_began=0.0,
         speech=replace(speech, tokenizer=tokenizer),
         progress=Progress(part="learner/0", role="learner"),
         watchdog=Watchdog(
