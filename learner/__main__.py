@@ -25,6 +25,7 @@ import structlog
 import torch
 
 from learner.assemble import learn
+from learner.checkpoints.resume import check_resume
 from learner.distributed import die_with_parent, join_world, show_rank
 from learner.guardian import guarded
 from learner.rank import stall_limit_s
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         show_rank(rank)
     try:
         with guarded(limit_s=_STOPPED_LIMIT_S) if under_agent else nullcontext():
-            was_told = _run(options)
+            was_told = _run(options, under_agent=under_agent)
     except StreamrlError as error:
         hopeless = isinstance(error, UserError | TrainingError | RunGone)
         log.error(str(error), exc_info=not hopeless)
@@ -74,9 +75,11 @@ def _agent(parent: int) -> int:
     return parent if above is None or above.pid is None else above.pid
 
 
-def _run(options: argparse.Namespace) -> bool:
+def _run(options: argparse.Namespace, *, under_agent: bool) -> bool:
     """Whether a signal has ended it, to this rank or to another one."""
     config = load_config(options.config).config
+    if not under_agent:  # else whoever started the agent has asked
+        check_resume(config)
     if config.learner.threads:
         torch.set_num_threads(config.learner.threads)
     stop = threading.Event()

@@ -165,10 +165,6 @@ def claim_folder(
     raising, that nobody else works in this folder."""
     root = CheckpointRoot(config.folder)
     run_uid = claim_run(config.folder)
-    if not config.checkpoint.resume and root.names(ancestry(config.folder)):
-        raise ConfigError(
-            f"checkpoint.resume = false, and {config.folder} holds checkpoints: set another name, or let it go on"
-        )
     changed = changed_since_checkpoint(config)
     check_changes(changed, folder=str(config.folder))  # before the claim: who is refused leaves no trace
     epoch = root.claim_epoch(run_uid, confirm=confirm, known=known(run_uid))

@@ -23,6 +23,15 @@ ANY_DATA = "any"  # as a checkpoint's fingerprint of the data: a fork that begin
 log = structlog.get_logger(__name__)
 
 
+def check_resume(config: schema.Config) -> None:
+    """For whoever starts a learner, once: ranks that are started again by torchrun must go on. ConfigError where
+    `checkpoint.resume` forbids that, and there are checkpoints."""
+    if not config.checkpoint.resume and CheckpointRoot(config.folder).names(ancestry(config.folder)):
+        raise ConfigError(
+            f"checkpoint.resume = false, and {config.folder} holds checkpoints: set another name, or let it go on"
+        )
+
+
 def changed_since_checkpoint(config: schema.Config) -> list[Change]:
     """Against the newest checkpoint in the run's folder; none where there is none, or where it does not say."""
     root = CheckpointRoot(config.folder)

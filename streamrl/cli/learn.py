@@ -13,6 +13,7 @@ from streamrl.terminal import printable
 
 if TYPE_CHECKING:
     from streamrl.config.schema import Config
+    from streamrl.launch.learn import Wanted
 
 _HELP = """Run the learner: builds the torchrun line for this configuration, shows it, and runs it.
 
@@ -74,6 +75,7 @@ def learn(
     if source is not None:
         _fork(loaded.config, source, new_data=new_data, dry_run=dry_run)
     else:
+        _check_resume(loaded.config, wanted)
         _show_changes(loaded.config)
     if not dry_run:
         prepare(loaded.config)
@@ -81,6 +83,15 @@ def learn(
     if not dry_run:
         sys.stdout.flush()
         become(command)
+
+
+def _check_resume(config: Config, wanted: Wanted) -> None:
+    """A machine that joins others does not start the run."""
+    from learner.checkpoints.resume import check_resume
+    from streamrl.launch.learn import joins
+
+    if not config.checkpoint.resume and not joins(config, wanted):
+        check_resume(config)
 
 
 def _show_changes(config: Config) -> None:

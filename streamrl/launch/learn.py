@@ -23,11 +23,13 @@ from streamrl.config.load import Loaded
 from streamrl.config.places import EMBEDDED_REDIS
 from streamrl.durable import write_durably
 from streamrl.errors import ConfigError, ResourceError
-from streamrl.launch.parts import Cluster, RunFolder, learner_command
+from streamrl.launch.parts import Cluster, RunFolder, holder_of_all, learner_command
 from streamrl.launch.preflight import check_learner, check_redis
 from streamrl.launch.processes import Command
 from streamrl.transport.connection import connect
 from streamrl.transport.embedded import serving
+from streamrl.transport.keys import Keys
+from streamrl.transport.tenure import lease_holder
 from streamrl.transport.url import PASSWORD, split_password
 
 _NODES = re.compile(r"([1-9]\d*)(?::([1-9]\d*))?")
@@ -70,6 +72,16 @@ def build(loaded: Loaded, wanted: Wanted) -> Command:
     return replace(command, environment={**command.environment, **secrets})
 
 
+def joins(config: schema.Config, wanted: Wanted) -> bool:
+    """Whether other machines of the same cluster are at work on the run."""
+    cluster = _cluster(wanted)
+    if cluster is None or wanted.replay is not None:
+        return False
+    with connect(_url(config, wanted), config.redis) as client:
+        holder = lease_holder(client, Keys(config.name), give_up_after_s=config.redis.connect_timeout_s)
+    return holder == holder_of_all(config, cluster)
+
+
 def shown(command: Command) -> str:
     """As a shell would take it, but for a password."""
     values = {name: "***" if name == PASSWORD else shlex.quote(text) for name, text in command.environment.items()}
@@ -107,15 +119,20 @@ def _cluster(wanted: Wanted) -> Cluster | None:
 
 
 def _server(config: schema.Config, wanted: Wanted) -> str:
-    url = wanted.redis_url or config.redis.url
-    if url == EMBEDDED_REDIS:
-        found = serving(RunFolder(config.folder).redis)
-        if found is None:
-            raise ResourceError(
-                "redis.url = 'embedded': that server comes with `streamrl up`, which is not running here; set "
-                "redis.url=redis://HOST:6379 (workers must reach it too), or start everything with `streamrl up`"
-            )
-        return found
+    url = _url(config, wanted)
     with connect(url, config.redis) as client:
         check_redis(client, config)
     return url
+
+
+def _url(config: schema.Config, wanted: Wanted) -> str:
+    url = wanted.redis_url or config.redis.url
+    if url != EMBEDDED_REDIS:
+        return url
+    found = serving(RunFolder(config.folder).redis)
+    if found is None:
+        raise ResourceError(
+            "redis.url = 'embedded': that server comes with `streamrl up`, which is not running here; set "
+            "redis.url=redis://HOST:6379 (workers must reach it too), or start everything with `streamrl up`"
+        )
+    return found

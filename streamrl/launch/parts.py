@@ -134,7 +134,7 @@ def learner_command(
         f"--max-restarts={learner.max_restarts}",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={cluster.endpoint if cluster else '127.0.0.1:0'}",
-        f"--rdzv-id={holder or (_holder_of_all(config, cluster) if cluster else _holder(folder.path))}",
+        f"--rdzv-id={holder or (holder_of_all(config, cluster) if cluster else _holder(folder.path))}",
         # By default every restart waits half a minute for more machines, and 15 s for one that has died. That is three
         # times the interval, on the clock of whoever looks, so clocks must agree to within these 6 s.
         "--rdzv-conf=last_call_timeout=1,keep_alive_interval=2",
@@ -157,7 +157,7 @@ def learner_command(
     )
 
 
-def _holder_of_all(config: schema.Config, cluster: Cluster) -> str:
+def holder_of_all(config: schema.Config, cluster: Cluster) -> str:
     """Who the learner is, on whichever machine it is asked."""
     return f"learn-{hashlib.sha256(f'{config.name}:{cluster.endpoint}'.encode()).hexdigest()[:16]}"
 

@@ -60,6 +60,13 @@ def await_lease(
     crashpoint("lease.taken")
 
 
+def lease_holder(client: redis.Redis, keys: Keys, *, give_up_after_s: float) -> str | None:
+    """Who the learner is; None when nobody is."""
+    attempts = Attempts(client, "say who learns the run", give_up_after_s=give_up_after_s)
+    holder: Any = repeat(lambda: client.get(keys.lease), attempts=attempts)
+    return None if holder is None else str(holder.decode(errors="replace"))
+
+
 def known_epoch(
     client: redis.Redis, keys: Keys, run_uid: str, *, takeover: bool = False, give_up_after_s: float
 ) -> int:

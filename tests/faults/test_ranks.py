@@ -46,7 +46,9 @@ def make_long_run(folder: Path, name: str) -> schema.Config:
         name=name,
         num_prompts=100_000,
         training=schema.Training(groups_per_step=4, max_steps=100_000),
-        checkpoint=schema.Checkpoint(every_steps=5),
+        checkpoint=schema.Checkpoint(
+            every_steps=5, resume=False
+        ),  # not to be started again; restarts are another thing
     )
 
 

@@ -14,7 +14,8 @@ import safetensors.torch
 import torch
 import transformers
 
-from learner.checkpoints.epochs import claim_run
+from learner.checkpoints.checkpoint import CheckpointRoot
+from learner.checkpoints.epochs import CheckpointName, claim_run
 from streamrl.config import schema
 from streamrl.telemetry.metrics import is_metric
 from streamrl.transport.embedded import EmbeddedRedis
@@ -136,6 +137,14 @@ def test_a_mistake_under_torchrun_is_told_once_and_not_tried_again(url: str, tmp
     told = [line for line in output(config).splitlines() if line.startswith("learner: model.lora.targets")]
     assert len(told) == 1
     assert json.loads((config.folder / "error.json").read_text())["exit_code"] == 2
+
+
+def test_a_learner_without_an_agent_refuses_checkpoints_where_it_may_not_resume(url: str, tmp_path: Path) -> None:
+    config = make_run(tmp_path, name="once", checkpoint=schema.Checkpoint(resume=False))
+    CheckpointRoot(config.folder).claim_epoch(claim_run(config.folder))
+    (config.folder / "checkpoints" / str(CheckpointName(1, 5))).mkdir(parents=True)
+    assert run_to_end(config, url) == 2
+    assert "checkpoint.resume = false" in output(config)
 
 
 def test_a_run_that_was_removed_is_refused_under_torchrun_once_and_leaves_no_trace(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import redis
 
 from learner.checkpoints.checkpoint import CheckpointRoot, CheckpointState
 from learner.checkpoints.epochs import CheckpointName, claim_run
@@ -20,6 +21,7 @@ from streamrl.config.load import load_config
 from streamrl.transport.acl import Role
 from streamrl.transport.connection import connect
 from streamrl.transport.embedded import EmbeddedRedis
+from streamrl.transport.keys import Keys
 from tests.tiny_models import make_model
 
 
@@ -164,10 +166,7 @@ def test_what_is_shown_is_what_runs(file: Path, tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "mine" / "config.yaml").is_file()
 
 
-def test_changes_since_the_checkpoint_are_shown_and_those_that_may_not_be_refused(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = load_config(file).config
+def make_checkpoint(config: schema.Config) -> None:
     root = CheckpointRoot(config.folder)
     uid = claim_run(config.folder)
     root.claim_epoch(uid)
@@ -183,6 +182,32 @@ def test_changes_since_the_checkpoint_are_shown_and_those_that_may_not_be_refuse
         extra={"config": config.model_dump(mode="json")},
     )
     root.commit(name, state)
+
+
+def test_a_run_that_may_not_resume_is_refused_when_it_is_started_and_may_be_joined(
+    file: Path, redis_url: str, client: redis.Redis, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = ["--redis", redis_url, "--dry-run", "--nodes", "1:4", "--rendezvous", "trainer-0:29400"]
+    fresh = "checkpoint.resume=false"
+    assert learn(file, *cluster, fresh) == 0
+    [identity] = [word.partition("=")[2] for word in line(capsys) if word.startswith("--rdzv-id=")]
+    make_checkpoint(load_config(file).config)
+
+    replay = ["--replay", "x", "--dry-run"]
+    for start in (["learn", str(file), *cluster], ["learn", str(file), *replay], ["up", str(file)]):
+        assert main([*start, fresh]) == 2
+        assert "checkpoint.resume = false, and " in capsys.readouterr().err
+    client.set(Keys("mine").lease, identity)  # the machines that started it are at work
+    assert learn(file, *cluster, fresh) == 0
+    client.set(Keys("mine").lease, "a stranger")
+    assert learn(file, *cluster, fresh) == 2
+    client.flushall()
+
+
+def test_changes_since_the_checkpoint_are_shown_and_those_that_may_not_be_refused(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_checkpoint(load_config(file).config)
 
     assert learn(file, "--replay", "x", "--dry-run", "optimizer.lr=1e-4") == 0
     assert "changed since the checkpoint: optimizer.lr: 9e-07 -> 0.0001" in capsys.readouterr().err
