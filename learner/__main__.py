@@ -5,7 +5,7 @@ With `--replay DIR` in place of `--redis URL` it learns from a recording.
 
 Exit codes: 0 finished, or stopped by the operator's word or by `training.max_time`, 2 a user's mistake, 76 told to end
 by a signal while under torchrun, 1 all else. Torchrun answers the last two with a restart, unless it is ending itself;
-where a restart would only fail again, it is told to.
+where a restart would only fail again, it is told to, and ends with the same code.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from learner.guardian import guarded
 from learner.rank import stall_limit_s
 from learner.replay import replay
 from learner.start import was_restarted
+from learner.verdict import tell
 from streamrl.config.load import load_config
 from streamrl.errors import RunGone, StreamrlError, TrainingError, UserError
 from streamrl.telemetry.logs import configure_logging
@@ -64,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if hopeless and rank == "0" and options.error_file:
             options.error_file.write_text(json.dumps({"error": str(error), "exit_code": error.exit_code}))
         if hopeless and under_agent and os.environ.get("LOCAL_RANK") == "0":
+            tell(error.exit_code, os.environ)
             os.kill(_agent(parent), signal.SIGTERM)  # or it would try again, max-restarts times
         return error.exit_code
     return _EXIT_TOLD if under_agent and was_told else 0

@@ -6,7 +6,8 @@
                                     └──► rank 1     after a death: all of them again
 
 A rank that is started as a new program imports for seconds, all ranks of a machine at the same time; after a death that
-is most of what the run waits for. torchrun's options, rendezvous, restarts and exit codes are as they are.
+is most of what the run waits for. torchrun's options, rendezvous, restarts and exit codes are as they are, but where a
+rank says that no restart would help: then the agent ends with that rank's code (`learner.verdict`).
 
 torchrun and multiprocessing keep files and sockets in the folder for temporary files, and leave some of them there: the
 agent has one of its own (`streamrl.held_folder`), which goes with it. Its ranks use the common one.
@@ -24,8 +25,10 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from learner.job import note_job_began
+from learner.verdict import heard, listen
 from streamrl.held_folder import scratch_folder
 
 _RANK = Path(__file__).with_name("__main__.py")
@@ -38,17 +41,24 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(f"usage: python -m learner.agent TORCHRUN_OPTIONS {_SEPARATOR} LEARNER_OPTIONS")
     split = list(arguments).index(_SEPARATOR)
     note_job_began(os.environ)
-    _keep_temporary_files_apart()
+    told = listen(_keep_temporary_files_apart(), os.environ)
     multiprocessing.get_context("forkserver").set_forkserver_preload(["learner.nursery"])
     forked = ["--start-method=forkserver", "--run-path", *arguments[:split]]
-    run.main([*forked, str(_RANK), *arguments[split + 1 :]])
+    try:
+        run.main([*forked, str(_RANK), *arguments[split + 1 :]])
+    except SignalException:
+        if (code := heard(told)) is None:
+            raise
+        sys.exit(code)
 
 
-def _keep_temporary_files_apart() -> None:
-    """From here to the end of this process."""
+def _keep_temporary_files_apart() -> Path:
+    """In the folder that is returned, from here to the end of this process."""
     stack = ExitStack()
-    tempfile.tempdir = str(stack.enter_context(scratch_folder()))
+    folder = stack.enter_context(scratch_folder())
+    tempfile.tempdir = str(folder)
     Finalize(None, stack.close, exitpriority=_AFTER_MULTIPROCESSING)
+    return folder
 
 
 if __name__ == "__main__":

@@ -30,10 +30,12 @@ start "$REWARD" reward \
   streamrl reward serve --model "$REWARD_MODEL" --host 0.0.0.0 --port 5555 --token-file "$PWD/reward-token"
 
 for host in "${learners[@]}"; do
-  # An agent that has died is started again; a mistake (2) is not, for it would only be made again.
+  # An agent that has died is started again; a mistake (2) is not, for it would only be made again, nor is what another
+  # host's learner has found that no restart would mend ($0 is the file of such errors).
   # shellcheck disable=SC2016
   start "$host" "learner-$host" bash -c \
-    'for _ in $(seq 100); do code=0; "$@" || code=$?; case $code in 0 | 2) exit $code ;; esac; sleep 5; done' _ \
+    'for _ in $(seq 100); do code=0; "$@" || code=$?; case $code in 0 | 2) exit $code ;; esac
+      [ ! -e "$0" ] || exit $code; sleep 5; done' "runs/$RUN_NAME/learner.error" \
     streamrl learn "$config" name="$RUN_NAME" rewards.model.url="http://$REWARD:5555" \
     rewards.model.token_file="$PWD/reward-token" --redis "$STREAMRL_REDIS" \
     --nodes "1:${#learners[@]}" --rendezvous "${learners[0]}:29400"

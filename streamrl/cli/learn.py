@@ -32,8 +32,8 @@ With --nodes MIN:MAX machines may leave and come; each time the ranks start agai
 that is told to end (SIGTERM) leaves in good order, after a checkpoint; `streamrl stop` ends the run. The machine of
 --rendezvous must stay.
 
-The exit code is torchrun's: 0 when the run has ended well. An error that no restart can mend is in the run's folder, in
-learner.error.
+The exit code is 0 when the run has ended well, 2 after a mistake that only you can mend, else torchrun's. An error that
+no restart can mend is in the run's folder, in learner.error.
 """
 
 

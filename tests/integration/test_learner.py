@@ -133,7 +133,7 @@ def test_steps_that_are_never_finite_end_the_run_with_a_clear_error(
 def test_a_mistake_under_torchrun_is_told_once_and_not_tried_again(url: str, tmp_path: Path) -> None:
     model = schema.Model(path=str(tmp_path / "model"), dtype="float32", lora=schema.Lora(targets=("nowhere",)))
     config = make_run(tmp_path, name="mistaken", model=model)
-    assert run_to_end(config, url, processes=2) != 0
+    assert run_to_end(config, url, processes=2) == 2
     told = [line for line in output(config).splitlines() if line.startswith("learner: model.lora.targets")]
     assert len(told) == 1
     assert json.loads((config.folder / "error.json").read_text())["exit_code"] == 2
@@ -152,7 +152,7 @@ def test_a_run_that_was_removed_is_refused_under_torchrun_once_and_leaves_no_tra
 ) -> None:
     config = make_run(tmp_path, name="removed")
     client.set(Keys(config.name).tombstone, claim_run(config.folder))
-    assert run_to_end(config, url, processes=1) != 0
+    assert run_to_end(config, url, processes=1) == 1
     assert "with --takeover it goes on there" in json.loads((config.folder / "error.json").read_text())["error"]
     assert output(config).count("learner: run 'removed' was removed from Redis") == 1
     assert not (config.folder / "epochs").exists()

@@ -132,20 +132,19 @@ def test_the_settings_that_scripts_override_exist(tmp_path: Path) -> None:
     assert loaded.config.rewards["model"].type == "http"
 
 
-def started_by_ssh(tmp_path: Path) -> dict[str, list[str]]:
-    """What the script starts, by host: an ssh that runs everything here, and programs that write down their words."""
-    tools = tmp_path / "tools"
+def run_ssh_script(folder: Path, *, streamrl: str, learners: str) -> None:
+    """With an ssh that runs everything here, this program for streamrl and python, and no pauses."""
+    tools = folder / "tools"
     tools.mkdir()
-    told = tmp_path / "told"
-    said = f'#!/bin/bash\nfor word in "$STUB_HOST" "$(basename "$0")" "$@"; do printf "%s\\t" "$word"; done >> {told}'
     for name in ("streamrl", "python"):
-        (tools / name).write_text(f"{said}\necho >> {told}\n")
+        (tools / name).write_text(streamrl)
     (tools / "ssh").write_text('#!/bin/bash\nshift\nexport STUB_HOST=$1\nshift\neval "$*"\n')
+    (tools / "sleep").write_text("#!/bin/bash\n")
     for tool in tools.iterdir():
         tool.chmod(0o755)
     variables = {
         "PATH": f"{tools}:/usr/bin:/bin",
-        "LEARNERS": "a b",
+        "LEARNERS": learners,
         "WORKERS": "c",
         "REWARD": "e",
         "RUN_NAME": "big",
@@ -154,9 +153,14 @@ def started_by_ssh(tmp_path: Path) -> dict[str, list[str]]:
         "STREAMRL_REDIS": "redis://worker@host:6379",
     }
     script = ROOT / "docs" / "hosts" / "ssh.sh"
-    subprocess.run(
-        ["bash", script, "run.yaml"], env=variables, cwd=tmp_path, check=True, timeout=30, capture_output=True
-    )
+    subprocess.run(["bash", script, "run.yaml"], env=variables, cwd=folder, check=True, timeout=30, capture_output=True)
+
+
+def started_by_ssh(tmp_path: Path) -> dict[str, list[str]]:
+    """What the script starts, by host: by programs that write down their words."""
+    told = tmp_path / "told"
+    said = f'#!/bin/bash\nfor word in "$STUB_HOST" "$(basename "$0")" "$@"; do printf "%s\\t" "$word"; done >> {told}'
+    run_ssh_script(tmp_path, streamrl=f"{said}\necho >> {told}\n", learners="a b")
     wait_until(lambda: told.exists() and told.read_text().count("\n") == 4, description="all four have started")
     lines = [line.split("\t")[:-1] for line in told.read_text().splitlines()]
     return {line[0]: line[1:] for line in lines}
@@ -172,3 +176,29 @@ def test_the_ssh_script_starts_each_part_where_it_belongs(tmp_path: Path) -> Non
     assert started["c"][started["c"].index("--model") + 1] == "/models/a policy"
     for words in started.values():
         parse(words)
+
+
+# The first learner dies of something; the second finds what no restart would mend.
+_LEARNER = """#!/bin/bash
+[ "$1" = learn ] || exit 0
+echo started >> starts
+if [ "$(wc -l < starts)" = 2 ]; then echo {} > runs/big/learner.error; fi
+exit 1
+"""
+
+
+def test_the_ssh_script_starts_a_learner_again_until_no_restart_would_help(tmp_path: Path) -> None:
+    run_ssh_script(tmp_path, streamrl=_LEARNER, learners="a")
+
+    def has_ended() -> bool:
+        return not any(cwd == tmp_path for cwd in map(folder_of, Path("/proc").glob("[0-9]*")))
+
+    wait_until(lambda: (tmp_path / "starts").exists() and has_ended(), description="nobody is started any more")
+    assert (tmp_path / "starts").read_text().count("started") == 2
+
+
+def folder_of(process: Path) -> Path | None:
+    try:
+        return (process / "cwd").readlink()
+    except OSError:  # it has just ended
+        return None

@@ -96,6 +96,30 @@ def test_a_rank_without_an_agent_is_a_job_of_its_own() -> None:
     assert job_began({JOB_BEGAN: "1.5"}) == 1.5
 
 
+# A rank ends its agent by a signal, after it has said what a restart would bring, or not.
+_ENDED = """
+import os, signal, sys
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from learner.agent import main
+from learner.verdict import tell
+def torchrun(arguments):
+    if sys.argv[1:]:
+        tell(int(sys.argv[1]), os.environ)
+    raise SignalException("told to end", signal.SIGTERM)
+run.main = torchrun
+main(["--nproc-per-node=1", "--", "x"])
+"""
+
+
+@pytest.mark.parametrize(("told", "code"), [(["2"], 2), ([], 1)])
+def test_an_agent_that_its_rank_has_ended_ends_with_the_code_of_the_rank(told: list[str], code: int) -> None:
+    words = [sys.executable, "-c", _ENDED, *told]
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == code
+    assert ("SignalException" in ended.stderr) is not bool(told)
+
+
 def test_an_agent_must_be_told_what_is_its_own() -> None:
     with pytest.raises(SystemExit, match="TORCHRUN_OPTIONS -- LEARNER_OPTIONS"):
         main(["--nproc-per-node=1", "--config", "x"])
