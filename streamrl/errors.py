@@ -14,6 +14,7 @@ StreamrlError
 ├── EngineError          the generation engine died or does not make progress
 ├── SampleError          the engine refused one sample, and goes on
 ├── RewardError          no score could be had for a sample; never a number
+│   └── RewardOutage     nobody could be scored, which is no fault of the sample
 ├── PartError            a part that the launcher started ended, and another start would not help
 └── TrainingError        training cannot go on: non-finite steps in a row, publish stuck
 """
@@ -76,6 +77,10 @@ class SampleError(StreamrlError):
 
 
 class RewardError(StreamrlError):
+    pass
+
+
+class RewardOutage(RewardError):
     pass
 
 

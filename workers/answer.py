@@ -2,7 +2,8 @@
 
 A sample fails for good when the engine refuses it or its reward cannot be had. With `min_survivors` left (or as many as
 the ticket asks for, if that is fewer) the group goes out without it; else the group is a failure, and the learner
-counts an attempt. An engine that dies is not the ticket's fault: its EngineError passes through.
+counts an attempt. An engine that dies is not the ticket's fault, nor are rewards that stay out: EngineError and
+RewardOutage pass through.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Protocol
 import structlog
 
 from streamrl.config import schema
-from streamrl.errors import RewardError, SampleError
+from streamrl.errors import RewardError, RewardOutage, SampleError
 from streamrl.wire.group import Group, GroupHeader, Sample
 from streamrl.wire.ticket import Ticket
 from workers.engines.base import Engine, Generated, SampleRequest
@@ -56,6 +57,7 @@ class Answerer:
         self._worker = worker
         self._fingerprint = fingerprint
         self._num_requests = 0
+        self.num_scored = 0  # samples
 
     def outage(self) -> str | None:
         """Why samples could not be scored now; None when they can."""
@@ -91,9 +93,12 @@ class Answerer:
             generated = await engine.generate(request)
             generated_at = time.monotonic()
             scores = await self._rewards.score(_score_item(ticket, generated))
+        except RewardOutage:
+            raise
         except (SampleError, RewardError) as error:
             log.warning("sample_failed", ticket=ticket.number, error=str(error))
             return _Failed(reason=str(error))
+        self.num_scored += 1
         sample = _to_sample(generated, scores)
         return _Scored(sample=sample, generated_at=generated_at, scored_at=time.monotonic())
 

@@ -3,7 +3,7 @@
     prompts ─► `max_groups_in_flight` at once: samples, each scored (workers.answer) ─► answers ─► Result
 
 Blocks on the engine and the rewards, at most `validation.timeout_s` altogether; what is not answered by then counts as
-unanswered, and the result says so.
+unanswered, and the result says so. RewardOutage when a source stays out for longer than its `outage_s`.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ async def _answers(
                 pending, timeout=min(left_s, _SHOW_EVERY_S), return_when=asyncio.FIRST_EXCEPTION
             )
             for task in done:
-                task.result()  # an engine that died ends the evaluation
+                task.result()  # an engine that died ends the evaluation, and rewards that stay out do
             show(len(tasks) - len(pending))
     finally:
         await cancel_all(tasks)

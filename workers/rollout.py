@@ -5,9 +5,10 @@
       └──────────────────────────────────────────────────────────────────────────────────────────────────────┘
     beside it: leases renewed; weights followed; the engine and the run looked after
 
-Blocks on tickets, on the operator's pause, on the first weights, and on rewards while nobody can score. A group leaves
-only when every version that made a token of it was proved (see `proving`). What is not delivered in the end is handed
-back, so that nobody waits for a lease to run out.
+Blocks on tickets, on the operator's pause, on the first weights, and on rewards while nobody can score. Where that
+lasts, tickets that wait for their scores are handed back, and one at a time is tried until a score comes. A group
+leaves only when every version that made a token of it was proved (see `proving`). What is not delivered in the end is
+handed back, so that nobody waits for a lease to run out.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, Protocol
 import structlog
 
 from streamrl.config import schema
-from streamrl.errors import TransportError
+from streamrl.errors import RewardOutage, TransportError
 from streamrl.telemetry.progress import Progress, Wait
 from streamrl.transport.types import Leased
 from streamrl.wire.group import Group, encode_group
@@ -70,7 +71,7 @@ class _Held:
 
     leased: Leased
     num_open: int  # samples that are not made and scored yet
-    delivering: bool = False  # from here on the ticket goes because we deliver it
+    leaving: bool = False  # from here on the ticket goes because we deliver it, or hand it back
 
     def sample_done(self) -> None:
         self.num_open -= 1
@@ -91,6 +92,7 @@ class Rollout:
         self._groups: dict[asyncio.Task[None], _Held] = {}
         self._tokens = Rate(window_s=10.0)
         self._engine: Engine | None = None
+        self._scored_at_outage = -1  # what was scored when rewards were last seen to be out
 
     @property
     def engine_stats(self) -> EngineStats | None:
@@ -143,15 +145,8 @@ class Rollout:
     async def _take_for(self, seconds: float, engine: Engine, over: asyncio.Event) -> None:
         """Keep the hands full for a while."""
         until = time.monotonic() + seconds
-        while not over.is_set() and time.monotonic() < until:
-            most = num_to_take(
-                engine.stats(),
-                num_at_work=len(self._groups),
-                num_open=sum(held.num_open for held in self._groups.values()),
-                samples_per_ticket=self._samples_per_ticket,
-                most=self._settings.max_groups_in_flight,
-            )
-            if most:
+        while not over.is_set() and time.monotonic() < until and self._answerer.outage() is None:
+            if most := self._num_to_take(engine):
                 for leased in await self._lease(most):
                     held = _Held(leased=leased, num_open=leased.ticket.num_samples)
                     task = asyncio.create_task(self._fulfil(held, engine), name=f"ticket {leased.ticket.number}")
@@ -161,11 +156,24 @@ class Rollout:
                 await asyncio.wait(self._groups, timeout=_ROOM_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
             self._reap()
 
+    def _num_to_take(self, engine: Engine) -> int:
+        most = num_to_take(
+            engine.stats(),
+            num_at_work=len(self._groups),
+            num_open=sum(held.num_open for held in self._groups.values()),
+            samples_per_ticket=self._samples_per_ticket,
+            most=self._settings.max_groups_in_flight,
+        )
+        if self._answerer.num_scored > self._scored_at_outage:
+            return most
+        return 0 if self._groups else 1  # nobody has seen yet that rewards are back: one ticket finds out
+
     async def _sit_out(self, outage: str, over: asyncio.Event) -> None:
         """Take no tickets while their samples could not be scored; others may have a way to the rewards."""
         log.warning("rewards_out", reason=outage)
         with self._progress.waiting(Wait.REWARDS):
             while self._answerer.outage() is not None and not over.is_set():
+                self._scored_at_outage = self._answerer.num_scored
                 await unless(over, asyncio.sleep(_REWARDS_EVERY_S))
                 self._reap()
 
@@ -198,17 +206,28 @@ class Rollout:
                 await self._weights.serving(ticket.min_version)
         except TimeoutError:
             log.warning("version_awaited_in_vain", ticket=ticket.number, min_version=ticket.min_version)
-            await self._tickets.hand_back([leased])
+            await self._hand_back(held)
             return
-        group = await self._answerer.answer(ticket, engine, sample_done=held.sample_done)
+        try:
+            group = await self._answerer.answer(ticket, engine, sample_done=held.sample_done)
+        except RewardOutage as outage:
+            log.warning("rewards_awaited_in_vain", ticket=ticket.number, reason=str(outage))
+            self._scored_at_outage = self._answerer.num_scored
+            await self._hand_back(held)
+            return
         await self._weights.proved(_newest_version(group))
         header, body = encode_group(group)
-        held.delivering = True
+        held.leaving = True
         if await self._tickets.deliver(leased, header, body):
             self._count(group)
         else:
             self.counts.groups_late += 1
             log.info("group_came_late", ticket=ticket.number)
+
+    async def _hand_back(self, held: _Held) -> None:
+        """Others may do better; nobody counts it as a failure."""
+        held.leaving = True
+        await self._tickets.hand_back([held.leased])
 
     def _count(self, group: Group) -> None:
         self._tokens.add(sum(len(sample.token_ids) for sample in group.samples))
@@ -229,10 +248,10 @@ class Rollout:
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(self._settings.lease_s / 4)
-            lost = await self._tickets.renew([held.leased for held in self._groups.values() if not held.delivering])
+            lost = await self._tickets.renew([held.leased for held in self._groups.values() if not held.leaving])
             gone = {(leased.purpose, leased.entry_id) for leased in lost}
             for task, held in self._groups.items():
-                if (held.leased.purpose, held.leased.entry_id) in gone and not held.delivering:
+                if (held.leased.purpose, held.leased.entry_id) in gone and not held.leaving:
                     log.info("lease_lost", ticket=held.leased.ticket.number)
                     task.cancel()
 

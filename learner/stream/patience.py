@@ -74,7 +74,7 @@ class Patience:
         if waited_s >= self._idle_timeout_s:
             raise TrainingError(
                 f"no group arrived for {waited_s:.0f} s (learner.idle_timeout_s) and {num_outstanding} tickets are "
-                "outstanding; do workers run, and do they reach Redis?"
+                "outstanding; do workers run, and do they reach Redis and rewards?"
             )
 
     @property

@@ -138,7 +138,7 @@ class HttpReward(Section):
     max_abs: PositiveFloat = 1e6  # a score beyond is nonsense: the sample counts as failed
     timeout_s: PositiveFloat = 30.0  # for one request
     attempts: Positive = 5  # tries before the sample counts as failed
-    outage_s: PositiveFloat = 600.0  # how long samples wait while no replica answers, before they count as failed
+    outage_s: PositiveFloat = 600.0  # how long samples wait while none can be asked; then their tickets go back
     max_concurrency: Positive = 64
     token_file: str | None = None  # a file that holds the bearer token
 

@@ -302,6 +302,8 @@ async def test_a_ticket_that_goes_from_worker_to_worker_is_poison(
     run.worker(name="w2")
     assert run.first() == ("poison_ticket", "degraded")
     assert "leased 3 times" in run.view().causes[0].evidence
+    run.worker(name="w2", detail={"rewards/exact/state": "0 of 1 replicas well"})
+    assert [cause.name for cause in run.view().causes] == ["reward_outage"]
 
 
 async def test_at_the_lag_bound_workers_wait_for_the_learner(run: Watched) -> None:

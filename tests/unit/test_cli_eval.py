@@ -100,6 +100,17 @@ def test_mistakes_are_told_with_their_remedy(
     assert told in capsys.readouterr().err
 
 
+def test_rewards_that_stay_out_end_it_with_what_they_said(
+    run: schema.Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judge = "rewards.judge={type: http, url: 'http://127.0.0.1:9', outage_s: 0.1}"
+    assert main(["eval", str(run.folder), "--prompts", run.data.train, judge]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(
+        "error: reward 'judge': no replica gave a score for 0.1 s: http://127.0.0.1:9/score: Connect"
+    )
+
+
 def test_a_result_counts_what_failed_and_what_was_not_answered() -> None:
     groups = [
         make_group(make_ticket(0), samples=(make_sample(reward=1.0), make_sample(reward=0.0, finish_reason="length"))),

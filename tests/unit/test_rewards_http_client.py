@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from streamrl.config import schema
-from streamrl.errors import ConfigError, RewardError
+from streamrl.errors import ConfigError, RewardError, RewardOutage
 from tests.helpers import wait_until
 from tests.tiny_rewards import make_item
 from workers.permissions import Permissions
@@ -361,14 +361,31 @@ async def until(predicate: Callable[[], Any], description: str) -> Any:
     return await asyncio.to_thread(functools.partial(wait_until, predicate, description=description))
 
 
-async def test_an_outage_that_does_not_end_fails_the_samples() -> None:
+async def test_an_outage_that_does_not_end_is_told_as_one() -> None:
     def answer(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused")
 
     reward = connect(answer, attempts=100, outage_s=0.05)
-    with pytest.raises(RewardError, match=r"no replica gave a score for 0\.05 s: http://reward:1/score: ConnectError"):
+    with pytest.raises(RewardOutage, match=r"no replica gave a score for 0\.05 s: http://reward:1/score: ConnectError"):
         await reward.score(make_item())
     await reward.close()
+
+
+async def test_who_shares_a_request_with_what_is_refused_does_not_sit_out_the_next_outage_after_it() -> None:
+    requests: list[int] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        requests.append(len(json.loads(request.content)["texts"]))
+        if requests[-1] > 1:
+            return httpx.Response(422)
+        raise httpx.ConnectError("refused")
+
+    reward = connect(answer, outage_s=0.05)
+    asked = (reward.score(make_item("x" * length, prompt="")) for length in range(1, 65))
+    outcomes = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 2.0)
+    await reward.close()
+    assert {type(outcome) for outcome in outcomes} == {RewardOutage}
+    assert requests.count(64) == 1
 
 
 async def test_a_service_may_be_asked_in_another_form_at_its_own_path() -> None:

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from streamrl.config import schema
-from streamrl.errors import ConfigError, RewardError
+from streamrl.errors import ConfigError, RewardError, RewardOutage
 from tests.tiny_rewards import make_item
 from workers.permissions import Permissions
 from workers.rewards.base import FakeReward, Rewards, ScoreItem, Scores, Weighted, build_rewards
@@ -74,6 +74,15 @@ async def test_an_error_of_one_source_names_it() -> None:
 
     rewards = Rewards({"model": Weighted(reward=FakeReward(fail), weight=1.0)})
     with pytest.raises(RewardError, match="reward 'model': the server is on fire"):
+        await rewards.score(make_item())
+
+
+async def test_an_outage_of_one_source_stays_one_for_the_sample() -> None:
+    def fail(item: object) -> float:
+        raise RewardOutage("nobody is there")
+
+    rewards = Rewards({"model": Weighted(reward=FakeReward(fail), weight=1.0)})
+    with pytest.raises(RewardOutage, match="reward 'model': nobody is there"):
         await rewards.score(make_item())
 
 

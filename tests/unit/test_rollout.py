@@ -264,20 +264,6 @@ async def test_a_paused_run_gets_no_more_groups_until_it_goes_on() -> None:
     await world.finish()
 
 
-async def test_while_rewards_are_out_no_ticket_is_taken_and_the_wait_shows() -> None:
-    world = WorkerWorld()
-    world.reward.outage = "http://reward:1/score: refused"
-    world.put(1)
-    world.start()
-    await world.until(lambda: world.progress.report().doing == "rewards", "the worker waits for rewards")
-    assert world.tickets.waiting
-
-    world.reward.outage = None
-    await world.delivered(1)
-    await world.until(lambda: "rewards/made_up/state" in world.progress.report().detail, "the sources show")
-    await world.finish()
-
-
 async def test_a_ticket_that_another_worker_got_is_dropped() -> None:
     world = WorkerWorld(engine=EngineDouble(hold=True), lease_s=0.1)
     world.put(1)

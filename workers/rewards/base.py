@@ -49,7 +49,8 @@ class Reward(Protocol):
         """Show that the source can be used at all; what the user must mend is a UserError."""
 
     async def score(self, item: ScoreItem) -> float:
-        """A finite number within the source's own time limit, or RewardError."""
+        """A finite number within the source's own time limit, or RewardError; RewardOutage where the sample is not at
+        fault."""
 
     def health(self) -> Health: ...
 
@@ -160,7 +161,7 @@ class Rewards:
                 raise RewardError(f"gave {value:g}, beyond its max_abs of {source.max_abs:g}")
         except RewardError as error:
             record.failed += 1
-            raise RewardError(f"reward {name!r}: {error}") from error
+            raise type(error)(f"reward {name!r}: {error}") from error
         record.scored += 1
         share = max(_FORGETTING, 1 / record.scored)
         record.latency_s += share * (time.monotonic() - began - record.latency_s)

@@ -4,7 +4,8 @@
                               │
                               ├─ no connection, too late, 5xx, nonsense: again, elsewhere if there are replicas
                               ├─ 401, 403, 404: so too; of address and token, unless others get their scores there
-                              └─ no replica is well: an outage; wait for one, which costs no attempt, up to `outage_s`
+                              └─ no replica is well: an outage; wait for one, which costs no attempt, up to `outage_s`;
+                                 then RewardOutage
 
 A request that is refused (400, 413, 422), or had its attempts, is sent again row by row: one bad sample fails alone.
 Whether a replica that is out is well again, a row that was scored before finds out.
@@ -22,7 +23,7 @@ import httpx
 
 from streamrl.config import schema
 from streamrl.config.places import LOCAL_REWARD_SERVER
-from streamrl.errors import ConfigError, RewardError
+from streamrl.errors import ConfigError, RewardError, RewardOutage
 from workers.permissions import Permissions
 from workers.rewards.base import Health, ScoreItem
 from workers.rewards.bearer import read_token
@@ -123,7 +124,7 @@ class HttpReward:
         return await entry.score
 
     async def close(self) -> None:
-        _fail(self._waiting, "the request was given up")
+        _fail(self._waiting, RewardError("the request was given up"))
         for request in self._requests:
             request.cancel()
         await asyncio.gather(*self._requests, return_exceptions=True)
@@ -143,27 +144,32 @@ class HttpReward:
 
     async def _settle(self, batch: list[_Waiting]) -> None:
         """Give every entry its score or its error."""
+        try:
+            await self._score(batch)
+        except RewardOutage as error:
+            _fail(batch, error)
+        finally:
+            _fail(batch, RewardError("the request was given up"))  # whatever happens, nobody waits for ever
+
+    async def _score(self, batch: list[_Waiting]) -> None:
         batch = [entry for entry in batch if not entry.score.done()]  # done: nobody waits for it any more
         if not batch:
             return
         try:
             scores = await self._ask_patiently([entry.item for entry in batch])
+        except Refused as refusal:
+            if len(batch) == 1:
+                _fail(batch, RewardError(str(refusal)))
+            else:
+                for entry in batch:
+                    await self._score([entry])
+        else:
             for entry, score in zip(batch, scores, strict=True):
                 if not entry.score.done():
                     entry.score.set_result(score)
-        except Refused as refusal:
-            if len(batch) == 1:
-                _fail(batch, str(refusal))
-            else:
-                for entry in batch:
-                    await self._settle([entry])
-        except RewardError as error:
-            _fail(batch, str(error))
-        finally:
-            _fail(batch, "the request was given up")  # whatever happens, nobody waits for ever
 
     async def _ask_patiently(self, items: list[ScoreItem]) -> list[float]:
-        """Refused: these samples had their attempts. RewardError: nobody could be asked."""
+        """Refused: these samples had their attempts. RewardOutage: there was none for them, nor for others."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self._source.outage_s
         last: Replica | None = None
@@ -208,13 +214,13 @@ class HttpReward:
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 
     async def _a_replica(self, *, but: Replica | None, until: float) -> Replica:
-        """Whom to ask; waits while the whole service is out, RewardError when it stays so for too long."""
+        """Whom to ask; waits while the whole service is out, RewardOutage when it stays so for too long."""
         loop = asyncio.get_running_loop()
         while loop.time() < until:
             if (replica := self._replicas.choose(but=but)) is not None:
                 return replica
             await asyncio.sleep(min(self._replicas.pause_s() * random.uniform(1.0, 1.2), until - loop.time()))
-        raise RewardError(f"no replica gave a score for {self._source.outage_s:g} s: {self._replicas.last_errors}")
+        raise RewardOutage(f"no replica gave a score for {self._source.outage_s:g} s: {self._replicas.last_errors}")
 
     async def _ask(self, replica: Replica, items: list[ScoreItem]) -> list[float]:
         try:
@@ -248,7 +254,7 @@ class HttpReward:
                 set_token(self._client, read_token(path, key="token_file"))
 
 
-def _fail(batch: list[_Waiting], reason: str) -> None:
+def _fail(batch: list[_Waiting], error: RewardError) -> None:
     for entry in batch:
         if not entry.score.done():
-            entry.score.set_exception(RewardError(reason))
+            entry.score.set_exception(type(error)(str(error)))  # its own: each gets another traceback

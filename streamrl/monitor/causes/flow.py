@@ -106,7 +106,7 @@ def _remedy_of_drops(reason: str) -> str:
 
 def poison_ticket(view: View) -> Told | None:
     times = view.train.oldest_times
-    if times is None or times < _TIMES_POISON:
+    if times is None or times < _TIMES_POISON or reward_outage(view):  # in an outage, workers hand the oldest back
         return None
     return Told(
         level="attention",
