@@ -129,6 +129,6 @@ async def test_a_permitted_host_may_be_given_with_or_without_its_port() -> None:
         await build(Permissions(hosts=(host,)), type="http", url="http://rewards.example:80").close()
 
 
-def test_the_local_server_must_exist() -> None:
-    with pytest.raises(ConfigError, match=r"rewards\.mine\.url.*reward_server\.model"):
+def test_who_is_not_told_where_the_local_server_is_learns_how_to_be() -> None:
+    with pytest.raises(ConfigError, match=r"rewards\.mine\.url.*--local-reward-url URL"):
         build(type="http", url="local")

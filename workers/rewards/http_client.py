@@ -58,7 +58,10 @@ def build_http_reward(
 def _address(key: str, url: str, form: Form, permissions: Permissions, local_reward_url: str | None) -> str:
     if url == LOCAL_REWARD_SERVER:
         if local_reward_url is None:
-            raise ConfigError(f"{key}: `local` needs a reward server on this machine: set reward_server.model")
+            raise ConfigError(
+                f"{key}: `local` needs the address of the reward server: start this with --local-reward-url URL; "
+                "`streamrl up` gives it to its own workers"
+            )
         url = local_reward_url  # named on this worker's command line, so it needs no other permission
     else:
         _check_host(key, url, permissions)
