@@ -150,7 +150,6 @@ def test_a_rank_at_the_disk_is_not_stalled_before_the_disks_own_timeout(
         lineage=((1, None),),
         step=0,
         consumed_samples=0,
-        elapsed_s=0.0,
         first_step=0,
         total_steps=0,
         canary_ids=(),
