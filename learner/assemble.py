@@ -16,6 +16,7 @@ import redis
 import torch
 
 from learner.algorithms import make_algorithm
+from learner.checkpoints.epochs import highest_epoch
 from learner.companion import Beside
 from learner.conductor import Conductor
 from learner.distributed import World
@@ -69,16 +70,10 @@ def learn(
     patient = world.beside(timeout_s=at_disk_s(config))
     progress = Progress(part=f"learner/{world.rank}", role="learner")
     with ExitStack() as stack:
-        client = stack.enter_context(connect(url, config.redis))
-        server = Server(
-            client=client,
-            keys=Keys(config.name),
-            holder=holder_name(environment),
-            takeover=takeover,
-            is_restart=was_restarted(environment),
-        )
+        server = _connect(config, url, environment, takeover=takeover)
+        stack.enter_context(server.client)
         # Before all that may take long: workers wait for a learner which shows itself.
-        stack.enter_context(ReportWriter(client, server.keys, progress))
+        stack.enter_context(ReportWriter(server.client, server.keys, progress))
         if world.is_main:
             check_exporters(config)
         speech = read_speech(config.model.path)
@@ -101,6 +96,20 @@ def learn(
         if prompts is None:
             return _follow(around, server, policy)
         return _lead(around, server, policy, prompts)
+
+
+def _connect(config: schema.Config, url: str, environment: Mapping[str, str], *, takeover: bool) -> Server:
+    """The server of a run that has begun comes back, after a failover or when it has read its file, and is waited for.
+    Before that the address may be wrong."""
+    is_restart = was_restarted(environment)
+    has_begun = is_restart or highest_epoch(config.folder) > 0
+    return Server(
+        client=connect(url, config.redis, patience_s=config.redis.give_up_after_s if has_begun else None),
+        keys=Keys(config.name),
+        holder=holder_name(environment),
+        takeover=takeover,
+        is_restart=is_restart,
+    )
 
 
 def _follow(around: Surroundings, server: Server, policy: Policy) -> RunState:

@@ -32,6 +32,7 @@ _UNIX_SEND_BYTES = 1 << 20
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 _ROLES = "the user of another role? `streamrl redis acl` prints what each may do"
+_TLS_MISTAKES = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
 # Answers of a server that is starting, full, or changing its role: the same call may succeed in a moment.
 _PASSING_ANSWERS = ("LOADING", "OOM", "MISCONF", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS")
 
@@ -46,13 +47,18 @@ class Timeouts(Protocol):
     def reply_timeout_s(self) -> float: ...
 
 
-def connect(url: str, settings: Timeouts) -> redis.Redis:
-    """A client whose server answered; tries for `connect_timeout_s`."""
+def connect(url: str, settings: Timeouts, *, patience_s: float | None = None) -> redis.Redis:
+    """A client whose server answered. Where none does within `connect_timeout_s`, the user has to mend something. With
+    `patience_s` the server was there before: it is tried for so long, and then it is away (TransportError); what it
+    answers that no waiting changes is for the user all the same."""
     client = open_client(url, retry=Retry(NoBackoff(), 0), **_options(url, settings))
+    give_up_after_s = settings.connect_timeout_s if patience_s is None else patience_s
     try:
-        repeat(client.ping, attempts=Attempts(client, "answer", give_up_after_s=settings.connect_timeout_s))
+        repeat(client.ping, attempts=Attempts(client, "answer", give_up_after_s=give_up_after_s))
     except TransportError as error:
         client.close()
+        if patience_s is not None and _is_away(error.__cause__):
+            raise
         raise ResourceError(f"{str(error).rstrip('.')}. {_remedy(url, error.__cause__)}") from None
     return client
 
@@ -79,6 +85,11 @@ def _options(url: str, settings: Timeouts) -> dict[str, Any]:
         "socket_connect_timeout": settings.connect_timeout_s,
     }
     return options if url.startswith("unix:") else {**options, "socket_keepalive": True}
+
+
+def _is_away(error: BaseException | None) -> bool:
+    is_mistake = any(text in str(error) for text in _TLS_MISTAKES)
+    return isinstance(error, redis.RedisError) and _is_passing(error) and not is_mistake
 
 
 def _remedy(url: str, error: BaseException | None) -> str:

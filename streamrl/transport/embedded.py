@@ -1,8 +1,9 @@
 """A private Redis server in the run's folder: unix socket only, append-only file, gone with who started it.
 
-Owns the server process and its socket. Starting blocks until the server answers, stopping until it has exited; both are
-bounded. A second server in the same folder is refused by a lock that the server process itself holds, so the lock
-ends exactly when the server does, whoever kills it.
+Owns the server process and its socket. Starting blocks until the server answers, stopping until it has exited. Both are
+bounded, except that a start takes as long as the server says that it is still reading its file. A second server in the
+same folder is refused by a lock that the server process itself holds, so the lock ends exactly when the server does,
+whoever kills it.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from streamrl.errors import ResourceError
 
@@ -54,8 +57,8 @@ class EmbeddedRedis:
 
     @classmethod
     def start(cls, folder: Path, *, ready_timeout_s: float = 60.0, lock_timeout_s: float = 5.0) -> Self:
-        """Serve what the folder holds, or begin anew; ResourceError when there is no server program, it does not come
-        up in time, or another serves the folder and does not end within `lock_timeout_s`."""
+        """Serve what the folder holds, or begin anew; ResourceError when there is no server program, it gives no sign
+        of life for `ready_timeout_s`, or another serves the folder and does not end within `lock_timeout_s`."""
         program = find_server()
         folder = folder.resolve()
         folder.mkdir(parents=True, exist_ok=True)
@@ -118,12 +121,17 @@ class EmbeddedRedis:
         self.stop()
 
     def _wait_until_ready(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not _answers(self._socket):
+        silent_since = time.monotonic()
+        while (answer := _ask(self._socket)) != "ready":
+            now = time.monotonic()
+            if answer == "loading":  # however long its file is
+                silent_since = now
             if not self.running:
                 raise ResourceError(f"the embedded Redis ended at once: {self._last_words()}")
-            if time.monotonic() > deadline:
-                raise ResourceError(f"the embedded Redis was not ready in {timeout_s:g} s: {self._last_words()}")
+            if now - silent_since > timeout_s:
+                raise ResourceError(
+                    f"the embedded Redis gave no sign of life for {timeout_s:g} s: {self._last_words()}"
+                )
             time.sleep(_PAUSE_S)
 
     def _last_words(self) -> str:
@@ -153,7 +161,7 @@ def find_server(which: Callable[[str], str | None] = shutil.which) -> Path:
 def serving(folder: Path) -> str | None:
     """The URL of the server that runs in this folder; None when none does. Starts nothing."""
     socket = _socket_path(folder.resolve())
-    return f"unix://{socket}" if socket.exists() and _answers(socket) else None
+    return f"unix://{socket}" if socket.exists() and _ask(socket) == "ready" else None
 
 
 def _lock(folder: Path, timeout_s: float) -> int:
@@ -208,11 +216,16 @@ def _arguments(folder: Path, socket: Path) -> list[str]:
     return [word for name, value in options.items() for word in (f"--{name}", value)]
 
 
-def _answers(socket: Path) -> bool:
-    client = redis.Redis(unix_socket_path=str(socket), socket_timeout=5.0, protocol=2)
+def _ask(socket: Path) -> Literal["ready", "loading", "nothing"]:
+    once = Retry(NoBackoff(), 0)  # by itself the client would ask again for seconds, and tell the last answer alone
+    client = redis.Redis(unix_socket_path=str(socket), socket_timeout=5.0, protocol=2, retry=once)
     try:
-        return bool(client.ping())
-    except redis.RedisError:  # not there yet, or still reading its file
-        return False
+        client.ping()
+    except redis.BusyLoadingError:
+        return "loading"
+    except redis.RedisError:  # not there yet
+        return "nothing"
+    else:
+        return "ready"
     finally:
         client.close()

@@ -111,6 +111,8 @@ def test_who_is_refused_learns_where_a_password_goes(guarded: Guarded) -> None:
         with pytest.raises(ResourceError, match=f"{PASSWORD}_FILE") as caught:
             connect(url, SETTINGS)
         assert "wrong" not in str(caught.value).replace("WRONGPASS", "")
+        with pytest.raises(ResourceError, match=f"{PASSWORD}_FILE"):  # at once, for no waiting changes it
+            connect(url, SETTINGS, patience_s=600.0)
 
 
 def test_a_file_of_a_password_that_cannot_be_used_is_one_clear_error(tmp_path: Path) -> None:
@@ -221,6 +223,8 @@ def test_tls_that_does_not_work_says_what_would(tls_port: int, guarded: Guarded)
         connect(f"rediss://127.0.0.1:{tls_port}", settings)
     with pytest.raises(ResourceError, match="one side speaks TLS"):
         connect(f"rediss://127.0.0.1:{guarded.port}", settings)
+    with pytest.raises(ResourceError, match="ssl_ca_certs=FILE"):
+        connect(f"rediss://127.0.0.1:{tls_port}", settings, patience_s=0.3)
 
 
 # Sentinels

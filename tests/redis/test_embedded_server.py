@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from streamrl.config import schema
-from streamrl.errors import ConfigError, ResourceError
+from streamrl.errors import ConfigError, ResourceError, TransportError
 from streamrl.transport.address import server_name
 from streamrl.transport.connection import check_server, connect, connect_async
 from streamrl.transport.embedded import EmbeddedRedis, find_server
@@ -100,6 +101,47 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     assert not (tmp_path / "redis.sock").exists()
 
 
+_LOADS = """#!{python} -IS
+import socket, sys, time
+path, began = sys.argv[sys.argv.index("--unixsocket") + 1], time.monotonic()
+server = socket.socket(socket.AF_UNIX)
+server.bind(path)
+server.listen()
+while True:
+    connection, _ = server.accept()
+    with connection:
+        while asked := connection.recv(4096):
+            is_loading = time.monotonic() < began + {loads_s}
+            answer = b"-LOADING Redis is loading the dataset in memory\\r\\n" if is_loading else {then!r}
+            connection.sendall(b"+OK\\r\\n" * asked.count(b"SETINFO") + answer * asked.count(b"PING"))
+            if not answer:
+                break
+"""
+
+
+def loading_server(folder: Path, *, loads_s: float, then: bytes) -> str:
+    """The PATH of a server that loads for so long before it answers this."""
+    folder.mkdir()
+    program = folder / "redis-server"
+    program.write_text(_LOADS.format(python=sys.executable, loads_s=loads_s, then=then))
+    program.chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+def test_a_server_that_reads_a_long_file_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", loading_server(tmp_path / "bin", loads_s=3.0, then=b"+PONG\r\n"))
+    with EmbeddedRedis.start(tmp_path / "redis", ready_timeout_s=2.0) as server:
+        assert server.running
+
+
+def test_a_server_that_says_nothing_any_more_while_it_reads_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", loading_server(tmp_path / "bin", loads_s=0.5, then=b""))
+    with pytest.raises(ResourceError, match=r"the embedded Redis gave no sign of life for 2 s"):
+        EmbeddedRedis.start(tmp_path / "redis", ready_timeout_s=2.0)
+
+
 def test_the_server_on_the_path_is_preferred(tmp_path: Path) -> None:
     assert find_server(which=lambda name: f"/somewhere/{name}") == Path("/somewhere/redis-server")
     assert find_server(which=lambda name: None).is_file()
@@ -156,6 +198,17 @@ def test_a_server_that_does_not_answer_is_one_clear_error(tmp_path: Path) -> Non
     with pytest.raises(ResourceError, match=r"Redis at localhost:1/0 could not answer") as caught:
         connect("redis://user:secret@localhost:1/0", settings)
     assert "secret" not in str(caught.value)
+
+
+def test_a_server_that_was_there_before_is_waited_for_and_then_away(tmp_path: Path) -> None:
+    settings = schema.Redis(connect_timeout_s=0.05)
+    with pytest.raises(TransportError, match=r"nobody\.sock could not answer within 0\.2 s"):
+        connect(f"unix://{tmp_path}/nobody.sock", settings, patience_s=0.2)
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        connecting = thread.submit(connect, f"unix://{tmp_path.resolve()}/redis.sock", settings, patience_s=30.0)
+        wait_until(lambda: connecting.running(), description="it tries")
+        with EmbeddedRedis.start(tmp_path), connecting.result(timeout=30.0) as client:
+            assert client.ping()
 
 
 def test_a_url_that_is_none_is_one_clear_error_without_its_password() -> None:

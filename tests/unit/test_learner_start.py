@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from learner.assemble import learn
 from learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot, CheckpointState
 from learner.checkpoints.epochs import CheckpointName, Epoch
+from learner.distributed import World
 from learner.start import Claimed, Start, make_start, once_there_is_room
 from learner.stream.ledger import StreamState
+from streamrl.config import schema
+from streamrl.errors import ResourceError, TransportError
 from tests.feed_world import Clock, make_config, make_prompts
+from tests.learner_cases import learner_config
 
 CLAIMED = Claimed(
     run_uid="run",
@@ -89,3 +96,29 @@ def test_the_steps_of_a_fork_with_new_data_are_counted_from_where_these_began() 
         start = start_of(num_prompts=400, step=step, first_step=500)
         assert (start.step, start.first_step, start.total_steps) == (step, 500, 200)
     assert start_of(num_prompts=400, max_steps=650, first_step=500).total_steps == 150
+
+
+def learn_without_redis(folder: Path, environment: Mapping[str, str]) -> None:
+    config = learner_config(folder, dir=folder, redis=schema.Redis(connect_timeout_s=0.05, give_up_after_s=0.1))
+    learn(
+        config=config,
+        url=f"unix://{folder}/nobody.sock",
+        takeover=False,
+        world=World(rank=0, size=1, device=torch.device("cpu")),
+        stop=threading.Event(),
+        elastic=False,
+        environment=environment,
+    )
+
+
+def test_a_server_that_was_never_there_is_for_the_user_to_mend(tmp_path: Path) -> None:
+    with pytest.raises(ResourceError, match=r"redis\.url"):
+        learn_without_redis(tmp_path, {"TORCHELASTIC_RESTART_COUNT": "0"})
+
+
+def test_the_server_of_a_run_that_has_begun_is_away_which_a_restart_may_mend(tmp_path: Path) -> None:
+    with pytest.raises(TransportError, match=r"within 0\.1 s"):
+        learn_without_redis(tmp_path, {"TORCHELASTIC_RESTART_COUNT": "1"})
+    CheckpointRoot(tmp_path / "run").claim_epoch("run")
+    with pytest.raises(TransportError, match=r"within 0\.1 s"):
+        learn_without_redis(tmp_path, {})
