@@ -81,7 +81,8 @@ class ReplayStream:
 
     def restore(self, *, cursor: str, retried: Mapping[int, int] | None = None) -> None: ...
 
-    def issue(self, tickets: Sequence[Ticket]) -> None: ...
+    def issue(self, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
+        return []
 
     def count_issued(self, issued: int) -> None: ...
 

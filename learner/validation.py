@@ -6,6 +6,7 @@ timeout cuts short is reported as far as it got, one that a crash cuts short is 
 evaluate as the least; a worker may be further by then, so the result tells the range of steps that answered.
 
 Nothing here waits unless `poll` is told to. An unsound answer counts as a failure of its ticket, like a reported one.
+What a full Redis refuses goes out with a later `poll`.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ class _Round:
     started_at: float
     attempts: dict[int, int]  # reported failures of the tickets that are open
     answers: dict[int, Group]
+    unsent: list[int]  # tickets that are yet to go out
     num_failed: int = 0
 
 
@@ -127,8 +129,9 @@ class Validation:
             started_at=self._clock(),
             attempts=dict.fromkeys(numbers, 0),
             answers={},
+            unsent=list(numbers),
         )
-        self._issue(current, numbers)
+        self._send(current)
         self._round = current
 
     def poll(self, *, wait_s: float = 0.0) -> ValidationResult | None:
@@ -142,6 +145,7 @@ class Validation:
         if entries:
             milliseconds, _, sequence = entries[-1].id.partition("-")
             self._stream.trim_eval(below=f"{milliseconds}-{int(sequence) + 1}")
+        self._send(current)
         duration_s = self._clock() - current.started_at
         if current.attempts and duration_s < self._settings.timeout_s:
             return None
@@ -161,7 +165,7 @@ class Validation:
         except WireError as error:
             current.attempts[entry.number] += 1
             if current.attempts[entry.number] < self._max_attempts:
-                self._issue(current, [entry.number])
+                current.unsent.append(entry.number)
                 return
             current.num_failed += 1
             log.warning("validation prompt given up", line=self._prompt(current, entry.number).line, error=str(error))
@@ -177,8 +181,10 @@ class Validation:
             raise WireError("the answer is not to this ticket, or was made by another model")
         return decode_body(header, entry.body)
 
-    def _issue(self, current: _Round, numbers: Iterable[int]) -> None:
-        self._stream.issue([self._ticket(current, number) for number in numbers])
+    def _send(self, current: _Round) -> None:
+        if current.unsent:
+            refused = self._stream.issue([self._ticket(current, number) for number in current.unsent])
+            current.unsent = [ticket.number for ticket in refused]
 
     def _ticket(self, current: _Round, number: int) -> Ticket:
         prompt = self._prompt(current, number)

@@ -8,7 +8,8 @@ StreamrlError
 ├── WireError            a message that does not follow the schema or exceeds a limit
 ├── TransportError       Redis, or the store of weights, did not answer within its bounds
 │   ├── Fenced           a newer learner epoch exists; this process must stop at once
-│   └── RunGone          the run's tombstone is there: it was removed, leave
+│   ├── RunGone          the run's tombstone is there: it was removed, leave
+│   └── ServerFull       Redis takes no more until there is room (maxmemory, its disk); nothing was written
 ├── WeightsError         a blob, manifest, or digest is missing or wrong
 │   └── LoadRejected     the engine did not prove that it serves what was loaded
 ├── EngineError          the generation engine died or does not make progress
@@ -57,6 +58,10 @@ class Fenced(TransportError):
 
 
 class RunGone(TransportError):
+    pass
+
+
+class ServerFull(TransportError):
     pass
 
 

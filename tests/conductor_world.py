@@ -70,9 +70,12 @@ class FakeValidation:
     def __init__(self) -> None:
         self._looks_left = 2
         self.started: list[int] = []
+        self.trouble: Exception | None = None
 
     def start(self, *, step: int, version: int) -> None:
         self.started.append(step)
+        if self.trouble is not None:
+            raise self.trouble
 
     @property
     def running(self) -> bool:

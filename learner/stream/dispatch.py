@@ -7,13 +7,17 @@ tickets that the operator wants repeated go first, under new numbers.
 
 A ticket whose workers reported a failure is issued again, with its number of failures, until `worker.max_attempts`;
 then it goes to the dead letters. The ledger counts a ticket as issued before it is written: should the write be lost,
-the ticket is outstanding and missing, which reconciling mends; the other way round it might be issued twice. Blocks on
-single commands to Redis.
+the ticket is outstanding and missing, which reconciling mends; the other way round it might be issued twice.
+
+What a full server refuses is kept here and offered again; meanwhile what is there is trained, and a commit is asked for
+that makes room. Blocks on single commands to Redis.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+
+import structlog
 
 from learner.stream.backlog import Backlog
 from learner.stream.data import PromptSet
@@ -25,6 +29,8 @@ from streamrl.config import schema
 from streamrl.crashpoints import crashpoint
 from streamrl.transport.seam import GroupStream
 from streamrl.wire.ticket import Ticket
+
+log = structlog.get_logger(__name__)
 
 
 class Dispatch:
@@ -48,6 +54,7 @@ class Dispatch:
         self._num_of_data = prompts.num_tickets(config.training.max_epochs)
         self._widest_window = (config.lag.max_steps + 1) * self._groups_per_step
         self.to_repeat: list[int] = []  # dead tickets that the operator wants repeated, as last heard
+        self.refused: list[int] = []  # by a full server: issued by the ledger, and in Redis as soon as there is room
         self.wants_commit = False  # there is less room than there could be, for bytes that a commit would free
 
     @property
@@ -63,12 +70,17 @@ class Dispatch:
     @property
     def num_on_the_way(self) -> int:
         """Tickets whose groups have not been read."""
-        return max(0, self._ledger.outstanding - self._hand.num_read)
+        return max(0, self._num_out - self._hand.num_read)
+
+    @property
+    def _num_out(self) -> int:
+        """Outstanding tickets, but for those that Redis has yet to take."""
+        return self._ledger.outstanding - len(self.refused)
 
     def top_up(self, *, step: int) -> None:
-        """Issue as many new tickets as there is room for."""
+        """Issue as many new tickets as there is room for: none while others are refused."""
         room = self._room(step)
-        if room <= 0:
+        if room <= 0 or self.refused:
             return
         first = self._ledger.issued
         for dead in self._repeatable()[:room]:
@@ -80,12 +92,18 @@ class Dispatch:
         crashpoint("issue.counted")
         self.issue(range(first, self._ledger.issued), step=step)
 
-    def issue(self, numbers: Iterable[int], *, step: int) -> None:
-        """Write these tickets, for the first time or again."""
+    def issue(self, numbers: Iterable[int] = (), *, step: int) -> None:
+        """Write these tickets, for the first time or again, behind those that were refused before."""
         first_version = self._lag.first_version()
-        tickets = [self._ticket(number, step, first_version) for number in numbers]
+        before, self.refused = self.refused, []  # should this fail, reconciling finds out what is missing
+        wanted = dict.fromkeys((*filter(self._ledger.is_open, before), *numbers))
+        tickets = [self._ticket(number, step, first_version) for number in wanted]
         if tickets:
-            self._stream.issue(tickets)
+            self.refused = [ticket.number for ticket in self._stream.issue(tickets)]
+        if self.refused and not before:
+            log.warning("Redis is full, and tickets wait for room", tickets=len(self.refused))
+        elif before and not self.refused:
+            log.info("Redis takes tickets again", tickets=len(tickets))
 
     def failed(self, number: int, *, error: str, step: int) -> None:
         """A worker could not fill this ticket, or nobody could read it."""
@@ -117,11 +135,10 @@ class Dispatch:
 
     def _room(self, step: int) -> int:
         """For how many tickets; negative where the window has shrunk."""
-        outstanding, on_the_way = self._ledger.outstanding, self.num_on_the_way
-        window = self._lag.batches_ahead(step) * self._groups_per_step - outstanding
-        in_bytes = self._backlog.room(on_the_way)
+        window = self._lag.batches_ahead(step) * self._groups_per_step - self._num_out
+        in_bytes = 0 if self.refused else self._backlog.room(self.num_on_the_way)
         freeable = self._backlog.freeable(self._hand.all_ids()) if in_bytes < window else 0
-        lacking = self._groups_per_step - outstanding  # for a single batch
+        lacking = self._groups_per_step - self._num_out  # for a single batch
         # Early commits must be worth their time: half the budget, or the next batch.
         self.wants_commit = 2 * freeable >= self._backlog.max_bytes or (freeable > 0 and in_bytes < lacking)
         if freeable == 0:

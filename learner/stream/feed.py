@@ -209,9 +209,11 @@ class Feed:
         while True:
             if self._clock() >= self._listen_at:
                 self.listen()
+                if self.control in ("run", "drain"):
+                    self._dispatch.issue(step=step)  # what a full server refused
             if self.control == "stop":
                 return Plan(kind=Kind.STOP, step=step)
-            if self.control == "run":
+            if self.control == "run" or (self.control == "drain" and self._dispatch.refused):
                 self._dispatch.top_up(step=step)
                 if self._dispatch.wants_commit and self._patience.may_ask_for_commit():
                     log.info("a checkpoint before its time", backlog_bytes=self._backlog.num_bytes)

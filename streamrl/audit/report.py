@@ -12,7 +12,8 @@ class Audit:
     """The fate of every training ticket of a run, as of its newest complete checkpoint.
 
     On a live run, what ended since that checkpoint has not been committed, and counts as outstanding: a crash would
-    undo it. A ticket that Redis has lost counts as lost until the learner has looked, and has issued it again.
+    undo it. A ticket that Redis has lost, or was too full to take, counts as lost until the learner has issued it
+    again.
     """
 
     run: str

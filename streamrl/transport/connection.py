@@ -20,7 +20,7 @@ from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from streamrl.errors import ResourceError, TransportError
+from streamrl.errors import ResourceError, ServerFull, TransportError
 from streamrl.transport.address import AnyClient, open_async_client, open_client, server_name
 from streamrl.transport.url import PASSWORD
 
@@ -33,8 +33,9 @@ _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 _ROLES = "the user of another role? `streamrl redis acl` prints what each may do"
 _TLS_MISTAKES = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
+_FULL_ANSWERS = ("OOM", "MISCONF")  # memory or disk; what asks for it has written nothing before
 # Answers of a server that is starting, full, or changing its role: the same call may succeed in a moment.
-_PASSING_ANSWERS = ("LOADING", "OOM", "MISCONF", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS")
+_PASSING_ANSWERS = (*_FULL_ANSWERS, "LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS")
 
 
 class Timeouts(Protocol):
@@ -148,11 +149,14 @@ def _check_info(server: str, info: Mapping[str, Any]) -> None:
 class Attempts:
     """How one call is repeated: which errors pass, how long to pause, when to give up. Used for one call only."""
 
-    def __init__(self, client: AnyClient, what: str, *, give_up_after_s: float = 0.0) -> None:
+    def __init__(
+        self, client: AnyClient, what: str, *, give_up_after_s: float = 0.0, wait_for_room: bool = True
+    ) -> None:
         self._server = server_name(client)
         self._what = what
         self._deadline = time.monotonic() + give_up_after_s
         self._give_up_after_s = give_up_after_s
+        self._wait_for_room = wait_for_room
         self._pause_s = _FIRST_PAUSE_S
 
     def pause_after(self, error: redis.RedisError) -> float:
@@ -160,6 +164,8 @@ class Attempts:
         if not _is_passing(error):
             hint = f" ({_ROLES})" if isinstance(error, redis.exceptions.NoPermissionError) else ""
             raise TransportError(f"Redis at {self._server} could not {self._what}: {error}{hint}") from error
+        if not self._wait_for_room and _is_full(error):
+            raise ServerFull(f"Redis at {self._server} could not {self._what}, being full: {error}") from error
         pause_s = self._pause_s * random.uniform(0.5, 1.0)
         if time.monotonic() + pause_s > self._deadline:
             raise TransportError(
@@ -172,8 +178,13 @@ class Attempts:
 def _is_passing(error: redis.RedisError) -> bool:
     if isinstance(error, redis.AuthenticationError | redis.exceptions.AuthorizationError):
         return False
-    passing = (redis.ConnectionError, redis.TimeoutError, redis.exceptions.OutOfMemoryError, redis.ReadOnlyError)
-    return isinstance(error, passing) or any(answer in str(error) for answer in _PASSING_ANSWERS)
+    passing = (redis.ConnectionError, redis.TimeoutError, redis.ReadOnlyError)
+    return isinstance(error, passing) or _is_full(error) or any(answer in str(error) for answer in _PASSING_ANSWERS)
+
+
+def _is_full(error: redis.RedisError) -> bool:
+    full = isinstance(error, redis.exceptions.OutOfMemoryError)
+    return full or any(answer in str(error) for answer in _FULL_ANSWERS)
 
 
 def repeat(

@@ -29,6 +29,7 @@ class MemoryServer:
     epoch: int = 0
     control: Control = "run"
     disturbed: bool = False
+    full: bool = False  # takes no more tickets
     last_id: int = 0
     # Called when a read finds nothing, with the seconds it may wait: the place to move a fake clock on.
     wait: Callable[[float], None] = lambda seconds: None
@@ -89,14 +90,17 @@ class LearnerStreamDouble:
     def orders(self) -> Orders:
         return Orders(control=self._server.control, retries=tuple(sorted(self._server.retry_requests)))
 
-    def issue(self, tickets: Sequence[Ticket]) -> None:
+    def issue(self, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
+        refused = tickets if self._server.full else []
+
         def effect() -> None:
-            for ticket in tickets:
+            for ticket in tickets[len(refused) :]:
                 self._server.tickets[ticket.purpose][self._server.next_id()] = ticket
                 if ticket.purpose == "train":
                     self._note_retry(ticket.number, ticket.retry_of)
 
         self._write("issue", effect)
+        return refused
 
     def count_issued(self, issued: int) -> None:
         self._write("count_issued", lambda: None)  # nobody audits what is in memory

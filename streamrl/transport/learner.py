@@ -1,8 +1,8 @@
 """The learner's half of the stream: tickets out, groups in, weights announced. Rank 0 writes; other ranks only `fetch`.
 
 Every writing script carries the epoch and raises Fenced once another learner is there. Every call may block while Redis
-is away, at most `give_up_after_s`, and is safe to repeat: appends carry a token that the server remembers, all else
-sets what it sets. `read` blocks at most `block_ms` for groups.
+is away or full, at most `give_up_after_s`, and is safe to repeat: appends carry a token that the server remembers, all
+else sets what it sets. `read` blocks at most `block_ms` for groups; `issue` does not wait for room.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import redis
 import structlog
 
 from streamrl.crashpoints import crashpoint
-from streamrl.errors import Fenced, RunGone, TransportError, WireError
+from streamrl.errors import Fenced, RunGone, ServerFull, TransportError, WireError
 from streamrl.telemetry.thinning import history_streams, is_validation
 from streamrl.transport.ahead import PagedReader
 from streamrl.transport.connection import bounded_block_ms
@@ -122,14 +122,25 @@ class LearnerStream:
         self._tenure.write("restore the streams", call)
         crashpoint("restore.written")
 
-    def issue(self, tickets: Sequence[Ticket]) -> None:
-        """A ticket with `retry_of` answers the request for it."""
+    def issue(self, tickets: Sequence[Ticket]) -> list[Ticket]:
+        """A ticket with `retry_of` answers the request for it. Returns those that a full server refused: they are not
+        waited for, since to train what is there, and to commit it, is what makes room."""
+        refused: list[Ticket] = []
         for purpose in PURPOSES:
-            encoded = [(t.number, encode_ticket(t), t.retry_of) for t in tickets if t.purpose == purpose]
-            for chunk in _chunks(encoded, _TICKETS_A_CALL):
-                call = scripts.issue(self._keys, self._fence, purpose, token=uuid.uuid4().hex, tickets=chunk)
-                self._tenure.write("issue tickets", call)
-                crashpoint("issue.written")
+            for chunk in _chunks([ticket for ticket in tickets if ticket.purpose == purpose], _TICKETS_A_CALL):
+                if refused or not self._issue(purpose, chunk):
+                    refused += chunk
+        return refused
+
+    def _issue(self, purpose: Purpose, tickets: Sequence[Ticket]) -> bool:
+        encoded = [(t.number, encode_ticket(t), t.retry_of) for t in tickets]
+        call = scripts.issue(self._keys, self._fence, purpose, token=uuid.uuid4().hex, tickets=encoded)
+        try:
+            self._tenure.write("issue tickets", call, wait_for_room=False)
+        except ServerFull:
+            return False
+        crashpoint("issue.written")
+        return True
 
     def count_issued(self, issued: int) -> None:
         """What the audit goes by from here on: training tickets up to this number, exclusive, have been issued."""

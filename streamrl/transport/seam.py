@@ -29,8 +29,9 @@ class GroupStream(Protocol):
         """The operator's."""
         ...
 
-    def issue(self, tickets: Sequence[Ticket]) -> None:
-        """A ticket with `retry_of` also ends the request for it, and is noted among the retried: all in one step."""
+    def issue(self, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
+        """A ticket with `retry_of` also ends the request for it, and is noted among the retried: all in one step.
+        Returns those for which the server has no room, so that they are not written."""
         ...
 
     def count_issued(self, issued: int) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import redis
@@ -139,20 +140,33 @@ class Tenure:
     def release(self, state: RunState) -> None:
         self.write("release the run", scripts.release(self._keys, self.fence, state=state))
 
-    def write(self, what: str, call: Call, *, give_up_after_s: float | None = None) -> None:
-        """Run a fenced script, which must be safe to repeat."""
-        reply = self.ask(what, lambda: run(self._client, call), give_up_after_s=give_up_after_s)
+    def write(self, what: str, call: Call, *, give_up_after_s: float | None = None, wait_for_room: bool = True) -> None:
+        """Run a fenced script, which must be safe to repeat. ServerFull at once unless it shall wait for room."""
+        ask = partial(
+            self.ask,
+            what,
+            lambda: run(self._client, call),
+            give_up_after_s=give_up_after_s,
+            wait_for_room=wait_for_room,
+        )
+        reply = ask()
         if reply[0] == b"LOST":
             self._claim_again(what)
-            reply = self.ask(what, lambda: run(self._client, call), give_up_after_s=give_up_after_s)
+            reply = ask()
         self._check(reply, what)
 
-    def ask(self, what: str, call: Callable[[], T], *, give_up_after_s: float | None = None) -> T:
+    def ask(
+        self,
+        what: str,
+        call: Callable[[], T],
+        *,
+        give_up_after_s: float | None = None,
+        wait_for_room: bool = True,
+    ) -> T:
         """Anything that may be repeated; trouble with the server is remembered in `disturbed`."""
         bound_s = self._give_up_after_s if give_up_after_s is None else give_up_after_s
-        return repeat(
-            call, attempts=Attempts(self._client, what, give_up_after_s=bound_s), on_trouble=self._note_trouble
-        )
+        attempts = Attempts(self._client, what, give_up_after_s=bound_s, wait_for_room=wait_for_room)
+        return repeat(call, attempts=attempts, on_trouble=self._note_trouble)
 
     def _try_claim(self, claimed: _Claim, *, takeover: bool = False) -> str | None:
         """None: it is ours. Otherwise who holds it."""

@@ -1,9 +1,9 @@
-"""A server at its memory limit: what frees memory or delivers goes through, what asks for more waits."""
+"""A server at its memory limit: what frees memory or delivers goes through, what asks for more is refused."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,11 +16,12 @@ from streamrl.transport.connection import connect, connect_async
 from streamrl.transport.embedded import EmbeddedRedis
 from streamrl.transport.keys import Keys
 from streamrl.transport.learner import LearnerStream
+from streamrl.transport.tenure import await_lease
 from streamrl.transport.types import START, Announcement
 from streamrl.transport.worker import WorkerStream
 from streamrl.versions import make_version
 from streamrl.wire.group import encode_group
-from tests.helpers import make_group, make_ticket, wait_until
+from tests.helpers import make_group, make_ticket
 
 SETTINGS = schema.Redis(reply_timeout_s=5.0)
 KEYS = Keys("x")
@@ -38,9 +39,9 @@ def client(server: EmbeddedRedis) -> Iterator[redis.Redis]:
         yield client
 
 
-def make_learner(client: redis.Redis, *, give_up_after_s: float) -> LearnerStream:
+def make_learner(client: redis.Redis, *, give_up_after_s: float, epoch: int = 1) -> LearnerStream:
     learner = LearnerStream(
-        client, KEYS, run_uid="uid", epoch=1, holder="job", lease_s=30.0, give_up_after_s=give_up_after_s
+        client, KEYS, run_uid="uid", epoch=epoch, holder="job", lease_s=30.0, give_up_after_s=give_up_after_s
     )
     learner.claim(config_json="{}", fingerprint="model", wait_s=0.0)
     learner.restore(cursor=START)
@@ -73,6 +74,30 @@ async def test_deliveries_commits_and_announcements_go_through(server: EmbeddedR
     assert client.hget(KEYS.meta, "issued") == b"1"
 
 
+def test_the_learner_stays_the_learner_and_one_that_was_restarted_becomes_it(client: redis.Redis) -> None:
+    learner = make_learner(client, give_up_after_s=0.3)
+    fill(client)
+    client.pexpire(KEYS.lease, 1000)
+    learner.renew()
+    assert client.pttl(KEYS.lease) > 20_000
+    client.delete(KEYS.lease)  # it slept for longer than that
+    learner.renew()
+    assert client.get(KEYS.lease) == b"job"
+    for _ in range(2):  # the same job again, and then after its lease has run out
+        await_lease(client, KEYS, holder="job", lease_s=30.0, wait_s=0.0, give_up_after_s=0.3)
+        make_learner(client, give_up_after_s=0.3, epoch=2)
+        client.delete(KEYS.lease)
+
+
+def test_what_repeats_a_dead_ticket_is_noted_and_a_ticket_can_die(client: redis.Redis) -> None:
+    learner = make_learner(client, give_up_after_s=0.3)
+    fill(client)
+    learner.restore(cursor=START, retried={7: 3})
+    assert learner.retried() == {7: 3}
+    learner.dead(make_ticket(0), error="it failed too often")
+    assert client.xlen(KEYS.dead) == 1
+
+
 async def test_deliveries_that_go_together_go_through_though_the_first_has_lost_its_ticket(
     server: EmbeddedRedis, client: redis.Redis
 ) -> None:
@@ -89,26 +114,23 @@ async def test_deliveries_that_go_together_go_through_though_the_first_has_lost_
     assert [group.number for group in learner.present_groups("train", after=START)] == [1, 2]
 
 
-def test_issuing_waits_for_room(client: redis.Redis) -> None:
-    learner = make_learner(client, give_up_after_s=20.0)
+def test_tickets_are_refused_at_once_and_nothing_of_them_is_written(client: redis.Redis) -> None:
+    learner = make_learner(client, give_up_after_s=60.0)
     fill(client)
-
-    def num_refusals() -> int:
-        return int(client.info("stats")["total_error_replies"])
-
-    before = num_refusals()
-    issuing = threading.Thread(target=learner.issue, args=([make_ticket(0)],))
-    issuing.start()
-    wait_until(lambda: num_refusals() >= before + 2, description="issuing was refused and repeated")
-    assert learner.present_tickets("train") == []
-    client.config_set("maxmemory", 0)
-    issuing.join(timeout=20)
-    assert [ticket.number for ticket in learner.present_tickets("train")] == [0]
+    tickets = [make_ticket(0), make_ticket(1), make_ticket(0, purpose="eval")]
+    began = time.monotonic()
+    assert learner.issue(tickets) == tickets
+    assert time.monotonic() - began < 10
+    assert learner.present_tickets("train") == learner.present_tickets("eval") == []
     assert not learner.disturbed, "a full server has lost nothing"
+    client.config_set("maxmemory", 0)
+    assert learner.issue(tickets) == []
+    assert [ticket.number for ticket in learner.present_tickets("train")] == [0, 1]
 
 
-def test_issuing_gives_up_with_a_clear_error(client: redis.Redis) -> None:
+def test_what_waits_for_room_gives_up_with_a_clear_error(client: redis.Redis) -> None:
     learner = make_learner(client, give_up_after_s=0.3)
+    client.delete(KEYS.tickets("train"))
     fill(client)
-    with pytest.raises(TransportError, match=r"could not issue tickets within 0\.3 s: .*maxmemory"):
-        learner.issue([make_ticket(0)])
+    with pytest.raises(TransportError, match=r"could not restore the streams within 0\.3 s: .*maxmemory"):
+        learner.restore(cursor=START)

@@ -99,6 +99,11 @@ class Crashes(RuleBasedStateMachine):
         self.world.server.flush()
         self._go_on(then)
 
+    @rule(full=st.booleans(), then=then_go_on)
+    def fill_or_make_room(self, full: bool, then: list[Verdict] | None) -> None:
+        self.world.server.full = full
+        self._go_on(then)
+
     # The learner
 
     @precondition(lambda self: self.plan_in_work is None)
@@ -183,6 +188,7 @@ class Crashes(RuleBasedStateMachine):
             return
         if self.plan_in_work is not None:
             self.settle([Verdict.SOUND] * 3, lost=False)
+        self.world.server.full = False
         self.trained += self.world.run_to_end()
         self.no_ticket_is_trained_twice()
         self.the_books_balance()

@@ -75,6 +75,18 @@ def test_a_newer_version_is_validated_when_the_one_before_is_done_and_none_twice
     assert scene.validation.started == [newer.step]
 
 
+def test_a_validation_that_finds_redis_away_does_not_end_training_and_one_that_is_fenced_does(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    while scene.validation.running:
+        scene.conductor.next_while_validating(4)
+    scene.validation.trouble = TransportError("Redis is away")
+    scene.conductor.start_validation(published(make_version(1, 4)))
+    assert len(scene.validation.started) == 1
+    scene.validation.trouble = Fenced("a newer epoch")
+    with pytest.raises(Fenced):
+        scene.conductor.start_validation(published(make_version(1, 5)))
+
+
 def test_validation_runs_beside_training(tmp_path: Path) -> None:
     scene = Scene(tmp_path, None, None)
     assert scene.kinds(3, 3) == [Kind.IDLE, Kind.IDLE]

