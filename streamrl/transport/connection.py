@@ -125,13 +125,19 @@ def check_server(client: redis.Redis, *, max_backlog_bytes: int = 0, max_store_b
     """ResourceError when the server is too old, would evict keys of a run, or may not hold what the settings allow."""
     info = repeat(client.info, attempts=Attempts(client, "say what it is"))
     _check_info(server_name(client), info)
-    limit = info.get("maxmemory", 0)
-    if limit and max_backlog_bytes + max_store_bytes > limit:
+    limit, needed = info.get("maxmemory", 0), needed_memory(max_backlog_bytes, max_store_bytes)
+    if limit and needed > limit:
         weights = f" and weights.max_store_bytes = {max_store_bytes}" if max_store_bytes else ""
         raise ResourceError(
             f"redis.max_backlog_bytes = {max_backlog_bytes}{weights}: Redis at {server_name(client)} may use {limit} "
-            "bytes in all (maxmemory); set them well below that, or raise maxmemory"
+            f"bytes in all (maxmemory), and takes a quarter more than is put into it, {needed}; lower them, or raise "
+            "maxmemory"
         )
+
+
+def needed_memory(max_backlog_bytes: int, max_store_bytes: int = 0) -> int:
+    """Bytes of a server's memory that hold so many of groups and of weights."""
+    return (max_backlog_bytes + max_store_bytes) * 5 // 4
 
 
 def _check_info(server: str, info: Mapping[str, Any]) -> None:

@@ -235,7 +235,9 @@ def test_a_server_that_may_not_hold_the_backlog_is_refused(tmp_path: Path) -> No
     with EmbeddedRedis.start(tmp_path) as server, connect(server.url, SETTINGS) as client:
         check_server(client, max_backlog_bytes=1 << 40)
         client.config_set("maxmemory", 100 << 20)
-        check_server(client, max_backlog_bytes=50 << 20)
+        check_server(client, max_backlog_bytes=80 << 20)
+        with pytest.raises(ResourceError, match=r"takes a quarter more than is put into it, 104857601;"):
+            check_server(client, max_backlog_bytes=(80 << 20) + 1)
         with pytest.raises(ResourceError, match=r"redis\.max_backlog_bytes = 209715200.*104857600 bytes"):
             check_server(client, max_backlog_bytes=200 << 20)
         with pytest.raises(ResourceError, match=r"= 52428800 and weights\.max_store_bytes = 62914560"):

@@ -14,7 +14,7 @@ from streamrl.config.places import EMBEDDED_REDIS
 from streamrl.errors import ResourceError
 from streamrl.monitor.doctor.finding import Finding, error, ok, warning
 from streamrl.monitor.units import size
-from streamrl.transport.connection import OLDEST_SERVER, connect
+from streamrl.transport.connection import OLDEST_SERVER, connect, needed_memory
 from streamrl.transport.embedded import find_server
 from streamrl.weights.stores import budget_in_redis
 
@@ -74,11 +74,11 @@ def _room(info: dict[str, Any], max_backlog_bytes: int, max_store_bytes: int) ->
     if max_store_bytes:
         settings += f" and weights.max_store_bytes = {size(max_store_bytes)}"
         remedy += " or weights.max_store_bytes"
-    if max_backlog_bytes + max_store_bytes > limit:
-        return error("redis memory", f"{told}; {settings} are more, and a run is refused", remedy)
-    wanted = used + 1.25 * max_backlog_bytes + max_store_bytes
-    if wanted > limit:
-        return warning("redis memory", f"{told}; {settings} may need {size(wanted)} in all", remedy)
+    needed = needed_memory(max_backlog_bytes, max_store_bytes)
+    if needed > limit:
+        return error("redis memory", f"{told}; {settings} may need {size(needed)}, and a run is refused", remedy)
+    if used + needed > limit:
+        return warning("redis memory", f"{told}; {settings} may need {size(used + needed)} in all", remedy)
     return ok("redis memory", told)
 
 
