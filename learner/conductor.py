@@ -86,14 +86,9 @@ class Conductor:
         self._look_for_weights_at = 0.0
 
     def next_plan(self, step: int) -> Plan:
-        self._lease.check()
-        self._poll_validation(wait_s=0.0)
-        if self._must_stop():
-            return Plan(kind=Kind.STOP, step=step)
-        if self._is_over(step):
-            return Plan(kind=Kind.END, step=step)
-        if self._weights_are_lost():
-            return Plan(kind=Kind.PUBLISH, step=step)
+        urgent = self._next_but_training(step)
+        if urgent is not None:
+            return urgent
         with self._progress.waiting(self._feed.waits_for), self._timers.measure("rollout"):
             try:
                 plan = self._feed.plan(step=step, world_size=self._world_size, timeout_s=_SLICE_S)
@@ -109,6 +104,27 @@ class Conductor:
         # Live, since a run whose groups are all dropped makes no step and so no record.
         self._progress.note(**self._feed.metrics())
         return plan or Plan(kind=Kind.IDLE, step=step)
+
+    def next_without_a_step(self, step: int) -> Plan:
+        """While weights do not get out, though they should have. That may be for want of room in Redis, where a commit
+        would make some."""
+        urgent = self._next_but_training(step)
+        if urgent is not None:
+            return urgent
+        if self._told_to_stop():
+            return Plan(kind=Kind.STOP, step=step)
+        if self._feed.commit_would_free():
+            return Plan(kind=Kind.COMMIT, step=step)
+        return self.next_after_pause(step)
+
+    def _next_but_training(self, step: int) -> Plan | None:
+        self._lease.check()
+        self._poll_validation(wait_s=0.0)
+        if self._must_stop():
+            return Plan(kind=Kind.STOP, step=step)
+        if self._is_over(step):
+            return Plan(kind=Kind.END, step=step)
+        return Plan(kind=Kind.PUBLISH, step=step) if self._weights_are_lost() else None
 
     def _weights_are_lost(self) -> bool:
         """Redis was emptied, or went back in time: workers that come now would wait for weights for ever, and we for

@@ -118,7 +118,9 @@ class Loop:
     def _train(self) -> Kind:
         while True:
             self._outgoing.settle()
-            plan = self._agree(Conductor.next_plan)
+            # Workers that cannot have younger weights would answer with tokens that are too old.
+            keeps_up = self._outgoing.keeps_up(self._step)
+            plan = self._agree(Conductor.next_plan if keeps_up else Conductor.next_without_a_step)
             match plan.kind:
                 case Kind.STEP:
                     self._train_on(plan)

@@ -44,8 +44,12 @@ class FakeFeed:
 
     def __init__(self, *answers: Plan | Exception | None) -> None:
         self._answers = list(answers)
+        self._frees = [True]
 
     def listen(self) -> None: ...
+
+    def commit_would_free(self) -> bool:
+        return self._frees.pop() if self._frees else False
 
     def note_version(self, version: int, step: int) -> None: ...
 
@@ -130,7 +134,7 @@ class Scene:
         )
         config.folder.mkdir()
         self.folder, self.stop, self.clock, self.journal = config.folder, threading.Event(), Clock(), FakeJournal()
-        self.stream = FakeStream()
+        self.stream, self.feed = FakeStream(), FakeFeed(*answers)
         self.validation = validation or FakeValidation()
         self.checkpoints = CheckpointRoot(config.folder)
         self.conductor = Conductor(
@@ -139,7 +143,7 @@ class Scene:
             run_uid="run",
             prompts=make_prompts(3),
             stream=self.stream,
-            feed=FakeFeed(*answers),
+            feed=self.feed,
             validation=self.validation,
             checkpoints=self.checkpoints,
             lease=LeaseKeeper(lambda: None, lease_s=1.0),

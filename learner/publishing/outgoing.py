@@ -1,10 +1,11 @@
 """When the loop's weights go out, and how far training may run ahead of them.
 
     step made ──► on its way yet? ── no ──► send ──┐
-                       │ yes                       ├─► ahead of the workers by more than lag.max_steps? ── yes ──► wait
-                       └── left alone ─────────────┘
+                       │ yes                       ├─► ahead of the workers by more than lag.max_steps? ─ yes ─► wait
+                       └── left alone ─────────────┘                                                    failed: no step
 
-What workers wait for is the version; its anchor may still be on its way when training goes on.
+What workers wait for is the version; its anchor may still be on its way when training goes on. Where a version failed
+that training must not run further ahead of, the loop makes rounds without a step, and sends again in each.
 
 Waits in slices of a second for the publisher's thread, all ranks alike, and asks before each whether to stop: whoever
 ends the learner need not wait for a store that hangs. `weights.give_up_after_s` ends what nobody else ends.
@@ -85,6 +86,18 @@ class Outgoing:
                 self._publisher.begin(step)
             if self._is_far_ahead(step):
                 self._wait_while(lambda: self._publisher.announcing)
+
+    def keeps_up(self, step: int) -> bool:
+        """Whether the next step may be made, once the version on its way is out. False when it failed, or when told
+        to stop before: training would run too far ahead."""
+        if not self._is_far_ahead(step):
+            return True
+        self._progress.working("publish")
+        with self._timers.measure("publish"):
+            if not (self._publisher.announcing or self._publisher.failing) and self.wait():
+                self._publisher.begin(step)  # none was sent since, as the anchor of an older one was on its way
+            self._wait_while(lambda: self._publisher.announcing)
+        return not self._is_far_ahead(step)
 
     def wait(self) -> bool:
         """Until nothing is on its way; False when told to stop before."""

@@ -15,6 +15,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Iterable
 
+from streamrl.config import schema
 from streamrl.transport.types import Entry, PresentGroup, entry_order
 
 _LATEST = 256  # groups whose mean size is expected of the next ones
@@ -88,3 +89,9 @@ class Backlog:
     def _deviation(self) -> float:
         count = len(self._latest)
         return math.sqrt(count * self._sum_of_squares - self._sum**2) / count
+
+
+def largest_group(config: schema.Config) -> int:
+    """Bytes of a group whose responses are all as long as they may be."""
+    per_sample = 8 * config.sampling.max_tokens + 256  # a token id and a log-prob a token
+    return config.sampling.num_samples * per_sample + 4 * config.data.max_prompt_tokens

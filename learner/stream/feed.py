@@ -23,7 +23,7 @@ import structlog
 
 from learner.metrics.datasets import Datasets
 from learner.metrics.lengths import Lengths
-from learner.stream.backlog import Backlog
+from learner.stream.backlog import Backlog, largest_group
 from learner.stream.data import PromptSet
 from learner.stream.dispatch import Dispatch
 from learner.stream.hand import Hand, Held
@@ -73,7 +73,7 @@ class Feed:
         self._datasets = Datasets(prompts, self._ledger.retries, state.datasets)
         self._lag = LagRule(config.lag, state.versions)
         self._hand = Hand(ledger=self._ledger, lag=self._lag, groups_per_step=self._groups_per_step, carry=state.carry)
-        self._backlog = Backlog(max_bytes=config.redis.max_backlog_bytes, largest_group=_largest_group(config))
+        self._backlog = Backlog(max_bytes=config.redis.max_backlog_bytes, largest_group=largest_group(config))
         self._dispatch = Dispatch(
             stream=stream,
             prompts=prompts,
@@ -178,6 +178,10 @@ class Feed:
         self._ledger.committed(state.ledger)
         ended = self._backlog.let_go(cursor=state.cursor, carry=state.carry, trim_below=state.trim_below)
         self._stream.commit(step=step, cursor=state.cursor, trim_below=state.trim_below, ended=ended)
+
+    def commit_would_free(self) -> bool:
+        """Whether to commit for the room in Redis that this makes, which nothing else here wants; asking is noted."""
+        return self._backlog.freeable(self._hand.all_ids()) > 0 and self._patience.may_ask_for_commit()
 
     def metrics(self) -> dict[str, float]:
         dropped = {f"stream/dropped/{reason}": float(count) for reason, count in self._ledger.dropped()}
@@ -301,9 +305,3 @@ class Feed:
         self._ledger.resolve(header.ticket, outcome, step=step + 1)
         self._lengths.count(header, dropped=outcome != TRAINED)
         self._datasets.count(header, trained=outcome == TRAINED, step=step)
-
-
-def _largest_group(config: schema.Config) -> int:
-    """Bytes of a group whose responses are all as long as they may be."""
-    per_sample = 8 * config.sampling.max_tokens + 256  # a token id and a log-prob a token
-    return config.sampling.num_samples * per_sample + 4 * config.data.max_prompt_tokens

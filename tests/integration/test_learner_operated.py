@@ -74,6 +74,44 @@ def test_a_run_holds_goes_on_and_stops_as_it_is_told_and_makes_room_by_early_che
     assert max(record["lag/max"] for record in records) <= 2
 
 
+def test_a_store_that_refuses_weights_lets_training_run_no_further_ahead_of_the_workers_than_it_may(
+    url: str, tmp_path: Path, client: redis.Redis
+) -> None:
+    store = tmp_path / "store"
+    config = make_run(
+        tmp_path,
+        name="unpublished",
+        training=schema.Training(groups_per_step=4, max_steps=10_000, max_epochs=100),
+        checkpoint=schema.Checkpoint(every_steps=10_000),
+        weights=schema.Weights(dtype="float32", store=f"file:{store}"),
+        lag=schema.Lag(max_steps=1),
+    )
+    keys = Keys(config.name)
+
+    def waits_for_weights() -> bool:
+        return [report.doing for report in snapshot(client, keys).reports] == ["weights"]
+
+    with made_up_worker(config, url), running_learner(config, url) as process:
+        wait_until(lambda: steps(config)[-1:] >= [3], description="steps are made", timeout_s=PATIENCE_S)
+        store.rename(tmp_path / "aside")
+        store.write_text("in the way")
+        wait_until(waits_for_weights, description="the learner says that it waits", timeout_s=PATIENCE_S)
+        wait_until(lambda: num_commits(client, keys) == 1, description="what is trained is committed")
+        held = steps(config)[-1]
+        assert held - int(client.hget(keys.weights, "step") or 0) == 2, "steps with a lag of 0 and 1, and none beyond"
+        wait_until(lambda: output(config).count("weights not stored") >= 5, description="it tries again and again")
+        assert steps(config)[-1] == held
+        store.unlink()
+        (tmp_path / "aside").rename(store)
+        wait_until(lambda: steps(config)[-1] > held + 3, description="it goes on", timeout_s=PATIENCE_S)
+        assert order("stop", config, url) == 0
+        assert process.wait(PATIENCE_S) == 0, output(config)
+
+
+def num_commits(client: redis.Redis, keys: Keys) -> int:
+    return [event.kind for event in snapshot(client, keys, num_events=1000).events].count("checkpoint")
+
+
 def test_a_learner_that_validates_hears_the_operator_too(url: str, tmp_path: Path, client: redis.Redis) -> None:
     prompts = str(tmp_path / "prompts.jsonl")
     config = make_run(

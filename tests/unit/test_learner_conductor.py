@@ -38,6 +38,19 @@ def test_a_signal_stops_before_anything_else(tmp_path: Path) -> None:
     assert scene.conductor.next_while_publishing(0).kind is Kind.STOP
 
 
+def test_while_no_step_may_be_made_a_commit_may_and_all_else_is_heard(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, max_steps=5)
+    kinds = [scene.conductor.next_without_a_step(4).kind for _ in range(2)]
+    assert kinds == [Kind.COMMIT, Kind.IDLE]
+    assert len(scene.journal.records) == 1, "the validation is looked after"
+    assert scene.conductor.next_without_a_step(5).kind is Kind.END
+    scene.feed.control = "stop"
+    assert scene.conductor.next_without_a_step(4).kind is Kind.STOP
+    scene.feed.control = "run"
+    scene.stop.set()
+    assert scene.conductor.next_without_a_step(4).kind is Kind.STOP
+
+
 def test_the_run_ends_at_its_last_step(tmp_path: Path) -> None:
     assert Scene(tmp_path, None, max_steps=5).kinds(4, 5) == [Kind.IDLE, Kind.END]
 

@@ -20,33 +20,43 @@ from tests.unit.test_learner_publish import Scene
 
 
 class FakePublisher:
-    """A version gets out at the look after the one that `settles_in` counts down to; or never."""
+    """A version gets out at the look after the one that `settles_in` counts down to; or never; or fails then. Where it
+    has an anchor, that gets out at the next look."""
 
-    failing = False
     latest: Published | None = None
     last_n = -1
 
     def __init__(self, settles_in: int | None) -> None:
         self._settles_in, self._left = settles_in, 0
         self.begun: list[int] = []
-        self.busy = False
+        self.announcing = self.anchoring = False
+        self.refuses = self.has_anchors = self._failed = False
 
     @property
-    def announcing(self) -> bool:
-        return self.busy
+    def busy(self) -> bool:
+        return self.announcing or self.anchoring
+
+    @property
+    def failing(self) -> bool:
+        return self._failed and not self.busy
 
     def begin(self, step: int, *, whole: bool = False) -> None:
         assert not self.busy
         self.begun.append(step)
-        self.busy, self._left = True, self._settles_in or 0
+        self.announcing, self.anchoring, self._left = True, self.has_anchors, self._settles_in or 0
 
     def settle(self, *, wait_s: float = 0.0) -> Published | None:
-        if not self.busy or self._settles_in is None:
+        if not self.announcing:
+            self.anchoring = False
+            return None
+        if self._settles_in is None:
             return None
         self._left -= 1
         if self._left >= 0:
             return None
-        self.busy = False
+        self.announcing, self._failed = False, self.refuses
+        if self.refuses:
+            return None
         self.latest = Published(version=make_version(1, 0), step=self.begun[-1], num_bytes=0, changed_fraction=0.0)
         return self.latest
 
@@ -104,6 +114,53 @@ def test_training_that_waits_for_a_version_goes_on_when_told_to_stop() -> None:
     out.send_beside(1)
     assert publisher.begun == [1]
     assert publisher.busy
+
+
+def test_no_step_follows_on_a_version_that_failed_until_one_is_out_again() -> None:
+    publisher = FakePublisher(settles_in=0)
+    out = outgoing(publisher, Answers(), max_ahead=1)
+    assert out.send(0)
+    publisher.refuses = True
+    out.send_beside(1)
+    assert out.keeps_up(1), "version 0 is young enough"
+    out.send_beside(2)
+    for _ in range(3):
+        assert not out.keeps_up(2)
+        out.retry(2)
+    publisher.refuses = False
+    assert out.keeps_up(2), "the version that is on its way is waited for"
+    assert publisher.latest is not None
+    assert publisher.latest.step == 2
+    assert publisher.begun[-1] == 2
+
+
+def test_steps_between_two_versions_do_not_run_ahead_of_one_that_failed_either() -> None:
+    publisher = FakePublisher(settles_in=0)
+    out = outgoing(publisher, Answers(), max_ahead=2)
+    out.send(0)
+    publisher.refuses = True
+    out.send_beside(2)
+    assert out.keeps_up(2)
+    assert not out.keeps_up(3)
+
+
+def test_a_version_that_was_not_sent_for_an_anchor_on_its_way_is_sent_when_training_needs_it() -> None:
+    publisher = FakePublisher(settles_in=0)
+    out = outgoing(publisher, Answers(), max_ahead=2)
+    out.send(0)
+    publisher.has_anchors = True
+    publisher.begin(2)
+    publisher.settle()
+    assert publisher.anchoring
+    assert out.keeps_up(5)
+    assert publisher.begun == [0, 2, 5]
+
+
+def test_training_that_may_not_go_on_without_a_version_hears_that_it_shall_stop() -> None:
+    publisher = FakePublisher(settles_in=None)
+    publisher.latest = Published(version=make_version(1, 0), step=0, num_bytes=0, changed_fraction=0.0)
+    publisher.begin(1)
+    assert not outgoing(publisher, Answers(stop_at=1), max_ahead=0).keeps_up(1)
 
 
 class HangingStore(MemoryStore):
