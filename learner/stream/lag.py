@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.config import schema
+from streamrl.versions import epoch_of
 from streamrl.wire.group import Group, Sample
 
 
@@ -60,9 +61,13 @@ class LagRule:
 
     def first_version(self) -> tuple[int, int]:
         """(version, its step) that a worker must have before it begins a new ticket: older ones would be too old at
-        once. With a window of 0 steps it is the newest, and training is on-policy."""
+        once. With a window of 0 steps it is the newest, and training is on-policy.
+
+        It is of the newest epoch. Behind older ones lie versions of the steps that were lost with their learner: their
+        numbers are higher than those of the steps that were kept, and workers may still have them."""
         window = 0 if self.stale == "wait" else self.max_steps
-        young = ((v, s) for v, s in self._steps.items() if self._newest_step - s <= window)
+        epoch = epoch_of(max(self._steps, default=0))
+        young = ((v, s) for v, s in self._steps.items() if epoch_of(v) == epoch and self._newest_step - s <= window)
         return min(young, default=(0, 0))
 
     def known(self) -> tuple[tuple[int, int], ...]:

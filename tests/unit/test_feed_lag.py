@@ -69,6 +69,18 @@ def test_a_worker_must_have_a_version_that_is_within_the_window(window: int, fir
     assert lag.first_version() == (make_version(1, first), first)
 
 
+@pytest.mark.parametrize("window", [0, 4])
+def test_after_a_restart_a_worker_must_have_a_version_of_the_new_learner(window: int) -> None:
+    before = published(rule(max_steps=window), range(51))  # and then 51 to 55, which were lost
+    lag = LagRule(schema.Lag(max_steps=window), known=before.known())
+    lag.note(make_version(2, 0), 50)
+    lost = make_version(1, 55)
+    assert lag.first_version() == (make_version(2, 0), 50)
+    assert lost < lag.first_version()[0]
+    lag.note(make_version(2, 1), 51)
+    assert lag.first_version() == (make_version(2, 0 if window else 1), 50 if window else 51)
+
+
 def test_versions_published_now_and_then_count_by_their_steps() -> None:
     lag = published(rule(max_steps=4), range(0, 31, 10))
     assert lag.first_version() == (make_version(1, 30), 30)
