@@ -68,7 +68,7 @@ def _worker(keys: Keys) -> Iterator[Grant]:
     yield Grant(commands=("xadd",), keys=_groups(keys))
     yield Grant(commands=("set",), keys=(keys.receipt("*", "*"),))
     yield Grant(commands=("hincrby",), keys=(keys.counters,))
-    yield _reports(keys)
+    yield from _reports(keys)
 
 
 def _learner(keys: Keys) -> Iterator[Grant]:
@@ -95,7 +95,7 @@ def _learner(keys: Keys) -> Iterator[Grant]:
     yield Grant(commands=("hget", "hgetall", "hset", "hdel"), keys=(keys.blobs,))
     yield Grant(commands=("get", "set", "unlink"), keys=(_chunks(keys),))
     yield Grant(commands=("xadd",), keys=(*_metrics(keys), keys.events))
-    yield _reports(keys)
+    yield from _reports(keys)
 
 
 def _monitor(keys: Keys) -> Iterator[Grant]:
@@ -125,8 +125,10 @@ def _scripts(keys: Keys) -> Grant:
     return Grant(commands=("eval", "evalsha"), keys=(f"{keys.prefix}*",))
 
 
-def _reports(keys: Keys) -> Grant:
-    return Grant(commands=("hset", "hlen", "hdel", "del"), keys=(keys.progress,))
+def _reports(keys: Keys) -> Iterator[Grant]:
+    yield Grant(commands=("time",))
+    yield Grant(commands=("hset", "hlen", "hdel", "del"), keys=(keys.progress,))
+    yield Grant(commands=("zadd", "zcard", "zrangebyscore", "zrem"), keys=(keys.reported,))
 
 
 def _tickets(keys: Keys) -> tuple[str, ...]:

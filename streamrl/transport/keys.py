@@ -111,6 +111,11 @@ class Keys:
         return f"{self.prefix}progress"
 
     @property
+    def reported(self) -> str:
+        """Sorted set: part -> when it last reported, by the server's clock."""
+        return f"{self.prefix}reported"
+
+    @property
     def metrics(self) -> str:
         """Bounded stream: one record a step, of the recent ones. Fields step, epoch, at, values (JSON)."""
         return f"{self.prefix}metrics"

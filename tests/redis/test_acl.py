@@ -58,6 +58,7 @@ def every_key(keys: Keys) -> dict[str, str]:
         "blobs": keys.blobs,
         "blob": keys.blob("u/000001/0", 0),
         "progress": keys.progress,
+        "reported": keys.reported,
         "metrics": keys.metrics,
         "thinned": keys.thinned(1),
         "events": keys.events,
@@ -72,6 +73,7 @@ MAY_CHANGE: Mapping[Role, Mapping[str, set[str]]] = {
         "receipt": {"SET"},
         "counters": {"HINCRBY"},
         "progress": {"HSET", "HDEL", "DEL"},
+        "reported": {"ZADD", "ZREM"},
     },
     "learner": {
         "meta": {"HSET", "HSETNX", "HDEL"},
@@ -94,6 +96,7 @@ MAY_CHANGE: Mapping[Role, Mapping[str, set[str]]] = {
         "thinned": {"XADD"},
         "events": {"XADD"},
         "progress": {"HSET", "HDEL", "DEL"},
+        "reported": {"ZADD", "ZREM"},
     },
     "monitor": {},
     "operator": {

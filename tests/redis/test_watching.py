@@ -22,6 +22,8 @@ from streamrl.transport.learner import LearnerStream
 from streamrl.transport.operate import remove_run, set_control
 from streamrl.transport.report_codec import decode_report, encode_report
 from streamrl.transport.reports import ReportWriter, report_progress
+from streamrl.transport.scripts import for_reports
+from streamrl.transport.scripts.call import run
 from streamrl.transport.snapshot import snapshot
 from streamrl.transport.types import Announcement
 from streamrl.transport.worker import WorkerStream
@@ -81,10 +83,39 @@ def test_a_report_that_cannot_be_read_hides_no_other(client: redis.Redis, keys: 
     assert [report.part for report in snapshot(client, keys).reports] == ["worker/1"]
 
 
-def test_reports_of_parts_that_died_do_not_grow_for_ever(client: redis.Redis, keys: Keys) -> None:
+def test_more_than_a_thousand_parts_are_all_shown(client: redis.Redis, keys: Keys) -> None:
+    parts = [f"worker/{n}" for n in range(1100)]
+    for _ in range(2):
+        for part in parts:
+            tell(client, keys, part)
+        assert {report.part for report in snapshot(client, keys).reports} == set(parts)
+
+
+def test_where_parts_are_many_a_new_one_clears_away_those_that_have_long_been_silent(
+    client: redis.Redis, keys: Keys
+) -> None:
+    silent = [f"worker/{n}" for n in range(1000)]
+    living = ["worker/living", "worker/new"]
+    for part in (living[0], *silent):
+        tell(client, keys, part)
+    long_ago = client.time()[0] - 3601
+    client.zadd(keys.reported, dict.fromkeys((living[0], *silent), long_ago))
+    tell(client, keys, living[0])
+    assert client.hlen(keys.progress) == 1001, "who was killed stays to be seen while nobody comes"
+    tell(client, keys, living[1])
+    assert [report.part for report in snapshot(client, keys).reports] == living
+    run(client, for_reports.withdraw(keys, living[0]))
+    assert client.hkeys(keys.progress) == client.zrange(keys.reported, 0, -1) == [living[1].encode()]
+
+
+def test_parts_of_no_known_time_do_not_grow_for_ever(client: redis.Redis, keys: Keys) -> None:
     client.hset(keys.progress, mapping={f"worker/{n}": b"old" for n in range(1000)})
     with ReportWriter(client, keys, Progress(part="learner/0", role="learner"), period_s=0.02):
-        wait_until(lambda: client.hlen(keys.progress) == 1, description="the dead are forgotten")
+        wait_until(lambda: client.hlen(keys.progress) == 1, description="they are forgotten")
+
+
+def tell(client: redis.Redis, keys: Keys, part: str) -> None:
+    run(client, for_reports.report(keys, part, encode_report(Progress(part=part, role="worker").report())))
 
 
 def test_reports_that_cannot_be_written_are_logged_once_and_stop_nothing(tmp_path: Path) -> None:
