@@ -88,12 +88,13 @@ class Served:
         self._num_loads = 0
         self._num_requests = 0
 
-    async def load(self, model: int, kv_cache: KvCache = "salt") -> int:
-        """The version under which it is served."""
-        version, step = make_version(1, self._num_loads), 100 + self._num_loads
+    async def load(self, model: int, kv_cache: KvCache = "salt", *, again: bool = False) -> int:
+        """The version under which it is served: the next, or the same once more."""
+        number = self._num_loads - again
+        version, step = make_version(1, number), 100 + number
         weights = self.folders[model] / "model.safetensors"
         await self.engine.load(weights, version=version, step=step, kv_cache=kv_cache)
-        self._num_loads += 1
+        self._num_loads = number + 1
         return version
 
     def request(self, prompt: Sequence[int], **sampling: Any) -> SampleRequest:
@@ -220,11 +221,12 @@ def mixed_logits(
     return torch.cat([start[len(prompt) - 1 :], rest])
 
 
-async def test_nothing_cached_for_older_weights_is_read_by_later_samples(served: Served) -> None:
+@pytest.mark.parametrize("again", [False, True], ids=["newer", "the same, which was refused"])
+async def test_nothing_cached_for_older_weights_is_read_by_later_samples(served: Served, again: bool) -> None:
     (base,) = np.random.default_rng(5).integers(3, 3 + len(CHARACTERS), size=(1, MAX_PROMPT)).tolist()
     await served.load(0)
     await served.sample([base] * 3, max_tokens=4)
-    await served.load(2)
+    await served.load(2, again=again)
 
     for got in await served.sample([base] * 3, max_tokens=4):
         response = got.token_ids.tolist()

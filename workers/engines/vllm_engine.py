@@ -58,6 +58,7 @@ class VllmEngine:
         self._watch = StepWatch()
         self._version = 0
         self._salt = ""  # requests read from the cache only what requests of the same salt put there
+        self._num_salts = 0
         self._in_flight = 0
         self._num_tokens = 0
         self._num_canaries = 0
@@ -87,7 +88,9 @@ class VllmEngine:
             await llm.finish_weight_update(f"{version}:{step}")
             self._version = version
             if kv_cache == "salt":
-                self._salt = str(version)
+                # A version that was refused is loaded again, and what its first load made is not to be read.
+                self._num_salts += 1
+                self._salt = f"{version}:{self._num_salts}"
             await llm.resume_generation()
 
     async def generate(self, request: SampleRequest) -> Generated:
