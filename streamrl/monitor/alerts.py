@@ -13,16 +13,17 @@ class Alert(NamedTuple):
     summary: str
 
 
+_NOT_PAUSED = 'unless on(run) streamrl_cause{cause="paused"} == 1'  # nobody is woken for what an operator wants
 ALERTS: Mapping[str, Alert] = {
     "StreamrlRedisGone": Alert("streamrl_up == 0", "1m", "critical", "Redis of run {{ $labels.run }} does not answer"),
     "StreamrlStalled": Alert(
-        "streamrl_health == 4",
+        f"streamrl_health == 4 {_NOT_PAUSED}",
         "5m",
         "critical",
         "Run {{ $labels.run }} stands still; `streamrl why` says what holds it",
     ),
     "StreamrlNoProgress": Alert(
-        "streamrl_running == 1 and on(run) streamrl_learner_progress_age_seconds > 900",
+        f"streamrl_running == 1 and on(run) streamrl_learner_progress_age_seconds > 900 {_NOT_PAUSED}",
         "1m",
         "critical",
         "The learner of run {{ $labels.run }} has not got on for 15 minutes",

@@ -22,6 +22,7 @@ from streamrl.monitor.opening import Target, opened
 from streamrl.monitor.scrape import Scraper, make_server
 from streamrl.ports import address_of, bind
 from streamrl.transport.keys import Keys
+from streamrl.transport.operate import set_control
 from tests.redis.monitor_world import Watched
 from tests.redis.run_world import RunWorld
 
@@ -78,6 +79,18 @@ def test_alerts_and_panels_ask_only_for_what_is_exported() -> None:
     asked = {name for expression in expressions for name in _NAME.findall(expression)}
     assert asked <= exported, asked - exported
     assert {"StreamrlStalled", "StreamrlLag", "StreamrlDrops", "StreamrlDeadLetters"} <= set(ALERTS)
+
+
+@pytest.mark.parametrize("name", ["StreamrlStalled", "StreamrlNoProgress"])
+def test_nobody_is_woken_for_a_pause(run: Watched, name: str) -> None:
+    set_control(run.world.client, run.world.keys, "pause")
+    run.learner("resume", for_s=2000)
+    run.worker("resume", state="waiting", for_s=2000)
+    told = parse(prometheus_text(run.view(), "x", is_up=True))
+    assert told["streamrl_health", 'run="x"'] == 4
+    assert told["streamrl_learner_progress_age_seconds", 'run="x"'] > 900
+    assert told["streamrl_cause", 'run="x",cause="paused",level="blocking"'] == 1
+    assert ALERTS[name].expr.endswith('unless on(run) streamrl_cause{cause="paused"} == 1')
 
 
 def test_every_panel_is_of_the_run_that_was_chosen() -> None:
