@@ -96,13 +96,14 @@ def ls(target: Target, as_json: bool) -> None:
     """List the versions that are kept, the oldest first, and which workers serve each.
 
     RATIO is how many times smaller than the whole model what a worker fetches is: a worker that is up to date fetches
-    the delta, one that comes late an anchor and the deltas after it.
+    the delta, one that comes late an anchor and the deltas after it. In JSON, versions whose manifests cannot be read
+    come last, of the kind `unreadable`.
     """
     with _published(target) as published:
         rows = [_row(manifest, published) for manifest in published.manifests.values()]
         elsewhere = {v: who for v, who in sorted(published.served_by.items()) if v not in published.manifests}
     if as_json:
-        click.echo(json.dumps(rows, indent=2))
+        click.echo(json.dumps([*rows, *map(_unreadable_row, published.unreadable)], indent=2))
         return
     click.echo(f"{'VERSION':>10}  {'STEP':>7}  {'KIND':<14}  {'BYTES':>15}  {'RATIO':>7}  SERVED BY")
     for row in rows:
@@ -232,6 +233,12 @@ def _row(manifest: Manifest, published: _Published) -> dict[str, Any]:
         "ratio": whole / max(1, manifest.num_bytes),
         "served_by": sorted(published.served_by.get(manifest.version, [])),
     }
+
+
+def _unreadable_row(name: str) -> dict[str, Any]:
+    """With the keys of the others, of which nothing is known."""
+    unknown = dict.fromkeys(("step", "base", "bytes", "anchor_bytes", "model_bytes", "ratio"))
+    return {"version": name, "kind": "unreadable", **unknown, "served_by": []}
 
 
 def _names(row: Mapping[str, Any]) -> str:

@@ -142,6 +142,11 @@ def test_a_manifest_that_cannot_be_read_is_named_and_hides_no_other(published: R
     for shown in (*(show(version) for version in world.manifests), "7.3  its manifest cannot be read"):
         assert shown in told
     assert told.count("cannot be read") == 3
+    assert published.ask("ls", "--json") == 0
+    first, _, *others = json.loads(capsys.readouterr().out)
+    assert {row["version"] for row in others} == {"7.3", "another", "9" * 400}
+    assert {row["kind"] for row in others} == {"unreadable"}
+    assert all(row.keys() == first.keys() for row in others)
     assert published.ask("verify") == 1
     assert "2 versions" in capsys.readouterr().out
     assert published.ask("verify", "--version", "latest") == 0
