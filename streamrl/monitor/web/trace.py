@@ -1,10 +1,11 @@
 """What only a watcher can tell, since nobody writes it down: what workers did over time, and which weights they served.
 
-Bounded: the older half is thinned when there is too much of it.
+Bounded: the older half is thinned when there is too much of it. One thread adds while others read.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from typing import Any
 
@@ -20,8 +21,17 @@ class Trace:
         self._doing: list[tuple[float, Counter[str]]] = []
         self._versions: dict[str, list[tuple[float, str]]] = {}
         self._every, self._skipped = 1, 0
+        self._lock = threading.Lock()
 
     def add(self, view: View) -> None:
+        with self._lock:
+            self._add(view)
+
+    def to_json(self) -> dict[str, Any]:
+        with self._lock:
+            return self._to_json()
+
+    def _add(self, view: View) -> None:
         self._skipped += 1
         if self._skipped >= self._every:
             self._skipped = 0
@@ -36,14 +46,14 @@ class Trace:
                     changes.append((view.at, worker.version))
                     del changes[:-_MOST_CHANGES]
 
-    def to_json(self) -> dict[str, Any]:
+    def _to_json(self) -> dict[str, Any]:
         causes = sorted({cause for _, counts in self._doing for cause in counts})
         return {
             "idle": {
                 "at": [at for at, _ in self._doing],
                 "series": {cause: [counts[cause] for _, counts in self._doing] for cause in causes},
             },
-            "versions": dict(sorted(self._versions.items())),
+            "versions": {name: list(changes) for name, changes in sorted(self._versions.items())},
         }
 
     @property
