@@ -15,6 +15,7 @@ import numpy as np
 import redis
 
 from bench.answering import MODEL, VOCABULARY, Shape
+from bench.waiting import TimedStream
 from learner.checkpoints.checkpoint import CheckpointRoot, CheckpointState
 from learner.checkpoints.epochs import CheckpointName, ancestry, claim_run
 from learner.stream.data import NumSkipped, Prompt, PromptSet
@@ -24,7 +25,6 @@ from learner.stream.plan import Kind
 from streamrl.config import schema
 from streamrl.errors import TrainingError
 from streamrl.transport.keys import Keys
-from streamrl.transport.learner import LearnerStream
 from streamrl.versions import make_version
 from streamrl.wire.group import Group
 
@@ -57,10 +57,10 @@ class Learning:
         self._root = None if folder is None else CheckpointRoot(folder)
         self._uid = "bench" if folder is None else claim_run(folder)
         epoch = 1 if self._root is None else self._root.claim_epoch(self._uid).number
-        self._stream = LearnerStream(client, self.keys, run_uid=self._uid, epoch=epoch, holder="bench", lease_s=600.0)
-        self._stream.claim(config_json="{}", fingerprint=MODEL, wait_s=0.0)
+        self.stream = TimedStream(client, self.keys, run_uid=self._uid, epoch=epoch, holder="bench", lease_s=600.0)
+        self.stream.claim(config_json="{}", fingerprint=MODEL, wait_s=0.0)
         self._feed = Feed(
-            stream=self._stream,
+            stream=self.stream,
             prompts=_make_prompts(),
             config=_make_config(shape, groups_per_step),
             run_uid=self._uid,
@@ -84,7 +84,7 @@ class Learning:
             elif time.monotonic() > deadline:
                 raise TrainingError(f"no batch came within {_PATIENCE_S:g} s: have the workers ended?")
         planned_cpu_s = time.process_time()
-        fetched = fetch_groups(self._stream, plan, rank=0, vocabulary=VOCABULARY)
+        fetched = fetch_groups(self.stream, plan, rank=0, vocabulary=VOCABULARY)
         assert len(fetched.groups) == len(plan.entries), "what the workers here send is sound"
         if train is not None:
             train(fetched.groups)

@@ -79,6 +79,8 @@ def _of_size(num_workers: int, most: Saturated, paced: Paced) -> Iterator[Line]:
     yield Fact(name=f"{name}: Redis then, paced", value=100 * paced.redis_load, unit="% core")
     starved, evenness = 100 * paced.starved, paced.evenness
     yield Bar(name=f"{name}: learner starved, paced", value=starved, unit="% time", goal=5, better="lower")
+    yield Fact(name=f"{name}: learner's calls to Redis, paced", value=100 * paced.in_calls, unit="% time")
+    yield Fact(name=f"{name}: of these, for a group", value=1e3 * paced.calls_s, unit="ms")
     yield Fact(name=f"{name}: lag in the mean", value=paced.lag_mean, unit="steps")
     yield Fact(name=f"{name}: lag at most", value=paced.lag_max, unit="steps")
     yield Bar(name=f"{name}: evenness, paced", value=evenness, unit="x", goal=0.9, better="higher")

@@ -3,6 +3,10 @@
 saturated   workers answer at once, the learner trains at once: what the path carries, and what a group costs
 paced       a group takes long-tailed time, and the learner's step too: is it starved, how old are groups, who works
 idle        after the first: no tickets are left, and what workers that wait cost Redis
+
+Starved is a learner that asks for groups while none lies in the stream. Its calls to Redis take time too, on cores that
+Redis and all workers share with it here, and that is told beside it: so much for each group, however long a step takes.
+A step here takes tens of milliseconds, of which that is a large share; of a real step it is a small one.
 """
 
 from __future__ import annotations
@@ -57,7 +61,9 @@ class Saturated:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paced:
     groups_per_s: float
-    starved: float  # share of the learner's time beyond its steps
+    starved: float  # share of the learner's time during which it wanted groups, and none lay in the stream
+    in_calls: float  # share of it that its calls to Redis took otherwise
+    calls_s: float  # of them, for each group
     lag_mean: float  # steps from the ticket's issue to its training
     lag_max: int
     evenness: float  # 1: groups are spread over workers as evenly as chance would
@@ -97,26 +103,29 @@ class Size:
             ),
         )
 
-    def paced(self, *, groups_per_s: float, for_s: float) -> Paced:
-        """The learner wants so many; the workers can make a quarter more, or more than that."""
+    def paced(self, *, groups_per_s: float, for_s: float, supply: float = _AHEAD) -> Paced:
+        """The learner wants so many; the workers can make `supply` times that, or more."""
         learning, seen = self._begin("paced")
-        generate_s = min(_LONGEST_S, self.num_workers * self.at_work / (_AHEAD * groups_per_s))
+        generate_s = min(_LONGEST_S, self.num_workers * self.at_work / (supply * groups_per_s))
         step_s = self.groups_per_step / groups_per_s
         with in_background(answer_tickets, self._team("paced", generate_s=generate_s)):
             self._fill(learning)
             seen.clear()
-            trained, starved_s = 0, 0.0
+            stream, trained = learning.stream, 0
+            starved_s, calls_s = stream.starved_s, stream.calls_s
             began, redis_s = time.perf_counter(), cpu_s(self._server.pid)
             while (elapsed := time.perf_counter() - began) < for_s:
-                asked, busy_s = time.perf_counter(), time.process_time()
+                asked, starved_before_s = time.perf_counter(), stream.starved_s
                 trained += learning.step()
-                busy_s = time.process_time() - busy_s
-                starved_s += max(0.0, time.perf_counter() - asked - busy_s)
-                time.sleep(max(0.0, step_s - busy_s))
+                busy_s = time.perf_counter() - asked - (stream.starved_s - starved_before_s)
+                time.sleep(max(0.0, step_s - busy_s))  # no more than the rest, or it would not want so many
             redis_s = cpu_s(self._server.pid) - redis_s
+            starved_s, calls_s = stream.starved_s - starved_s, stream.calls_s - calls_s
         return Paced(
             groups_per_s=trained / elapsed,
             starved=starved_s / elapsed,
+            in_calls=calls_s / elapsed,
+            calls_s=calls_s / trained,
             lag_mean=sum(seen.lags) / len(seen.lags),
             lag_max=max(seen.lags),
             evenness=seen.evenness(self.num_workers),

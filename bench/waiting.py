@@ -1,0 +1,66 @@
+"""Where a learner's time at Redis goes: to groups that are not there yet, or to calls that are under way.
+
+    read asked ──── a group comes ──── it is here          nothing lay in the stream: starved until it came
+    came ── read asked ─────────────── it is here          a call like any other
+
+When a group came, its entry's id says, in milliseconds of the server's clock, which must be ours; of a millisecond that
+is in doubt the learner was starved.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from streamrl.transport.learner import LearnerStream
+from streamrl.transport.types import Entry, Orders, entry_order
+from streamrl.wire.purpose import Purpose
+from streamrl.wire.ticket import Ticket
+
+
+class TimedStream(LearnerStream):
+    """Adds up what the calls of a step and its commit take."""
+
+    calls_s = 0.0  # all of them, but for `starved_s`
+    starved_s = 0.0  # in reads, while nothing lay in the stream
+
+    def read(self, purpose: Purpose, *, after: str, count: int, block_ms: int) -> list[Entry]:
+        asked = time.time()
+        found = super().read(purpose, after=after, count=count, block_ms=block_ms)
+        answered = time.time()
+        starved_s = starved(asked, answered, found)
+        self.starved_s += starved_s
+        self.calls_s += answered - asked - starved_s
+        return found
+
+    def fetch(self, purpose: Purpose, ids: Sequence[str]) -> list[Entry | None]:
+        with self._timed():
+            return super().fetch(purpose, ids)
+
+    def orders(self) -> Orders:
+        with self._timed():
+            return super().orders()
+
+    def issue(self, tickets: Sequence[Ticket]) -> list[Ticket]:
+        with self._timed():
+            return super().issue(tickets)
+
+    def commit(self, *, step: int, cursor: str, trim_below: str, ended: Sequence[str] = ()) -> None:
+        with self._timed():
+            super().commit(step=step, cursor=cursor, trim_below=trim_below, ended=ended)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.calls_s += time.perf_counter() - began
+
+
+def starved(asked: float, answered: float, found: Sequence[Entry]) -> float:
+    """Of a read between these times: seconds during which nothing lay in the stream."""
+    if not found:
+        return answered - asked
+    milliseconds, _ = entry_order(found[0].id)
+    came_by = (milliseconds + 1) / 1e3
+    return max(0.0, min(came_by, answered) - asked)
