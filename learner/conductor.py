@@ -18,16 +18,15 @@ from typing import TYPE_CHECKING
 import structlog
 import xxhash
 
+from learner.assessor import Assessor
 from learner.checkpoints.checkpoint import CheckpointRoot, CheckpointState, Files
 from learner.checkpoints.epochs import CheckpointName, ancestry
-from learner.checkpoints.scores import write_score
 from learner.stream.plan import Kind, Plan, Verdict
 from streamrl.config import schema
 from streamrl.config.check import max_time_s
 from streamrl.config.dump import config_to_json
 from streamrl.errors import Fenced, RunGone, TransportError
 from streamrl.telemetry.progress import Progress, Wait
-from streamrl.versions import epoch_of
 
 if TYPE_CHECKING:
     from learner.lease import LeaseKeeper
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from learner.stream.data import PromptSet
     from learner.stream.feed import Feed
     from learner.suspects import Suspects
-    from learner.validation import Validation, ValidationResult
+    from learner.validation import Validation
     from streamrl.transport.learner import LearnerStream
     from streamrl.transport.types import Control, RunState
 
@@ -71,15 +70,12 @@ class Conductor:
         self._config, self._world_size, self._run_uid = config, world_size, run_uid
         self._config_fingerprint = xxhash.xxh3_64_hexdigest(config_to_json(config).encode())
         self._data_fingerprint, self._num_prompts = prompts.fingerprint(), prompts.num_tickets(1)
-        self._stream, self._feed, self._validation = stream, feed, validation
+        self._stream, self._feed = stream, feed
         self._checkpoints, self._lease, self._recorder = checkpoints, lease, recorder
+        self._assessor = Assessor(validation=validation, checkpoints=checkpoints, recorder=recorder)
         self._suspects = suspects
         self._progress, self._timers, self._stop = progress, timers, stop
         self._first_step, self._job_began, self._clock = first_step, job_began, clock
-        self._validated: ValidationResult | None = None  # the newest
-        self._validated_of: frozenset[CheckpointName] = frozenset()  # whose weights it tells of
-        self._validating: frozenset[CheckpointName] = frozenset()  # likewise, of the one that runs
-        self._validation_due: int | None = None  # since this step; it waits for a version of it to get out
         self._data_epochs = 0.0  # passes over the prompts
         self._control: Control = "run"  # the operator's word, as last seen
         self._needed_weights: tuple[int, ...] = ()  # versions whose manifests Redis must have
@@ -119,7 +115,7 @@ class Conductor:
 
     def _next_but_training(self, step: int) -> Plan | None:
         self._lease.check()
-        self._poll_validation(wait_s=0.0)
+        self._assessor.poll(wait_s=0.0)
         if self._must_stop():
             return Plan(kind=Kind.STOP, step=step)
         if self._is_over(step):
@@ -166,9 +162,8 @@ class Conductor:
         if self._must_stop() or self._told_to_stop():
             return Plan(kind=Kind.STOP, step=step)
         with self._progress.waiting(Wait.EVALUATION):
-            self._poll_validation(wait_s=_SLICE_S)
-        running = self._validation is not None and self._validation.running
-        return Plan(kind=Kind.IDLE if running else Kind.END, step=step)
+            self._assessor.poll(wait_s=_SLICE_S)
+        return Plan(kind=Kind.IDLE if self._assessor.running else Kind.END, step=step)
 
     def next_while_publishing(self, step: int) -> Plan:
         """IDLE at once, since the publisher is waited for elsewhere; or STOP."""
@@ -183,37 +178,10 @@ class Conductor:
         return Plan(kind=Kind.STOP if self._must_stop() else Kind.IDLE, step=step)
 
     def start_validation(self, latest: Published | None) -> None:
-        """Of the newest version, unless all answers of it are there; one that still runs is left to finish."""
-        if latest is None or self._validation is None or self._validation.running:
-            return
-        last = self._validated
-        if last is None or last.version != latest.version or not last.complete:
-            self._start_validation(self._validation, latest, of_step=latest.step)
+        self._assessor.start(latest)
 
     def validate_beside(self, step: int, latest: Published | None) -> None:
-        """Of the weights of this step, or of the next that get out: as soon as workers can have them. One that still
-        runs is left to finish."""
-        if self._validation is None or self._validation.running:
-            return
-        self._validation_due = step
-        if latest is not None:
-            self._start_if_due(latest)
-
-    def _start_if_due(self, latest: Published) -> None:
-        due = self._validation_due
-        if self._validation is not None and due is not None and latest.step >= due:
-            self._start_validation(self._validation, latest, of_step=due)
-
-    def _start_validation(self, validation: Validation, latest: Published, *, of_step: int) -> None:
-        self._validation_due = None
-        try:
-            validation.start(step=latest.step, version=latest.version)
-        except (Fenced, RunGone):
-            raise
-        except TransportError as error:
-            log.warning("no validation while Redis is away", error=str(error))
-            return
-        self._validating = frozenset(CheckpointName(epoch_of(latest.version), s) for s in (of_step, latest.step))
+        self._assessor.start_beside(step, latest)
 
     def settle(self, plan: Plan, verdicts: Sequence[Verdict], *, trained: bool) -> None:
         if self._suspects is not None:
@@ -227,7 +195,7 @@ class Conductor:
     def note_published(self, published: Published) -> None:
         self._feed.note_version(published.version, published.step)
         self._needed_weights, self._look_for_weights_at = published.needs, 0.0
-        self._start_if_due(published)
+        self._assessor.note_published(published)
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
         facts = {**self._feed.metrics(), "train_rollouts/epoch": self._data_epochs}
@@ -260,20 +228,16 @@ class Conductor:
             raise
         except TransportError as error:
             log.warning("Redis does not know of the checkpoint yet; the next one tells it", error=str(error))
-        if name in self._validated_of:
-            self._score(name)
+        self._assessor.note_committed(name)
         self._prune(name.epoch)
         self._stream.event("checkpoint", name=str(name), step=name.step)
 
     def _prune(self, epoch: int) -> None:
-        settings = self._config.checkpoint
-        unknown = self._validating  # how good they are is being found out
-        if self._validation_due is not None:
-            unknown |= {CheckpointName(epoch, self._validation_due)}
+        settings, undecided = self._config.checkpoint, self._assessor.undecided(epoch)
         try:
             lineage = ancestry(self._config.folder)
             self._checkpoints.prune(
-                lineage, epoch=epoch, keep_last=settings.keep_last, keep_best=settings.keep_best, keep=unknown
+                lineage, epoch=epoch, keep_last=settings.keep_last, keep_best=settings.keep_best, keep=undecided
             )
         except OSError as error:
             log.warning("old checkpoints not removed", error=str(error))
@@ -293,27 +257,3 @@ class Conductor:
             return False
         log.info("the time of this job is over", max_time=limit)
         return True
-
-    def _poll_validation(self, *, wait_s: float) -> None:
-        if self._validation is None:
-            return
-        try:
-            result = self._validation.poll(wait_s=wait_s)
-        except (Fenced, RunGone):
-            raise
-        except TransportError as error:
-            log.warning("no validation while Redis is away", error=str(error))
-            return
-        if result is not None:
-            self._validated = result
-            self._validated_of, self._validating = self._validating, frozenset()
-            self._recorder.validation(result)
-            for name in self._validated_of:
-                self._score(name)
-
-    def _score(self, name: CheckpointName) -> None:
-        assert self._validated is not None, "a result is there"
-        try:
-            write_score(self._checkpoints.folder_of(name), self._validated.metrics())
-        except OSError as error:
-            log.warning("score of a checkpoint not written", checkpoint=str(name), error=str(error))
