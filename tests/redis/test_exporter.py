@@ -83,7 +83,7 @@ def test_alerts_and_panels_ask_only_for_what_is_exported() -> None:
 
 @pytest.mark.parametrize("name", ["StreamrlStalled", "StreamrlNoProgress"])
 def test_nobody_is_woken_for_a_pause(run: Watched, name: str) -> None:
-    set_control(run.world.client, run.world.keys, "pause")
+    set_control(run.world.client, run.world.keys, "pause", by="the test")
     run.learner("resume", for_s=2000)
     run.worker("resume", state="waiting", for_s=2000)
     told = parse(prometheus_text(run.view(), "x", is_up=True))
