@@ -33,7 +33,13 @@ def work(folder: Path) -> None:
     with join_world(os.environ, timeout_s=60) as joined:
         world = joined.beside(timeout_s=_LOOP_WAITS_S)
         with armed(slowly) if world.is_main else nullcontext():
-            state = replay(config=config, folder=folder / "recording", world=world, stop=threading.Event())
+            state = replay(
+                config=config,
+                folder=folder / "recording",
+                world=world,
+                stop=threading.Event(),
+                environment=os.environ,
+            )
         assert state == "finished", state
 
 
