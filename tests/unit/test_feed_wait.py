@@ -85,8 +85,9 @@ def test_nothing_older_than_the_bound_is_trained_whatever_the_order_of_the_answe
     assert "stream/dropped/stale" not in world.feed.metrics()
 
 
-def test_stragglers_are_awaited_for_a_bounded_time_and_the_wait_is_counted() -> None:
-    world = FeedWorld(waiting_config(wait_s=30.0))
+def straggling(*, wait_s: float) -> FeedWorld:
+    """A full batch in hand, 4 and 5, after a step of 1 and 2; 0 and 3 would be too old if it were made without them."""
+    world = FeedWorld(waiting_config(wait_s=wait_s))
     world.plan()
     for number in (1, 2):
         world.answer(number)
@@ -94,6 +95,11 @@ def test_stragglers_are_awaited_for_a_bounded_time_and_the_wait_is_counted() -> 
     world.plan()
     for number in (4, 5):
         world.answer(number)
+    return world
+
+
+def test_stragglers_are_awaited_for_a_bounded_time_and_the_wait_is_counted() -> None:
+    world = straggling(wait_s=30.0)
     assert world.plan(timeout_s=20.0) is None
     plan = world.plan(timeout_s=20.0)
     assert planned(plan) == [4, 5]
@@ -109,14 +115,7 @@ def test_stragglers_are_awaited_for_a_bounded_time_and_the_wait_is_counted() -> 
 
 
 def test_a_straggler_that_never_comes_holds_a_step_up_no_longer_though_redis_is_looked_at_meanwhile() -> None:
-    world = FeedWorld(waiting_config(wait_s=300.0))
-    world.plan()
-    for number in (1, 2):
-        world.answer(number)
-    world.train(step_of(world))
-    world.plan()
-    for number in (4, 5):
-        world.answer(number)
+    world = straggling(wait_s=300.0)
     began = world.clock.now
     plan = None
     while plan is None and world.clock.now < began + 500:
@@ -128,14 +127,7 @@ def test_a_straggler_that_never_comes_holds_a_step_up_no_longer_though_redis_is_
 
 
 def test_a_batch_that_redis_lost_is_awaited_anew_and_its_stragglers_too() -> None:
-    world = FeedWorld(waiting_config(wait_s=30.0))
-    world.plan()
-    for number in (1, 2):
-        world.answer(number)
-    world.train(step_of(world))
-    world.plan()
-    for number in (4, 5):
-        world.answer(number)
+    world = straggling(wait_s=30.0)
     assert world.plan(timeout_s=20.0) is None
     world.server.groups["train"].clear()
     world.server.disturbed = True
@@ -168,14 +160,7 @@ def test_a_group_in_hand_that_got_too_old_meanwhile_is_dropped() -> None:
 
 
 def test_a_pause_is_no_waiting_for_stragglers() -> None:
-    world = FeedWorld(waiting_config(wait_s=30.0))
-    world.plan()
-    for number in (1, 2):
-        world.answer(number)
-    world.train(step_of(world))
-    world.plan()
-    for number in (4, 5):
-        world.answer(number)
+    world = straggling(wait_s=30.0)
     assert world.plan(timeout_s=20.0) is None
     world.server.control = "pause"
     assert world.plan(timeout_s=100.0) is None
