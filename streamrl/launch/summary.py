@@ -79,11 +79,10 @@ class History:
         total = sum(record["lag/mean"] * weight for record, weight in zip(measured, tokens, strict=True))
         return Lag(mean=total / sum(tokens), max=round(max(record["lag/max"] for record in measured)))
 
-    def num_versions(self) -> int:
-        """Each learner publishes from number 0 on, in the order of its steps."""
+    def num_versions(self, *, latest: int = 0) -> int:
+        """Each learner publishes from number 0 on, in the order of its steps; `latest` may have come after the last."""
         newest: dict[int, int] = {}
-        for record in self.steps:
-            version = int(record.get("weights/version", 0))
+        for version in (*(int(record.get("weights/version", 0)) for record in self.steps), latest):
             newest[epoch_of(version)] = max(newest.get(epoch_of(version), 0), number_of(version))
         return sum(number + 1 for epoch, number in newest.items() if epoch)
 
@@ -115,6 +114,7 @@ def summarise(
     state: RunState,
     seconds: float,
     audit: Audit,
+    latest_version: int,  # 0: none
     loads: Loads,
     restarts: Mapping[str, int],
 ) -> Summary:
@@ -135,7 +135,7 @@ def summarise(
         twice=audit.twice,
         clean=audit.clean,
         remarks=(*audit.problems, *audit.unchecked),
-        versions_published=history.num_versions(),
+        versions_published=history.num_versions(latest=latest_version),
         loads=loads,
         lag=history.lag(),
         held_out=history.held_out(),

@@ -77,15 +77,16 @@ def up(loaded: Loaded, *, display: Display, takeover: bool = False) -> Outcome:
 def _summarise(
     config: schema.Config, folder: RunFolder, supervisor: Supervisor, *, redis_url: str, seconds: float
 ) -> Summary | None:
-    run = supervisor.watch.now.run if supervisor.watch.now else None
-    if run is None:
+    now = supervisor.watch.now
+    if now is None or now.run is None:
         return None
     summary = summarise(
         name=config.name,
         folder=folder.path,
-        state=run.state,
+        state=now.run.state,
         seconds=seconds,
         audit=audit_folder(folder.path, redis_url=redis_url, run=config.name),
+        latest_version=now.latest_version or 0,
         loads=supervisor.watch.loads,
         restarts=supervisor.restarts,
     )

@@ -57,6 +57,7 @@ def make_summary(folder: Path, **audit: Any) -> Summary:
         state="finished",
         seconds=61.26,
         audit=make_audit(**audit),
+        latest_version=make_version(1, 3),
         loads=Loads(loaded=9, in_flight=7),
         restarts={"worker/0": 2},
     )
@@ -88,6 +89,7 @@ def test_versions_of_all_learners_are_counted(tmp_path: Path) -> None:
     write(tmp_path, step(1), step(2), step(3, **again))
 
     assert History.read(tmp_path).num_versions() == 3 + 2
+    assert History.read(tmp_path).num_versions(latest=make_version(2, 4)) == 3 + 5
 
 
 def test_a_run_without_a_step_has_no_lag(tmp_path: Path) -> None:
@@ -103,6 +105,7 @@ def test_the_summary_tells_before_and_after_and_the_fate_of_each_ticket(tmp_path
     assert lines["groups trained"] == "6 of 10 tickets"
     assert lines["dropped"] == "1 (1 stale)"
     assert lines["lost, twice"] == "0, 0"
+    assert lines["weight versions"].startswith("4 published; ")  # the last one after the last step's record
     assert lines["held out: exact"] == "0.400 → 0.900"
     assert lines["started again"] == "worker/0 2 times"
     assert json.loads(json.dumps(summary.to_json()))["loads"] == {"loaded": 9, "in_flight": 7}
