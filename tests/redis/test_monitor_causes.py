@@ -119,6 +119,14 @@ def test_a_run_that_has_ended_says_how(run: Watched, state: Any, verdict: str) -
     assert run.first() == (state, verdict)
 
 
+@pytest.mark.parametrize("state", ["finished", "stopped", "failed"])
+def test_a_run_that_a_learner_is_about_to_take_up_has_not_ended(run: Watched, state: Any) -> None:
+    run.world.learner.stream.release(state)
+    run.learner("load the model", state="starting")
+    assert run.first() == ("learner_starting", "healthy")
+    assert state not in {cause.name for cause in run.view().causes}
+
+
 def test_a_pause_is_the_cause_whoever_waits(run: Watched) -> None:
     set_control(run.world.client, run.world.keys, "pause", by="the test")
     run.learner("resume", for_s=600)

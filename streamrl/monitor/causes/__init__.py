@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
 from streamrl.monitor.causes import flow, parts, state
-from streamrl.monitor.causes.seen import Told
+from streamrl.monitor.causes.seen import Told, is_taken_up
 from streamrl.monitor.view import Cause, Level, Verdict, View
 
 TABLE: Mapping[str, Callable[[View], Told | None]] = {
@@ -67,9 +67,12 @@ def find_causes(view: View, *, was_removed: bool = False) -> tuple[Cause, ...]:
 def judge(view: View, causes: tuple[Cause, ...]) -> Verdict:
     """healthy: it runs, or has reached its end. degraded: it runs, and somebody should look. stalled: nothing moves.
     ended: it was stopped, has failed, or is not there."""
-    if view.run.state in ("stopped", "failed", "absent"):
+    if view.run.state == "absent":
         return "ended"
-    if view.run.state == "finished":
-        return "healthy"
+    if not is_taken_up(view):
+        if view.run.state in ("stopped", "failed"):
+            return "ended"
+        if view.run.state == "finished":
+            return "healthy"
     levels = {cause.level for cause in causes}
     return "stalled" if "blocking" in levels else "degraded" if "attention" in levels else "healthy"

@@ -41,3 +41,9 @@ def lead_waiting(view: View, *waits: Wait) -> Part | None:
 
 def is_running(view: View) -> bool:
     return view.run.state == "running"
+
+
+def is_taken_up(view: View) -> bool:
+    """A learner is on its way to a run that had ended: it loads, and Redis will know once it has."""
+    part = lead(view)
+    return part is not None and part.state == "starting"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamrl.monitor.causes.seen import Told, is_running
+from streamrl.monitor.causes.seen import Told, is_running, is_taken_up
 from streamrl.monitor.units import size
 from streamrl.monitor.view import Cause, View
 
@@ -78,7 +78,7 @@ def redis_evicts(view: View) -> Told | None:
 
 
 def finished(view: View) -> Told | None:
-    if view.run.state != "finished":
+    if view.run.state != "finished" or is_taken_up(view):
         return None
     return Told(
         level="info",
@@ -89,7 +89,7 @@ def finished(view: View) -> Told | None:
 
 
 def failed(view: View) -> Told | None:
-    if view.run.state != "failed":
+    if view.run.state != "failed" or is_taken_up(view):
         return None
     return Told(
         level="blocking",
@@ -101,7 +101,7 @@ def failed(view: View) -> Told | None:
 
 
 def stopped(view: View) -> Told | None:
-    if view.run.state != "stopped":
+    if view.run.state != "stopped" or is_taken_up(view):
         return None
     return Told(
         level="blocking",
