@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import gzip
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from streamrl.config import schema
-from streamrl.errors import ConfigError, RewardError, RewardOutage
-from tests.helpers import wait_until
+from streamrl.errors import ConfigError, RewardError
+from tests.http_reward_world import connect, lengths, until
 from tests.tiny_rewards import make_item
-from workers.permissions import Permissions
-from workers.rewards.http_client import HttpReward, build_http_reward
-
-
-def connect(answer: Callable[[httpx.Request], Any], *, first_pause_s: float = 0.001, **settings: Any) -> HttpReward:
-    source = schema.HttpReward(type="http", url="http://reward:1", **{"attempts": 1, "timeout_s": 5.0, **settings})
-    transport = httpx.MockTransport(answer)
-    return build_http_reward(
-        "mine", source, Permissions(hosts=("reward",)), None, transport=transport, first_pause_s=first_pause_s
-    )
-
-
-def lengths(request: httpx.Request) -> httpx.Response:
-    return httpx.Response(200, json={"rewards": [len(text) for text in json.loads(request.content)["texts"]]})
 
 
 async def test_samples_of_the_same_moment_share_requests_of_bounded_size() -> None:
@@ -211,181 +195,6 @@ def test_a_file_that_holds_no_token_is_refused(tmp_path: Path, content: bytes | 
 
 
 # Replicas and outages
-
-
-def replicated(answer: Callable[[httpx.Request], Any], **settings: Any) -> HttpReward:
-    return connect(answer, replicas=("http://reward:2", "http://reward:3/rm/score"), attempts=3, **settings)
-
-
-async def test_a_replica_that_fails_is_left_out_and_no_sample_notices() -> None:
-    asked: list[str] = []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        asked.append(str(request.url))
-        return httpx.Response(500) if request.url.port == 1 else lengths(request)
-
-    reward = replicated(answer, first_pause_s=60.0)
-    for length in range(60):
-        assert await reward.score(make_item("x" * length, prompt="")) == length
-    assert reward.health().state == "2 of 3 replicas well; http://reward:1/score: answered 500: "
-    assert reward.health().outage is None
-    await reward.close()
-    assert set(asked) == {"http://reward:1/score", "http://reward:2/score", "http://reward:3/rm/score"}
-    assert asked.count("http://reward:1/score") == 3
-
-
-async def test_an_outage_of_all_replicas_costs_no_attempt_and_shows() -> None:
-    down, num_refused = True, 0
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        nonlocal num_refused
-        if down:
-            num_refused += 1
-            raise httpx.ConnectError("refused")
-        return lengths(request)
-
-    reward = replicated(answer)
-    scores = [asyncio.create_task(reward.score(make_item("x" * length, prompt=""))) for length in range(300)]
-    # An outage shows between trials, not while the next one is due: what was seen once may be gone on the next look.
-    outage = await until(lambda: reward.health().outage, "the outage shows")
-    assert "http://reward:2/score: ConnectError: refused" in outage
-    num_requests, attempts = 5, 3
-    await until(lambda: num_refused > 2 * num_requests * attempts, "more was refused than the samples have attempts")
-    assert not any(score.done() for score in scores)
-    down = False
-    assert await asyncio.wait_for(asyncio.gather(*scores), 10) == list(range(300))
-    assert reward.health().outage is None
-    await reward.close()
-
-
-@pytest.mark.parametrize("status", [302, 401, 403, 404, 405])
-async def test_a_wrong_address_or_token_is_an_outage_that_names_itself_and_costs_no_attempt(status: int) -> None:
-    wrong, num_asked = True, 0
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        nonlocal num_asked
-        num_asked += 1
-        return httpx.Response(status, text="who are you") if wrong else lengths(request)
-
-    reward = connect(answer, attempts=1)
-    scores = [asyncio.create_task(reward.score(make_item("x" * length, prompt=""))) for length in range(100)]
-    outage = await until(lambda: reward.health().outage, "the outage shows")
-    assert outage == f"http://reward:1/score: answered {status}: who are you"
-    assert reward.health().state == f"0 of 1 replicas well; {outage}"
-    await until(lambda: num_asked > 10, "it was asked more often than the samples have attempts")
-    assert not any(score.done() for score in scores)
-    wrong = False
-    assert await asyncio.wait_for(asyncio.gather(*scores), 10) == list(range(100))
-    await reward.close()
-
-
-def picky(bad: httpx.Response) -> Callable[[httpx.Request], httpx.Response]:
-    """A healthy service that has no score for requests with the row `bad`."""
-    return lambda request: bad if "bad" in json.loads(request.content)["texts"] else lengths(request)
-
-
-NO_SCORES = [
-    httpx.Response(500, text="no finite number"),
-    httpx.Response(504, text="too slow"),
-    httpx.Response(200, text='{"rewards": [1e30]}'),
-    httpx.Response(403, text="go away"),
-]
-
-
-@pytest.mark.parametrize("no_score", NO_SCORES)
-async def test_a_sample_that_a_healthy_service_cannot_score_fails_alone_and_soon(no_score: httpx.Response) -> None:
-    reward = connect(picky(no_score), attempts=5, outage_s=3600.0)
-    assert await reward.score(make_item("four", prompt="")) == 4.0
-    asked = [reward.score(make_item(text, prompt="")) for text in ("one", "bad", "three")]
-    one, bad, three = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10)
-    assert (one, three) == (3.0, 5.0)
-    assert isinstance(bad, RewardError)
-    assert "(5 attempts)" in str(bad)
-    await reward.close()
-
-
-@pytest.mark.parametrize("no_score", NO_SCORES)
-async def test_its_neighbours_are_scored_though_nothing_was_ever_scored_before(no_score: httpx.Response) -> None:
-    reward = connect(picky(no_score), attempts=5, outage_s=3600.0)
-    asked = [reward.score(make_item(text, prompt="")) for text in ("one", "bad", "three")]
-    one, bad, three = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10)
-    assert (one, three) == (3.0, 5.0)
-    assert isinstance(bad, RewardError)
-    await reward.close()
-
-
-async def test_a_service_that_answers_and_never_scored_anything_holds_no_sample_for_an_outage() -> None:
-    reward = connect(lambda request: httpx.Response(500, text="a bug"), attempts=5, outage_s=3600.0)
-    with pytest.raises(RewardError, match=r"answered 500: a bug \(5 attempts\)"):
-        await asyncio.wait_for(reward.score(make_item()), 10)
-    await reward.close()
-
-
-async def test_an_outage_of_errors_costs_no_attempt_where_it_scored_before() -> None:
-    down, num_asked = False, 0
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        nonlocal num_asked
-        num_asked += 1
-        return httpx.Response(500) if down else lengths(request)
-
-    reward = connect(answer, attempts=5)
-    assert await reward.score(make_item("four", prompt="")) == 4.0
-    down, num_asked = True, 0
-    score = asyncio.create_task(reward.score(make_item("three", prompt="")))
-    await until(lambda: num_asked > 8, "it was asked more often than the sample has attempts")
-    assert not score.done()
-    down = False
-    assert await asyncio.wait_for(score, 10) == 5.0
-    await reward.close()
-
-
-async def test_a_row_that_is_scored_no_longer_does_not_keep_a_replica_out() -> None:
-    down, refused = False, "old"
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        return httpx.Response(500) if down or refused in json.loads(request.content)["texts"] else lengths(request)
-
-    reward, refused = connect(answer, attempts=5), ""
-    assert await reward.score(make_item("old", prompt="")) == 3.0
-    down, refused = True, "old"
-    score = asyncio.create_task(reward.score(make_item("three", prompt="")))
-    await until(lambda: reward.health().outage, "the outage shows")
-    down = False
-    assert await asyncio.wait_for(score, 10) == 5.0
-    await reward.close()
-
-
-async def until(predicate: Callable[[], Any], description: str) -> Any:
-    """`wait_until`, with the loop running on."""
-    return await asyncio.to_thread(functools.partial(wait_until, predicate, description=description))
-
-
-async def test_an_outage_that_does_not_end_is_told_as_one() -> None:
-    def answer(request: httpx.Request) -> httpx.Response:
-        raise httpx.ConnectError("refused")
-
-    reward = connect(answer, attempts=100, outage_s=0.05)
-    with pytest.raises(RewardOutage, match=r"no replica gave a score for 0\.05 s: http://reward:1/score: ConnectError"):
-        await reward.score(make_item())
-    await reward.close()
-
-
-async def test_who_shares_a_request_with_what_is_refused_does_not_sit_out_the_next_outage_after_it() -> None:
-    requests: list[int] = []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        requests.append(len(json.loads(request.content)["texts"]))
-        if requests[-1] > 1:
-            return httpx.Response(422)
-        raise httpx.ConnectError("refused")
-
-    reward = connect(answer, outage_s=0.05)
-    asked = (reward.score(make_item("x" * length, prompt="")) for length in range(1, 65))
-    outcomes = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 2.0)
-    await reward.close()
-    assert {type(outcome) for outcome in outcomes} == {RewardOutage}
-    assert requests.count(64) == 1
 
 
 async def test_a_service_may_be_asked_in_another_form_at_its_own_path() -> None:
