@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors.torch import save_file
 
@@ -39,7 +38,7 @@ class LearnerSide:
             epoch=1,
             store=store,
             announcer=announcer,
-            canary_ids=np.arange(3, 3 + _CANARY_TOKENS, dtype=np.int32),
+            canary_ids=tuple(range(3, 3 + _CANARY_TOKENS)),
             beside=beside,
         )
 

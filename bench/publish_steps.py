@@ -1,7 +1,7 @@
 """What publishing costs the learner: its steps with a version published after each, and without.
 
     step ─► step ─► ...                                     without
-    step ─► canary, copy ─► step ─► canary, copy ─► ...     with: encode, store and announce are beside, on another core
+    step ─► copy, cast ─► step ─► copy, cast ─► ...         with: encode, store and announce are beside, on another core
 
 The step is a real one of AdamW on 512 tokens, which is little: the more a step does, the smaller the share of what the
 loop waits for. The loop has a core of its own; the other one has the publisher's thread, and Redis.
@@ -98,7 +98,7 @@ def bench_steps(*, quick: bool, say: Say) -> list[Line]:
             better="lower",
         ),
         Fact(name=f"learner step of {_NUM_TOKENS} tokens", value=rounds.median("without"), unit="s"),
-        Fact(name="the loop waits for canary and copy", value=float(np.median(stepping.blocked_s)), unit="s"),
+        Fact(name="the loop waits for copy and cast", value=float(np.median(stepping.blocked_s)), unit="s"),
     ]
 
 

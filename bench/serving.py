@@ -1,13 +1,13 @@
 """A version's way into a vLLM engine at work: how long it takes, and what it costs the engine.
 
-    learner: step ─► copy ─► canary, encode ─► Redis ─► worker: fetch, patch ─► pause ─► load ─► resume: it serves
+    learner: step ─► copy ─► cast, encode ─► Redis ─► worker: fetch, patch ─► pause ─► load ─► resume: it serves
     beside it, by turns:   vLLM's own reload of the same tensors, which lie in its memory: the measure of both bars
                            step ─► safetensors file ─► pause ─► vLLM's own reload of it ─► resume: the usual way
 
 A real engine on a CPU, with the 136M parameters in bf16 and _NUM_IN_FLIGHT samples under way all the time; that is some
 ten steps a second, so what a load costs shows within a second. The engine computes in one thread; learner, worker and
-Redis share the other core with each other, and the engine's while the learner encodes beside its canary. Time runs from
-the end of the learner's step, so canary and copy are in it. What an update costs is tokens of the second that begins
+Redis share the other core with each other, and the engine's while the learner encodes beside its next step. Time runs
+from the end of the learner's step, so copy and cast are in it. What an update costs is tokens of the second that begins
 with the pause, against those of a second in which nothing else is done.
 
 The usual way's file is written to the local disk's page cache, and not over a network. On a CPU vLLM's own reload
@@ -48,7 +48,7 @@ from streamrl.weights.mirror import Mirror
 from streamrl.weights.redis_store import RedisStore
 from workers.engines.base import EngineSettings, KvCache
 from workers.model import read_model
-from workers.proving import Prover
+from workers.proving import Unproved
 from workers.tasks import cancel_all
 from workers.weights import Patience, WeightFollower
 
@@ -221,7 +221,7 @@ async def _opened(folder: Path, shared: Path, *, say: Say) -> AsyncIterator[_Sce
             announcements=WorkerStream(worker, keys, worker="0", lease_s=60.0),
             store=store,
             mirror=mirror,
-            proof=Prover(model=facts, dtype=config.weights.dtype, trust_remote_code=False, with_probe=False),
+            proof=Unproved(),
             progress=Progress(part="worker/0", role="worker"),
             patience=Patience(give_up_after_s=_TIMEOUT_S, first_version_s=_TIMEOUT_S),
         )

@@ -138,12 +138,13 @@ async def _opened(folder: Path) -> AsyncIterator[_Scene]:
 
 
 def _follower(versions: _Versions, store: BlobStore, folder: Path, facts: ModelFacts) -> WeightFollower:
+    progress = Progress(part="worker/0", role="worker")
     return WeightFollower(
         announcements=versions.announcements,
         store=store,
         mirror=Mirror(folder / "mirror", run_uid=RUN_UID),
-        proof=Prover(model=facts, dtype="float32", trust_remote_code=False, with_probe=True),
-        progress=Progress(part="worker/0", role="worker"),
+        proof=Prover(model=facts, dtype="float32", trust_remote_code=False, progress=progress),
+        progress=progress,
         patience=Patience(give_up_after_s=60.0, first_version_s=60.0),
     )
 

@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import redis
 import torch
 
@@ -165,7 +164,7 @@ def _make_publisher(
         epoch=start.epoch,
         store=open_store(around.config.weights.store, server.client, server.keys),
         announcer=announcer,
-        canary_ids=np.array(start.canary_ids, dtype=np.int32),
+        canary_ids=start.canary_ids,
         beside=Beside("publisher"),
     )
 

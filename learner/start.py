@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import redis
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from learner.policy.model import Speech
 
 REPLAY = "replay.json"  # in the folder of a run that learns from a recording: which one
-_CANARY_TOKENS = 16
+_CANARY_TOKENS = 64
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _ROOM_EVERY_S = 1.0
 _NO_RUN_IDS = ("", "none")  # torchrun's words for not having been given one
@@ -150,7 +151,7 @@ def admit(
         stream.forget_end()
     log.info("learner of the run", run_uid=claimed.run_uid, epoch=epoch, checkpoint=str(claimed.epoch.parent))
     lineage = tuple(ancestry(config.folder).last_steps.items())
-    start = make_start(config, claimed, prompts, lineage=lineage, canary_ids=_canary_ids(prompts, speech))
+    start = make_start(config, claimed, prompts, lineage=lineage, canary_ids=_canary_ids(prompts))
     return Admitted(start=start, stream=stream, checkpoints=claimed.checkpoints, checkpoint=claimed.checkpoint)
 
 
@@ -246,7 +247,7 @@ def _total_steps(training: schema.Training, prompts: PromptSet, first_step: int)
     return of_data if training.max_steps < 0 else min(of_data, training.max_steps - first_step)
 
 
-def _canary_ids(prompts: PromptSet, speech: Speech) -> tuple[int, ...]:
-    """Tokens as the model meets them: the beginning of the first prompt."""
-    first = [int(token) for token in prompts.rows[0].token_ids[: _CANARY_TOKENS - 1]]
-    return (*first, speech.end_ids[0])
+def _canary_ids(prompts: PromptSet) -> tuple[int, ...]:
+    """Tokens as the model meets them: the first prompts, one after the other."""
+    tokens = (int(token) for row in prompts.rows for token in row.token_ids)
+    return tuple(islice(tokens, _CANARY_TOKENS))

@@ -81,7 +81,7 @@ Point = Literal[
     "blob.renamed",  # the blob has its name, and may not survive a power cut (directory)
     "blob.stored",  # durable and whole; not announced
     "announce.written",  # workers see the version; the learner does not know that they do
-    "amended.written",  # workers see its canary's answer, or its anchor; the learner does not know that they do
+    "amended.written",  # workers see its anchor; the learner does not know that they do
     "blob.unlinked",  # chunks are gone; the index has the blob (Redis)
     "blob.deleted",  # one is gone; others are to go
     # The end

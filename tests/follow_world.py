@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from streamrl.telemetry.progress import Progress
 from streamrl.transport.types import Announcement
-from streamrl.weights.manifest import Canary, Manifest, encode_manifest
+from streamrl.weights.manifest import Manifest, encode_manifest
 from streamrl.weights.mirror import Mirror
 from streamrl.weights.stores import MemoryStore
 from tests.weights_world import RUN_UID, State, World, nudged, random_state
@@ -21,9 +20,7 @@ from workers.proving import ProofDouble
 from workers.tickets import AnnouncementsDouble
 from workers.weights import Patience, WeightFollower
 
-ASKED = Canary(token_ids=(3, 4, 5))
-ANSWERED = replace(ASKED, logprobs=(-1.0, -2.0))
-PATIENCE = Patience(look_again_s=600.0, give_up_after_s=0.5, first_version_s=0.5, answer_s=600.0)
+PATIENCE = Patience(look_again_s=600.0, give_up_after_s=0.5, first_version_s=0.5)
 
 
 class Follower:
@@ -54,18 +51,14 @@ class Follower:
         self._rng = np.random.default_rng(0)
         self.state: State = random_state(self._rng)
 
-    def publish(self, *, anchor: bool = False, canary: Canary | None = None) -> Manifest:
-        manifest = replace(self.world.publish(self.state, anchor=anchor), canary=canary)
+    def publish(self, *, anchor: bool = False) -> Manifest:
+        manifest = self.world.publish(self.state, anchor=anchor)
         self.state = nudged(self._rng, self.state)
         announcement = Announcement(
             version=manifest.version, base=manifest.base, step=manifest.step, manifest=encode_manifest(manifest)
         )
         self.announcements.announce(announcement)
         return manifest
-
-    def answer(self, manifest: Manifest) -> None:
-        """The learner's log-probs of the canary follow."""
-        self.announcements.manifests[manifest.version] = encode_manifest(replace(manifest, canary=ANSWERED))
 
     @contextlib.asynccontextmanager
     async def following(self, engine: EngineDouble | None = None) -> AsyncIterator[asyncio.Task[None]]:

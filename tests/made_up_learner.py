@@ -16,7 +16,7 @@ from streamrl.transport.keys import Keys
 from streamrl.transport.learner import LearnerStream
 from streamrl.transport.types import START, Announcement
 from streamrl.weights.format import BITS, DType, TensorMeta
-from streamrl.weights.manifest import Canary, Manifest, encode_manifest
+from streamrl.weights.manifest import Manifest, encode_manifest
 from streamrl.weights.stores import open_store
 from streamrl.wire.group import Group, decode_body, decode_header
 from streamrl.wire.ticket import Purpose, Ticket
@@ -41,10 +41,10 @@ class MadeUpLearner:
         self._world = World(open_store("redis:", client, keys), epoch=EPOCH)
         self._cursor: dict[Purpose, str] = {"train": START, "eval": START}
 
-    def publish(self, folder: Path, *, anchor: bool = False, canary: Canary | None = None) -> Manifest:
+    def publish(self, folder: Path, *, anchor: bool = False) -> Manifest:
         """In the types in which the folder's weights are."""
         self._world.tensors, state = _read(folder)
-        manifest = self._world.publish(state, anchor=anchor, canary=canary)
+        manifest = self._world.publish(state, anchor=anchor, canary_ids=tuple(range(3, 27)))
         announcement = Announcement(
             version=manifest.version, base=manifest.base, step=manifest.step, manifest=encode_manifest(manifest)
         )

@@ -7,7 +7,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import safetensors.torch
 import torch
 
@@ -33,7 +32,6 @@ class FakeStream:
         self.manifests: list[Manifest] = []
         self.kept: list[int] = []
         self.refusal: Exception | None = None
-        self.answer_refusal: Exception | None = None  # to the answer to a canary
         self.anchor_refusal: Exception | None = None
 
     def announce(self, announcement: Announcement, *, keep: Sequence[int]) -> None:
@@ -44,9 +42,8 @@ class FakeStream:
 
     def amend(self, announcement: Announcement, *, keep: Sequence[int]) -> None:
         amended = decode_manifest(announcement.manifest)
-        refusal = self.anchor_refusal if amended.anchor else self.answer_refusal
-        if refusal is not None:
-            raise refusal
+        if self.anchor_refusal is not None:
+            raise self.anchor_refusal
         assert amended.version == announcement.version == self.manifests[-1].version
         self.manifests[-1] = amended
         self.kept = list(keep)
@@ -85,7 +82,7 @@ class Scene:
             epoch=epoch,
             store=self.store,
             announcer=self.stream,
-            canary_ids=np.array([3, 4, 5, 1], dtype=np.int32),
+            canary_ids=(3, 4, 5),
             beside=self.beside,
             clock=self.clock,
         )

@@ -14,7 +14,6 @@ from streamrl.versions import make_version
 from streamrl.weights.encoder import EncodedShard, ShardEncoder
 from streamrl.weights.format import BITS, HeldRange, TensorMeta
 from streamrl.weights.manifest import (
-    Canary,
     Manifest,
     ShardRecord,
     decode_manifest,
@@ -68,7 +67,7 @@ class World:
         self._last = 0
 
     def publish(
-        self, state: State, *, anchor: bool = False, beside: bool = False, canary: Canary | None = None
+        self, state: State, *, anchor: bool = False, beside: bool = False, canary_ids: tuple[int, ...] = ()
     ) -> Manifest:
         anchor = anchor or not self.manifests
         version = make_version(self._epoch, len(self.manifests))
@@ -83,7 +82,7 @@ class World:
             run_uid=RUN_UID,
             tensors=self.tensors,
             shards=tuple(records),
-            canary=canary,
+            canary_ids=canary_ids,
         )
         for encoder in self._encoders:
             encoder.advance()

@@ -10,11 +10,12 @@ import json
 import mmap
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
 _LENGTH_BYTES = 8
+_DECOY_SUM = 0.0703125  # of a value and its decoy; exact in bf16
 _DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -49,3 +50,9 @@ class MappedFile:
                     warnings.filterwarnings("ignore", message="The given buffer is not writable")
                     self._contents = torch.frombuffer(mapped, dtype=torch.uint8)  # keeps the mapping
                 self._identity = identity
+
+
+def decoys(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same names and shapes, and finite values: other ones, but where a value is half of the sum."""
+    for name, tensor in tensors:
+        yield name, _DECOY_SUM - tensor

@@ -1,117 +1,158 @@
 """Does the engine serve what it was told to load? Digests prove the mirror; this proves what comes after it.
 
-    engine start ─► the probe is loaded, and must answer as a plain forward pass does ─► the version is loaded ─┐
-    each version ─► its canary: the learner's tokens, whose log-probs by the learner the engine must repeat ◄───┘
+    engine start ─► rehearsal: a decoy is loaded ─┐
+    each version ─► loaded ─► read back ─► now and then, its canary ─► proved
+                                │                    └─ the engine's log-probs of some tokens, against the mirror's own
+                                └─ layers against the mirror, to the bit: all at the first load, then some each time
 
-What a canary can show. In fp32 learner and engine agree within 1e-4 (more, where the engine's own arithmetic was off
-by more at its first load, which the probe has proved): then a step of training that did not arrive shows. In bf16 both
-round, and the learner answers by its fp32 masters: the band is three times what the engine's first load was off, and
-at least 0.2. Measured, the noise was 0.06, and a reload skipped for 50 steps at lr 1e-6 was off by 0.08: only gross
-faults show (a foreign model, a tensor permuted or left behind since long), and digests and probe carry the proof.
+What finds which fault:
 
-A version without a canary (no learner's, or of tests) is proved by digests and probe alone. Blocks on the engine.
+                                         digests   cast (learner)   read-back   canary   mismatch (learner)
+    bytes lost or changed on the way        x
+    published what was not trained                       x
+    a tensor left behind, swapped, scaled                               x       if visible
+    the second reload does nothing                                      x          x
+    the loader takes one for another                                               x           x
+    engine and learner compute differently                                         x           x
+
+Digests: `streamrl.weights.mirror`; cast: `learner.publishing.cast`; mismatch: `policy/fresh_mismatch` of the metrics.
+
+**Read-back** compares bits (`workers.read_back`): no threshold. What it cannot read it names. After the decoy, whose
+every element differs, a layer that a reload leaves behind is wrong wherever one looks.
+
+**The canary** has a threshold, and its unit is measured in the same breath: how far plain transformers in the served
+dtype are from the truth on the same tokens (`workers.reference`). The engine may be `_TIMES` as far, in the mean over
+tokens; a maximum, or a first load as measure, cried wolf. How far engines are, over families, depths and dtypes, and
+what the canary finds by itself: `python -m bench proofs`. It takes a share of the time that is left to it (`_SHARE`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import structlog
 
 from streamrl.errors import LoadRejected
+from streamrl.telemetry.progress import Progress
 from streamrl.versions import show
-from streamrl.weights.manifest import Canary, Manifest
+from streamrl.weights.manifest import Manifest
 from workers.engines.base import Engine
 from workers.model import ModelFacts
 
+if TYPE_CHECKING:
+    from workers.reference import Reference
+
 log = structlog.get_logger(__name__)
 
-_FLOOR: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 0.2}  # a canary may always be off by so much
-_CEILING: Mapping[str, float] = {"float32": 1e-2, "bfloat16": 1.0}  # and never by more
-_OVER_FIRST = 3.0  # times what the first load of the engine was off
+_TIMES = 4.0  # the rounding
+_FLOOR: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 1e-2}  # engines approximate: exp, sums of another order
+_NUM_PARTS = 8  # of the layers, one is read back at each version but the first
+_SHARE = 0.02  # of the time may go into canaries
 
 
 class Proof(Protocol):
     """What the follower of weights asks."""
 
-    async def probe(self, engine: Engine, mirror: Path, manifest: Manifest) -> None:
-        """Once per engine, before anything is generated: LoadRejected where a reload does not do what it must."""
+    async def rehearse(self, engine: Engine, mirror: Path) -> None:
+        """Once per engine, before it serves anything: leave it with weights that are not the model's."""
 
-    async def check(self, engine: Engine, manifest: Manifest) -> None:
+    async def check(self, engine: Engine, mirror: Path, manifest: Manifest) -> None:
         """After each load: LoadRejected where the engine does not serve this version."""
 
 
 class Prover:
-    def __init__(self, *, model: ModelFacts, dtype: str, trust_remote_code: bool, with_probe: bool) -> None:
-        self._model = model
-        self._dtype = dtype
-        self._trust_remote_code = trust_remote_code
-        self._with_probe = with_probe
-        self._band: float | None = None  # None: until the engine's first canary
+    def __init__(
+        self,
+        *,
+        model: ModelFacts,
+        dtype: str,
+        trust_remote_code: bool,
+        progress: Progress,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._model, self._dtype, self._trust_remote_code = model, dtype, trust_remote_code
+        self._progress, self._clock = progress, clock
+        self._reference: Reference | None = None  # torch and transformers: not before it is asked
+        self._is_new = True  # an engine of which nothing was read back yet
+        self._num_checked = 0
+        self._next_canary_at = 0.0
 
-    async def probe(self, engine: Engine, mirror: Path, manifest: Manifest) -> None:
-        self._band = None
-        if not self._with_probe:
-            return
-        from workers.probe import make_probe  # torch and transformers: not where the probe is off
+    async def rehearse(self, engine: Engine, mirror: Path) -> None:
+        self._is_new = True
+        await engine.load_decoy(mirror)
 
-        probe = await asyncio.to_thread(
-            make_probe,
-            mirror,
-            manifest.tensors,
-            folder=mirror.parent,
-            model=self._model,
-            dtype=self._dtype,
-            trust_remote_code=self._trust_remote_code,
-        )
-        try:
-            await engine.load(probe.path, version=0, step=0)
-            answered = await engine.logprobs(np.asarray(probe.token_ids, dtype=np.int32))
-        finally:
-            probe.path.unlink(missing_ok=True)
-        probe.check(answered.tolist())
-        log.info("reloads_proved", visible=round(probe.visible, 4), tolerance=round(probe.tolerance, 5))
+    async def check(self, engine: Engine, mirror: Path, manifest: Manifest) -> None:
+        is_new, self._is_new = self._is_new, False
+        self._num_checked += 1
+        await self._read_back(engine, mirror, manifest, num_parts=1 if is_new else _NUM_PARTS)
+        if manifest.canary_ids and (is_new or self._clock() >= self._next_canary_at):
+            await self._ask_canary(engine, mirror, manifest)
 
-    async def check(self, engine: Engine, manifest: Manifest) -> None:
-        if manifest.canary is None:
-            return
-        answered = await engine.logprobs(np.asarray(manifest.canary.token_ids, dtype=np.int32))
-        off = _worst(manifest.canary, answered.tolist())
-        allowed = _CEILING[self._dtype] if self._band is None else self._band
+    async def _read_back(self, engine: Engine, mirror: Path, manifest: Manifest, *, num_parts: int) -> None:
+        found = await engine.read_back(mirror, number=self._num_checked, num_parts=num_parts)
+        if found.wrong:
+            raise LoadRejected(
+                f"version {show(manifest.version)}: {len(found.wrong)} of the {found.num_read} tensors read back from "
+                f"the engine are not those that it was told to load, {found.wrong[0]} for one; 0 are let pass"
+            )
+        if num_parts == 1:
+            log.info("engine_read_back", num_read=found.num_read, unreadable=list(found.unreadable))
+
+    async def _ask_canary(self, engine: Engine, mirror: Path, manifest: Manifest) -> None:
+        began = self._clock()
+        token_ids = manifest.canary_ids
+        if self._model.max_positions is not None:
+            token_ids = token_ids[: self._model.max_positions - 1]  # an engine adds one
+        answered = await engine.logprobs(np.asarray(token_ids, dtype=np.int32))
+        judged = await asyncio.to_thread(self._plain().judge, mirror, token_ids)
+        self._next_canary_at = self._clock() + (self._clock() - began) / _SHARE
+        off = float(np.abs(answered - judged.truth).mean())
+        allowed = max(_FLOOR[self._dtype], _TIMES * judged.rounding)
+        self._progress.note(rounding=judged.rounding, engine_off=off)
+        log.info("canary", version=show(manifest.version), off=off, rounding=judged.rounding)
         if not off <= allowed:
             raise LoadRejected(
-                f"version {show(manifest.version)}: the engine's log-probs of the canary are {off:.3g} away from the "
-                f"learner's, {allowed:.3g} is let pass"
+                f"version {show(manifest.version)}: the engine's log-probs of the canary are {off:.3g} away from those "
+                f"of a plain forward pass, in the mean, and {allowed:.3g} is let pass (rounding: {judged.rounding:.3g})"
             )
-        if self._band is None:
-            self._band = min(allowed, max(_FLOOR[self._dtype], _OVER_FIRST * off))
+
+    def _plain(self) -> Reference:
+        if self._reference is None:
+            from workers.reference import Reference
+
+            self._reference = Reference(self._model, dtype=self._dtype, trust_remote_code=self._trust_remote_code)
+        return self._reference
 
 
-def _worst(canary: Canary, answered: list[float]) -> float:
-    assert canary.logprobs is not None, "the learner has answered it"
-    assert len(answered) == len(canary.logprobs), f"{len(answered)} log-probs for {len(canary.token_ids)} tokens"
-    return max(abs(a - b) if math.isfinite(a) else math.inf for a, b in zip(answered, canary.logprobs, strict=True))
+class Unproved:
+    """weights.prove = false: what is served is proved by digests alone."""
+
+    async def rehearse(self, engine: Engine, mirror: Path) -> None:
+        del engine, mirror
+
+    async def check(self, engine: Engine, mirror: Path, manifest: Manifest) -> None:
+        del engine, mirror, manifest
 
 
 class ProofDouble:
     """Believes everything but what tests tell it to refuse."""
 
     def __init__(self) -> None:
-        self.num_probes = 0
-        self.canaries: list[Canary | None] = []  # of the versions that were checked
+        self.num_rehearsals = 0
+        self.checked: list[int] = []  # versions
         self.refused: dict[int, int] = {}  # version -> how often it is refused still
         self.held: asyncio.Event | None = None  # checks wait for it
 
-    async def probe(self, engine: Engine, mirror: Path, manifest: Manifest) -> None:
-        self.num_probes += 1
+    async def rehearse(self, engine: Engine, mirror: Path) -> None:
+        self.num_rehearsals += 1
 
-    async def check(self, engine: Engine, manifest: Manifest) -> None:
-        self.canaries.append(manifest.canary)
+    async def check(self, engine: Engine, mirror: Path, manifest: Manifest) -> None:
+        self.checked.append(manifest.version)
         if self.held is not None:
             await self.held.wait()
         if self.refused.get(manifest.version, 0) > 0:

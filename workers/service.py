@@ -39,7 +39,7 @@ from workers.engines.base import ENGINES, Engine, EngineSettings
 from workers.health import Health, Parts, WatchedRewards
 from workers.model import ModelFacts, read_model
 from workers.permissions import Permissions, allowed_model
-from workers.proving import Prover
+from workers.proving import Proof, Prover, Unproved
 from workers.rewards.base import Rewards, build_rewards
 from workers.rollout import Rollout
 from workers.supervise import RestartPatience, Supervisor
@@ -201,12 +201,7 @@ class _Service:
                 announcements=stream,
                 store=open_store(config.weights.store, client, self._keys),
                 mirror=Mirror(folder, run_uid=self._info.uid),
-                proof=Prover(
-                    model=model,
-                    dtype=config.weights.dtype,
-                    trust_remote_code=self._options.permissions.trust_remote_code,
-                    with_probe=config.weights.probe,
-                ),
+                proof=self._proof(model),
                 progress=self._progress,
                 patience=Patience(
                     give_up_after_s=config.weights.give_up_after_s, first_version_s=config.learner.idle_timeout_s
@@ -217,6 +212,16 @@ class _Service:
                 yield weights
             finally:
                 weights.close()
+
+    def _proof(self, model: ModelFacts) -> Proof:
+        if not self._config.weights.prove:
+            return Unproved()
+        return Prover(
+            model=model,
+            dtype=self._config.weights.dtype,
+            trust_remote_code=self._options.permissions.trust_remote_code,
+            progress=self._progress,
+        )
 
     def _engine(self, model: ModelFacts) -> Engine:
         self._num_engines += 1

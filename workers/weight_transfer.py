@@ -25,7 +25,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from workers.mapped_file import MappedFile
+from workers.mapped_file import MappedFile, decoys
 
 
 @dataclass
@@ -36,6 +36,7 @@ class MirrorInit(WeightTransferInitInfo):
 @dataclass
 class MirrorUpdate(WeightTransferUpdateInfo):
     path: str  # the mirror's safetensors file; it does not change while the update runs
+    decoy: bool = False  # load what differs from it everywhere
 
 
 class MirrorWeightTransfer(WeightTransferEngine[MirrorInit, MirrorUpdate]):
@@ -65,7 +66,8 @@ class MirrorWeightTransfer(WeightTransferEngine[MirrorInit, MirrorUpdate]):
         wanted = {name for name, _ in self.model.named_parameters()}
         if self._tied:
             wanted -= {f"{name}.weight" for name, _ in self._heads()}
-        missing = wanted - set(self.model.load_weights(self._mirror.tensors(update_info.path)))
+        tensors = self._mirror.tensors(update_info.path)
+        missing = wanted - set(self.model.load_weights(decoys(tensors) if update_info.decoy else tensors))
         if missing:
             raise ValueError(f"{update_info.path} lacks {len(missing)} parameters, {min(missing)} for one")
 

@@ -1,16 +1,13 @@
 """From the learner's announcements to an engine that serves them.
 
     announcement ─► manifests: the way of the fewest bytes ─► fetch and patch, in a thread ─► load ─► serving ─► proved
-                                       (generation goes on; it pauses for the load alone)                 ▲
-    learner: the canary's answer, after its announcement ─────────────────────────────────────────────────┘
+                                       (generation goes on; it pauses for the load alone)
 
 The newest version wins: those announced while another was on its way are passed over. What fails to arrive whole is
 tried again with the newest announcement, paced, for `give_up_after_s` at most; meanwhile the engine serves what it has.
-A version is served once it is loaded, and proved once the engine has answered its canary as the learner did (see
-`proving`); until then what it made must not leave the worker. The learner's answer is there, as a rule, before the load
-has ended. One that does not come (the learner died in between) is waited for until there is a newer version, for some
-seconds at most; then digests and probe are the proof. LoadRejected: the engine did not, and what it holds is of no use
-to anybody.
+A version is served once it is loaded, and proved once what the engine computes with was held against the mirror (see
+`proving`); until then what it made must not leave the worker. LoadRejected: they differ, and what the engine holds is
+of no use to anybody.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import math
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import structlog
 
@@ -40,7 +37,6 @@ log = structlog.get_logger(__name__)
 
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
-_FIRST_LOOK_S, _LONGEST_LOOK_S = 0.01, 0.5  # between two looks for the answer to a canary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +44,6 @@ class Patience:
     look_again_s: float = 1.0  # for an announcement that woke nobody
     give_up_after_s: float  # of failing in a row to get a version that was announced
     first_version_s: float  # for the learner to announce anything at all
-    answer_s: float = 10.0  # for the learner's answer to a canary
 
 
 class WeightFollower:
@@ -75,7 +70,7 @@ class WeightFollower:
         self._held: Manifest | None = None  # of what the mirror holds
         self._kv_cache = kv_cache
         self._proof = proof
-        self._probed: Engine | None = None  # the engine whose reloads were tried last
+        self._rehearsed: Engine | None = None  # the engine that took in a decoy last
         self._distrusted = False
         self._progress = progress
         self._patience = patience
@@ -183,11 +178,11 @@ class WeightFollower:
         assert manifest is not None, "the mirror holds what was fetched"
         self.attempted = manifest.version
         try:
-            if engine is not self._probed:
-                await self._proof.probe(engine, self._mirror.path, manifest)
-                self._probed = engine
+            if engine is not self._rehearsed:
+                await self._proof.rehearse(engine, self._mirror.path)
+                self._rehearsed = engine
             await self._serve(engine, manifest)
-            await self._proof.check(engine, await self._answered(manifest))
+            await self._proof.check(engine, self._mirror.path, manifest)
         except LoadRejected as error:
             self._progress.note(rejected=str(error))
             raise
@@ -202,34 +197,6 @@ class WeightFollower:
         async with self._served:
             self._proved = manifest.version
             self._served.notify_all()
-
-    async def _answered(self, manifest: Manifest) -> Manifest:
-        """With the learner's answer to its canary, or without a canary."""
-        if manifest.canary is None or manifest.canary.logprobs is not None:
-            return manifest
-        deadline, pause_s = time.monotonic() + self._patience.answer_s, _FIRST_LOOK_S
-        superseded = False
-        while True:
-            amended = await self._looked_up(manifest.version)
-            if amended is not None and amended.canary is not None and amended.canary.logprobs is not None:
-                return replace(manifest, canary=amended.canary)
-            if superseded or time.monotonic() >= deadline:
-                log.warning("canary_not_answered", version=show(manifest.version))
-                return replace(manifest, canary=None)
-            # A version is announced after the answer to the one before, so one more look tells whether there is any.
-            latest = await self._announcements.latest()
-            superseded = latest is not None and latest.version > manifest.version
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-            pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
-
-    async def _looked_up(self, version: int) -> Manifest | None:
-        """None: it is not there, or what is there cannot be read."""
-        encoded = await self._announcements.manifest(version)
-        try:
-            return None if encoded is None else decode_manifest(encoded)
-        except WeightsError as error:
-            log.warning("manifest_unreadable", version=show(version), error=str(error))
-            return None
 
     async def _serve(self, engine: Engine, manifest: Manifest) -> None:
         in_flight = engine.stats().in_flight

@@ -1,14 +1,14 @@
 """Weights out: every rank encodes what it holds, rank 0 announces the whole, and training goes on meanwhile.
 
-    loop      begin: copy ─► canary ─────► next step ──────► settle: the base has moved, or not ─► settle ─► begin ...
+    loop      begin: copy ─► cast ───────► next step ──────► settle: the base has moved, or not ─► settle ─► begin ...
                       └─┐        └──────┐                      ▲                                    ▲
-    thread              └─► encode ─ put ─ gather ─ announce ─ answer ─► now and then: an anchor beside it  (`shipping`)
+    thread              └─► encode ─ same digests? ─ put ─ gather ─ announce ─► now and then: an anchor beside it
 
-The loop itself waits for a copy of the weights on the host and for the canary's forward pass; workers do not wait for
-the latter. One version is on its way at a time, with what follows it: the answer to its canary, and an anchor. A
-publish that fails anywhere changes nothing anywhere: the base stays, the number is never used again, and the next
-attempt is made against the same base with whatever the weights are by then. An anchor that fails leaves its version as
-it is, and the next version tries to have one.
+The loop itself waits for a copy of the weights on the host and for the digests of a cast by itself (`cast`). One
+version is on its way at a time (`shipping`), with the anchor that may follow it. A publish that fails anywhere changes
+nothing anywhere: the base stays, the number is never used again, and the next attempt is made against the same base
+with whatever the weights are by then. An anchor that fails leaves its version as it is, and the next version tries to
+have one.
 
 Whatever the thread waits for, `give_up_after_s` bounds how long the run goes on without a version getting out, or
 without an anchor that is due.
@@ -25,13 +25,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
 from learner.companion import AtOnce, Beside
 from learner.distributed import World
 from learner.policy.lora import merged_parameters
-from learner.policy.model import Policy, evaluating, probe
-from learner.policy.packing import pack
+from learner.policy.model import Policy
+from learner.publishing.cast import cast_digests
 from learner.publishing.hostcopy import HostCopy
 from learner.publishing.shipping import Announcer, Cargo, Shipped, Shipper
 from learner.publishing.sweep import Sweeper
@@ -39,7 +38,6 @@ from streamrl.config import schema
 from streamrl.errors import ResourceError, TrainingError
 from streamrl.versions import make_version
 from streamrl.weights.format import TensorMeta
-from streamrl.weights.manifest import Canary
 from streamrl.weights.retention import AnchorPace
 from streamrl.weights.stores import BlobStore, budget_in_redis
 
@@ -70,7 +68,7 @@ class Publisher:
         epoch: int,
         store: BlobStore,
         announcer: Announcer | None,  # rank 0 has one
-        canary_ids: npt.NDArray[np.int32],  # [T]
+        canary_ids: tuple[int, ...],  # tokens as the model meets them, for workers to try their engine on
         beside: Beside | AtOnce,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -96,8 +94,7 @@ class Publisher:
         self._pace = AnchorPace(every=config.weights.anchor_every, share=config.weights.anchor_share)
         self._next_n = 0
         self._under_way: Future[Shipped | None] | None = None
-        self._answer: Future[None] | None = None  # to the canary of what is, or was, under way
-        self._anchor: Future[int | None] | None = None  # likewise
+        self._anchor: Future[int | None] | None = None  # of what is, or was, under way
         self._failed = False
         self._trying_since: float | None = None  # since the first attempt after the last success
         self._anchorless_since: float | None = None  # likewise, of anchors beside
@@ -115,7 +112,7 @@ class Publisher:
     @property
     def busy(self) -> bool:
         """A version or what follows it is on its way: `settle` before the next."""
-        return self.announcing or self._answer is not None or self._anchor is not None
+        return self.announcing or self._anchor is not None
 
     @property
     def announcing(self) -> bool:
@@ -135,7 +132,7 @@ class Publisher:
             version=make_version(self._epoch, self._next_n),
             step=step,
             base=base.version if base else 0,
-            canary_ids=tuple(self._canary_ids.tolist()),
+            canary_ids=self._canary_ids,
         )
         self._next_n += 1
         if self._trying_since is None:
@@ -144,25 +141,20 @@ class Publisher:
             self._beside.submit(partial(self._shipper.encode, cargo, part))
             for part in self._copy.take(self._policy.model)
         ]
-        self._under_way = self._beside.submit(lambda: self._shipper.ship(cargo, encoded))
-        self._follow_up(self._under_way, with_anchor=base is not None and self._pace.due)
-
-    def _follow_up(self, shipped: Future[Shipped | None], *, with_anchor: bool) -> None:
-        canary = self._canary()  # while the version is on its way
-        self._answer = self._beside.submit(lambda: self._shipper.answer_canary(canary) if shipped.result() else None)
-        if with_anchor:
+        cast = cast_digests(self._policy.model, self._settings.dtype)  # while the copy is encoded
+        shipped = self._under_way = self._beside.submit(lambda: self._shipper.ship(cargo, encoded, cast))
+        if base is not None and self._pace.due:
             if self._anchorless_since is None:
                 self._anchorless_since = self._clock()
             self._anchor = self._beside.submit(lambda: self._shipper.lay_anchor() if shipped.result() else None)
 
     def settle(self, *, wait_s: float = 0.0) -> Published | None:
         """What came of the version on its way: published, or None: not yet (`announcing`), or failed (`failing`), or it
-        was before. What came of its canary and its anchor is settled too."""
+        was before. What came of its anchor is settled too."""
         published = None
         if self._under_way is not None:
             published, wait_s = self._settle_version(self._under_way, wait_s=wait_s), 0.0
         if self._under_way is None:
-            self._settle_answer(wait_s=wait_s)
             self._settle_anchor(wait_s=wait_s)
         return published
 
@@ -201,14 +193,6 @@ class Publisher:
         self.begin(step)
         return self.finish()
 
-    def _settle_answer(self, *, wait_s: float) -> None:
-        if self._answer is None:
-            return
-        wait([self._answer], timeout=wait_s)
-        if self._world.all_agree(self._answer.done()):
-            self._answer.result()
-            self._answer = None
-
     def _settle_anchor(self, *, wait_s: float) -> None:
         if self._anchor is None:
             return
@@ -234,13 +218,6 @@ class Publisher:
                 f"no {what} could be published for {trying_s:.0f} s (weights.give_up_after_s = "
                 f"{self._settings.give_up_after_s:.0f}); is weights.store {self._settings.store!r} there, with room?"
             )
-
-    def _canary(self) -> Canary:
-        """What the learner itself thinks of a few tokens: a forward pass in fp32 on all ranks, since FSDP gathers."""
-        with evaluating(self._policy):
-            [batch] = pack([probe(self._canary_ids)], max_tokens=len(self._canary_ids), shape=self._policy.shape)
-            logprobs = self._policy(batch.to(self._world.device), raw=True).logp.clamp(max=0)
-        return Canary(token_ids=tuple(self._canary_ids.tolist()), logprobs=tuple(logprobs.tolist()))
 
 
 def _refuse_too_large(model_bytes: int, settings: schema.Weights) -> None:

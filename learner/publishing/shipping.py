@@ -6,13 +6,12 @@
                                                 │
            advance the base  ◄── all ranks ok ──┴── else: keep the base
                   │
-                  ├► the same manifest, its canary answered ─ one fenced script
     now and then ─┴► the whole base ─ room ─ put blobs ─ gather ─ the same manifest with an anchor ─ one fenced script
 
-Workers fetch and load the delta while the learner still answers its canary, and prove the load once it has; one that is
-never answered (the learner died in between) leaves the proof to digests and probe (`workers.proving`).
+What is announced is the cast of this step's masters: the digests of what was encoded must be those of a cast by itself
+(`publishing.cast`), else nothing is announced.
 
-Workers take in the delta while its anchor is still stored, too. Whoever comes late meanwhile, or after a crash in
+Workers take in the delta while its anchor is still stored. Whoever comes late meanwhile, or after a crash in
 between, goes the way over the anchor before, which is kept until the last one but it has a successor.
 
 The collectives here go through a group of their own, so that they never meet those of the loop. Blocks on the store, on
@@ -30,13 +29,14 @@ import numpy as np
 import structlog
 
 from learner.distributed import World
+from learner.publishing.cast import CastDigests, refuse_other_bytes
 from learner.publishing.sweep import Sweeper
 from streamrl.errors import Fenced, StreamrlError
 from streamrl.transport.types import Announcement
 from streamrl.versions import show
 from streamrl.weights.encoder import EncodedShard, Part, ShardEncoder
 from streamrl.weights.format import HeldRange, TensorMeta
-from streamrl.weights.manifest import Canary, Manifest, ShardRecord, decode_record, encode_manifest, encode_record
+from streamrl.weights.manifest import Manifest, ShardRecord, decode_record, encode_manifest, encode_record
 from streamrl.weights.stores import BlobStore
 
 log = structlog.get_logger(__name__)
@@ -90,9 +90,9 @@ class Shipper:
         """Some of what this rank holds."""
         return self._encoder.encode_part(ranges, anchor=cargo.base == 0)
 
-    def ship(self, cargo: Cargo, encoded: Sequence[Future[list[Part]]]) -> Shipped | None:
+    def ship(self, cargo: Cargo, encoded: Sequence[Future[list[Part]]], cast: CastDigests) -> Shipped | None:
         """All of it. A collective; None when it failed somewhere, which all ranks then know."""
-        records = self._gathered(cargo.version, self._joined(cargo, encoded))
+        records = self._gathered(cargo.version, self._joined(cargo, encoded, cast))
         if records is None:
             return None
         manifest = Manifest(
@@ -102,19 +102,13 @@ class Shipper:
             run_uid=self._run_uid,
             tensors=self._tensors,
             shards=records,
-            canary=Canary(token_ids=cargo.canary_ids),
+            canary_ids=cargo.canary_ids,
         )
         if not self._all_told(manifest):
             return None
         self._encoder.advance()
         self._announced = manifest
         return Shipped(cargo=cargo, num_bytes=manifest.num_bytes, changed_fraction=_changed_fraction(records))
-
-    def answer_canary(self, canary: Canary) -> None:
-        """Of the version announced last. A collective; when Redis does not take it, the version goes without."""
-        assert self._announced is not None, "a canary belongs to a version"
-        self._announced = replace(self._announced, canary=canary)
-        self._all_told(self._announced, amended=True)
 
     def lay_anchor(self) -> int | None:
         """Beside the version announced last. A collective; the anchor's bytes, or None when it failed somewhere: then a
@@ -126,11 +120,13 @@ class Shipper:
         manifest = replace(self._announced, anchor=records)
         return sum(record.num_bytes for record in records) if self._all_told(manifest, amended=True) else None
 
-    def _joined(self, cargo: Cargo, encoded: Sequence[Future[list[Part]]]) -> EncodedShard | None:
+    def _joined(self, cargo: Cargo, encoded: Sequence[Future[list[Part]]], cast: CastDigests) -> EncodedShard | None:
         """This rank's part; None when that did not work."""
         try:
             parts = [part for some in encoded for part in some.result()]
-            return self._encoder.join(parts, anchor=cargo.base == 0)
+            shard = self._encoder.join(parts, anchor=cargo.base == 0)
+            refuse_other_bytes(shard.ranges, cast)
+            return shard
         except StreamrlError as error:
             log.warning("weights not encoded", version=show(cargo.version), error=str(error))
             return None
@@ -183,7 +179,7 @@ def _told(announcer: Announcer, manifest: Manifest, *, keep: list[int], amended:
     except Fenced as error:
         return False, error
     except StreamrlError as error:
-        what = "canary or anchor not announced" if amended else "weights not announced"
+        what = "anchor not announced" if amended else "weights not announced"
         log.warning(what, version=show(manifest.version), error=str(error))
         return False, None
     return True, None

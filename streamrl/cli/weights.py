@@ -135,7 +135,7 @@ def show_version(target: Target, wanted: str, as_json: bool) -> None:
         ],
         "blobs": [{"name": s.blob_name, "bytes": s.num_bytes, "digest": s.digest.hex()} for s in manifest.shards],
         "anchor_blobs": [{"name": s.blob_name, "bytes": s.num_bytes} for s in manifest.anchor],
-        "canary_tokens": len(manifest.canary.token_ids) if manifest.canary else 0,
+        "canary_tokens": len(manifest.canary_ids),
     }
     if as_json:
         click.echo(json.dumps(row, indent=2))

@@ -231,7 +231,7 @@ class Weights(Section):
     # Keys and values of older versions, when a worker loads a new one: kept by samples under way alone | computed anew
     # by these too | kept, and read by later samples with the same prompt
     kv_cache: Literal["salt", "clear", "keep"] = "salt"
-    probe: bool = True  # a worker tries whether its engine's reloads do what they must, before it serves
+    prove: bool = True  # workers hold what their engine computes with against what was published, before they deliver
 
 
 class Checkpoint(Section):

@@ -234,8 +234,8 @@ class LearnerStream:
         crashpoint("announce.written")
 
     def amend(self, announcement: Announcement, *, keep: Sequence[int]) -> None:
-        """What followed the version, in its manifest: its canary is answered, or its anchor is stored beside it, and
-        late workers begin with that. Manifests not in `keep` go, as those of what only led to older anchors."""
+        """What followed the version, in its manifest: its anchor is stored beside it, and late workers begin with that.
+        Manifests not in `keep` go, as those of what only led to older anchors."""
         call = scripts.amend(self._keys, self._fence, announcement, keep=keep)
         self._tenure.write(f"amend version {show(announcement.version)}", call)
         crashpoint("amended.written")

@@ -7,7 +7,6 @@ it announces, and a worker never patches beside a tensor.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -26,7 +25,7 @@ from streamrl.weights.format import (
 )
 
 if TYPE_CHECKING:
-    from streamrl.weights.manifest import Canary, Manifest, ShardRecord
+    from streamrl.weights.manifest import Manifest, ShardRecord
 
 _MAX_NAME_CHARS = 1024
 _RESERVED_NAME = "__metadata__"  # means something else in a safetensors header
@@ -44,8 +43,8 @@ def check_coherent(manifest: Manifest) -> None:
         whole = _check_shards(manifest, manifest.anchor, tensors, anchor=True)
         if any(digests.get(key, digest) != digest for key, digest in whole.items()):
             raise WeightsError(f"version {show(manifest.version)}: the delta and the anchor beside it disagree")
-    if manifest.canary is not None:
-        _check_canary(manifest.canary)
+    if len(manifest.canary_ids) == 1 or min(manifest.canary_ids, default=0) < 0:
+        raise WeightsError("a canary needs at least two tokens, none of them negative")
 
 
 def _check_shards(
@@ -107,11 +106,3 @@ def _check_cover(tensor: TensorMeta, parts: list[RangeDigest], *, version: int) 
         raise WeightsError(
             f"version {show(version)}: {reached} elements of {tensor.name} are published, it has {tensor.num_elements}"
         )
-
-
-def _check_canary(canary: Canary) -> None:
-    logprobs = canary.logprobs
-    if len(canary.token_ids) < 2 or (logprobs is not None and len(logprobs) != len(canary.token_ids) - 1):
-        raise WeightsError("a canary needs at least two tokens, and one log-prob fewer than tokens once it has any")
-    if min(canary.token_ids) < 0 or not all(math.isfinite(p) and p <= 0 for p in logprobs or ()):
-        raise WeightsError("a canary's tokens must not be negative, its log-probs finite and at most 0")

@@ -51,8 +51,7 @@ MAX_MANIFEST_BYTES) and expands to a msgpack map:
     num_dims, dims    u64 per dimension, tensor after tensor
     shards      a list of records, one per blob
     anchor      likewise, of the anchor beside a delta; empty: there is none
-    canary      a map: num_tokens (0: there is none), token_ids i32 each, num_logprobs (one fewer than tokens; 0: they
-                come later, in a manifest that is otherwise the same), logprobs f64 each
+    num_canary_tokens, canary_ids    i32 each: a sequence for readers to try their engines on; 0: there is none
 
 A record is itself such a map, packed into bytes (a rank sends it to rank 0 in this form):
 

@@ -50,15 +50,6 @@ class ShardRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Canary:
-    """A sequence and what the learner thinks of it, for a worker to prove that it serves the same model."""
-
-    token_ids: tuple[int, ...]  # [T]
-    # [T-1] of token_ids[i + 1] given token_ids[: i + 1]: plain log-softmax, in fp32. None as long as they are to come.
-    logprobs: tuple[float, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     version: int
     base: int  # the version that a delta changes; 0: an anchor
@@ -67,7 +58,7 @@ class Manifest:
     tensors: tuple[TensorMeta, ...]
     shards: tuple[ShardRecord, ...]
     anchor: tuple[ShardRecord, ...] = ()  # of a delta: all bits of the same state beside it, for who comes from afar
-    canary: Canary | None = None
+    canary_ids: tuple[int, ...] = ()  # [T] tokens as the model meets them, for workers to try their engine on
 
     @property
     def num_bytes(self) -> int:
@@ -176,7 +167,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
             "dims": np.array(dims, dtype="<u8").tobytes(),
             "shards": [encode_record(record) for record in manifest.shards],
             "anchor": [encode_record(record) for record in manifest.anchor],
-            "canary": _canary_fields(manifest.canary or Canary(token_ids=())),
+            "num_canary_tokens": len(manifest.canary_ids),
+            "canary_ids": np.array(manifest.canary_ids, dtype="<i4").tobytes(),
         }
     )
     frame = zstandard.ZstdCompressor(level=1).compress(body)
@@ -223,7 +215,9 @@ def _read_manifest(f: Fields) -> Manifest:
         tensors=tensors,
         shards=_read_records(f, "shards"),
         anchor=_read_records(f, "anchor"),
-        canary=_read_canary(f),
+        canary_ids=tuple(
+            f.array("canary_ids", "<i4", count=f.integer("num_canary_tokens", low=0, high=_MAX_CANARY_TOKENS)).tolist()
+        ),
     )
     f.done()
     return manifest
@@ -239,24 +233,3 @@ def _read_records(f: Fields, name: str) -> tuple[ShardRecord, ...]:
 def _names(f: Fields) -> list[str]:
     text = f.text("names", max_chars=_MAX_NAMES_CHARS)
     return text.split("\n") if text else []
-
-
-def _canary_fields(canary: Canary) -> dict[str, object]:
-    return {
-        "num_tokens": len(canary.token_ids),
-        "token_ids": np.array(canary.token_ids, dtype="<i4").tobytes(),
-        "num_logprobs": len(canary.logprobs or ()),
-        "logprobs": np.array(canary.logprobs or (), dtype="<f8").tobytes(),
-    }
-
-
-def _read_canary(f: Fields) -> Canary | None:
-    fields = f.map("canary")
-    count = fields.integer("num_tokens", low=0, high=_MAX_CANARY_TOKENS)
-    answered = fields.integer("num_logprobs", low=0, high=_MAX_CANARY_TOKENS)
-    canary = Canary(
-        token_ids=tuple(fields.array("token_ids", "<i4", count=count).tolist()),
-        logprobs=tuple(fields.array("logprobs", "<f8", count=answered).tolist()) or None,
-    )
-    fields.done()
-    return canary if count or answered else None

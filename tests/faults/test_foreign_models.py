@@ -1,7 +1,7 @@
-"""T20: a worker with another tokenizer, and weights that are not the learner's: rounded to another type, or with one
+"""T20: a worker with another tokenizer, weights that were published in another type, and an engine that takes in one
 tensor permuted. No group that they made is trained, and of the weights none leaves the worker.
 
-The digests of these weights agree, as when they were spoilt before they were published; the canary is the learner's.
+The digests of these weights agree; what shows is what the engine computes with.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import asyncio
 import json
 import shutil
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import pytest
 import redis
@@ -25,19 +25,20 @@ from streamrl.config import schema
 from streamrl.errors import ConfigError
 from streamrl.transport.keys import Keys
 from streamrl.transport.snapshot import snapshot
-from streamrl.weights.manifest import Canary
+from streamrl.versions import make_version
 from tests.faults.harness import FaultWorld
 from tests.faults.place import Place
 from tests.faults.report import Row, note, report
 from tests.faults.stand_in_worker import Delivery, Habits
 from tests.helpers import wait_until_async
-from tests.made_up_learner import MadeUpLearner
-from tests.tiny_models import make_model, response_logprobs
+from tests.made_up_learner import EPOCH, MadeUpLearner
+from tests.tiny_models import make_model
+from workers.engines.base import ENGINES, EngineFactory, KvCache
+from workers.engines.transformers_engine import TransformersEngine
 from workers.permissions import Permissions
 from workers.service import Options, serve
 
 _PROMPTS = [f"say {number}:" for number in range(12)]
-_CANARY_IDS = tuple(range(3, 27))
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 
@@ -59,11 +60,6 @@ def learner(client: redis.Redis, keys: Keys, model: Path) -> MadeUpLearner:
         worker=schema.Worker(engine="transformers", threads=1, grace_s=1.0),
     )
     return MadeUpLearner(client, keys, config)
-
-
-def canary_of(model: Path) -> Canary:
-    first, *rest = _CANARY_IDS
-    return Canary(token_ids=_CANARY_IDS, logprobs=tuple(response_logprobs(model, [first], rest).tolist()))
 
 
 @asynccontextmanager
@@ -104,39 +100,51 @@ async def test_a_worker_with_another_tokenizer_ends_before_it_takes_a_ticket(
     assert (streams.num_groups, streams.num_leased, streams.num_tickets) == (0, 0, len(_PROMPTS))
 
 
-def rounded(model: Path, folder: Path) -> None:
+def rounded(model: Path, folder: Path) -> Path:
+    folder.mkdir()
     weights = load_file(model / "model.safetensors")
     save_file({name: weight.to(torch.bfloat16) for name, weight in weights.items()}, folder / "model.safetensors")
+    return folder
 
 
-def permuted(model: Path, folder: Path) -> None:
-    """The rows of one matrix are in another order."""
-    weights = load_file(model / "model.safetensors")
-    name = "model.layers.1.mlp.down_proj.weight"
-    save_file({**weights, name: weights[name].flip(0).contiguous()}, folder / "model.safetensors")
+class PermutingEngine(TransformersEngine):
+    """The rows of one matrix come in another order, at the first version."""
+
+    async def load(self, weights: Path, *, version: int, step: int, kv_cache: KvCache = "salt") -> None:
+        if version != make_version(EPOCH, 0):
+            return await super().load(weights, version=version, step=step, kv_cache=kv_cache)
+        name = "model.layers.1.mlp.down_proj.weight"
+        tensors = load_file(weights)
+        permuted = weights.with_name("permuted.safetensors")
+        save_file({**tensors, name: tensors[name].flip(0).contiguous()}, permuted)
+        await super().load(permuted, version=version, step=step, kv_cache=kv_cache)
+        return permuted.unlink()
 
 
-SPOILT: Mapping[str, Callable[[Path, Path], None]] = {"dtype": rounded, "permuted": permuted}
-
-
-@pytest.mark.parametrize("how", SPOILT)
+@pytest.mark.parametrize("how", ["dtype", "permuted"])
 async def test_no_group_of_spoilt_weights_leaves_a_worker_and_the_next_ones_serve_it(
-    learner: MadeUpLearner, model: Path, tmp_path: Path, redis_url: str, client: redis.Redis, keys: Keys, how: str
+    learner: MadeUpLearner,
+    model: Path,
+    tmp_path: Path,
+    redis_url: str,
+    client: redis.Redis,
+    keys: Keys,
+    how: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder = tmp_path / "spoilt"
-    folder.mkdir()
-    SPOILT[how](model, folder)
+    if how == "permuted":
+        monkeypatch.setitem(cast(dict[str, EngineFactory], ENGINES), "transformers", PermutingEngine)
     learner.issue(*_PROMPTS, num_samples=2, fields={"answer": "4"})
-    learner.publish(folder, canary=canary_of(model))
+    learner.publish(rounded(model, tmp_path / "spoilt") if how == "dtype" else model)
 
     async def is_refused() -> bool:
         assert not worker.done(), worker
         reports = snapshot(client, keys).reports
-        return any("log-probs of the canary" in str(report.detail.get("rejected")) for report in reports)
+        return any("read back from the engine" in str(report.detail.get("rejected")) for report in reports)
 
     async with working(redis_url, keys.name, model=model) as worker, asyncio.timeout(90):
         await wait_until_async(is_refused, description="the worker refuses them", timeout_s=60)
-        sound = learner.publish(model, anchor=True, canary=canary_of(model))
+        sound = learner.publish(model, anchor=True)
         groups = await asyncio.to_thread(learner.groups, len(_PROMPTS))
 
     wrong = sum(group.header.min_version < sound.version for group in groups)

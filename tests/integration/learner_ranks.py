@@ -145,7 +145,7 @@ def publisher(rank: Rank, folder: Path, beside: Beside) -> Publisher:
         epoch=1,
         store=FileStore(folder / "blobs"),
         announcer=KeptAnnouncements(folder) if rank.world.is_main else None,
-        canary_ids=np.array([3, 9, 4, 1], dtype=np.int32),
+        canary_ids=(3, 9, 4),
         beside=beside,
     )
 

@@ -18,12 +18,11 @@ import pytest
 import pytest_asyncio
 import torch
 import transformers
-from safetensors import deserialize
 
 from streamrl.config import schema
 from streamrl.errors import SampleError
+from streamrl.telemetry.progress import Progress
 from streamrl.versions import make_version
-from streamrl.weights.format import DType, TensorMeta
 from streamrl.weights.manifest import Manifest
 from streamrl.wire.group import Span
 from tests.tiny_models import CHARACTERS, Architecture, make_model
@@ -309,20 +308,23 @@ async def test_plain_logprobs_are_those_of_a_forward_pass_also_while_samples_are
     await busy
 
 
-async def test_reloads_pass_the_probe(served: Served) -> None:
+async def test_reloads_are_proved_while_samples_are_in_flight(served: Served) -> None:
     mirror = served.folders[1] / "model.safetensors"
-    manifest = Manifest(
-        version=make_version(1, 0), base=0, step=0, run_uid="run", tensors=tensors_of(mirror), shards=()
-    )
-    prover = Prover(model=served.facts, dtype="float32", trust_remote_code=False, with_probe=True)
-    await prover.probe(served.engine, mirror, manifest)
-    assert not (mirror.parent / "probe.safetensors").exists()
-
-
-def tensors_of(path: Path) -> tuple[TensorMeta, ...]:
-    dtypes: dict[str, DType] = {"F32": "float32", "BF16": "bfloat16"}
-    described = deserialize(path.read_bytes())
-    return tuple(TensorMeta(name=name, dtype=dtypes[t["dtype"]], shape=tuple(t["shape"])) for name, t in described)
+    version = make_version(1, 1)
+    canary_ids = tuple(prompts(1, seed=7)[0])
+    manifest = Manifest(version=version, base=0, step=0, run_uid="run", tensors=(), shards=(), canary_ids=canary_ids)
+    progress = Progress(part="worker/0", role="worker")
+    prover = Prover(model=served.facts, dtype="float32", trust_remote_code=False, progress=progress)
+    await prover.rehearse(served.engine, mirror)
+    before = await served.engine.read_back(mirror, number=1, num_parts=1)
+    assert len(before.wrong) == before.num_read > 0
+    assert not before.unreadable
+    await served.load(0)
+    busy = asyncio.gather(*(served.engine.generate(served.request(p, max_tokens=64)) for p in prompts(4)))
+    await served.engine.load(mirror, version=version, step=1)
+    await prover.check(served.engine, mirror, manifest)
+    await busy
+    assert progress.report().detail["engine_off"] < TOLERANCE
 
 
 async def test_greedy_takes_the_likeliest_token_and_sampling_does_not_repeat_itself(served: Served) -> None:

@@ -1,4 +1,4 @@
-"""A reload that silently does nothing, on real vLLM: the repair of the tied head taken out, and caught by the probe."""
+"""A reload that does nothing, on real vLLM: the repair of the tied head is taken out, and reading back finds it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import deserialize
 
 import workers
 from streamrl.config import schema
 from streamrl.errors import LoadRejected
+from streamrl.telemetry.progress import Progress
 from streamrl.versions import make_version
-from streamrl.weights.format import DType, TensorMeta
+from streamrl.weights.format import DType
 from streamrl.weights.manifest import Manifest
 from tests.tiny_models import make_model
 from tests.worker_world import worker_config
@@ -62,17 +62,20 @@ async def test_a_head_that_keeps_the_old_embedding_is_caught(
     )
     facts = read_model(str(folder), trust_remote_code=False)
     engine = VllmEngine(EngineSettings(model=facts, config=config, trust_remote_code=False, seed=1))
-    tensors = tuple(
-        TensorMeta(name=name, dtype=dtype, shape=tuple(t["shape"])) for name, t in deserialize(mirror.read_bytes())
+    version = make_version(1, 0)
+    manifest = Manifest(
+        version=version, base=0, step=0, run_uid="run", tensors=(), shards=(), canary_ids=tuple(range(3, 40))
     )
-    manifest = Manifest(version=make_version(1, 0), base=0, step=0, run_uid="run", tensors=tensors, shards=())
-    prover = Prover(model=facts, dtype=dtype, trust_remote_code=False, with_probe=True)
+    progress = Progress(part="worker/0", role="worker")
+    prover = Prover(model=facts, dtype=dtype, trust_remote_code=False, progress=progress)
     try:
         await engine.start()
+        await prover.rehearse(engine, mirror)
+        await engine.load(mirror, version=version, step=0)
         if repaired:
-            await prover.probe(engine, mirror, manifest)
+            await prover.check(engine, mirror, manifest)
         else:
-            with pytest.raises(LoadRejected, match="does not serve what it was told to load"):
-                await prover.probe(engine, mirror, manifest)
+            with pytest.raises(LoadRejected, match=r"read back from the engine are not those.*lm_head\.weight"):
+                await prover.check(engine, mirror, manifest)
     finally:
         await engine.stop()

@@ -117,24 +117,12 @@ def test_a_model_that_cannot_fit_is_found_before_it_is_loaded(model: Path, redis
         assert findings[name].level == "error", findings[name]
 
 
-def test_what_a_worker_needs_while_it_tries_the_probe_is_counted(model: Path, redis_url: str) -> None:
-    write_tensors(model, rows=10**6)
-    probing = found(model, redis_url, "worker.count=3")
-    serving = found(model, redis_url, "worker.count=3", "weights.probe=false")
-    shown = [findings["shared memory"].evidence.partition("about ")[2] for findings in (probing, serving)]
-    assert [text.partition(" for")[0] for text in shown] == [size(3 * 2 * 2 * 10**9), size(3 * 2 * 10**9)]
-    assert f"{size(2 * 10**9)} more while it starts" in probing["worker memory"].evidence
-    assert "more while it starts" not in serving["worker memory"].evidence
-
-
-def test_the_memory_of_a_machine_without_gpus_counts_the_engine_the_mirror_the_probe_and_its_plain_model(
-    model: Path, redis_url: str
-) -> None:
-    config = load(model, redis_url).config
-    without = config.model_copy(update={"weights": config.weights.model_copy(update={"probe": False})})
+def test_the_memory_of_a_machine_without_gpus_counts_the_engine_and_the_mirror(model: Path, redis_url: str) -> None:
     gigabyte = 10**9  # of weights, in two bytes each
-    assert worker_bytes(config, gigabyte // 2) == 4 * gigabyte
-    assert worker_bytes(without, gigabyte // 2) == 2 * gigabyte
+    assert worker_bytes(load(model, redis_url).config, gigabyte // 2) == 2 * gigabyte
+    write_tensors(model, rows=10**6)
+    shown = found(model, redis_url, "worker.count=3")["shared memory"].evidence.partition("about ")[2]
+    assert shown.partition(" for")[0] == size(3 * 2 * 10**9)
 
 
 @pytest.fixture

@@ -1,7 +1,9 @@
-"""The canary and the probe: what they let pass, and what they refuse."""
+"""What a version must pass before anything made under it is delivered: the read-back and the canary."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -12,141 +14,172 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from streamrl.errors import LoadRejected
+from streamrl.telemetry.progress import Progress
 from streamrl.versions import make_version
-from streamrl.weights.format import DType, TensorMeta
-from streamrl.weights.manifest import Canary, Manifest
+from streamrl.weights.format import DType
+from streamrl.weights.manifest import Manifest
 from tests.tiny_models import make_model
 from tests.weights_world import RUN_UID
+from tests.worker_world import worker_config
+from workers.engines.base import EngineSettings
 from workers.engines.double import EngineDouble
-from workers.engines.hf_model import build_model, load_weights, token_logprobs
+from workers.engines.hf_model import token_logprobs
+from workers.engines.transformers_engine import TransformersEngine
 from workers.model import read_model
-from workers.probe import make_probe
 from workers.proving import Prover
+from workers.reference import Judged, Reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 
-CANARY = Canary(token_ids=(3, 4, 5), logprobs=(-1.0, -2.0))
+IDS = tuple(range(3, 27))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 class Answers(EngineDouble):
-    """Answers a canary as it is told."""
+    """Answers a canary by the truth, and as far from it as it is told."""
 
-    def __init__(self, *, off: float = 0.0) -> None:
+    def __init__(self, judged: Judged, *, off: float = 0.0) -> None:
         super().__init__()
-        self.off = off
+        self.judged, self.off, self.num_canaries = judged, off, 0
 
     async def logprobs(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
-        return np.asarray(CANARY.logprobs, dtype=np.float32) + np.float32(self.off)
+        self.num_canaries += 1
+        return (self.judged.truth + self.off).astype(np.float32)
 
 
-def manifest(canary: Canary | None = CANARY) -> Manifest:
-    return Manifest(version=make_version(6, 103), base=0, step=1, run_uid=RUN_UID, tensors=(), shards=(), canary=canary)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-async def ready(model: Path, engine: Answers, dtype: str = "float32") -> Prover:
-    facts = read_model(str(model), trust_remote_code=False)
-    prover = Prover(model=facts, dtype=dtype, trust_remote_code=False, with_probe=False)
-    await prover.probe(engine, model / "model.safetensors", manifest())
-    return prover
-
-
-async def test_an_engine_that_agrees_with_the_learner_is_believed(model: Path) -> None:
-    engine = Answers(off=5e-5)
-    prover = await ready(model, engine)
-    await prover.check(engine, manifest())
-    await prover.check(engine, manifest())
-
-
-@pytest.mark.parametrize(("dtype", "first", "then"), [("float32", 1e-6, 2e-4), ("bfloat16", 0.03, 0.3)])
-async def test_an_engine_that_drifts_from_the_learner_is_refused_with_both_figures(
-    model: Path, dtype: str, first: float, then: float
-) -> None:
-    engine = Answers(off=first)
-    prover = await ready(model, engine, dtype)
-    await prover.check(engine, manifest())
-    engine.off = then
-    with pytest.raises(LoadRejected, match=rf"version 6\.103.*{then:.3g}.*is let pass"):
-        await prover.check(engine, manifest())
-
-
-async def test_the_band_is_as_wide_as_the_engines_own_arithmetic_asks_for(model: Path) -> None:
-    engine = Answers(off=1e-3)
-    prover = await ready(model, engine)
-    await prover.check(engine, manifest())
-    engine.off = 2e-3
-    await prover.check(engine, manifest())
-    engine.off = 4e-3
-    with pytest.raises(LoadRejected):
-        await prover.check(engine, manifest())
-
-
-@pytest.mark.parametrize(("dtype", "off"), [("float32", 0.02), ("bfloat16", 2.0), ("bfloat16", float("nan"))])
-async def test_not_even_the_first_load_may_be_off_by_anything(model: Path, dtype: str, off: float) -> None:
-    engine = Answers(off=off)
-    prover = await ready(model, engine, dtype)
-    with pytest.raises(LoadRejected):
-        await prover.check(engine, manifest())
-
-
-async def test_a_version_without_a_canary_is_not_asked_about(model: Path) -> None:
-    engine = Answers(off=1.0)
-    await (await ready(model, engine)).check(engine, manifest(None))
-
-
-def metas(weights: dict[str, torch.Tensor], dtype: DType) -> list[TensorMeta]:
-    return [TensorMeta(name=name, dtype=dtype, shape=tuple(weight.shape)) for name, weight in weights.items()]
-
-
-def test_a_model_built_without_its_weights_answers_as_the_folders_own_once_they_are_loaded(model: Path) -> None:
-    facts = read_model(str(model), trust_remote_code=False)
-    built = build_model(facts, dtype="float32", trust_remote_code=False)
-    load_weights(built, model / "model.safetensors")
-    own = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    ids = list(range(3, 20))
-    assert token_logprobs(built, ids) == pytest.approx(token_logprobs(own, ids), abs=1e-6)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("left_behind", ["model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"])
-def test_a_tensor_that_a_reload_leaves_behind_shows_in_the_probe(
-    tmp_path: Path, dtype: DType, left_behind: str
-) -> None:
-    folder = make_model(tmp_path / "model", tied=False, dtype=getattr(torch, dtype))
-    mirror = folder / "model.safetensors"
-    weights = load_file(mirror)
-    facts = read_model(str(folder), trust_remote_code=False)
-    probe = make_probe(
-        mirror, metas(weights, dtype), folder=tmp_path, model=facts, dtype=dtype, trust_remote_code=False
+def manifest(canary_ids: tuple[int, ...] = IDS) -> Manifest:
+    return Manifest(
+        version=make_version(6, 103), base=0, step=1, run_uid=RUN_UID, tensors=(), shards=(), canary_ids=canary_ids
     )
-    engine = build_model(facts, dtype=dtype, trust_remote_code=False)
-
-    load_weights(engine, probe.path)
-    probe.check(token_logprobs(engine, list(probe.token_ids)))
-
-    partly = {**load_file(probe.path), left_behind: weights[left_behind]}
-    save_file(partly, tmp_path / "partly.safetensors")
-    load_weights(engine, tmp_path / "partly.safetensors")
-    with pytest.raises(LoadRejected, match="does not serve what it was told to load"):
-        probe.check(token_logprobs(engine, list(probe.token_ids)))
 
 
-def test_in_fp32_the_probe_shows_any_matrix_left_behind(tmp_path: Path) -> None:
-    folder = make_model(tmp_path / "model", architecture="llama", tied=False)
-    mirror = folder / "model.safetensors"
-    weights = load_file(mirror)
-    facts = read_model(str(folder), trust_remote_code=False)
-    probe = make_probe(
-        mirror, metas(weights, "float32"), folder=tmp_path, model=facts, dtype="float32", trust_remote_code=False
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, DType]:
+    """(a tied model's folder, the dtype of its weights)"""
+    dtype: DType = request.param
+    folder = make_model(tmp_path_factory.mktemp("model"), tied=True, dtype=getattr(torch, dtype))
+    return folder, dtype
+
+
+def reference_of(case: tuple[Path, DType]) -> Reference:
+    folder, dtype = case
+    return Reference(read_model(str(folder), trust_remote_code=False), dtype=dtype, trust_remote_code=False)
+
+
+def prover_of(case: tuple[Path, DType], progress: Progress | None = None, clock: Clock | None = None) -> Prover:
+    folder, dtype = case
+    return Prover(
+        model=read_model(str(folder), trust_remote_code=False),
+        dtype=dtype,
+        trust_remote_code=False,
+        progress=progress or Progress(part="worker/0", role="worker"),
+        clock=clock or Clock(),
     )
-    engine = build_model(facts, dtype="float32", trust_remote_code=False)
-    changed = load_file(probe.path)
-    for name in (name for name, weight in weights.items() if weight.ndim == 2):
-        save_file({**changed, name: weights[name]}, tmp_path / "partly.safetensors")
-        load_weights(engine, tmp_path / "partly.safetensors")
-        with pytest.raises(LoadRejected):
-            probe.check(token_logprobs(engine, list(probe.token_ids)))
+
+
+def test_the_reference_answers_as_the_folders_own_model_and_keeps_no_weights(case: tuple[Path, DType]) -> None:
+    folder, dtype = case
+    wide = {"float32": torch.float64, "bfloat16": torch.float32}[dtype]
+    own = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=wide).eval()
+    reference = reference_of(case)
+    for _ in range(2):
+        judged = reference.judge(folder / "model.safetensors", IDS)
+        assert judged.truth.tolist() == pytest.approx(token_logprobs(own, list(IDS)), abs=1e-6)
+    assert 0 < judged.rounding < {"float32": 1e-5, "bfloat16": 0.1}[dtype]
+    assert all(parameter.is_meta for shell in reference._shells.values() for parameter in shell.model.parameters())
+
+
+async def test_an_engine_within_the_rounding_is_believed_and_both_figures_are_told(case: tuple[Path, DType]) -> None:
+    mirror = case[0] / "model.safetensors"
+    judged = reference_of(case).judge(mirror, IDS)
+    progress = Progress(part="worker/0", role="worker")
+    await prover_of(case, progress).check(Answers(judged, off=2 * judged.rounding), mirror, manifest())
+    told = progress.report().detail
+    assert told["rounding"] == pytest.approx(judged.rounding)
+    assert told["engine_off"] == pytest.approx(2 * judged.rounding, rel=0.1, abs=1e-6)
+
+
+@pytest.mark.parametrize("off", [0.5, float("nan")])
+async def test_an_engine_beyond_the_rounding_is_refused_with_both_figures(case: tuple[Path, DType], off: float) -> None:
+    mirror = case[0] / "model.safetensors"
+    judged = reference_of(case).judge(mirror, IDS)
+    with pytest.raises(LoadRejected, match=rf"version 6\.103.* are {off:.3g} away.*is let pass"):
+        await prover_of(case).check(Answers(judged, off=off), mirror, manifest())
+
+
+async def test_what_is_read_back_wrong_is_refused_by_name(case: tuple[Path, DType]) -> None:
+    engine = EngineDouble()
+    engine.wrong = ("model.norm.weight",)
+    with pytest.raises(LoadRejected, match=r"version 6\.103: 1 of the 1 tensors.*model\.norm\.weight"):
+        await prover_of(case).check(engine, case[0] / "model.safetensors", manifest(()))
+
+
+async def test_all_is_read_back_at_an_engines_first_load_and_a_part_at_each_later_one(case: tuple[Path, DType]) -> None:
+    engine, prover, mirror = EngineDouble(), prover_of(case), case[0] / "model.safetensors"
+    for _ in range(2):
+        await prover.rehearse(engine, mirror)
+        await prover.check(engine, mirror, manifest(()))
+        await prover.check(engine, mirror, manifest(()))
+    assert engine.num_decoys == 2
+    assert engine.read_parts == [1, 8, 1, 8]
+
+
+async def test_canaries_take_a_small_share_of_the_time(case: tuple[Path, DType]) -> None:
+    mirror, clock = case[0] / "model.safetensors", Clock()
+    engine, prover = Answers(reference_of(case).judge(mirror, IDS)), prover_of(case, clock=clock)
+    answer = engine.logprobs
+
+    async def slow(token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+        clock.now += 1.0
+        return await answer(token_ids)
+
+    engine.logprobs = slow  # type: ignore[method-assign]  # it takes a second
+    for _ in range(100):
+        await prover.check(engine, mirror, manifest())
+        clock.now += 1.0
+    assert engine.num_canaries == 2
+
+
+@contextmanager
+def changed(folder: Path, name: str, change: torch.Tensor) -> Iterator[Path]:
+    """The folder's weights with one tensor changed."""
+    weights = load_file(folder / "model.safetensors")
+    path = folder / "changed.safetensors"
+    save_file({**weights, name: change.to(weights[name].dtype)}, path)
+    yield path
+    path.unlink()
+
+
+async def test_every_tensor_that_differs_is_found_by_reading_back(case: tuple[Path, DType]) -> None:
+    folder, dtype = case
+    mirror = folder / "model.safetensors"
+    config = worker_config(threads=1).model_copy()
+    settings = EngineSettings(
+        model=read_model(str(folder), trust_remote_code=False),
+        config=config.model_copy(update={"weights": config.weights.model_copy(update={"dtype": dtype})}),
+        trust_remote_code=False,
+        seed=1,
+    )
+    engine = TransformersEngine(settings)
+    await engine.start()
+    try:
+        await engine.load_decoy(mirror)
+        found = await engine.read_back(mirror, number=1, num_parts=1)
+        assert len(found.wrong) == found.num_read
+        await engine.load(mirror, version=1, step=0)
+        assert not (await engine.read_back(mirror, number=2, num_parts=1)).wrong
+        for name, weight in load_file(mirror).items():
+            with changed(folder, name, weight * 1.01 + 0.01) as path:
+                found = await engine.read_back(path, number=3, num_parts=1)
+            assert found.wrong == (name,)
+        by_parts = [await engine.read_back(mirror, number=number, num_parts=4) for number in range(4)]
+        assert sum(part.num_read for part in by_parts) == found.num_read
+    finally:
+        await engine.stop()

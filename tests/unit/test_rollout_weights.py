@@ -199,7 +199,7 @@ async def test_an_engine_that_replaces_a_dead_one_gets_the_weights_that_are_ther
     assert [version for _, version, _ in replacement.loads] == [second.version]
 
 
-async def test_every_engine_is_probed_once_and_every_version_checked(follower: Follower) -> None:
+async def test_every_engine_takes_in_a_decoy_once_and_every_version_is_checked(follower: Follower) -> None:
     async with follower.following():
         await follower.serves(follower.publish())
         await follower.serves(second := follower.publish())
@@ -209,7 +209,7 @@ async def test_every_engine_is_probed_once_and_every_version_checked(follower: F
         async with asyncio.timeout(10):
             await follower.weights.proved(second.version)
 
-    assert follower.proof.num_probes == 2
+    assert follower.proof.num_rehearsals == 2
     assert follower.weights.num_proved == 3
 
 

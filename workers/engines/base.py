@@ -54,6 +54,15 @@ class Generated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReadBack:
+    """By the engine's own names of its parameters."""
+
+    num_read: int
+    wrong: tuple[str, ...] = ()
+    unreadable: tuple[str, ...] = ()  # kept in a form that only the engine's kernels can read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     in_flight: int  # samples asked for and not finished
     num_tokens: int  # of finished samples, since the start
@@ -71,6 +80,15 @@ class Engine(Protocol):
 
     async def generate(self, request: SampleRequest) -> Generated:
         """One sample, to its end. May be called many times at once; cancelling the call abandons the sample."""
+
+    async def load_decoy(self, weights: Path) -> None:
+        """Take in weights each element of which differs from this file's: what a later load leaves behind shows. No
+        sample may be asked for before that load."""
+
+    async def read_back(self, weights: Path, *, number: int, num_parts: int) -> ReadBack:
+        """Compare what the model computes with to this file: of every `num_parts` layers the one whose turn it is at
+        this number."""
+        ...
 
     async def logprobs(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
         """[T-1] plain log-probs of each token but the first, by the weights being served and nothing cached."""

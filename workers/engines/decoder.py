@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from streamrl.wire.group import FinishReason, Span
-from workers.engines.base import EngineSettings, Generated, SampleRequest
+from workers.engines.base import EngineSettings, Generated, ReadBack, SampleRequest
 from workers.engines.hf_model import load_weights, token_logprobs
 from workers.engines.kv_batch import KvBatch
 from workers.engines.sampling import RowState, choose, processed_logprobs
+from workers.mapped_file import MappedFile, decoys
 
 _MAX_ROWS = 256
 
@@ -62,6 +63,7 @@ class Decoder:
         device = next(model.parameters()).device
         self._generator = torch.Generator(device=device).manual_seed(settings.seed)
         self._batch = KvBatch(model, device)
+        self._file = MappedFile()
         self._version, self._step = 0, 0
 
     @property
@@ -74,8 +76,17 @@ class Decoder:
         self.waiting.insert(at, row)
 
     def load(self, weights: Path, *, version: int, step: int) -> None:
-        load_weights(self._model, weights)
+        load_weights(self._model, dict(self._file.tensors(str(weights))))
         self._version, self._step = version, step
+
+    def load_decoy(self, weights: Path) -> None:
+        load_weights(self._model, dict(decoys(self._file.tensors(str(weights)))))
+
+    def read_back(self, weights: Path, *, number: int, num_parts: int) -> ReadBack:
+        parameters = list(self._model.named_parameters())[number % num_parts :: num_parts]
+        given = dict(self._file.tensors(str(weights)))
+        wrong = tuple(name for name, parameter in parameters if not _is_equal(parameter, given[name]))
+        return ReadBack(num_read=len(parameters), wrong=wrong)
 
     def recompute(self) -> None:
         """Keys and values of all rows, under the weights of now."""
@@ -156,3 +167,7 @@ class Decoder:
             finish_reason=reason,
             spans=tuple(row.spans),
         )
+
+
+def _is_equal(served: torch.Tensor, given: torch.Tensor) -> bool:
+    return served.dtype == given.dtype and torch.equal(served.detach().cpu(), given)

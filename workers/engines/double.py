@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from streamrl.errors import EngineError, StreamrlError
 from streamrl.wire.group import Span
-from workers.engines.base import EngineStats, Generated, KvCache, SampleRequest
+from workers.engines.base import EngineStats, Generated, KvCache, ReadBack, SampleRequest
 
 
 class EngineDouble:
@@ -34,6 +34,9 @@ class EngineDouble:
     ) -> None:
         self.requests: list[SampleRequest] = []
         self.loads: list[tuple[Path, int, int]] = []  # (weights, version, step)
+        self.num_decoys = 0
+        self.read_parts: list[int] = []  # into how many parts the layers were divided, each time they were read back
+        self.wrong: tuple[str, ...] = ()  # what is found when they are
         self.started = self.stopped = False
         self.kv_used = 0.0  # what `stats` says of the cache
         self._num_tokens = num_tokens
@@ -55,6 +58,15 @@ class EngineDouble:
     async def load(self, weights: Path, *, version: int, step: int, kv_cache: KvCache = "salt") -> None:
         self._check()
         self.loads.append((weights, version, step))
+
+    async def load_decoy(self, weights: Path) -> None:
+        self._check()
+        self.num_decoys += 1
+
+    async def read_back(self, weights: Path, *, number: int, num_parts: int) -> ReadBack:
+        self._check()
+        self.read_parts.append(num_parts)
+        return ReadBack(num_read=1, wrong=self.wrong)
 
     async def generate(self, request: SampleRequest) -> Generated:
         self._check()

@@ -1,15 +1,13 @@
-"""A plain transformers model whose weights come from a mirror: what the transformers engine generates with, and what a
-worker holds its engine's answers against.
+"""A plain transformers model whose weights come from a mirror: what the transformers engine generates with.
 
 The model's folder gives the configuration alone. Blocks on memory: as much as the model has.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
@@ -33,14 +31,14 @@ def build_model(model: ModelFacts, *, dtype: str, trust_remote_code: bool) -> nn
     return evaluated
 
 
-def load_weights(model: nn.Module, path: Path) -> None:
+def load_weights(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """All parameters, in place; a tied head is the embedding itself and comes with it."""
-    with safe_open(path, framework="pt") as file, torch.no_grad():
-        parameters = dict(model.named_parameters())
-        if missing := parameters.keys() - set(file.keys()):
-            raise WeightsError(f"{path} lacks {len(missing)} parameters, {min(missing)} for one")
+    parameters = dict(model.named_parameters())
+    if missing := parameters.keys() - tensors.keys():
+        raise WeightsError(f"the weights lack {len(missing)} parameters, {min(missing)} for one")
+    with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(file.get_tensor(name))
+            parameter.copy_(tensors[name])
 
 
 def token_logprobs(model: nn.Module, token_ids: list[int]) -> list[float]:  # [T-1]

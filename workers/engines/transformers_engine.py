@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from streamrl.errors import DataError, EngineError, ResourceError, SampleError
-from workers.engines.base import EngineSettings, EngineStats, Generated, KvCache, SampleRequest
+from workers.engines.base import EngineSettings, EngineStats, Generated, KvCache, ReadBack, SampleRequest
 from workers.engines.decoder import Decoder, Row
 from workers.engines.hf_model import build_model
 
@@ -70,6 +70,15 @@ class TransformersEngine:
                 decoder.recompute()
 
         await self._answer(load, f"load version {version}")
+
+    async def load_decoy(self, weights: Path) -> None:
+        await self._answer(lambda decoder: decoder.load_decoy(weights), "load a decoy")
+
+    async def read_back(self, weights: Path, *, number: int, num_parts: int) -> ReadBack:
+        found: ReadBack = await self._answer(
+            lambda decoder: decoder.read_back(weights, number=number, num_parts=num_parts), "be read back"
+        )
+        return found
 
     async def logprobs(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
         values = await self._answer(lambda decoder: decoder.logprobs(token_ids.tolist()), "give log-probs")

@@ -33,9 +33,10 @@ from streamrl.config import schema
 from streamrl.errors import EngineError, ResourceError, SampleError
 from streamrl.held_folder import scratch_folder
 from streamrl.wire.group import FinishReason, Span
-from workers.engines.base import EngineSettings, EngineStats, Generated, KvCache, SampleRequest
+from workers.engines.base import EngineSettings, EngineStats, Generated, KvCache, ReadBack, SampleRequest
 from workers.engines.vllm_start import build_llm, check_installed
 from workers.engines.vllm_watch import StepWatch
+from workers.vllm_plugin import READ_BACK
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -78,20 +79,30 @@ class VllmEngine:
         self._llm, self._watch = build_llm(self._settings, self._scratch.enter_context(scratch_folder()))
 
     async def load(self, weights: Path, *, version: int, step: int, kv_cache: KvCache = "salt") -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         async with self._answering(f"load version {version}") as llm:
             # Not llm.pause_generation: it sleeps for 20 ms with the engine paused.
             await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=kv_cache == "clear")
-            await llm.start_weight_update()
-            await llm.update_weights(WeightTransferUpdateRequest(update_info={"path": str(weights)}))
-            await llm.finish_weight_update(f"{version}:{step}")
+            await _update(llm, {"path": str(weights)}, label=f"{version}:{step}")
             self._version = version
             if kv_cache == "salt":
                 # A version that was refused is loaded again, and what its first load made is not to be read.
                 self._num_salts += 1
                 self._salt = f"{version}:{self._num_salts}"
             await llm.resume_generation()
+
+    async def load_decoy(self, weights: Path) -> None:
+        async with self._answering("load a decoy") as llm:
+            await _update(llm, {"path": str(weights), "decoy": True}, label="0:0")
+
+    async def read_back(self, weights: Path, *, number: int, num_parts: int) -> ReadBack:
+        async with self._answering("be read back") as llm:
+            parts = await llm.collective_rpc(READ_BACK, args=(str(weights), number, num_parts))
+        wrong, unreadable = ({name for part in parts for name in part[what]} for what in ("wrong", "unreadable"))
+        return ReadBack(
+            num_read=sum(part["num_read"] for part in parts),
+            wrong=tuple(sorted(wrong)),
+            unreadable=tuple(sorted(unreadable)),
+        )
 
     async def generate(self, request: SampleRequest) -> Generated:
         assert self._version, "a sample was asked for before any version was loaded"
@@ -217,6 +228,14 @@ class VllmEngine:
             finish_reason=_finish_reason(output),
             spans=_spans(output, len(token_ids)),
         )
+
+
+async def _update(llm: AsyncLLM, info: dict[str, Any], *, label: str) -> None:
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+    await llm.start_weight_update()
+    await llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+    await llm.finish_weight_update(label)
 
 
 def _canary_params() -> SamplingParams:

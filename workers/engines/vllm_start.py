@@ -18,14 +18,14 @@ from streamrl.config import schema
 from streamrl.errors import ConfigError, EngineError, ResourceError
 from workers.engines.base import EngineSettings
 from workers.engines.vllm_watch import StepWatch, watch_steps
-from workers.vllm_plugin import OWNER_VARIABLE, SOCKETS_VARIABLE, WEIGHT_TRANSFER_BACKEND
+from workers.vllm_plugin import OWNER_VARIABLE, SOCKETS_VARIABLE, WEIGHT_TRANSFER_BACKEND, WORKER_EXTENSION
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _CPU_KV_CACHE_BYTES = 1 << 30  # vLLM's own default on a CPU is nearly all memory
 _MAX_SEQUENCES = 1024
-_PROOF_LENGTH = 64  # what proves a load (`workers.proving`) is longer than the samples of a small task
+_PROOF_LENGTH = 65  # what proves a load (`workers.proving`), and the token that vLLM adds
 
 
 def check_installed(
@@ -127,6 +127,7 @@ def engine_args(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
         "generation_config": "vllm",  # none of the model's own: sampling is the run's alone
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": {"backend": WEIGHT_TRANSFER_BACKEND},
+        "worker_extension_cls": WORKER_EXTENSION,
         "scheduling_policy": "priority",
     }
     for name in config.worker.engine_args:

@@ -69,16 +69,9 @@ def served_bytes(config: Config, parameters: int) -> int:
     return parameters * _BYTES[config.weights.dtype]
 
 
-def mirror_bytes(config: Config, parameters: int) -> int:
-    """What one worker has of the weights in shared memory: its mirror and, while it starts, the probe beside it."""
-    return served_bytes(config, parameters) * (2 if config.weights.probe else 1)
-
-
 def worker_bytes(config: Config, parameters: int) -> int:
-    """Of one worker on a machine without GPUs, but for its KV cache: the engine, what is in shared memory and, while it
-    starts, the plain model that the probe is compared with."""
-    engine = served_bytes(config, parameters)
-    return engine + mirror_bytes(config, parameters) + (engine if config.weights.probe else 0)
+    """Of one worker on a machine without GPUs, but for its KV cache: the engine, and its mirror in shared memory."""
+    return 2 * served_bytes(config, parameters)
 
 
 def check_memory(loaded: Loaded) -> Iterator[Finding]:
@@ -88,9 +81,8 @@ def check_memory(loaded: Loaded) -> Iterator[Finding]:
         yield warning("memory", "the size of the model is not known here", "give model.path as a local folder")
         return
     learner, engine = learner_bytes(config, parameters), served_bytes(config, parameters)
-    probing = f", {size(engine)} more while it starts (weights.probe)" if config.weights.probe else ""
     yield ok("learner memory", f"about {size(learner)} a rank, and activations: an estimate")
-    yield ok("worker memory", f"about {size(engine)} a worker, and its KV cache{probing}: an estimate")
+    yield ok("worker memory", f"about {size(engine)} a worker, and its KV cache: an estimate")
     if shutil.which("nvidia-smi") is not None:
         return
     there = available_memory()
@@ -111,7 +103,7 @@ def check_shared_memory(loaded: Loaded) -> Iterator[Finding]:
         return
     free = shutil.disk_usage(folder).free
     config = loaded.config
-    needed = config.worker.count * mirror_bytes(config, count_parameters(Path(config.model.path)))
+    needed = config.worker.count * served_bytes(config, count_parameters(Path(config.model.path)))
     told = f"{size(free)} free, about {size(needed)} for the workers' mirrors of the weights"
     if needed > free:
         yield error("shared memory", told, "mount /dev/shm larger (docker run --shm-size, or an emptyDir of memory)")

@@ -1,0 +1,55 @@
+"""Are the bytes that go out the cast of this step's masters? Asked at every version, without a forward pass.
+
+    masters ─┬─► the host copy ─► encoded: a digest of each range ─┐ beside the loop
+             └─► cast once more, by itself ─► digests ─────────────┴─ equal, or nothing is announced
+
+A copy that was not refreshed, or is of another step, would be served faithfully by every worker: their proofs begin at
+what was published. The loop waits for this second cast, for about as long as for the copy (135M parameters in bf16:
+45 ms on one core). On a GPU the cast is made there and its bits come to the host; that way was never run here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from learner.policy.lora import merged_parameters
+from learner.policy.tensors import held
+from streamrl.errors import WeightsError
+from streamrl.weights.format import MAX_RANGE_ELEMENTS, DType, RangeDigest, digest_of
+
+_PART_ELEMENTS = 1 << 20  # cast at a time: they stay in the processor's cache
+
+CastDigests = Mapping[tuple[str, int], bytes]  # by tensor and start of each range that this rank holds
+
+
+def cast_digests(model: nn.Module, dtype: DType) -> CastDigests:
+    """Of all that this rank holds, cut into ranges as the encoder cuts them."""
+    found = {}
+    on_gpu = next(model.parameters()).is_cuda
+    scratch = torch.empty(MAX_RANGE_ELEMENTS, dtype=getattr(torch, dtype), pin_memory=on_gpu)
+    for name, parameter in merged_parameters(model):
+        run = held(parameter, shape=parameter.shape)
+        for begin, values in zip(
+            range(0, len(run.values), MAX_RANGE_ELEMENTS), run.values.split(MAX_RANGE_ELEMENTS), strict=True
+        ):
+            found[name, run.start + begin] = _digest(values, scratch[: len(values)])
+    return found
+
+
+def _digest(values: torch.Tensor, scratch: torch.Tensor) -> bytes:
+    for source, target in zip(values.split(_PART_ELEMENTS), scratch.split(_PART_ELEMENTS), strict=True):
+        target.copy_(source.to(scratch.dtype))
+    return digest_of(scratch.view(torch.uint8).numpy().data)
+
+
+def refuse_other_bytes(encoded: Iterable[RangeDigest], cast: CastDigests) -> None:
+    """WeightsError where a range that was encoded is not what the masters cast to."""
+    others = [part for part in encoded if cast.get((part.tensor, part.start)) != part.digest]
+    if others:
+        raise WeightsError(
+            f"{len(others)} ranges that were to be published are not the cast of this step's weights, "
+            f"{others[0].tensor} from element {others[0].start} for one"
+        )
