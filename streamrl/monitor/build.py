@@ -9,7 +9,6 @@ from typing import Any
 
 from streamrl.monitor.causes import find_causes, judge
 from streamrl.monitor.view import (
-    GONE_S,
     Dead,
     Drops,
     Learner,
@@ -23,6 +22,7 @@ from streamrl.monitor.view import (
     Weights,
     Worker,
 )
+from streamrl.telemetry.liveness import GONE_S
 from streamrl.telemetry.progress import Report
 from streamrl.telemetry.thinning import is_validation
 from streamrl.transport.report_codec import LARGEST

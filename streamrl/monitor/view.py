@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from streamrl.telemetry.liveness import GONE_S
+
 SCHEMA = 1
 
 Level = Literal["info", "attention", "blocking"]
 Verdict = Literal["healthy", "degraded", "stalled", "ended"]
 EXIT_CODES: Mapping[Verdict, int] = {"healthy": 0, "degraded": 3, "stalled": 4, "ended": 5}
 EXIT_UNREACHABLE = 6  # Redis does not answer
-GONE_S = 10.0  # without a report for so long, a part is taken for gone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

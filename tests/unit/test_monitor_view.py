@@ -13,7 +13,7 @@ from streamrl.monitor.top.draw import draw
 from streamrl.monitor.top.screen import SORTS, Screen
 from streamrl.monitor.units import age, number, size
 from streamrl.monitor.view import View
-from streamrl.monitor.watcher import Liveness
+from streamrl.telemetry.liveness import Liveness
 from streamrl.transport.snapshot import OldestLease, Snapshot, StreamCounts
 from streamrl.transport.types import RunInfo
 from tests.launch_world import NOW, make_report, make_snapshot, step_record
