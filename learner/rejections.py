@@ -2,9 +2,9 @@
 
 Rank 0 asks while it waits for groups or for a validation: it reads the workers' reports every few seconds, and ends the
 run where nobody serves the version for as long as `streamrl.weights.rejected` says. Workers that are silent do not
-count. Those that have not come so far as to serve or to reject anything delay the end, but not for ever. One that serves
-is enough to go on: then the others' machines are at fault, which `streamrl why` says. Blocks on Redis for two seconds
-at most.
+count. Those that have not come so far as to serve or to reject anything delay the end, but not for ever. One that
+serves is enough to go on: then the others' machines are at fault, which `streamrl why` says. Blocks on Redis for two
+seconds at most.
 """
 
 from __future__ import annotations

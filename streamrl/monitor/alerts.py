@@ -40,6 +40,24 @@ ALERTS: Mapping[str, Alert] = {
         "critical",
         "Run {{ $labels.run }} has no workers",
     ),
+    "StreamrlAllWorkersReject": Alert(
+        'streamrl_running == 1 and on(run) streamrl_cause{cause="all_workers_reject"} == 1',
+        "1m",  # in three the run ends
+        "critical",
+        "All workers of run {{ $labels.run }} reject its weights; `streamrl why` says by how much they are off",
+    ),
+    "StreamrlSomeWorkersReject": Alert(
+        'streamrl_running == 1 and on(run) streamrl_cause{cause="some_workers_reject"} == 1',
+        "5m",
+        "warning",
+        "Some workers of run {{ $labels.run }} reject its weights and deliver nothing; `streamrl why` names them",
+    ),
+    "StreamrlFailed": Alert(
+        'streamrl_cause{cause="failed"} == 1',
+        "0m",
+        "critical",
+        "Run {{ $labels.run }} has ended with an error; `streamrl why` says with which",
+    ),
     "StreamrlLag": Alert(
         'streamrl_metric{name="lag/mean"} > 16',
         "15m",

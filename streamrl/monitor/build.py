@@ -29,6 +29,7 @@ from streamrl.transport.report_codec import LARGEST
 from streamrl.transport.snapshot import Snapshot, StreamCounts
 from streamrl.transport.types import Record
 from streamrl.versions import show
+from streamrl.weights.rejected import rejects
 
 LEAD = "learner/0"
 _PACE_STEPS = 20  # the time left is told from the pace of so many steps
@@ -132,7 +133,17 @@ def _run(snapshot: Snapshot, name: str, config: Mapping[str, Any], steps: Sequen
         created_at=snapshot.created_at,
         eta_s=_eta_s(steps[-_PACE_STEPS:], share) if info and info.state == "running" else None,
         share_done=min(1.0, share) if share is not None else None,
+        error=_error(snapshot),
     )
+
+
+def _error(snapshot: Snapshot) -> str | None:
+    """What the journal says that the learner failed with, if it did."""
+    info = snapshot.run
+    if info is None or info.state != "failed":
+        return None
+    failures = (e for e in reversed(snapshot.events) if e.kind == "failed" and e.epoch == info.epoch)
+    return next((str(event.detail.get("error", "")) for event in failures), None)
 
 
 def _eta_s(recent: Sequence[Record], share: float | None) -> float | None:
@@ -179,6 +190,7 @@ def _learner(snapshot: Snapshot, parts: Mapping[str, Part], steps: Sequence[Reco
 def _worker(report: Report, part: Part, snapshot: Snapshot) -> Worker:
     detail = report.detail
     step = _number(detail, "step")
+    rejected, rejected_version = rejects(detail)
     version = detail.get("version")
     # Leases are under the name that the worker leases by, which its reports carry behind a prefix.
     name = report.part.partition("/")[2]
@@ -194,6 +206,8 @@ def _worker(report: Report, part: Part, snapshot: Snapshot) -> Worker:
         leases=leases,
         delivered=_integer(detail, "groups_delivered") or 0,
         failed=_integer(detail, "groups_failed") or 0,
+        rejected=rejected,
+        rejected_version=rejected_version,
         detail=detail,
     )
 

@@ -33,6 +33,7 @@ class Run:
     created_at: float | None
     eta_s: float | None
     share_done: float | None  # 0 to 1
+    error: str | None = None  # what has ended it, where it failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +92,8 @@ class Worker:
     leases: int
     delivered: int
     failed: int
+    rejected: str  # what the engine failed at when it was to load new weights; "": nothing
+    rejected_version: str  # of those weights; "": none
     detail: Mapping[str, int | float | str]  # all that it reports
 
 

@@ -19,6 +19,7 @@ from streamrl.transport.snapshot import snapshot
 
 SILENT_S = 2.2  # parts report every second; shown as silent at once, taken for gone later
 _PATIENCE_S = 0.5
+NUM_EVENTS = 5  # of the journal: whatever an operator still says, why a run failed is among them
 _RECENT = 400  # records that a view needs: for a curve one line high, and the pace
 
 
@@ -30,7 +31,7 @@ class Watcher:
         self._liveness = Liveness()
 
     def look(self) -> View:
-        seen = snapshot(self._client, self._keys, num_records=1, num_events=1, give_up_after_s=_PATIENCE_S)
+        seen = snapshot(self._client, self._keys, num_records=1, num_events=NUM_EVENTS, give_up_after_s=_PATIENCE_S)
         self.history.refresh(self._client, self._keys)
         ages: Mapping[str, float] = self._liveness.ages(seen.reports, at=seen.at)
         self.view = build_view(

@@ -87,6 +87,14 @@ def test_every_page_fits_on_any_terminal(sort: str, page: str) -> None:
         assert max(line.cell_len for line in lines) <= width
 
 
+def test_a_worker_that_rejects_weights_is_seen_at_a_glance() -> None:
+    detail = {"rejected": "off by 2, 1 is let pass", "rejected_version": "1.5"}
+    seen = view(configured(reports=(make_report("worker/w", state="waiting", doing="weights", detail=detail),)))
+    [line] = [line for line in status_lines(seen) if line.startswith("workers")]
+    assert "1 reject 1.5" in line
+    assert any("REJECTS 1.5" in line.plain for line in draw(seen, Screen(), width=120, height=30))
+
+
 def test_before_anything_is_known_the_screen_says_what_it_waits_for() -> None:
     text = "\n".join(line.plain for line in draw(None, Screen(), width=80, height=24, server="there:6379"))
     assert "waiting for Redis at there:6379" in text

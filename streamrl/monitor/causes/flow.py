@@ -173,7 +173,7 @@ def generation_is_slow(view: View) -> Told | None:
     part = lead_waiting(view, Wait.GROUPS)
     if part is None or not view.train.tickets:
         return None
-    workers = alive(view)
+    workers = [worker for worker in alive(view) if not worker.rejected]  # these make nothing, and it is told why
     if not workers:
         return None
     slow = part.doing_s > max(_SLOW_S, 10 * view.learner.metrics.get("timers/step", 0.0))
