@@ -38,8 +38,10 @@ _STATUS_HELP = f"""Show how a run is, on one screen, and exit.
 --json prints one object; names stay as they are as long as `schema` does, and more may be added:
   schema, at, verdict {{healthy degraded stalled ended unreachable}}, causes [{{name level title evidence remedy}}]
   run {{name uid state control epoch step max_steps data_epochs created_at eta_s share_done error}}
-  limits {{max_lag_steps groups_per_step max_backlog_bytes idle_timeout_s max_attempts stale reward_sources}}
-  learner {{lead {{PART}} ranks holder lease_left_s metrics {{name: value}} rewards [..] live {{name: value}}}}
+  limits {{max_lag_steps groups_per_step max_backlog_bytes idle_timeout_s max_attempts stale arithmetic
+    reward_sources}}
+  learner {{lead {{PART}} ranks holder lease_left_s metrics {{name: value}} rewards [..] fresh_mismatch [..]
+    live {{name: value}}}}
   workers [{{part {{PART}} version step lag tokens_per_s in_flight kv_use leases delivered failed rejected
     rejected_version detail}}]
   others [{{PART}}]   where PART is {{name role host pid state doing doing_s progress_s report_s}}

@@ -64,6 +64,12 @@ ALERTS: Mapping[str, Alert] = {
         "warning",
         "Tokens of run {{ $labels.run }} are {{ $value }} steps old",
     ),
+    "StreamrlEngineDisagrees": Alert(
+        'streamrl_running == 1 and on(run) streamrl_cause{cause="engine_disagrees"} == 1',
+        "15m",
+        "warning",
+        "Engines of run {{ $labels.run }} give other log-probs than the learner, on samples of the same weights",
+    ),
     "StreamrlDrops": Alert(
         "sum by (run) (rate(streamrl_groups_dropped_total[15m]))"
         " > 3 * sum by (run) (rate(streamrl_groups_trained_total[15m]))",
@@ -89,6 +95,11 @@ _PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ("Reward", "short", (('streamrl_metric{name=~"train_rollouts/rewards"}', "trained"),)),
     ("KL to the reference", "short", (('streamrl_metric{name="train_rollouts/init_policy_kl"}', "KL"),)),
     ("Lag of trained tokens", "short", (('streamrl_metric{name=~"lag/(mean|max)"}', "{{name}}"),)),
+    (
+        "Engine against learner, on fresh samples",
+        "short",
+        (('streamrl_metric{name="policy/fresh_mismatch"}', "mean difference"),),
+    ),
     ("Generated tokens/s", "short", (("sum(streamrl_worker_tokens_per_second)", "all workers"),)),
     ("Trained tokens/s", "short", (('streamrl_metric{name="throughput/tokens_per_s"}', "trained"),)),
     ("Workers", "short", (("streamrl_workers", "{{state}}"),)),

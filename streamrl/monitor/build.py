@@ -32,6 +32,7 @@ from streamrl.versions import show
 from streamrl.weights.rejected import rejects
 
 LEAD = "learner/0"
+_FRESH_STEPS = 20  # engine and learner are compared over so many
 _PACE_STEPS = 20  # the time left is told from the pace of so many steps
 WELL = "well"  # what workers say of a reward source that can be asked
 
@@ -104,8 +105,14 @@ def _limits(config: Mapping[str, Any]) -> Limits:
         idle_timeout_s=_number(_section(config, "learner"), "idle_timeout_s"),
         max_attempts=_integer(_section(config, "worker"), "max_attempts"),
         stale=stale if isinstance(stale, str) else None,
+        arithmetic=_arithmetic(config),
         reward_sources=tuple(_section(config, "rewards")),
     )
+
+
+def _arithmetic(config: Mapping[str, Any]) -> str | None:
+    types = [_section(config, "weights").get("dtype"), _section(config, "model").get("dtype")]
+    return None if None in types else "bfloat16" if "bfloat16" in types else "float32"
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -176,6 +183,7 @@ def _learner(snapshot: Snapshot, parts: Mapping[str, Part], steps: Sequence[Reco
     ranks = [part for part in parts.values() if part.role == "learner" and part.alive]
     details = (report.detail for report in snapshot.reports if report.part == LEAD)
     rewards = (record.values.get("train_rollouts/rewards") for record in steps)
+    fresh = (record.values.get("policy/fresh_mismatch") for record in steps)
     return Learner(
         lead=parts.get(LEAD),
         ranks=len(ranks),
@@ -183,6 +191,7 @@ def _learner(snapshot: Snapshot, parts: Mapping[str, Part], steps: Sequence[Reco
         lease_left_s=snapshot.lease_left_s,
         metrics=steps[-1].values if steps else {},
         rewards=tuple(reward for reward in rewards if reward is not None),
+        fresh_mismatch=tuple(mismatch for mismatch in fresh if mismatch is not None)[-_FRESH_STEPS:],
         live={k: float(v) for k, v in next(details, {}).items() if "/" in k and not isinstance(v, str)},
     )
 

@@ -46,6 +46,7 @@ class Limits:
     idle_timeout_s: float | None = None
     max_attempts: int | None = None
     stale: str | None = None
+    arithmetic: str | None = None  # the coarser type of engine's and learner's: float32 or bfloat16
     reward_sources: tuple[str, ...] = ()
 
 
@@ -77,6 +78,7 @@ class Learner:
     lease_left_s: float | None
     metrics: Mapping[str, float]  # of the last step, by their names (telemetry.metrics)
     rewards: tuple[float, ...]  # of the last steps, oldest first
+    fresh_mismatch: tuple[float, ...]  # of the last steps that had fresh samples, oldest first
     live: Mapping[str, float]  # its counters now, also between steps
 
 

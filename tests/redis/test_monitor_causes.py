@@ -409,6 +409,15 @@ async def test_a_learner_that_waits_for_groups_says_how_fast_they_are_made(run: 
     assert run.first() == ("generation_is_slow", "degraded")
 
 
+async def test_an_engine_that_computes_another_model_than_the_learner_is_told_of(run: Watched) -> None:
+    await run.world.train_steps(1)
+    for _ in range(3):
+        run.record(**{"policy/fresh_mismatch": 0.3})
+    run.healthy()
+    assert run.first() == ("engine_disagrees", "degraded")
+    assert "0.3 apart" in run.view().causes[0].evidence
+
+
 async def test_dead_letters_call_for_somebody(run: Watched) -> None:
     await run.world.train_steps(2, failing=frozenset({1}))
     run.learner("train", state="working")

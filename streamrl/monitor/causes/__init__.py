@@ -48,6 +48,7 @@ TABLE: Mapping[str, Callable[[View], Told | None]] = {
     "most_groups_dropped": flow.most_groups_dropped,
     "some_workers_reject": parts.some_workers_reject,
     "weights_behind": parts.weights_behind,
+    "engine_disagrees": flow.engine_disagrees,
     "workers_silent": parts.workers_silent,
     "dead_letters": flow.dead_letters,
     "steps_skipped": flow.steps_skipped,
