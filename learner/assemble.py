@@ -26,6 +26,7 @@ from learner.metrics.record import Recorder, Timers
 from learner.policy.model import Policy, load_policy, read_speech
 from learner.publishing.publish import Publisher
 from learner.rank import Surroundings, at_disk_s, read_prompts_of, stall_limit_s, work
+from learner.rejections import Rejections
 from learner.start import Admitted, Start, admit, holder_name, take_lease, was_restarted
 from learner.stream.data import PromptSet
 from learner.stream.feed import Feed
@@ -144,8 +145,9 @@ def _lead(
             start, stream = admitted.start, admitted.stream
             publisher = _make_publisher(around, server, policy, start, announcer=stream)
             state = work(around, policy, start, conductor=conductor, stream=stream, publisher=publisher)
-        except (UserError, TrainingError):
+        except (UserError, TrainingError) as error:
             # Nothing that a restart could mend: say so to whoever watches the run.
+            admitted.stream.event("failed", error=str(error))
             admitted.stream.release("failed")
             raise
         if state != "running":  # whoever comes next has our name, and needs no release
@@ -221,6 +223,7 @@ def _make_conductor(
         lease=keeper,
         recorder=recorder,
         suspects=suspects,
+        rejections=Rejections(admitted.stream.reports, give_up_after_s=config.weights.give_up_after_s),
         progress=around.progress,
         timers=around.timers,
         stop=around.stop,

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from learner.lease import LeaseKeeper
     from learner.metrics.record import Recorder, Timers
     from learner.publishing.publish import Published
+    from learner.rejections import Rejections
     from learner.stream.data import PromptSet
     from learner.stream.feed import Feed
     from learner.suspects import Suspects
@@ -60,6 +61,7 @@ class Conductor:
         lease: LeaseKeeper,
         recorder: Recorder,
         suspects: Suspects | None,  # None: a recording, whose steps are made as recorded, whoever dies
+        rejections: Rejections | None,  # None: a recording, which has no workers
         progress: Progress,
         timers: Timers,
         stop: threading.Event,
@@ -73,11 +75,12 @@ class Conductor:
         self._stream, self._feed = stream, feed
         self._checkpoints, self._lease, self._recorder = checkpoints, lease, recorder
         self._assessor = Assessor(validation=validation, checkpoints=checkpoints, recorder=recorder)
-        self._suspects = suspects
+        self._suspects, self._rejections = suspects, rejections
         self._progress, self._timers, self._stop = progress, timers, stop
         self._first_step, self._job_began, self._clock = first_step, job_began, clock
         self._data_epochs = 0.0  # passes over the prompts
         self._control: Control = "run"  # the operator's word, as last seen
+        self._newest: int | None = None  # version that is out
         self._needed_weights: tuple[int, ...] = ()  # versions whose manifests Redis must have
         self._look_for_weights_at = 0.0
 
@@ -97,6 +100,8 @@ class Conductor:
         self._show_control()
         if plan is not None and plan.kind is Kind.STEP and self._suspects is not None:
             self._suspects.begin(plan)
+        if plan is None and self._feed.waits_for is Wait.GROUPS:
+            self._look_for_rejections()
         # Live, since a run whose groups are all dropped makes no step and so no record.
         self._progress.note(**self._feed.metrics())
         return plan or Plan(kind=Kind.IDLE, step=step)
@@ -137,6 +142,11 @@ class Conductor:
         log.warning("weights lost in Redis", needed=self._needed_weights)
         return True
 
+    def _look_for_rejections(self) -> None:
+        """While answers are awaited, and an operator has not said that none shall come."""
+        if self._rejections is not None and self._newest is not None and self._feed.control != "pause":
+            self._rejections.check(self._newest)
+
     def _told_to_stop(self) -> bool:
         """By the operator, while the feed is not asked for a plan, which listens by itself."""
         try:
@@ -163,6 +173,8 @@ class Conductor:
             return Plan(kind=Kind.STOP, step=step)
         with self._progress.waiting(Wait.EVALUATION):
             self._assessor.poll(wait_s=_SLICE_S)
+        if self._assessor.running:
+            self._look_for_rejections()
         return Plan(kind=Kind.IDLE if self._assessor.running else Kind.END, step=step)
 
     def next_while_publishing(self, step: int) -> Plan:
@@ -194,6 +206,7 @@ class Conductor:
 
     def note_published(self, published: Published) -> None:
         self._feed.note_version(published.version, published.step)
+        self._newest = published.version
         self._needed_weights, self._look_for_weights_at = published.needs, 0.0
         self._assessor.note_published(published)
 

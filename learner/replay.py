@@ -138,6 +138,7 @@ def _make_conductor(
             exporters=open_exporters(config, run_uid=start.run_uid),
         ),
         suspects=None,
+        rejections=None,
         progress=around.progress,
         timers=around.timers,
         stop=around.stop,

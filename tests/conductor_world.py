@@ -14,12 +14,13 @@ from learner.conductor import Conductor
 from learner.lease import LeaseKeeper
 from learner.metrics.record import Recorder, Timers
 from learner.publishing.publish import Published
+from learner.rejections import Rejections
 from learner.stream.ledger import StreamState
 from learner.stream.plan import Kind, Plan
 from learner.suspects import Suspects
 from learner.validation import Answer, ValidationResult
 from streamrl.config import schema
-from streamrl.telemetry.progress import Progress, Wait
+from streamrl.telemetry.progress import Progress, Report, Wait
 from streamrl.versions import make_version
 from tests.feed_world import Clock, make_prompts
 from tests.learner_cases import learner_config
@@ -75,6 +76,9 @@ class FakeValidation:
         self._looks_left = 2
         self.started: list[int] = []
         self.trouble: Exception | None = None
+
+    def look_for_ever(self) -> None:
+        self._looks_left = 1 << 30
 
     def start(self, *, step: int, version: int) -> None:
         self.started.append(step)
@@ -136,6 +140,7 @@ class Scene:
         self.folder, self.stop, self.clock, self.journal = config.folder, threading.Event(), Clock(), FakeJournal()
         self.stream, self.feed = FakeStream(), FakeFeed(*answers)
         self.validation = validation or FakeValidation()
+        self.reports: list[Report] = []
         self.checkpoints = CheckpointRoot(config.folder)
         self.conductor = Conductor(
             config=config,
@@ -149,6 +154,7 @@ class Scene:
             lease=LeaseKeeper(lambda: None, lease_s=1.0),
             recorder=Recorder(folder=config.folder, journal=self.journal, decoder=FakeTokenizer(), epoch=1),
             suspects=Suspects(config.folder, epoch=1),
+            rejections=Rejections(lambda: (1000.0, self.reports), give_up_after_s=300.0, clock=self.clock),
             progress=Progress(part="learner/0", role="learner"),
             timers=Timers(),
             stop=self.stop,

@@ -32,6 +32,7 @@ from streamrl.transport.reports import report_progress
 from streamrl.transport.types import RunInfo
 from streamrl.transport.worker import WorkerStream
 from streamrl.weights.mirror import Mirror
+from streamrl.weights.rejected import spread_s
 from streamrl.weights.stores import open_store
 from workers.answer import Answerer
 from workers.await_run import await_run
@@ -177,7 +178,9 @@ class _Service:
                 weights=weights,
                 make_engine=partial(self._engine, model),
                 progress=self._progress,
-                patience=RestartPatience(rejected_s=config.weights.give_up_after_s),
+                patience=RestartPatience(
+                    rejected_s=config.weights.give_up_after_s, spread_s=spread_s(config.weights.give_up_after_s)
+                ),
             )
             await supervisor.run(stop)
             await stream.leave()

@@ -2,16 +2,19 @@
 
     engine ─► rollout ─┬─► stop, or the run ended: leave
        ▲               ├─► EngineError: another engine, paced; given up after a few in a row without a group between
-       │               └─► LoadRejected: 1. weights fetched anew    2. and another engine
+       │               └─► LoadRejected: 1. weights fetched anew    2. and another engine, at a moment of its own
        └───────────────────────────────  3. nothing is delivered, which the report says, until a newer version is proved
 
-However it ends, `rollout` has handed its tickets back. Blocks on the engine's start, and while nothing may be delivered
-on newer versions, for `weights.give_up_after_s` at most; a word to stop is heard in every wait.
+A version that no engine can serve is rejected by a whole fleet at once: each of its workers waits a while of its own
+before it starts another engine, and tries a newer version with the old one if that comes first. However it ends,
+`rollout` has handed its tickets back. Blocks on the engine's start, and while nothing may be delivered on newer
+versions, for `weights.give_up_after_s` at most; a word to stop is heard in every wait.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Callable
@@ -53,6 +56,7 @@ class Versions(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPatience:
     first_pause_s: float = 1.0  # before another engine; doubled each time
+    spread_s: float  # after a version was rejected twice, another engine is started at some moment of so long
     rejected_s: float  # how long nothing may be proved before the worker ends
 
 
@@ -74,6 +78,7 @@ class Supervisor:
         self._failures = 0  # of engines, in a row
         self._rejections = 0  # of versions, in a row
         self._rejected_since = 0.0
+        self._replace_at = 0.0  # when the engine that rejects goes; math.inf: it is another one already
         self._num_restarts = 0
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -110,23 +115,36 @@ class Supervisor:
 
     async def _survive_rejection(self, error: LoadRejected, stop: asyncio.Event, *, again: bool) -> bool:
         """Whether the same engine goes on."""
+        now = time.monotonic()
         self._rejections = self._rejections + 1 if again else 1
         if self._rejections == 1:
-            self._rejected_since = time.monotonic()
+            self._rejected_since = now
+        elif self._rejections == 2:
+            self._replace_at = now + random.uniform(0.0, self._patience.spread_s)
         log.error("load_rejected", rejections_in_row=self._rejections, error=str(error))
         self._weights.distrust_mirror()
-        if self._rejections <= 2:
-            return self._rejections == 1
-        left_s = self._patience.rejected_s - (time.monotonic() - self._rejected_since)
+        if self._rejections == 1:
+            return True
+        give_up_at = self._rejected_since + self._patience.rejected_s
+        until = min(self._replace_at, give_up_at)
+        if now < until and await self._newer_version(stop, until=until):
+            return True
+        if self._replace_at < give_up_at:
+            self._replace_at = math.inf
+            return False
+        raise LoadRejected(
+            f"for {self._patience.rejected_s:g} s (weights.give_up_after_s) the engine proved no version; "
+            f"nothing it made was delivered. The last refusal: {error}"
+        ) from error
+
+    async def _newer_version(self, stop: asyncio.Event, *, until: float) -> bool:
+        """Whether there is one, or a word to stop, by then."""
         with self._progress.waiting(Wait.WEIGHTS):
             try:
-                async with asyncio.timeout(max(0.0, left_s)):
+                async with asyncio.timeout(max(0.0, until - time.monotonic())):
                     await unless(stop, self._weights.announced_beyond(self._weights.attempted))
             except TimeoutError:
-                raise LoadRejected(
-                    f"for {self._patience.rejected_s:g} s (weights.give_up_after_s) the engine proved no version; "
-                    f"nothing it made was delivered. The last refusal: {error}"
-                ) from error
+                return stop.is_set()
         return True
 
     async def _pause(self, stop: asyncio.Event) -> None:

@@ -184,7 +184,7 @@ class WeightFollower:
             await self._serve(engine, manifest)
             await self._proof.check(engine, self._mirror.path, manifest)
         except LoadRejected as error:
-            self._progress.note(rejected=str(error))
+            self._progress.note(rejected=str(error), rejected_version=show(manifest.version))
             raise
         self.num_proved += 1
         self._progress.advanced(
@@ -193,6 +193,7 @@ class WeightFollower:
             loads=self._num_loads,
             loads_in_flight=self._num_loads_in_flight,
             rejected="",
+            rejected_version="",
         )
         async with self._served:
             self._proved = manifest.version

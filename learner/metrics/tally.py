@@ -25,6 +25,7 @@ _SUMS: Final = (
     *("penalty", "baseline", "in_flight", "in_queue", "lag", "lag_tokens", "dead_tokens", "masked_tokens"),
     *("model_tokens", "flops", "tokens", "entropy", "mismatch", "mismatch_factor", "ratio", "ratio_squared"),
     *("clipped", "masked", "kl", "kl_tokens"),
+    *("fresh_tokens", "fresh_mismatch", "fresh_mismatch_kl"),
 )
 # Upper edges of the bins that ratios are counted in; each bin begins beyond the edge before it.
 RATIO_EDGES: Final = (0.5, 0.8, 0.95, 0.99, 1.01, 1.05, 1.25, 2.0, 5.0, math.inf)
@@ -62,7 +63,20 @@ class Tally:
         for sample in group.samples:
             self._add_sample(sample)
 
-    def add_tokens(self, out: LogProbs, logmu: torch.Tensor, losses: TokenLosses) -> None:
+    def is_fresh(self, sample: Sample) -> bool:
+        """Whether the very weights of this step made all of it: then engine and learner should agree on each token. A
+        sample that older weights began has keys and values of theirs, and its last tokens are not quite the newest's.
+        """
+        return all(span.step == self._step and not self._is_dead(span.version, span.step) for span in sample.spans)
+
+    def add_tokens(
+        self,
+        out: LogProbs,
+        logmu: torch.Tensor,
+        losses: TokenLosses,
+        *,
+        fresh: torch.Tensor | None,  # [T] bool, whether its sample is; None: an earlier pass has changed the weights
+    ) -> None:
         """Of every pass over the batch. All figures come to the CPU at once: each trip would stop a GPU."""
         if len(logmu) == 0:
             return
@@ -80,6 +94,8 @@ class Tally:
             "masked": losses.masked.sum(),
         }
         found |= {f"ratio/{edge:g}": (bin_of == at).sum() for at, edge in enumerate(RATIO_EDGES)}
+        if fresh is not None:
+            found |= _of_fresh(difference.double(), fresh)
         *sums, peak = torch.stack([*(value.double() for value in found.values()), ratio.max()]).tolist()
         for name, value in zip(found, sums, strict=True):
             self._add(name, value)
@@ -128,6 +144,18 @@ class Tally:
             self._add("in_queue", max(0, self._step - sample.spans[-1].step))
 
 
+def _of_fresh(difference: torch.Tensor, fresh: torch.Tensor) -> dict[str, torch.Tensor]:
+    """`difference`: log mu - log pi. Sums by `where`, not by picking: how many are picked, a GPU would have to tell.
+    It has not run on one yet."""
+    zero = torch.zeros_like(difference)
+    k3 = (-difference).clamp(max=_MAX_LOG).exp() - 1 + difference
+    return {
+        "fresh_tokens": fresh.sum(),
+        "fresh_mismatch": torch.where(fresh, difference.abs(), zero).sum(),
+        "fresh_mismatch_kl": torch.where(fresh, k3, zero).sum(),
+    }
+
+
 def _of_rollouts(sums: Mapping[str, float], sources: Sequence[str]) -> dict[str, float]:
     groups, samples = max(1.0, sums["groups"]), max(1.0, sums["samples"])
     mean = sums["reward"] / samples
@@ -161,7 +189,11 @@ def _of_tokens(sums: Mapping[str, float], peaks: Mapping[str, float]) -> dict[st
         "policy/masked_fraction": sums["masked"] / tokens,
         "policy/token_mult_prob_error": sums["mismatch_factor"] / tokens,
         **{f"policy/ratio_histogram/{edge:g}": sums[f"ratio/{edge:g}"] / tokens for edge in RATIO_EDGES},
+        "policy/fresh_tokens": sums["fresh_tokens"],
     }
+    if sums["fresh_tokens"] > 0:
+        found["policy/fresh_mismatch"] = sums["fresh_mismatch"] / sums["fresh_tokens"]
+        found["policy/fresh_mismatch_kl"] = sums["fresh_mismatch_kl"] / sums["fresh_tokens"]
     if sums["ratio_squared"] > 0:
         found["policy/ess"] = sums["ratio"] ** 2 / sums["ratio_squared"] / tokens
     if sums["kl_tokens"] > 0:

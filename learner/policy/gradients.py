@@ -47,6 +47,7 @@ class Batch:
     advantages: torch.Tensor  # [samples] float64
     lengths: torch.Tensor  # [samples] tokens of the response
     weights: torch.Tensor  # [samples] float64: of each trained token in the loss
+    fresh: torch.Tensor  # [samples] bool: made wholly by the weights that the first pass finds
     num_tokens: int  # of all trained samples with their prompts
     flops: float  # of one pass
     logprox: list[torch.Tensor] = field(default_factory=list)  # [T] for each micro-batch, once the first pass is made
@@ -76,12 +77,14 @@ class Gradients:
         micro_batches = self._micro_batches(pieces)
         logrefs = [self._ask_reference(batch) for batch in micro_batches]
         lengths = [length for group in groups for length in group.header.sample_lengths]
+        fresh = [tally.is_fresh(sample) for group in groups for sample in group.samples]
         return Batch(
             micro_batches=micro_batches,
             logrefs=logrefs,
             advantages=self._advantages(groups, pieces, micro_batches, logrefs, tally),
             lengths=torch.tensor(lengths, dtype=torch.int64, device=self._world.device),
             weights=self._sample_weights(pieces, selections),
+            fresh=torch.tensor(fresh, dtype=torch.bool, device=self._world.device),
             num_tokens=sum(piece.num_tokens for piece in pieces),
             flops=self._policy.effort.on(pieces),
         )
@@ -94,12 +97,12 @@ class Gradients:
             out = self._policy(micro_batch)
             if first:
                 batch.logprox.append(out.logp.detach())
-            loss += self._backward(batch, at, out, tally)
+            loss += self._backward(batch, at, out, tally, first=first)
             self._beat()
         tally.add_work(num_tokens=batch.num_tokens, flops=batch.flops)
         return float(loss)
 
-    def _backward(self, batch: Batch, at: int, out: LogProbs, tally: Tally) -> torch.Tensor:
+    def _backward(self, batch: Batch, at: int, out: LogProbs, tally: Tally, *, first: bool) -> torch.Tensor:
         micro_batch, dtype = batch.micro_batches[at], out.logp.dtype
         tokens = Tokens(
             logmu=micro_batch.logmu.to(dtype),
@@ -113,7 +116,7 @@ class Gradients:
         loss = (batch.weights[micro_batch.sample].to(dtype) * losses.values).sum()
         # FSDP takes the mean over ranks of what is to be a sum.
         (loss * self._world.size).backward()
-        tally.add_tokens(out, tokens.logmu, losses)
+        tally.add_tokens(out, tokens.logmu, losses, fresh=batch.fresh[micro_batch.sample] if first else None)
         return loss.detach().double()
 
     def _token_advantages(self, batch: Batch, micro_batch: MicroBatch) -> torch.Tensor:  # [T]

@@ -14,6 +14,7 @@ from streamrl.monitor.causes.state import unreachable
 from streamrl.monitor.opening import Target, opened
 from streamrl.monitor.text import cause_lines, status_lines, why_lines
 from streamrl.monitor.view import EXIT_CODES, EXIT_UNREACHABLE, SCHEMA, View
+from streamrl.monitor.watcher import NUM_EVENTS
 from streamrl.terminal import printable
 from streamrl.transport.snapshot import snapshot
 
@@ -36,10 +37,13 @@ _STATUS_HELP = f"""Show how a run is, on one screen, and exit.
 \b
 --json prints one object; names stay as they are as long as `schema` does, and more may be added:
   schema, at, verdict {{healthy degraded stalled ended unreachable}}, causes [{{name level title evidence remedy}}]
-  run {{name uid state control epoch step max_steps data_epochs created_at eta_s share_done}}
-  limits {{max_lag_steps groups_per_step max_backlog_bytes idle_timeout_s max_attempts stale reward_sources}}
-  learner {{lead {{PART}} ranks holder lease_left_s metrics {{name: value}} rewards [..] live {{name: value}}}}
-  workers [{{part {{PART}} version step lag tokens_per_s in_flight kv_use leases delivered failed detail}}]
+  run {{name uid state control epoch step max_steps data_epochs created_at eta_s share_done error}}
+  limits {{max_lag_steps groups_per_step max_backlog_bytes idle_timeout_s max_attempts stale arithmetic
+    reward_sources}}
+  learner {{lead {{PART}} ranks holder lease_left_s metrics {{name: value}} rewards [..] fresh_mismatch [..]
+    live {{name: value}}}}
+  workers [{{part {{PART}} version step lag tokens_per_s in_flight kv_use leases delivered failed rejected
+    rejected_version detail}}]
   others [{{PART}}]   where PART is {{name role host pid state doing doing_s progress_s report_s}}
   rewards [{{name mean latency_s scored errors state}}]
   streams [{{purpose tickets leased groups group_bytes oldest_worker oldest_s oldest_silent_s oldest_times}}]
@@ -94,7 +98,7 @@ def why(target: Target, as_json: bool) -> int:
 
 def look(target: Target) -> View:
     with opened(target) as there:
-        seen = snapshot(there.client, there.keys, num_records=_RECORDS, num_events=1)
+        seen = snapshot(there.client, there.keys, num_records=_RECORDS, num_events=NUM_EVENTS)
         return build_view(seen, run_name=target.run, server=there.server)
 
 

@@ -40,11 +40,35 @@ ALERTS: Mapping[str, Alert] = {
         "critical",
         "Run {{ $labels.run }} has no workers",
     ),
+    "StreamrlAllWorkersReject": Alert(
+        'streamrl_running == 1 and on(run) streamrl_cause{cause="all_workers_reject"} == 1',
+        "1m",  # in three the run ends
+        "critical",
+        "All workers of run {{ $labels.run }} reject its weights; `streamrl why` says by how much they are off",
+    ),
+    "StreamrlSomeWorkersReject": Alert(
+        'streamrl_running == 1 and on(run) streamrl_cause{cause="some_workers_reject"} == 1',
+        "5m",
+        "warning",
+        "Some workers of run {{ $labels.run }} reject its weights and deliver nothing; `streamrl why` names them",
+    ),
+    "StreamrlFailed": Alert(
+        'streamrl_cause{cause="failed"} == 1',
+        "0m",
+        "critical",
+        "Run {{ $labels.run }} has ended with an error; `streamrl why` says with which",
+    ),
     "StreamrlLag": Alert(
         'streamrl_metric{name="lag/mean"} > 16',
         "15m",
         "warning",
         "Tokens of run {{ $labels.run }} are {{ $value }} steps old",
+    ),
+    "StreamrlEngineDisagrees": Alert(
+        'streamrl_running == 1 and on(run) streamrl_cause{cause="engine_disagrees"} == 1',
+        "15m",
+        "warning",
+        "Engines of run {{ $labels.run }} give other log-probs than the learner, on samples of the same weights",
     ),
     "StreamrlDrops": Alert(
         "sum by (run) (rate(streamrl_groups_dropped_total[15m]))"
@@ -71,6 +95,11 @@ _PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ("Reward", "short", (('streamrl_metric{name=~"train_rollouts/rewards"}', "trained"),)),
     ("KL to the reference", "short", (('streamrl_metric{name="train_rollouts/init_policy_kl"}', "KL"),)),
     ("Lag of trained tokens", "short", (('streamrl_metric{name=~"lag/(mean|max)"}', "{{name}}"),)),
+    (
+        "Engine against learner, on fresh samples",
+        "short",
+        (('streamrl_metric{name="policy/fresh_mismatch"}', "mean difference"),),
+    ),
     ("Generated tokens/s", "short", (("sum(streamrl_worker_tokens_per_second)", "all workers"),)),
     ("Trained tokens/s", "short", (('streamrl_metric{name="throughput/tokens_per_s"}', "trained"),)),
     ("Workers", "short", (("streamrl_workers", "{{state}}"),)),

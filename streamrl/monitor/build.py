@@ -9,7 +9,6 @@ from typing import Any
 
 from streamrl.monitor.causes import find_causes, judge
 from streamrl.monitor.view import (
-    GONE_S,
     Dead,
     Drops,
     Learner,
@@ -23,14 +22,17 @@ from streamrl.monitor.view import (
     Weights,
     Worker,
 )
+from streamrl.telemetry.liveness import GONE_S
 from streamrl.telemetry.progress import Report
 from streamrl.telemetry.thinning import is_validation
 from streamrl.transport.report_codec import LARGEST
 from streamrl.transport.snapshot import Snapshot, StreamCounts
 from streamrl.transport.types import Record
 from streamrl.versions import show
+from streamrl.weights.rejected import rejects
 
 LEAD = "learner/0"
+_FRESH_STEPS = 20  # engine and learner are compared over so many
 _PACE_STEPS = 20  # the time left is told from the pace of so many steps
 WELL = "well"  # what workers say of a reward source that can be asked
 
@@ -103,8 +105,14 @@ def _limits(config: Mapping[str, Any]) -> Limits:
         idle_timeout_s=_number(_section(config, "learner"), "idle_timeout_s"),
         max_attempts=_integer(_section(config, "worker"), "max_attempts"),
         stale=stale if isinstance(stale, str) else None,
+        arithmetic=_arithmetic(config),
         reward_sources=tuple(_section(config, "rewards")),
     )
+
+
+def _arithmetic(config: Mapping[str, Any]) -> str | None:
+    types = [_section(config, "weights").get("dtype"), _section(config, "model").get("dtype")]
+    return None if None in types else "bfloat16" if "bfloat16" in types else "float32"
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -132,7 +140,17 @@ def _run(snapshot: Snapshot, name: str, config: Mapping[str, Any], steps: Sequen
         created_at=snapshot.created_at,
         eta_s=_eta_s(steps[-_PACE_STEPS:], share) if info and info.state == "running" else None,
         share_done=min(1.0, share) if share is not None else None,
+        error=_error(snapshot),
     )
+
+
+def _error(snapshot: Snapshot) -> str | None:
+    """What the journal says that the learner failed with, if it did."""
+    info = snapshot.run
+    if info is None or info.state != "failed":
+        return None
+    failures = (e for e in reversed(snapshot.events) if e.kind == "failed" and e.epoch == info.epoch)
+    return next((str(event.detail.get("error", "")) for event in failures), None)
 
 
 def _eta_s(recent: Sequence[Record], share: float | None) -> float | None:
@@ -165,6 +183,7 @@ def _learner(snapshot: Snapshot, parts: Mapping[str, Part], steps: Sequence[Reco
     ranks = [part for part in parts.values() if part.role == "learner" and part.alive]
     details = (report.detail for report in snapshot.reports if report.part == LEAD)
     rewards = (record.values.get("train_rollouts/rewards") for record in steps)
+    fresh = (record.values.get("policy/fresh_mismatch") for record in steps)
     return Learner(
         lead=parts.get(LEAD),
         ranks=len(ranks),
@@ -172,6 +191,7 @@ def _learner(snapshot: Snapshot, parts: Mapping[str, Part], steps: Sequence[Reco
         lease_left_s=snapshot.lease_left_s,
         metrics=steps[-1].values if steps else {},
         rewards=tuple(reward for reward in rewards if reward is not None),
+        fresh_mismatch=tuple(mismatch for mismatch in fresh if mismatch is not None)[-_FRESH_STEPS:],
         live={k: float(v) for k, v in next(details, {}).items() if "/" in k and not isinstance(v, str)},
     )
 
@@ -179,6 +199,7 @@ def _learner(snapshot: Snapshot, parts: Mapping[str, Part], steps: Sequence[Reco
 def _worker(report: Report, part: Part, snapshot: Snapshot) -> Worker:
     detail = report.detail
     step = _number(detail, "step")
+    rejected, rejected_version = rejects(detail)
     version = detail.get("version")
     # Leases are under the name that the worker leases by, which its reports carry behind a prefix.
     name = report.part.partition("/")[2]
@@ -194,6 +215,8 @@ def _worker(report: Report, part: Part, snapshot: Snapshot) -> Worker:
         leases=leases,
         delivered=_integer(detail, "groups_delivered") or 0,
         failed=_integer(detail, "groups_failed") or 0,
+        rejected=rejected,
+        rejected_version=rejected_version,
         detail=detail,
     )
 

@@ -54,6 +54,12 @@ CHARTS = (
         series={"mean ratio": "policy/ratio_mean", "effective samples": "policy/ess"},
     ),
     Chart(
+        name="fresh",
+        title="Engine against learner, on fresh samples",
+        unit="nats",
+        series={"mean difference": "policy/fresh_mismatch", "KL": "policy/fresh_mismatch_kl"},
+    ),
+    Chart(
         name="loss",
         title="Loss and gradient",
         unit="",

@@ -131,6 +131,8 @@ def workers_line(view: View) -> str:
 
 
 def _kind(worker: Worker) -> str:
+    if worker.rejected:
+        return f"reject {worker.rejected_version or 'the weights'}"
     return f"wait for {worker.part.doing}" if worker.part.state == "waiting" else worker.part.doing
 
 

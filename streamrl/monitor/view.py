@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from streamrl.telemetry.liveness import GONE_S
+
 SCHEMA = 1
 
 Level = Literal["info", "attention", "blocking"]
 Verdict = Literal["healthy", "degraded", "stalled", "ended"]
 EXIT_CODES: Mapping[Verdict, int] = {"healthy": 0, "degraded": 3, "stalled": 4, "ended": 5}
 EXIT_UNREACHABLE = 6  # Redis does not answer
-GONE_S = 10.0  # without a report for so long, a part is taken for gone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,7 @@ class Run:
     created_at: float | None
     eta_s: float | None
     share_done: float | None  # 0 to 1
+    error: str | None = None  # what has ended it, where it failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,7 @@ class Limits:
     idle_timeout_s: float | None = None
     max_attempts: int | None = None
     stale: str | None = None
+    arithmetic: str | None = None  # the coarser type of engine's and learner's: float32 or bfloat16
     reward_sources: tuple[str, ...] = ()
 
 
@@ -75,6 +78,7 @@ class Learner:
     lease_left_s: float | None
     metrics: Mapping[str, float]  # of the last step, by their names (telemetry.metrics)
     rewards: tuple[float, ...]  # of the last steps, oldest first
+    fresh_mismatch: tuple[float, ...]  # of the last steps that had fresh samples, oldest first
     live: Mapping[str, float]  # its counters now, also between steps
 
 
@@ -90,6 +94,8 @@ class Worker:
     leases: int
     delivered: int
     failed: int
+    rejected: str  # what the engine failed at when it was to load new weights; "": nothing
+    rejected_version: str  # of those weights; "": none
     detail: Mapping[str, int | float | str]  # all that it reports
 
 

@@ -6,43 +6,21 @@ sees sooner than a clock could tell that a part has gone silent, and whatever ot
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 
 import redis
 
 from streamrl.monitor.build import build_view
 from streamrl.monitor.history import History
 from streamrl.monitor.view import View
-from streamrl.telemetry.progress import Report
+from streamrl.telemetry.liveness import Liveness
 from streamrl.transport.keys import Keys
 from streamrl.transport.snapshot import snapshot
 
 SILENT_S = 2.2  # parts report every second; shown as silent at once, taken for gone later
 _PATIENCE_S = 0.5
+NUM_EVENTS = 5  # of the journal: whatever an operator still says, why a run failed is among them
 _RECENT = 400  # records that a view needs: for a curve one line high, and the pace
-
-
-class Liveness:
-    """Since when each part's report has not changed, by the clock of who looks."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._seen: dict[str, tuple[float, float]] = {}  # part -> (its report's time, when that was first seen)
-
-    def ages(self, reports: Iterable[Report], *, at: float) -> dict[str, float]:
-        now = self._clock()
-        seen: dict[str, tuple[float, float]] = {}
-        for report in reports:
-            before = self._seen.get(report.part)
-            if before is not None and before[0] == report.at:
-                seen[report.part] = before
-            else:
-                # At first sight only the clocks can tell; a report that has changed was made just now.
-                age_s = max(0.0, at - report.at) if before is None else 0.0
-                seen[report.part] = (report.at, now - age_s)
-        self._seen = seen
-        return {part: now - since for part, (_, since) in seen.items()}
 
 
 class Watcher:
@@ -53,7 +31,7 @@ class Watcher:
         self._liveness = Liveness()
 
     def look(self) -> View:
-        seen = snapshot(self._client, self._keys, num_records=1, num_events=1, give_up_after_s=_PATIENCE_S)
+        seen = snapshot(self._client, self._keys, num_records=1, num_events=NUM_EVENTS, give_up_after_s=_PATIENCE_S)
         self.history.refresh(self._client, self._keys)
         ages: Mapping[str, float] = self._liveness.ages(seen.reports, at=seen.at)
         self.view = build_view(

@@ -95,6 +95,7 @@ def _learner(keys: Keys) -> Iterator[Grant]:
     yield Grant(commands=("hget", "hgetall", "hset", "hdel"), keys=(keys.blobs,))
     yield Grant(commands=("get", "set", "unlink"), keys=(_chunks(keys),))
     yield Grant(commands=("xadd",), keys=(*_metrics(keys), keys.events))
+    yield Grant(commands=("hgetall",), keys=(keys.progress,))  # do workers reject the weights, all of them?
     yield from _reports(keys)
 
 

@@ -20,10 +20,12 @@ import structlog
 
 from streamrl.crashpoints import crashpoint
 from streamrl.errors import Fenced, RunGone, ServerFull, TransportError, WireError
+from streamrl.telemetry.progress import Report
 from streamrl.telemetry.thinning import history_streams, is_validation
 from streamrl.transport.ahead import PagedReader
 from streamrl.transport.connection import bounded_block_ms
 from streamrl.transport.keys import LONGEST_EVENTS, Keys
+from streamrl.transport.report_codec import decode_reports
 from streamrl.transport.scripts import for_learner as scripts
 from streamrl.transport.scripts.call import Argument, Call, run
 from streamrl.transport.scripts.fence import Fence
@@ -224,6 +226,20 @@ class LearnerStream:
         return {number: dead for number, dead in pairs if 0 <= dead < number}
 
     # Weights and telemetry
+
+    def reports(self) -> tuple[float, list[Report]]:
+        """(the server's time, what the parts of the run say of themselves); waited for as briefly as telemetry."""
+
+        def read() -> list[Any]:
+            with self._client.pipeline(transaction=False) as pipe:
+                pipe.time()
+                pipe.hgetall(self._keys.progress)
+                return pipe.execute()
+
+        (seconds, microseconds), packed = self._tenure.ask(
+            "read the reports", read, give_up_after_s=_TELEMETRY_PATIENCE_S
+        )
+        return seconds + microseconds / 1e6, decode_reports(packed)
 
     def announce(self, announcement: Announcement, *, keep: Sequence[int]) -> None:
         """The blobs are stored: from here on workers see the version. Manifests of versions not in `keep` go."""

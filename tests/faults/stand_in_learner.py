@@ -21,6 +21,7 @@ from learner.checkpoints.epochs import CheckpointName
 from learner.conductor import Conductor
 from learner.lease import LeaseKeeper
 from learner.metrics.record import Recorder, Timers
+from learner.rejections import Rejections
 from learner.start import Admitted, admit, take_lease
 from learner.stream.data import PromptSet
 from learner.stream.feed import Feed
@@ -137,6 +138,7 @@ class _Loop:
             lease=keeper,
             recorder=Recorder(folder=config.folder, journal=admitted.stream, decoder=None, epoch=start.epoch),
             suspects=suspects,
+            rejections=Rejections(admitted.stream.reports, give_up_after_s=config.weights.give_up_after_s),
             progress=Progress(part="learner/0", role="learner"),
             timers=Timers(),
             stop=threading.Event(),

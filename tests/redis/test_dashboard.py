@@ -27,6 +27,7 @@ from tests.redis.run_world import RunWorld
 NUM_STEPS = 60
 _METRICS = (
     *("timers/rollout", "timers/train", "timers/publish", "timers/checkpoint", "policy/ratio_mean", "policy/ess"),
+    *("policy/fresh_mismatch", "policy/fresh_mismatch_kl"),
     *("train_optim/loss", "train_optim/grad_norm", "lag/mean", "lag/max"),
 )
 

@@ -11,10 +11,12 @@ import pytest
 import redis
 
 from streamrl.errors import TransportError
+from streamrl.telemetry.progress import Progress
 from streamrl.transport.ahead import PagedReader
 from streamrl.transport.keys import WORKERS, Keys
 from streamrl.transport.learner import LearnerStream
 from streamrl.transport.operate import set_control
+from streamrl.transport.report_codec import encode_report
 from streamrl.transport.snapshot import snapshot
 from streamrl.transport.types import START, Announcement
 from streamrl.transport.worker import WorkerStream
@@ -328,6 +330,19 @@ def test_telemetry_that_fails_does_not_stop_the_learner(
     client.set(keys.metrics, "not a stream")
     learner.event("started", ranks=2)
     learner.record(1, {"train_optim/loss": 0.5})
+
+
+def test_the_reports_of_all_parts_are_read_with_the_servers_time(
+    learner: LearnerStream, client: redis.Redis, keys: Keys
+) -> None:
+    assert learner.reports()[1] == []
+    progress = Progress(part="worker/a", role="worker")
+    progress.note(rejected="off by 2, 1 is let pass", rejected_version="1.5")
+    client.hset(keys.progress, "worker/a", encode_report(progress.report()))
+    client.hset(keys.progress, "worker/b", b"garbage")
+    at, [report] = learner.reports()
+    assert abs(at - time.time()) < 5
+    assert (report.part, report.detail["rejected_version"]) == ("worker/a", "1.5")
 
 
 def test_a_reader_that_nobody_holds_leaves_no_connection(client: redis.Redis, keys: Keys) -> None:

@@ -215,6 +215,81 @@ def test_workers_without_any_weights_say_so(run: Watched) -> None:
     assert run.first() == ("workers_without_weights", "stalled")
 
 
+OFF = "the engine's log-probs of the canary are 1.9 away from the learner's, 0.2 is let pass"
+REJECTS = {"rejected": OFF, "rejected_version": "1.5"}
+SERVES = {"rejected": "", "rejected_version": "", "version": make_version(1, 5)}
+
+
+def test_weights_that_all_workers_reject_are_the_cause_and_not_that_they_wait_for_others(run: Watched) -> None:
+    run.learner("groups", for_s=300)
+    for name in "abcd":
+        run.worker("weights", name=name, state="waiting", for_s=100, detail=REJECTS)
+    assert run.first() == ("all_workers_reject", "stalled")
+    [cause] = run.view().causes
+    told = f"all 4 of them: worker/a on here rejects version 1.5 (also worker/b, worker/c and 1 more): {OFF}"
+    assert cause.evidence == told
+    assert "worker.engine=transformers" in cause.remedy
+
+
+def test_a_lone_worker_that_rejects_the_weights_is_all_of_them(run: Watched) -> None:
+    run.learner("groups")
+    run.worker("start the engine", detail=REJECTS)
+    assert run.first() == ("all_workers_reject", "stalled")
+    assert run.view().causes[0].evidence.startswith("the only one: worker/w on here rejects version 1.5: ")
+
+
+def test_one_worker_that_rejects_what_others_serve_is_at_fault_itself(run: Watched) -> None:
+    run.learner("train", state="working")
+    run.worker("weights", name="a", state="waiting", for_s=100, detail=REJECTS)
+    run.worker(name="b", detail=SERVES)
+    run.worker(name="c", detail=SERVES)
+    assert run.first() == ("some_workers_reject", "degraded")
+    [cause] = run.view().causes
+    assert cause.evidence == f"1 of 3 deliver nothing: worker/a on here rejects version 1.5: {OFF}"
+    assert "others serve" in cause.remedy
+
+
+def test_before_the_others_serve_nobody_knows_whose_fault_a_rejection_is(run: Watched) -> None:
+    run.learner("groups")
+    run.worker("weights", name="a", state="waiting", detail=REJECTS)
+    run.worker("start the engine", name="b")
+    assert "some_workers_reject" in run.causes()
+    [cause] = [cause for cause in run.view().causes if cause.name == "some_workers_reject"]
+    assert "have not come so far" in cause.remedy
+
+
+def test_a_worker_that_has_proved_a_version_since_rejects_nothing(run: Watched) -> None:
+    run.learner("train", state="working")
+    run.worker(detail=SERVES)
+    assert run.causes() == []
+
+
+def test_a_worker_that_was_killed_rejects_nothing(run: Watched) -> None:
+    run.learner("groups")
+    run.worker(name="dead", ago_s=30, detail=REJECTS)
+    run.worker(detail=SERVES)
+    assert not {"all_workers_reject", "some_workers_reject"} & set(run.causes())
+
+
+def test_a_run_that_failed_says_with_what_whatever_an_operator_says_later(run: Watched) -> None:
+    told = f"all 2 workers reject version 1.5: {OFF}"
+    run.world.learner.stream.event("failed", error=told)
+    run.world.learner.stream.release("failed")
+    run.worker("weights", state="waiting", detail=REJECTS)
+    for word in ("pause", "run", "pause"):
+        set_control(run.world.client, run.world.keys, word, by="the test")
+    assert run.first() == ("failed", "ended")
+    assert told in run.view().causes[0].evidence
+
+
+def test_what_an_earlier_learner_failed_with_is_not_told_of_a_later_one(run: Watched) -> None:
+    run.world.learner.stream.event("failed", error="of yesterday")
+    run.world.learner.stream.release("failed")
+    run.world.restart().stream.release("failed")
+    assert run.first() == ("failed", "ended")
+    assert "yesterday" not in run.view().causes[0].evidence
+
+
 async def test_a_worker_that_holds_tickets_and_finishes_none_is_stuck(run: Watched) -> None:
     run.world.learner.plan()
     await run.world.worker.lease(max_tickets=2, block_ms=0)
@@ -332,6 +407,15 @@ async def test_a_learner_that_waits_for_groups_says_how_fast_they_are_made(run: 
     assert "1 worker generate 70 tokens/s, 2 of 6 tickets are leased" in run.view().causes[0].evidence
     run.learner("groups", for_s=500)
     assert run.first() == ("generation_is_slow", "degraded")
+
+
+async def test_an_engine_that_computes_another_model_than_the_learner_is_told_of(run: Watched) -> None:
+    await run.world.train_steps(1)
+    for _ in range(3):
+        run.record(**{"policy/fresh_mismatch": 0.3})
+    run.healthy()
+    assert run.first() == ("engine_disagrees", "degraded")
+    assert "0.3 apart" in run.view().causes[0].evidence
 
 
 async def test_dead_letters_call_for_somebody(run: Watched) -> None:

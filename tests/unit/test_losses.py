@@ -226,3 +226,27 @@ def test_a_second_pass_compares_with_the_policy_before_the_first(model_folder: P
     plain = schema.Algorithm(**{**settings, "correction": "truncated", "ratio_bounds": None})
     accumulate(policy, policy, groups, learner_config(model_folder, algorithm=plain))
     torch.testing.assert_close(ours, {name: p.grad for name, p in policy.named_parameters()}, atol=1e-9, rtol=1e-6)
+
+
+@pytest.mark.parametrize("max_tokens", [10_000, 40], ids=["one micro-batch", "many"])
+def test_engine_and_learner_are_compared_on_fresh_samples_alone_wherever_packing_puts_them(
+    model_folder: Path, max_tokens: int
+) -> None:
+    policy = policy64(model_folder)
+    config = learner_config(model_folder, training=schema.Training(micro_batch_tokens=max_tokens))
+    responses = [[8, 9, 10, 1], [11, 1], [12, 13, 1], [9] * 7]
+
+    def group(ticket: int, *, step: int, off: float) -> Group:
+        plain = group_of(rewards=[0, 1, 2, 3], responses=responses, ticket=ticket)
+        true = [plain_logprobs(policy, plain, tokens).detach().numpy() - off for tokens in responses]
+        return group_of(rewards=[0, 1, 2, 3], responses=responses, logprobs=true, ticket=ticket, step=step)
+
+    groups = [group(0, step=4, off=3.0), group(1, step=5, off=0.25), group(2, step=3, off=2.0)]
+    tally = Tally(sources=("made_up",), step=5, is_dead=lambda _version, _step: False)
+    gradients = make_gradients(policy, policy, config)
+    batch = gradients.prepare(groups, tally)
+    for _ in range(2):
+        gradients.accumulate(batch, tally)
+    metrics = tally.metrics(ALONE)
+    assert metrics["policy/fresh_tokens"] == sum(map(len, responses))
+    assert metrics["policy/fresh_mismatch"] == pytest.approx(0.25, abs=1e-6)

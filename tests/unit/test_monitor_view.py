@@ -13,7 +13,7 @@ from streamrl.monitor.top.draw import draw
 from streamrl.monitor.top.screen import SORTS, Screen
 from streamrl.monitor.units import age, number, size
 from streamrl.monitor.view import View
-from streamrl.monitor.watcher import Liveness
+from streamrl.telemetry.liveness import Liveness
 from streamrl.transport.snapshot import OldestLease, Snapshot, StreamCounts
 from streamrl.transport.types import RunInfo
 from tests.launch_world import NOW, make_report, make_snapshot, step_record
@@ -85,6 +85,14 @@ def test_every_page_fits_on_any_terminal(sort: str, page: str) -> None:
         lines = draw(found, screen, width=width, height=height)
         assert len(lines) == height
         assert max(line.cell_len for line in lines) <= width
+
+
+def test_a_worker_that_rejects_weights_is_seen_at_a_glance() -> None:
+    detail = {"rejected": "off by 2, 1 is let pass", "rejected_version": "1.5"}
+    seen = view(configured(reports=(make_report("worker/w", state="waiting", doing="weights", detail=detail),)))
+    [line] = [line for line in status_lines(seen) if line.startswith("workers")]
+    assert "1 reject 1.5" in line
+    assert any("REJECTS 1.5" in line.plain for line in draw(seen, Screen(), width=120, height=30))
 
 
 def test_before_anything_is_known_the_screen_says_what_it_waits_for() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.errors import EngineError, LoadRejected, TransportError, WeightsError
+from streamrl.versions import show
 from streamrl.weights.manifest import encode_manifest
 from streamrl.weights.stores import MemoryStore
 from tests.follow_world import Follower
@@ -231,7 +232,21 @@ async def test_a_refused_version_ends_following_and_shows_in_the_report(follower
         with pytest.raises(LoadRejected):
             await asyncio.wait_for(task, 10)
     assert follower.weights.attempted == refused.version
-    assert "told to be refused" in str(follower.progress.report().detail["rejected"])
+    detail = follower.progress.report().detail
+    assert "told to be refused" in str(detail["rejected"])
+    assert detail["rejected_version"] == show(refused.version)
+
+
+async def test_a_version_that_is_proved_takes_the_rejection_back(follower: Follower) -> None:
+    refused = follower.publish()
+    follower.proof.refused[refused.version] = 1
+    async with follower.following() as task:
+        with pytest.raises(LoadRejected):
+            await asyncio.wait_for(task, 10)
+    async with follower.following(), asyncio.timeout(10):
+        await follower.weights.proved(refused.version)
+        detail = follower.progress.report().detail
+    assert (detail["rejected"], detail["rejected_version"]) == ("", "")
 
 
 async def test_a_mirror_that_is_not_trusted_is_fetched_anew_from_an_anchor(follower: Follower) -> None:
@@ -245,7 +260,6 @@ async def test_a_mirror_that_is_not_trusted_is_fetched_anew_from_an_anchor(follo
         async with asyncio.timeout(10):
             await follower.weights.proved(newest.version)
     assert_holds(follower.mirror.path, follower.world.states[newest.version])
-    assert follower.progress.report().detail["rejected"] == ""
 
 
 async def test_loads_with_samples_in_flight_are_counted(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ class Versions:
 
     async def announced_beyond(self, version: int) -> None:
         await self.newer.wait()
+        self.newer.clear()
 
 
 class Work:
@@ -62,7 +63,7 @@ def died(versions: Versions) -> Exception:
 
 
 class Scene:
-    def __init__(self, *outcomes: Outcome, rejected_s: float = 10.0) -> None:
+    def __init__(self, *outcomes: Outcome, rejected_s: float = 10.0, spread_s: float = 0.01) -> None:
         self.versions = Versions()
         self.work = Work(self.versions, *outcomes)
         self.made: list[EngineDouble] = []
@@ -72,7 +73,7 @@ class Scene:
             weights=self.versions,
             make_engine=self._make,
             progress=self.progress,
-            patience=RestartPatience(first_pause_s=0.001, rejected_s=rejected_s),
+            patience=RestartPatience(first_pause_s=0.001, spread_s=spread_s, rejected_s=rejected_s),
         )
         self.stop = asyncio.Event()
 
@@ -82,6 +83,14 @@ class Scene:
 
     async def run(self) -> None:
         await asyncio.wait_for(self.supervisor.run(self.stop), 10)
+
+    async def waits_after(self, num_runs: int) -> None:
+        """For weights."""
+
+        async def waits() -> bool:
+            return len(self.work.engines) == num_runs and self.progress.report().doing == "weights"
+
+        await wait_until_async(waits, description="the worker waits for other weights")
 
 
 async def test_an_engine_that_dies_is_stopped_and_another_one_takes_its_place() -> None:
@@ -128,12 +137,7 @@ async def test_refused_by_another_engine_too_nothing_is_made_before_a_newer_vers
     scene = Scene(rejected, rejected, rejected)
     task = asyncio.create_task(scene.run())
 
-    async def waits() -> bool:
-        return scene.progress.report().doing == "weights"
-
-    await wait_until_async(waits, description="the worker waits for other weights")
-    assert len(scene.work.engines) == 3
-
+    await scene.waits_after(3)
     scene.versions.newer.set()
     await task
     assert len(scene.work.engines) == 4
@@ -156,10 +160,57 @@ async def test_a_word_to_stop_ends_the_wait_for_other_weights() -> None:
     scene = Scene(rejected, rejected, rejected)
     task = asyncio.create_task(scene.run())
 
-    async def waits() -> bool:
-        return scene.progress.report().doing == "weights"
-
-    await wait_until_async(waits, description="the worker waits for other weights")
+    await scene.waits_after(3)
     scene.stop.set()
     await task
     assert len(scene.work.engines) == 3
+
+
+async def test_a_newer_version_that_comes_before_another_engine_is_tried_with_the_old_one() -> None:
+    scene = Scene(rejected, rejected, spread_s=3600.0, rejected_s=7200.0)
+    task = asyncio.create_task(scene.run())
+    await scene.waits_after(2)
+    scene.versions.newer.set()
+    await task
+    assert len(scene.work.engines) == 3
+    assert len(scene.made) == 1
+
+
+async def test_newer_versions_do_not_put_off_another_engine_for_ever() -> None:
+    scene = Scene(*[rejected] * 50, spread_s=0.05)
+
+    async def announce_for_ever() -> None:
+        while True:
+            scene.versions.newer.set()
+            await asyncio.sleep(0.002)
+
+    announcing = asyncio.create_task(announce_for_ever())
+    await scene.run()
+    announcing.cancel()
+    assert len(scene.made) == 2
+    assert [engine is scene.made[1] for engine in scene.work.engines].index(True) < 50
+
+
+async def test_a_word_to_stop_ends_the_wait_for_another_engine_and_none_is_started() -> None:
+    scene = Scene(rejected, rejected, spread_s=3600.0, rejected_s=7200.0)
+    task = asyncio.create_task(scene.run())
+    await scene.waits_after(2)
+    scene.stop.set()
+    await task
+    assert len(scene.made) == 1
+
+
+async def test_a_fleet_that_rejects_one_version_does_not_start_its_engines_at_one_moment() -> None:
+    spread_s = 0.5
+    scenes = [Scene(rejected, rejected, spread_s=spread_s) for _ in range(200)]
+    began = asyncio.get_running_loop().time()
+    starts: list[float] = []
+
+    async def run(scene: Scene) -> None:
+        await scene.run()
+        starts.append(asyncio.get_running_loop().time() - began)
+
+    await asyncio.gather(*map(run, scenes))
+    assert all(len(scene.made) == 2 for scene in scenes)
+    in_first_half = sum(at < spread_s / 2 for at in starts)
+    assert 50 < in_first_half < 150

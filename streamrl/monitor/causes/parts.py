@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from streamrl.monitor.causes.seen import Told, alive, is_running, lead, lead_waiting, waiting_for
+from streamrl.monitor.causes.seen import Told, alive, is_running, lead, lead_waiting, rejecting, waiting_for
 from streamrl.monitor.units import age, plural
-from streamrl.monitor.view import Part, View
+from streamrl.monitor.view import Part, View, Worker
 from streamrl.telemetry.progress import Wait
+from streamrl.weights.rejected import REMEDY_OF_ALL
 
 _STUCK_S = 120.0  # at work on one thing without getting on
+_MAX_NAMED = 3
 _STUCK_STEPS = 10.0  # or for so many usual steps, where those take long
 _JOIN = "start one: python -m workers --redis URL --run NAME; it may join from any machine"
 
@@ -139,7 +141,7 @@ def _is_starting(part: Part) -> bool:
 def workers_without_weights(view: View) -> Told | None:
     workers = alive(view)
     waiting = waiting_for(view, Wait.WEIGHTS)
-    if not workers or len(waiting) < len(workers):
+    if not workers or len(waiting) < len(workers) or len(rejecting(view)) == len(workers):
         return None
     longest = max(worker.part.doing_s for worker in waiting)
     return Told(
@@ -148,6 +150,43 @@ def workers_without_weights(view: View) -> Told | None:
         evidence=f"all {len(workers)} of them, for {age(longest)}; the newest version: {view.weights.latest or 'none'}",
         remedy="the learner publishes when it has started; if a version is there, the workers' logs say what they miss",
     )
+
+
+def all_workers_reject(view: View) -> Told | None:
+    workers, refusing = alive(view), rejecting(view)
+    if not is_running(view) or not refusing or len(refusing) < len(workers):
+        return None
+    return Told(
+        level="blocking",
+        title="all workers reject the weights",
+        evidence=f"{f'all {len(workers)} of them' if len(workers) > 1 else 'the only one'}: {_refusals(refusing)}",
+        remedy=f"{REMEDY_OF_ALL}. When this lasts for minutes the run ends by itself, and goes on from its checkpoint",
+    )
+
+
+def some_workers_reject(view: View) -> Told | None:
+    workers, refusing = alive(view), rejecting(view)
+    if not is_running(view) or not refusing or len(refusing) == len(workers):
+        return None
+    others_serve = any(worker.version and not worker.rejected for worker in workers)
+    return Told(
+        level="attention",
+        title="some workers reject the weights",
+        evidence=f"{len(refusing)} of {len(workers)} deliver nothing: {_refusals(refusing)}",
+        remedy="others serve, so the fault lies with these workers' engine or machine (load_rejected in their logs; "
+        "another image, GPU or --model?): end them, and start as many elsewhere"
+        if others_serve
+        else "the other workers have not come so far: where they serve, this one's machine is at fault; where they "
+        "reject it, too, engine and learner disagree about this model",
+    )
+
+
+def _refusals(workers: list[Worker]) -> str:
+    """One in full, since all are alike as a rule, and a few by name."""
+    first, others = workers[0], [worker.part.name for worker in workers[1:_MAX_NAMED]]
+    more = f" and {len(workers) - _MAX_NAMED} more" if len(workers) > _MAX_NAMED else ""
+    too = f" (also {', '.join(others)}{more})" if others else ""
+    return f"{first.part.name} on {first.part.host} rejects version {first.rejected_version}{too}: {first.rejected}"
 
 
 def workers_stuck(view: View) -> Told | None:

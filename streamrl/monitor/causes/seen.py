@@ -27,6 +27,11 @@ def waiting_for(view: View, wait: Wait) -> list[Worker]:
     return [worker for worker in alive(view) if (worker.part.state, worker.part.doing) == ("waiting", wait)]
 
 
+def rejecting(view: View) -> list[Worker]:
+    """The workers whose engines did not prove that they serve what they were told to load; they deliver nothing."""
+    return [worker for worker in alive(view) if worker.rejected]
+
+
 def lead(view: View) -> Part | None:
     """Rank 0, when it reports."""
     part = view.learner.lead

@@ -94,9 +94,9 @@ def failed(view: View) -> Told | None:
     return Told(
         level="blocking",
         title="the learner ended with an error",
-        evidence=f"the run's state is failed, after step {view.run.step}",
-        remedy="its last error is at the end of the learner's log in the run's folder; mend that, then start it again: "
-        "it goes on from the last checkpoint",
+        evidence=f"after step {view.run.step}: {view.run.error or 'the run is marked as failed'}",
+        remedy="mend that, then start it again: it goes on from the last checkpoint; the learner's log in the run's "
+        "folder ends with the error",
     )
 
 

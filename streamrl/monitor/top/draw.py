@@ -141,10 +141,14 @@ def _state(worker: Worker) -> str:
     part = worker.part
     if part.state == "silent":
         return f"SILENT {age(part.report_s)}"
+    if worker.rejected:
+        return f"REJECTS {worker.rejected_version}"
     return f"waits: {part.doing}" if part.state == "waiting" else part.doing
 
 
 def _style_of(worker: Worker) -> str:
+    if worker.rejected:
+        return "bold red"
     return {"silent": "bold red", "waiting": "yellow", "starting": "cyan"}.get(worker.part.state, "")
 
 
