@@ -28,9 +28,9 @@ def inject_adapters(model: transformers.PreTrainedModel, settings: schema.Lora, 
     """The base may still be on `meta`. Adapters begin on the device, with values drawn on the host: all ranks alike."""
     import peft  # as the module says
 
-    head = model.get_output_embeddings().weight
+    head = getattr(model.get_output_embeddings(), "weight", None)
     for name, module in model.named_modules():
-        if name.endswith(settings.targets) and module.weight is head:
+        if name.endswith(settings.targets) and head is not None and getattr(module, "weight", None) is head:
             raise ConfigError(f"model.lora.targets: {name} is the output projection or tied to it; leave it out")
     try:
         peft.inject_adapter_in_model(_as_peft_says(settings), model, adapter_name=_ADAPTER)

@@ -30,8 +30,8 @@ import numpy.typing as npt
 from learner.companion import AtOnce, Beside
 from learner.distributed import World
 from learner.policy.lora import merged_parameters
-from learner.policy.model import Policy, evaluating, probe
 from learner.policy.packing import pack
+from learner.policy.policy import Policy, evaluating, probe
 from learner.publishing.hostcopy import HostCopy
 from learner.publishing.shipping import Announcer, Cargo, Shipped, Shipper
 from learner.publishing.sweep import Sweeper
