@@ -24,7 +24,7 @@ COMMON: Mapping[str, Any] = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 32,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 4096,
 }
 _FEW_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -45,7 +45,7 @@ _LATENT = {  # multi-head latent attention
     "n_group": 2,
     "topk_group": 1,
 }
-_OLD = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 512}
+_OLD = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 4096}
 _MAMBA2 = {
     "mamba_n_heads": 4,
     "mamba_d_head": 32,
@@ -102,7 +102,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
     "bloom": {"n_layer": 2, "n_head": 2},
     "falcon": {"new_decoder_architecture": False, "multi_query": True, "head_dim": ...},
-    "mpt": {"d_model": 64, "n_heads": 2, "n_layers": 2, "max_seq_len": 512},
+    "mpt": {"d_model": 64, "n_heads": 2, "n_layers": 2, "max_seq_len": 4096},
     "mamba": {"state_size": 8},
     "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 1, "state_size": 16, "chunk_size": 4},
     "falcon_mamba": {"state_size": 8},

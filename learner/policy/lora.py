@@ -6,6 +6,7 @@ peft is imported only where adapters are asked for: it is slow to import, and mo
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +34,9 @@ def inject_adapters(model: transformers.PreTrainedModel, settings: schema.Lora, 
         if name.endswith(settings.targets) and head is not None and getattr(module, "weight", None) is head:
             raise ConfigError(f"model.lora.targets: {name} is the output projection or tied to it; leave it out")
     try:
-        peft.inject_adapter_in_model(_as_peft_says(settings), model, adapter_name=_ADAPTER)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="fan_in_fan_out")  # which it sets right by itself
+            peft.inject_adapter_in_model(_as_peft_says(settings), model, adapter_name=_ADAPTER)
     except ValueError as error:
         targets = ", ".join(settings.targets)
         raise ConfigError(f"model.lora.targets: no layer of the model is called any of {targets}") from error

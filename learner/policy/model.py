@@ -8,6 +8,7 @@ and the rest are sharded (FSDP2).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,7 @@ from learner.policy.lora import inject_adapters
 from learner.policy.policy import Policy
 from learner.policy.pretrained import Weights, begin_model, read_config, unusable
 from learner.policy.settle import settle
+from learner.policy.ways import refuse_long
 from streamrl.config import schema
 from streamrl.errors import ConfigError, DataError
 from streamrl.wire.fingerprint import fingerprint, stop_ids
@@ -39,13 +41,14 @@ def load_policy(config: schema.Config, world: World, end_ids: tuple[int, ...]) -
     """The model to train, as the hub or the folder has it, with fp32 masters, or float64 ones."""
     attention = choose(config.model, world.device)
     model, weights = begin_model(config.model.path, attention=attention, device=world.device)
+    refuse_long(model, config.data.max_prompt_tokens + config.sampling.max_tokens)
     if config.model.lora is not None:
         inject_adapters(model, config.model.lora, world.device)
     if config.model.dtype == "float64":
         _cast(model, torch.float64)
     if config.model.gradient_checkpointing:
         _checkpoint(model)
-    policy = _fill(shard(make_policy(model, config, end_ids).train(), world), weights, world.device)
+    policy = fill(shard(make_policy(model, config, end_ids).train(), world), weights, world.device)
     settle(policy, world, wished=attention)
     return policy
 
@@ -76,7 +79,7 @@ def load_reference(
     if like is not None:
         reference.take(like.way, like.head)
     reference = shard(reference, world, on_host=on_host)
-    return _fill(reference, weights, _HOST if on_host else world.device)
+    return fill(reference, weights, _HOST if on_host else world.device)
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
@@ -85,7 +88,7 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
-def _fill(policy: Policy, weights: Weights, device: torch.device) -> Policy:
+def fill(policy: Policy, weights: Weights, device: torch.device) -> Policy:
     """Memory for what this rank holds, and its values."""
     for parameter in policy.parameters():
         if parameter.is_meta:
@@ -110,14 +113,21 @@ def shard(policy: Policy, world: World, *, on_host: bool = False) -> Policy:
         return policy
     mesh = world.mesh()
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if on_host else OffloadPolicy()
-    blocks = set(policy.model._no_split_modules or ())
-    for module in policy.model.modules():
-        if type(module).__name__ in blocks:
-            fully_shard(module, mesh=mesh, offload_policy=offload)
+    for block in _blocks(policy.model, set(policy.model._no_split_modules or ())):
+        fully_shard(block, mesh=mesh, offload_policy=offload)
     fully_shard(policy, mesh=mesh, offload_policy=offload)
     for method in ("hidden", "plain", "head_fits"):
         register_fsdp_forward_method(policy, method)
     return policy
+
+
+def _blocks(module: nn.Module, names: set[str]) -> Iterator[nn.Module]:
+    """The outermost: some families name the parts of a layer as well."""
+    for child in module.children():
+        if type(child).__name__ in names:
+            yield child
+        else:
+            yield from _blocks(child, names)
 
 
 def _read_tokenizer(path: str) -> transformers.PreTrainedTokenizerBase:

@@ -21,6 +21,7 @@ import transformers
 from torch import nn
 
 from learner.policy.attention import EAGER, MASKED, VARLEN
+from streamrl.errors import DataError
 
 Layout = Literal["shared", "packed", "rows"]
 
@@ -96,3 +97,26 @@ def ways_of(model: transformers.PreTrainedModel) -> Sequence[Way]:
     ways = [Way(layout=layout, attention=plain) for layout in layouts]
     varlen = [Way(layout="packed", attention=VARLEN)] if attention == VARLEN else []
     return [*varlen, *ways, Way(layout="rows", attention=plain, own_logits=True)]
+
+
+def refuse_long(model: transformers.PreTrainedModel, longest: int) -> None:
+    """DataError when sequences may be longer than the model has positions, or than it turns them all alike."""
+    config = model.config.get_text_config()
+    limit, what = _positions(model, config)
+    if limit is not None and longest > limit:
+        raise DataError(
+            f"model.path {model.name_or_path!r}: {what} {limit} tokens; data.max_prompt_tokens + sampling.max_tokens "
+            f"is {longest}: make them smaller"
+        )
+
+
+def _positions(model: transformers.PreTrainedModel, config: transformers.PretrainedConfig) -> tuple[int | None, str]:
+    most = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for turns in (rope, *(kind for kind in rope.values() if isinstance(kind, dict))):
+        if turns.get("rope_type") in ("dynamic", "longrope"):
+            first = turns.get("original_max_position_embeddings") or most
+            return first, "by its rope_parameters all sequences of a batch change with one that is longer than"
+    tables = [m for m in decoder_of(model).modules() if isinstance(m, nn.Embedding)]
+    learned = [m for m in tables if m is not model.get_input_embeddings() and most and 0 <= m.num_embeddings - most < 8]
+    return (most, "it has learned positions for") if learned else (None, "")

@@ -12,10 +12,13 @@ import transformers
 from structlog.testing import capture_logs
 
 from learner.distributed import World
-from learner.policy.model import load_policy, load_reference
+from learner.policy.lora import merged_parameters
+from learner.policy.model import fill, load_policy, load_reference, make_policy, shard
 from learner.policy.packing import pack
 from learner.policy.policy import Policy
+from learner.policy.pretrained import begin_model, load_model
 from learner.policy.settle import settle
+from learner.policy.tensors import whole
 from learner.policy.ways import Way
 from streamrl.config import schema
 from streamrl.errors import DataError
@@ -190,3 +193,61 @@ def test_what_is_no_causal_model_is_refused_in_one_line(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"model\.path .*cannot be loaded as a causal language model") as refused:
             policy_of(tmp_path / family)
         assert "\n" not in str(refused.value)
+
+
+def test_sequences_longer_than_a_table_of_positions_are_refused_at_start(tmp_path: Path) -> None:
+    folder = make_family(tmp_path / "model", "gpt2", n_positions=50, max_position_embeddings=50)
+    with pytest.raises(DataError, match=r"learned positions for 50 tokens; .* make them smaller"):
+        policy_of(folder)
+
+
+@pytest.mark.parametrize("turns", ["dynamic", "longrope"])
+def test_rotations_that_change_with_the_longest_of_a_batch_are_refused_beyond_their_first_range(
+    tmp_path: Path, turns: str
+) -> None:
+    rope = {
+        "rope_type": turns,
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "short_factor": [1.0] * 16,
+        "long_factor": [2.0] * 16,
+    }
+    for longest, fits in ((4096, True), (64, False)):
+        rope["original_max_position_embeddings"] = longest
+        folder = make_family(
+            tmp_path / turns / str(longest), "llama", rope_parameters=dict(rope), max_position_embeddings=longest
+        )
+        if fits:
+            assert policy_of(folder).way.layout == "shared"
+        else:
+            with pytest.raises(DataError, match=r"rope_parameters .* longer than 64 tokens"):
+                policy_of(folder)
+
+
+@pytest.mark.parametrize("family", ["llama", "mamba", "zamba2", "gemma2"])
+def test_sharded_it_learns_the_same(tmp_path: Path, family: str) -> None:
+    """Each outermost layer by itself, under what a single rank has of FSDP."""
+    folder = make_family(tmp_path / "model", family)
+    model, files = begin_model(str(folder), attention="sdpa", device=ALONE.device)
+    policy = shard(make_policy(model, learner_config(folder), ()).train(), ALONE, on_host=True)
+    fill(policy, files, ALONE.device)
+    settle(policy, ALONE)
+    logp, found = packed(policy)
+    assert_same((logp, {name: whole(gradient) for name, gradient in found.items()}), plain(folder))
+
+
+def test_adapters_learn_and_merge_where_layers_are_not_linear_modules(tmp_path: Path) -> None:
+    folder = make_family(tmp_path / "model", "gpt2")
+    policy = policy_of(folder, lora={"rank": 4, "targets": ["c_attn", "c_proj"]})
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.2)
+    logp, _ = packed(policy)
+    model = load_model(str(folder))
+    own = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, merged in merged_parameters(policy.model):
+            own[name].copy_(merged)
+    model.save_pretrained(folder)
+    torch.testing.assert_close(logp, plain(folder)[0], atol=TOLERANCE, rtol=0)
