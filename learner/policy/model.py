@@ -116,7 +116,7 @@ def shard(policy: Policy, world: World, *, on_host: bool = False) -> Policy:
     for block in _blocks(policy.model, set(policy.model._no_split_modules or ())):
         fully_shard(block, mesh=mesh, offload_policy=offload)
     fully_shard(policy, mesh=mesh, offload_policy=offload)
-    for method in ("hidden", "plain", "head_fits"):
+    for method in ("plain", "head_fits"):
         register_fsdp_forward_method(policy, method)
     return policy
 

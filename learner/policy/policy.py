@@ -30,11 +30,11 @@ _HEAD_TOLERANCE = 1e-4
 _SIZES_OF_LOGITS = (3.0, 3000.0)  # a cap that the model's few logits of today do not reach is seen all the same
 
 
-class Plain(NamedTuple):
-    """What the bare model says of one sequence, without packing and without a head of ours."""
+class Seen(NamedTuple):
+    """Of one sequence."""
 
-    logp: torch.Tensor  # [T - 1]
-    hidden: torch.Tensor  # [T - 1, H] that these come from; empty where the model does not show it
+    logp: torch.Tensor  # [T]
+    hidden: torch.Tensor  # [T, H] that these come from; empty where the model does not show it
 
 
 class Policy(nn.Module):
@@ -72,12 +72,12 @@ class Policy(nn.Module):
             if self.way.own_logits:
                 logits = self.model(input_ids=batch.input_ids, use_cache=False).logits
                 return given_logprobs(logits.flatten(0, 1)[batch.index], batch.targets, early, head)
-            hidden = self.hidden(batch)
+            hidden = self._hidden(batch)
         projection = self.model.get_output_embeddings()
         bias = getattr(projection, "bias", None)
         return token_logprobs(hidden, projection.weight, batch.targets, early, head, bias)
 
-    def hidden(self, batch: MicroBatch) -> torch.Tensor:  # [T, H]
+    def _hidden(self, batch: MicroBatch) -> torch.Tensor:  # [T, H]
         where: dict[str, Any] = {}
         if not self.shape.alone:
             where["position_ids"] = batch.position_ids
@@ -99,36 +99,39 @@ class Policy(nn.Module):
         near = prepared(batch.attention_mask(window))
         return {"full_attention": prepared(batch.attention_mask()), "sliding_attention": near} if kinds else near
 
-    def plain(self, token_ids: torch.Tensor) -> Plain:  # [T]
+    def plain(self, token_ids: torch.Tensor) -> Seen:  # [T]
+        """What the bare model says of one sequence, without packing and without a head of ours."""
+        with self.watching() as hidden:
+            logits = self.model(input_ids=token_ids[None], use_cache=False).logits[0, :-1].float()
+        return Seen(logp=logits.log_softmax(-1).gather(1, token_ids[1:, None])[:, 0], hidden=hidden[0][0, :-1])
+
+    @contextmanager
+    def watching(self) -> Iterator[list[torch.Tensor]]:  # [rows, length, H] of each pass
+        """The hidden states that passes inside end in."""
         seen: list[torch.Tensor] = []
         with decoder_of(self.model).register_forward_hook(lambda _module, _args, out: seen.append(_last(out))):
-            logits = self.model(input_ids=token_ids[None], use_cache=False).logits[0, :-1].float()
-        logp = logits.log_softmax(-1).gather(1, token_ids[1:, None])[:, 0]
-        return Plain(logp=logp, hidden=seen[0][0, :-1])
+            yield seen
 
-    def head_fits(self, token_ids: torch.Tensor, head: Head) -> torch.Tensor:  # [T] -> bool
+    def head_fits(self, token_ids: torch.Tensor, head: Head) -> bool:  # [T]
         """Whether the model makes its logits as this head does, however large they are."""
+        return all(self._head_fits(token_ids, head, size) for size in _SIZES_OF_LOGITS)
+
+    def _head_fits(self, token_ids: torch.Tensor, head: Head, size: float) -> bool:
         projection = self.model.get_output_embeddings()
-        bias = projection.bias if getattr(projection, "bias", None) is not None else None
-        fits = []
-        for size in _SIZES_OF_LOGITS:
-            seen: list[torch.Tensor] = []
+        weight, bias = projection.weight, getattr(projection, "bias", None)
+        seen: list[torch.Tensor] = []
 
-            def resize(_module: nn.Module, _args: Any, out: Any, size: float = size, seen: Any = seen) -> Any:
-                hidden = out.last_hidden_state
-                out.last_hidden_state = hidden * (size / (hidden @ projection.weight.to(hidden.dtype).T).abs().max())
-                seen.append(out.last_hidden_state)
-                return out
+        def resize(_module: nn.Module, _args: Any, out: Any) -> Any:
+            hidden = out.last_hidden_state
+            out.last_hidden_state = hidden * (size / (hidden @ weight.T).abs().max())
+            seen.append(out.last_hidden_state)
+            return out
 
-            with decoder_of(self.model).register_forward_hook(resize):
-                theirs = self.model(input_ids=token_ids[None], use_cache=False).logits
-            wide = replace(head.plain(), compute_dtype=torch.float64)
-            ours = project(seen[0], projection.weight.double(), None if bias is None else bias.double(), wide)
-            fits.append(
-                ours.shape == theirs.shape
-                and bool((ours - theirs).abs().max() <= _HEAD_TOLERANCE * theirs.abs().max().double())
-            )
-        return torch.tensor(all(fits))
+        with decoder_of(self.model).register_forward_hook(resize):
+            theirs = self.model(input_ids=token_ids[None], use_cache=False).logits
+        ours = project(seen[0], weight, bias, replace(head.plain(), compute_dtype=weight.dtype))
+        largest = theirs.abs().max()
+        return ours.shape == theirs.shape and bool((ours - theirs).abs().max() <= _HEAD_TOLERANCE * largest)
 
 
 def _last(out: Any) -> torch.Tensor:

@@ -24,7 +24,7 @@ from learner.distributed import World
 from learner.policy.attention import MASKED, VARLEN
 from learner.policy.logprobs import Head
 from learner.policy.packing import Piece, pack
-from learner.policy.policy import Plain, Policy, evaluating
+from learner.policy.policy import Policy, Seen, evaluating
 from learner.policy.ways import Way, has_window, layer_types, unpackable, ways_of
 from streamrl.errors import DataError
 
@@ -76,7 +76,7 @@ class _Trial:
         self._pieces = _pieces(policy.model.config.get_text_config().vocab_size)
         self._device = next(policy.parameters()).device
         self._alone = alone
-        self._truth: dict[bool, list[Plain]] = {}
+        self._truth: dict[bool, list[Seen]] = {}
         for narrow in (False, True) if has_window(policy.model.config) else (False,):
             if not self._all_ranks(lambda narrow=narrow: self._ask(narrow)):
                 raise self.refusal(f"it cannot be asked for the logits of token ids alone ({self._error})")
@@ -89,7 +89,7 @@ class _Trial:
         """None: its logits are made in a way that our head does not know."""
         ids = _token_ids(self._pieces[0], self._device)
         for head in _heads(self._policy.model.config, self._policy.head):
-            if self._all_ranks(lambda head=head: bool(self._policy.head_fits(ids, head))):
+            if self._all_ranks(lambda head=head: self._policy.head_fits(ids, head)):
                 return head
         return None
 
@@ -117,11 +117,12 @@ class _Trial:
                 here = batch.to(self._device)
                 if not policy(here).logp.isfinite().all():  # kernels of narrow numbers may know less
                     return False
-                logp = policy(here, raw=True).logp
-                hidden = logp.new_empty(len(logp), 0) if policy.way.own_logits else policy.hidden(here)
+                with policy.watching() as passes:
+                    logp = policy(here, raw=True).logp
+                hidden = passes[0].flatten(0, 1)
                 for sample in batch.sample.unique().tolist():
                     own = here.sample == sample
-                    found[sample] = Plain(logp=logp[own], hidden=hidden[own])
+                    found[sample] = Seen(logp=logp[own], hidden=hidden[here.index[own]] if hidden.numel() else hidden)
         return _alike([found[piece.sample] for piece in self._pieces], self._truth[narrow])
 
     def _all_ranks(self, holds: Callable[[], bool]) -> bool:
@@ -178,11 +179,11 @@ def _narrowed(model: transformers.PreTrainedModel) -> Iterator[None]:
             owner.sliding_window = window
 
 
-def _alike(ours: Sequence[Plain], truth: Sequence[Plain]) -> bool:
+def _alike(ours: Sequence[Seen], truth: Sequence[Seen]) -> bool:
     return all(_same_numbers(a, b) for a, b in zip(ours, truth, strict=True))
 
 
-def _same_numbers(ours: Plain, truth: Plain) -> bool:
+def _same_numbers(ours: Seen, truth: Seen) -> bool:
     """Of the response, which is where both end."""
     num = len(ours.logp)
     if not torch.allclose(ours.logp[-num:].double(), truth.logp[-num:].double(), atol=_LOGP_TOLERANCE, rtol=0):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import transformers
 from structlog.testing import capture_logs
 
 from learner.distributed import World
+from learner.policy.attention import VARLEN
 from learner.policy.lora import merged_parameters
 from learner.policy.model import fill, load_policy, load_reference, make_policy, shard
 from learner.policy.packing import pack
@@ -95,19 +97,26 @@ def assert_same(ours: Learnt, theirs: Learnt) -> None:
         assert (a - b).norm() < TOLERANCE * (b.norm() + 1), name  # a bias of keys has none but rounding
 
 
-def table() -> dict[str, str]:
-    """How a family is asked, as the documentation has it."""
-    rows = re.findall(r"^\| `([\w-]+)` \| ([^|]+) \|", TABLE.read_text(), re.MULTILINE)
-    return dict(rows)
+def table() -> dict[str, tuple[str, str]]:
+    """How a family is asked, and whether varlen is had for it, as the documentation has it."""
+    rows = re.findall(r"^\| `([\w-]+)` \| ([^|]+) \| (yes|no) \|", TABLE.read_text(), re.MULTILINE)
+    return {family: (way, varlen) for family, way, varlen in rows}
 
 
 @pytest.mark.parametrize("family", families())
 def test_what_a_family_learns_is_what_transformers_says(tmp_path: Path, family: str) -> None:
     folder = make_family(tmp_path / "model", family)
     policy = policy_of(folder)
-    assert str(policy.way) == table()[family]
+    assert str(policy.way) == table()[family][0]
     assert_same(packed(policy), plain(folder))
     assert policy.effort.on(PIECES) > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_varlen_is_had_where_the_table_says_so(tmp_path: Path, family: str) -> None:
+    policy = policy_of(make_family(tmp_path / "model", family), attention="varlen")
+    assert table()[family][1] == ("yes" if policy.way.attention == VARLEN else "no")
 
 
 def test_the_table_names_every_family_that_is_tried() -> None:
@@ -228,12 +237,52 @@ def test_rotations_that_change_with_the_longest_of_a_batch_are_refused_beyond_th
 def test_sharded_it_learns_the_same(tmp_path: Path, family: str) -> None:
     """Each outermost layer by itself, under what a single rank has of FSDP."""
     folder = make_family(tmp_path / "model", family)
-    model, files = begin_model(str(folder), attention="sdpa", device=ALONE.device)
-    policy = shard(make_policy(model, learner_config(folder), ()).train(), ALONE, on_host=True)
-    fill(policy, files, ALONE.device)
+    policy = sharded(folder)
     settle(policy, ALONE)
     logp, found = packed(policy)
     assert_same((logp, {name: whole(gradient) for name, gradient in found.items()}), plain(folder))
+
+
+def sharded(folder: Path) -> Policy:
+    model, files = begin_model(str(folder), attention="sdpa", device=ALONE.device)
+    policy = shard(make_policy(model, learner_config(folder), ()).train(), ALONE, on_host=True)
+    return fill(policy, files, ALONE.device)
+
+
+def test_a_way_that_the_model_raises_of_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Also in the middle of a sharded pass, where a layer's parameters are gathered."""
+    folder = make_family(tmp_path / "model", "llama")
+    policy = sharded(folder)
+    attention = policy.model.model.layers[0].self_attn
+
+    def refuse(_module: torch.nn.Module, _args: object, given: dict[str, object]) -> None:
+        if policy.way.layout == "shared":
+            raise TypeError("no such mask")
+
+    attention.register_forward_pre_hook(refuse, with_kwargs=True)
+    settle(policy, ALONE)
+    assert policy.way.layout == "packed"
+    logp, found = packed(policy)
+    assert_same((logp, {name: whole(gradient) for name, gradient in found.items()}), plain(folder))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contradicted(World):
+    """The double of ranks among which another one says no to the first way, and only to that."""
+
+    asked: list[bool] = field(default_factory=list)
+
+    def all_agree(self, mine: bool) -> bool:
+        self.asked.append(mine)
+        return mine and len(self.asked) != 3  # the first two are of what the model says, and of its head
+
+
+def test_a_way_that_is_wrong_on_another_rank_is_wrong_here(tmp_path: Path) -> None:
+    policy = policy_of(make_family(tmp_path / "model", "llama"))
+    world = Contradicted(rank=0, size=1, device=ALONE.device)
+    settle(policy, world)
+    assert all(world.asked)
+    assert policy.way.layout == "packed"
 
 
 def test_adapters_learn_and_merge_where_layers_are_not_linear_modules(tmp_path: Path) -> None:
