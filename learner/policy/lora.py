@@ -39,7 +39,14 @@ def inject_adapters(model: transformers.PreTrainedModel, settings: schema.Lora, 
             peft.inject_adapter_in_model(_as_peft_says(settings), model, adapter_name=_ADAPTER)
     except ValueError as error:
         targets = ", ".join(settings.targets)
+        if any(name.endswith(settings.targets) for name, _ in model.named_modules()):
+            raise ConfigError(f"model.lora.targets: {targets}: {str(error).splitlines()[0]}") from error
         raise ConfigError(f"model.lora.targets: no layer of the model is called any of {targets}") from error
+    for name, layer in _adapted(model).items():
+        if isinstance(layer, peft.tuners.lora.ParamWrapper):
+            raise ConfigError(
+                f"model.lora.targets: {name} is experts in one parameter, which have no adapters; name others"
+            )
     for layer in _adapted(model).values():
         own = [parameter for name, parameter in layer.named_parameters() if not name.startswith(_BASE)]
         for parameter in own:

@@ -23,7 +23,7 @@ from learner.policy.settle import settle
 from learner.policy.tensors import whole
 from learner.policy.ways import Way
 from streamrl.config import schema
-from streamrl.errors import DataError
+from streamrl.errors import ConfigError, DataError
 from tests.learner_cases import learner_config
 from tests.tiny_families import FAMILIES, make_family
 from tests.tiny_models import make_model
@@ -283,6 +283,14 @@ def test_a_way_that_is_wrong_on_another_rank_is_wrong_here(tmp_path: Path) -> No
     settle(policy, world)
     assert all(world.asked)
     assert policy.way.layout == "packed"
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # peft's, of patterns that match nothing
+@pytest.mark.parametrize("targets", [["q_proj", "gate_proj"], ["gate_proj", "up_proj", "down_proj"]])
+def test_adapters_of_experts_are_refused_in_one_line(tmp_path: Path, targets: list[str]) -> None:
+    folder = make_family(tmp_path / "model", "qwen3_moe")
+    with pytest.raises(ConfigError, match=r"model\.lora\.targets: .*(fused into|experts in one)"):
+        policy_of(folder, lora={"rank": 4, "targets": targets})
 
 
 def test_adapters_learn_and_merge_where_layers_are_not_linear_modules(tmp_path: Path) -> None:

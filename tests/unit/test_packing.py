@@ -72,6 +72,16 @@ def test_every_token_is_trained_exactly_once_and_sees_its_own_past_alone(
     assert all(sorted(seen[i]) == list(range(r)) for i, (_, _, r) in enumerate(lengths))
 
 
+@pytest.mark.parametrize("window", [1, 3])
+def test_a_window_is_counted_in_the_sequence_and_not_in_the_row(window: int) -> None:
+    [batch] = pack([piece(i, 4, 6, group=0) for i in range(3)], max_tokens=64, shape=SHARED)
+    whole, near = batch.attention_mask()[0, 0], batch.attention_mask(window)[0, 0]
+    positions = batch.position_ids[0]
+    for at in range(len(positions)):
+        last = [seen for seen in positions[whole[at]].tolist() if seen > int(positions[at]) - window]
+        assert positions[near[at]].tolist() == last
+
+
 def test_masked_tokens_are_read_but_not_trained() -> None:
     whole = piece(0, 3, 4)
     mask = np.array([True, False, False, True])
