@@ -21,7 +21,7 @@ import transformers
 from torch.distributed.fsdp import FSDPModule
 
 from learner.distributed import World
-from learner.policy.attention import MASKED, VARLEN
+from learner.policy.attention import EAGER, MASKED, VARLEN
 from learner.policy.logprobs import Head
 from learner.policy.packing import Piece, pack
 from learner.policy.policy import Policy, Seen, evaluating
@@ -42,7 +42,7 @@ def settle(policy: Policy, world: World, *, wished: str = MASKED) -> None:
     """Take the fastest way that is right; DataError when none is. `wished`: how it would attend if it could."""
     ways = ways_of(policy.model)  # before the trial changes how it attends
     with evaluating(policy):
-        trial = _Trial(policy, world, alone=replace(ways[-1], own_logits=False))
+        trial = _Trial(policy, world)
         head = trial.find_head()
         ways = [way for way in ways if head is not None or way.own_logits]
         taken = next((way for way in ways if trial.is_right(way, head or policy.head)), None)
@@ -71,11 +71,10 @@ def _tell(policy: Policy, wished: str) -> None:
 class _Trial:
     """Of one model: what it says of a few sequences, two of which have the same prompt, and whether we say the same."""
 
-    def __init__(self, policy: Policy, world: World, *, alone: Way) -> None:
+    def __init__(self, policy: Policy, world: World) -> None:
         self._policy, self._world, self._error = policy, world, ""
         self._pieces = _pieces(policy.model.config.get_text_config().vocab_size)
         self._device = next(policy.parameters()).device
-        self._alone = alone
         self._truth: dict[bool, list[Seen]] = {}
         for narrow in (False, True) if has_window(policy.model.config) else (False,):
             if not self._all_ranks(lambda narrow=narrow: self._ask(narrow)):
@@ -97,7 +96,8 @@ class _Trial:
         self._policy.take(way, head)
         narrowings = [narrow for narrow in self._truth if not (narrow and way.layout == "rows")]
         kinds = layer_types(self._policy.model.config) or ("sliding_attention",)
-        if True in narrowings and "sliding_attention" in kinds and _alike(self._truth[True], self._truth[False]):
+        bites = "sliding_attention" in kinds and True in narrowings
+        if bites and not self._all_ranks(lambda: not _alike(self._truth[True], self._truth[False])):
             return False  # the model keeps its window where we do not know
         self._policy.train(while_training)
         right = all(self._all_ranks(lambda narrow=narrow: self._same(narrow)) for narrow in narrowings)
@@ -105,25 +105,26 @@ class _Trial:
         return right
 
     def _ask(self, narrow: bool) -> bool:
-        self._policy.take(self._alone, self._policy.head)
+        # Eager: what a model does to its scores beyond the usual, other attention leaves out without a word.
+        self._policy.take(Way(layout="rows", attention=EAGER), self._policy.head)
         with _narrowed(self._policy.model) if narrow else nullcontext():
             self._truth[narrow] = [self._policy.plain(_token_ids(piece, self._device)) for piece in self._pieces]
         return True
 
     def _same(self, narrow: bool) -> bool:
-        policy, found = self._policy, {}
+        """Every rank makes the same passes, whatever it finds: they are collective."""
+        policy, found, finite = self._policy, {}, True
         with _narrowed(policy.model) if narrow else nullcontext():
             for batch in pack(self._pieces, max_tokens=64, shape=policy.shape):
                 here = batch.to(self._device)
-                if not policy(here).logp.isfinite().all():  # kernels of narrow numbers may know less
-                    return False
+                finite &= bool(policy(here).logp.isfinite().all())  # kernels of narrow numbers may know less
                 with policy.watching() as passes:
                     logp = policy(here, raw=True).logp
                 hidden = passes[0].flatten(0, 1)
                 for sample in batch.sample.unique().tolist():
                     own = here.sample == sample
                     found[sample] = Seen(logp=logp[own], hidden=hidden[here.index[own]] if hidden.numel() else hidden)
-        return _alike([found[piece.sample] for piece in self._pieces], self._truth[narrow])
+        return finite and _alike([found[piece.sample] for piece in self._pieces], self._truth[narrow])
 
     def _all_ranks(self, holds: Callable[[], bool]) -> bool:
         """A collective. What a model raises of a way that it does not know is a no."""

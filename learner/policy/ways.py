@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import transformers
@@ -96,7 +96,9 @@ def ways_of(model: transformers.PreTrainedModel) -> Sequence[Way]:
             layouts.insert(0, "shared")
     ways = [Way(layout=layout, attention=plain) for layout in layouts]
     varlen = [Way(layout="packed", attention=VARLEN)] if attention == VARLEN else []
-    return [*varlen, *ways, Way(layout="rows", attention=plain, own_logits=True)]
+    eager = [Way(layout="rows", attention=EAGER)] if plain != EAGER else []
+    own = [replace(way, own_logits=True) for way in (ways[-1], *eager)]
+    return [*varlen, *ways, *eager, *own]
 
 
 def refuse_long(model: transformers.PreTrainedModel, longest: int) -> None:
