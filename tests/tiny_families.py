@@ -1,6 +1,6 @@
-"""Tiny models of many families, as a hub folder holds them: windows and chunks of a few tokens, so that they bite, and
-weights large enough that caps, scales and sinks do.
+"""Tiny models of many families, tied where the family is, as a hub folder holds them.
 
+Windows and chunks are a few tokens wide, so that they bite, and weights large enough that caps, scales and sinks do.
 A family is its `model_type`; what differs from `COMMON` is in `FAMILIES` (`...`: it has no such setting). Heads are 32
 wide: vLLM on CPUs has no narrower.
 """
@@ -177,7 +177,6 @@ def make_family(folder: Path, family: str, *, seed: int = 0, scale: float = 0.15
         "initializer_range": scale,
         "eos_token_id": tokenizer.eos_token_id,
         "bos_token_id": None,
-        "tie_word_embeddings": False,
         **changes,
     }
     settings.setdefault("pad_token_id", tokenizer.pad_token_id)
