@@ -5,7 +5,8 @@
                   bf16 on a GPU    flash attention for many lengths, as PyTorch has it
                   elsewhere        one call of PyTorch's attention for each sequence: the double of the former
 
-The model calls `attend` in each layer when it was loaded with VARLEN. Sliding windows are kept.
+The model calls `attend` in each layer when it was loaded with VARLEN. Sliding windows are kept. A model that bends its
+scores (soft caps, sinks) attends by itself: eager.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from streamrl.errors import ConfigError
 
 VARLEN = "streamrl_varlen"  # as transformers knows it
 MASKED = "sdpa"
+EAGER = "eager"
 
 _HALF = (torch.float16, torch.bfloat16)
 _KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -1,12 +1,14 @@
 """Log-probs of given tokens from hidden states, without ever holding [tokens, vocabulary] whole.
 
-    logits  = hidden @ head.T / temperature          those of end tokens -> -inf while `early`
+    z       = (hidden @ head.T + bias) * scale
+    logits  = soft_cap * tanh(z / soft_cap) / temperature       those of end tokens -> -inf while `early`
     logp_t  = logits_t[target_t] - logsumexp(logits_t)          at least fp32
     entropy = -sum p log p                                      no gradient
 
-Chunks of tokens are projected, reduced and thrown away; the backward pass projects them again, and adds each chunk's
-gradient of the head in place. The temperature and the ban on early ends are those of the engine (its *processed*
-log-probs), so that pi / mu compares like with like.
+Bias, scale and cap are there where the model has them. Chunks of tokens are projected, reduced and thrown away; the
+backward pass projects them again, and adds each chunk's gradient of the head in place. A model whose logits are made
+in yet another way gives them whole (`given_logprobs`). The temperature and the ban on early ends are those of the
+engine (its *processed* log-probs), so that pi / mu compares like with like.
 """
 
 from __future__ import annotations
@@ -25,10 +27,16 @@ _BANNED = -1e30  # not -inf: 0 * -inf would make the entropy NaN
 class Head:
     """How logits are made beyond the projection itself."""
 
+    scale: float = 1.0  # scale and cap are the model's own
+    soft_cap: float | None = None
     temperature: float = 1.0
     end_ids: tuple[int, ...] = ()  # tokens that may not be sampled while a response is shorter than min_tokens
     compute_dtype: torch.dtype = torch.float32  # of the projection; what follows it is at least fp32
     chunk_elements: int = _CHUNK_ELEMENTS
+
+    def plain(self) -> Head:
+        """As the bare model has it: fp32 throughout, temperature 1 and nothing banned."""
+        return Head(scale=self.scale, soft_cap=self.soft_cap)
 
 
 class LogProbs(NamedTuple):
@@ -44,11 +52,39 @@ def token_logprobs(
     targets: torch.Tensor,  # [T]
     early: torch.Tensor,  # [T] bool: end tokens are banned here
     head: Head,
+    bias: torch.Tensor | None = None,  # [V]
 ) -> LogProbs:
     # Under autocast the dtypes are ours to choose: this function states them.
     with torch.autocast(hidden.device.type, enabled=False):
-        logp, entropy = _TokenLogProbs.apply(hidden, weight, targets, early, head)
+        logp, entropy = _TokenLogProbs.apply(hidden, weight, bias, targets, early, head)
     return LogProbs(logp=logp, entropy=entropy)
+
+
+def given_logprobs(
+    logits: torch.Tensor,  # [T, V] as the model gives them
+    targets: torch.Tensor,  # [T]
+    early: torch.Tensor,  # [T] bool
+    head: Head,
+) -> LogProbs:
+    """The same, and as plainly as it can be written: autograd keeps what it needs of [T, V]."""
+    wide = torch.promote_types(torch.promote_types(head.compute_dtype, logits.dtype), torch.float32)
+    banned = _banned(targets, early, head, logits.shape[1])
+    logp = (logits.to(wide) / head.temperature).masked_fill(banned, _BANNED).log_softmax(-1)
+    entropy = -(logp.detach().exp() * logp.detach()).sum(-1)
+    return LogProbs(logp=logp.gather(1, targets[:, None])[:, 0], entropy=entropy)
+
+
+def project(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, head: Head) -> torch.Tensor:
+    """[t, V] the model's logits, at least fp32. `weight` and `bias` are of `compute_dtype`."""
+    projected = hidden.to(head.compute_dtype) @ weight.T
+    logits = projected.to(torch.promote_types(head.compute_dtype, torch.float32))
+    if bias is not None:
+        logits += bias
+    if head.scale != 1:
+        logits *= head.scale
+    if head.soft_cap is not None:
+        logits = logits.div_(head.soft_cap).tanh_().mul_(head.soft_cap)
+    return logits
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -57,57 +93,77 @@ class _TokenLogProbs(torch.autograd.Function):
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
+        bias: torch.Tensor | None,
         targets: torch.Tensor,
         early: torch.Tensor,
         head: Head,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(head.compute_dtype, torch.float32)
         logp, entropy, total = (torch.empty(len(targets), dtype=wide, device=hidden.device) for _ in range(3))
-        matrix = weight.to(head.compute_dtype)
+        matrix, offset = _in_dtype(weight, bias, head)
         for part in _chunks(len(targets), len(weight), head.chunk_elements):
-            logits = _logits(hidden[part], matrix, targets[part], early[part], head)
+            logits = _sampled_from(project(hidden[part], matrix, offset, head), targets[part], early[part], head)
             total[part] = logits.logsumexp(dim=-1)
             logits -= total[part, None]
             logp[part] = logits.gather(1, targets[part, None])[:, 0]
             entropy[part] = -torch.bmm(logits.exp()[:, None], logits[:, :, None])[:, 0, 0]  # no third [t, V]
-        ctx.save_for_backward(hidden, weight, targets, early, total)
+        ctx.save_for_backward(hidden, weight, bias, targets, early, total)
         ctx.head = head
         ctx.mark_non_differentiable(entropy)
         return logp, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """d logp_t / d logits_t = (one-hot of the target - softmax), then through the projection."""
-        hidden, weight, targets, early, total = ctx.saved_tensors
+        """d logp_t / d logits_t = (one-hot of the target - softmax), then through cap, scale and projection."""
+        hidden, weight, bias, targets, early, total = ctx.saved_tensors
         head: Head = ctx.head
-        matrix = weight.to(head.compute_dtype)
+        matrix, offset = _in_dtype(weight, bias, head)
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
         for part in _chunks(len(targets), len(weight), head.chunk_elements):
-            logits = _logits(hidden[part], matrix, targets[part], early[part], head)
-            scale = grads[0][part, None] / head.temperature
-            grad = logits.sub_(total[part, None]).exp_().mul_(-scale)
-            grad = grad.scatter_add_(1, targets[part, None], scale).to(head.compute_dtype)
+            logits = project(hidden[part], matrix, offset, head)
+            # d cap tanh(z / cap) / dz = 1 - tanh^2
+            slope = None if head.soft_cap is None else 1 - (logits / head.soft_cap).square_()
+            logits = _sampled_from(logits, targets[part], early[part], head)
+            scale = grads[0][part, None] / head.temperature * head.scale
+            wide = logits.sub_(total[part, None]).exp_().mul_(-scale).scatter_add_(1, targets[part, None], scale)
+            if slope is not None:
+                wide *= slope
+            grad = wide.to(head.compute_dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = grad @ matrix
             if grad_weight is not None:
                 grad_weight += grad.T @ hidden[part].to(head.compute_dtype)
-        return grad_hidden, grad_weight, None, None, None
+            if grad_bias is not None:
+                grad_bias += wide.sum(0)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
-def _logits(
-    hidden: torch.Tensor, matrix: torch.Tensor, targets: torch.Tensor, early: torch.Tensor, head: Head
-) -> torch.Tensor:  # [t, V] at least fp32
-    projected = hidden.to(head.compute_dtype) @ matrix.T
-    logits = projected.to(torch.promote_types(head.compute_dtype, torch.float32))
+def _in_dtype(weight: torch.Tensor, bias: torch.Tensor | None, head: Head) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return weight.to(head.compute_dtype), None if bias is None else bias.to(head.compute_dtype)
+
+
+def _sampled_from(logits: torch.Tensor, targets: torch.Tensor, early: torch.Tensor, head: Head) -> torch.Tensor:
+    """What the engine made of them before it sampled; in place."""
     if head.temperature != 1:
         logits /= head.temperature
     if head.end_ids:
         ends = torch.tensor(head.end_ids, device=logits.device)
-        # A response that ended early all the same (another engine, another end token) keeps a finite log-prob.
-        banned = early[:, None] & (targets[:, None] != ends)
-        logits[:, ends] = logits[:, ends].masked_fill(banned, _BANNED)
+        logits[:, ends] = logits[:, ends].masked_fill(_banned_ends(targets, early, ends), _BANNED)
     return logits
+
+
+def _banned_ends(targets: torch.Tensor, early: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:  # [t, ends]
+    """A response that ended early all the same (another engine, another end token) keeps a finite log-prob."""
+    return early[:, None] & (targets[:, None] != ends)
+
+
+def _banned(targets: torch.Tensor, early: torch.Tensor, head: Head, vocabulary: int) -> torch.Tensor:  # [t, V]
+    banned = torch.zeros(len(targets), vocabulary, dtype=torch.bool, device=targets.device)
+    ends = torch.tensor(head.end_ids, dtype=torch.long, device=targets.device)
+    banned[:, ends] = _banned_ends(targets, early, ends)
+    return banned
 
 
 def _chunks(num_tokens: int, vocabulary: int, elements: int) -> Iterator[slice]:

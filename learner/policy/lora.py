@@ -6,6 +6,7 @@ peft is imported only where adapters are asked for: it is slow to import, and mo
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,15 +29,24 @@ def inject_adapters(model: transformers.PreTrainedModel, settings: schema.Lora, 
     """The base may still be on `meta`. Adapters begin on the device, with values drawn on the host: all ranks alike."""
     import peft  # as the module says
 
-    head = model.get_output_embeddings().weight
+    head = getattr(model.get_output_embeddings(), "weight", None)
     for name, module in model.named_modules():
-        if name.endswith(settings.targets) and module.weight is head:
+        if name.endswith(settings.targets) and head is not None and getattr(module, "weight", None) is head:
             raise ConfigError(f"model.lora.targets: {name} is the output projection or tied to it; leave it out")
     try:
-        peft.inject_adapter_in_model(_as_peft_says(settings), model, adapter_name=_ADAPTER)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="fan_in_fan_out")  # which it sets right by itself
+            peft.inject_adapter_in_model(_as_peft_says(settings), model, adapter_name=_ADAPTER)
     except ValueError as error:
         targets = ", ".join(settings.targets)
+        if any(name.endswith(settings.targets) for name, _ in model.named_modules()):
+            raise ConfigError(f"model.lora.targets: {targets}: {str(error).splitlines()[0]}") from error
         raise ConfigError(f"model.lora.targets: no layer of the model is called any of {targets}") from error
+    for name, layer in _adapted(model).items():
+        if isinstance(layer, peft.tuners.lora.ParamWrapper):
+            raise ConfigError(
+                f"model.lora.targets: {name} is experts in one parameter, which have no adapters; name others"
+            )
     for layer in _adapted(model).values():
         own = [parameter for name, parameter in layer.named_parameters() if not name.startswith(_BASE)]
         for parameter in own:

@@ -10,13 +10,14 @@ attention costs the square of a row: of a few lengths the cheapest is taken. A m
 
 The last token of a response predicts nothing and is left out; only tokens with a loss are asked of the head. Where
 prompts may not be shared, a bundle has one response, and `position_ids` alone tell where sequences begin: models that
-take no mask of ours (sliding windows) find them there, and kernels that take lengths in `starts`.
+take no mask of ours (sliding windows) find them there, and kernels that take lengths in `starts`. For models that find
+them nowhere each sequence has a row to itself: rows of like length lie together, so that little is padded.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 
@@ -57,11 +58,15 @@ class MicroBatch:
     starts: torch.Tensor  # [sequences + 1] int32: where sequences begin, rows laid end to end; then the end of the last
     longest: int  # of these sequences; both are of use only where prompts are not shared
 
-    def attention_mask(self) -> torch.Tensor:  # [rows, 1, length, length] True: the later one sees the earlier
+    def attention_mask(self, window: int | None = None) -> torch.Tensor:
+        """[rows, 1, length, length] True: the later one sees the earlier, which lies within the window."""
         causal = torch.ones(2 * self.bundle.shape[1:], dtype=torch.bool, device=self.bundle.device).tril()
         together = self.bundle[:, :, None] == self.bundle[:, None, :]
         in_sight = (self.branch[:, None, :] == 0) | (self.branch[:, :, None] == self.branch[:, None, :])
-        return (causal & together & in_sight)[:, None]
+        seen = causal & together & in_sight
+        if window is not None:
+            seen &= self.position_ids[:, :, None] - self.position_ids[:, None, :] < window
+        return seen[:, None]
 
     def to(self, device: torch.device) -> MicroBatch:
         if device.type == "cpu":
@@ -71,6 +76,11 @@ class MicroBatch:
         return replace(self, **moved)
 
 
+def additive(mask: torch.Tensor) -> torch.Tensor:
+    """The mask for attention that adds it to its scores."""
+    return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """What the model makes of rows."""
@@ -78,6 +88,8 @@ class Shape:
     hidden_size: int
     share_prompts: bool
     padded: bool = True  # rows must be equally long; else one row of any length
+    alone: bool = False  # a row for each sequence
+    max_cells: int | None = None  # of a micro-batch, where `max_tokens` may be more than memory bears
 
     def cost(self, num_rows: int, length: int) -> int:
         """Relative: a layer spends about 24 hidden^2 on a token's projections, 4 hidden length on its attention."""
@@ -88,6 +100,8 @@ def pack(pieces: Sequence[Piece], *, max_tokens: int, shape: Shape) -> list[Micr
     if not pieces:
         return []
     longest = max(piece.num_tokens for piece in pieces)
+    if shape.alone:
+        return list(_alone(pieces, min(max_tokens, shape.max_cells or max_tokens)))
     if not shape.padded:
         full = _fill(_bundles(pieces, longest, share=shape.share_prompts), max(longest, max_tokens))
         return [_lay_out([row], sum(bundle.size for bundle in row)) for row in full]
@@ -96,6 +110,15 @@ def pack(pieces: Sequence[Piece], *, max_tokens: int, shape: Shape) -> list[Micr
     rows, length = min(packed, key=lambda candidate: shape.cost(len(candidate[0]), candidate[1]))
     rows_at_once = max(1, max_tokens // length)
     return [_lay_out(rows[i : i + rows_at_once], length) for i in range(0, len(rows), rows_at_once)]
+
+
+def _alone(pieces: Sequence[Piece], max_cells: int) -> Iterator[MicroBatch]:
+    rows = _bundles(pieces, 0, share=False)
+    while rows:
+        length = rows[0].size
+        at_once = max(1, max_cells // length)
+        yield _lay_out([[bundle] for bundle in rows[:at_once]], length)
+        rows = rows[at_once:]
 
 
 def empty_micro_batch() -> MicroBatch:

@@ -29,8 +29,11 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from learner.policy.attention import MASKED
 from learner.policy.lora import base_name
 from learner.policy.tensors import held_rows
+from learner.policy.ways import attention_of
 from streamrl.errors import DataError
 
+# What transformers raises of a model that is incomplete, unknown, or asks for a package that is not here.
+_UNLOADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, NotImplementedError, RuntimeError)
 _NUMBERS = ("F64", "F32", "F16", "BF16")  # what may be cast to the parameter's dtype without asking anybody
 
 log = structlog.get_logger(__name__)
@@ -127,15 +130,15 @@ def _build(path: str, attention: str) -> transformers.PreTrainedModel:
         config = transformers.AutoConfig.from_pretrained(path, **_no_dropout(read_config(path)))
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation=attention
+                config, dtype=torch.float32, attn_implementation=_attention_of(config, attention)
             )
-    except (OSError, ValueError) as error:
+    except _UNLOADABLE as error:
         raise unusable(path, "be loaded as a causal language model", error) from error
     _move_buffers(model, lambda buffer: torch.empty_like(buffer, device="cpu"))
     model.initialize_weights()  # of what has memory by now
     with suppress(OSError):  # a model need not bring one
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
-    return _with_usable_head(model, path)
+    return model
 
 
 def _move_buffers(model: nn.Module, move: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -147,23 +150,25 @@ def _move_buffers(model: nn.Module, move: Callable[[torch.Tensor], torch.Tensor]
 def load_model(path: str, *, attention: str = MASKED) -> transformers.PreTrainedModel:
     """Whole, on the host, in fp32."""
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation=attention, **_no_dropout(read_config(path))
+        quiet = _no_dropout(read_config(path))
+        attention = _attention_of(transformers.AutoConfig.from_pretrained(path), attention)
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation=attention, **quiet
         )
-    except (OSError, ValueError) as error:
+    except _UNLOADABLE as error:
         raise unusable(path, "be loaded as a causal language model", error) from error
-    return _with_usable_head(model, path)
 
 
-def _with_usable_head(model: transformers.PreTrainedModel, path: str) -> transformers.PreTrainedModel:
-    if getattr(model.get_output_embeddings(), "bias", None) is not None:
-        raise DataError(f"model.path {path!r}: a bias in the output projection is not supported")
-    return model
+def _attention_of(config: transformers.PretrainedConfig, wished: str) -> str:
+    known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) not in known:
+        raise ValueError(f"transformers knows no causal language model of type {config.model_type!r}")
+    return attention_of(known[type(config)], config, wished)
 
 
 def _no_dropout(config: transformers.PretrainedConfig) -> dict[str, float]:
-    """Dropout would make pi differ from what the engine sampled from."""
-    marks = ("dropout", "pdrop")
+    """Dropout would make pi differ from what the engine sampled from; so would other noise of training."""
+    marks = ("dropout", "pdrop", "layerdrop", "dropout_prob", "jitter_noise")
     return {name: 0.0 for name, value in config.to_dict().items() if isinstance(value, float) and name.endswith(marks)}
 
 

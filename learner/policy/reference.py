@@ -12,14 +12,15 @@ import torch
 from learner.distributed import World
 from learner.policy.gradients import Reference
 from learner.policy.lora import without_adapters
-from learner.policy.model import Policy, evaluating, load_reference
+from learner.policy.model import load_reference
 from learner.policy.packing import MicroBatch
+from learner.policy.policy import Policy, evaluating
 from streamrl.config import schema
 
 
 def make_reference(config: schema.Config, world: World, end_ids: tuple[int, ...], policy: Policy) -> Reference:
     on_host = config.model.reference == "cpu" and world.device.type != "cpu"
-    frozen = policy if config.model.lora else load_reference(config, world, end_ids, on_host=on_host)
+    frozen = policy if config.model.lora else load_reference(config, world, end_ids, like=policy, on_host=on_host)
     return asking(frozen)
 
 

@@ -4,8 +4,8 @@
     a trained token at the head   (4 V H + 2 V H if the head trains)
     a token that attends to c     12 * layers * heads * head_dim * c
 
-N counts the elements of the layers' matrices. A prompt counts once for its group, and what is computed twice to save
-memory counts once: so this is less than what the machine really does.
+N counts the elements of the layers' matrices: all but embeddings and head. A prompt counts once for its group, and what
+is computed twice to save memory counts once: so this is less than what the machine really does.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from dataclasses import dataclass
 
 import torch
 import transformers
+from torch import nn
 
 from learner.policy.packing import Piece
+from learner.policy.ways import decoder_of
 
 # Dense bf16 of whole cards, as their makers state it.
 _PEAK_TFLOPS: Mapping[str, float] = {
@@ -42,16 +44,19 @@ class Effort:
     @classmethod
     def of(cls, model: transformers.PreTrainedModel) -> Effort:
         config = model.config.get_text_config()
-        head = model.get_output_embeddings().weight
-        matrices = [p for p in model.get_decoder().layers.parameters() if p.ndim >= 2]
+        projection = model.get_output_embeddings()
+        head = next(model.parameters()).new_empty(0) if projection is None else projection.weight
+        lookups = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)} | {id(head)}
+        matrices = [p for p in decoder_of(model).parameters() if p.ndim >= 2 and id(p) not in lookups]
         size, trained = (
             sum(p.numel() for p in found) for found in (matrices, [p for p in matrices if p.requires_grad])
         )
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads = getattr(config, "num_attention_heads", None) or 0  # none: nothing attends
+        head_dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
         return cls(
             layers=4 * size + 2 * trained,
             head=(4 + 2 * head.requires_grad) * head.numel(),
-            attended=12 * config.num_hidden_layers * config.num_attention_heads * head_dim,
+            attended=12 * config.num_hidden_layers * heads * head_dim,
         )
 
     def on(self, pieces: Iterable[Piece]) -> float:

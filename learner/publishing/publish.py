@@ -29,7 +29,7 @@ import numpy as np
 from learner.companion import AtOnce, Beside
 from learner.distributed import World
 from learner.policy.lora import merged_parameters
-from learner.policy.model import Policy
+from learner.policy.policy import Policy
 from learner.publishing.cast import cast_digests
 from learner.publishing.hostcopy import HostCopy
 from learner.publishing.shipping import Announcer, Cargo, Shipped, Shipper

@@ -28,9 +28,10 @@ from learner.distributed import World, join_world
 from learner.metrics.tally import Tally
 from learner.policy.gradients import Gradients, Reference
 from learner.policy.lora import adapter_parameters, merged_parameters
-from learner.policy.model import Policy, load_policy, load_reference, probe, read_speech
+from learner.policy.model import load_policy, load_reference, read_speech
 from learner.policy.optim import make_optimizer, update
 from learner.policy.packing import pack
+from learner.policy.policy import Policy, probe
 from learner.policy.reference import asking, make_reference
 from learner.policy.tensors import whole
 from learner.publishing.publish import Publisher

@@ -12,9 +12,10 @@ from learner.checkpoints.export import export
 from learner.checkpoints.state import load_state, save_state
 from learner.distributed import World
 from learner.policy.lora import merged_parameters, without_adapters
-from learner.policy.model import Policy, evaluating, load_policy, probe, read_speech
+from learner.policy.model import load_policy, read_speech
 from learner.policy.optim import make_optimizer
 from learner.policy.packing import MicroBatch, pack
+from learner.policy.policy import Policy, evaluating, probe
 from learner.policy.pretrained import load_model
 from streamrl.config import schema
 from streamrl.errors import ConfigError

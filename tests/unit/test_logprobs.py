@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from learner.policy.logprobs import Head, token_logprobs
+from learner.policy.logprobs import Head, given_logprobs, token_logprobs
 
 TOKENS, HIDDEN, VOCABULARY = 37, 8, 23
 
@@ -18,9 +18,17 @@ def _inputs(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def _plain(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, early: torch.Tensor, head: Head
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    early: torch.Tensor,
+    head: Head,
+    bias: torch.Tensor | float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = hidden @ weight.T / head.temperature
+    logits = (hidden @ weight.T + bias) * head.scale
+    if head.soft_cap is not None:
+        logits = head.soft_cap * torch.tanh(logits / head.soft_cap)
+    logits = logits / head.temperature
     ends = torch.zeros(VOCABULARY, dtype=torch.bool)
     ends[list(head.end_ids)] = True
     logp = logits.masked_fill(early[:, None] & ends, -torch.inf).log_softmax(-1)
@@ -46,6 +54,42 @@ def test_chunks_give_the_plain_log_probs_entropy_and_gradients(chunk_tokens: int
     ours = torch.autograd.grad(out.logp, (hidden, weight), upstream)
     plain = torch.autograd.grad(logp, (hidden, weight), upstream)
     torch.testing.assert_close(ours, plain)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_bias_scale_and_cap_are_the_models_own_also_in_gradients(scale: float, soft_cap: float | None) -> None:
+    hidden, weight, targets = _inputs()
+    bias = torch.randn(VOCABULARY, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    early = torch.arange(TOKENS) % 3 == 0
+    head = Head(
+        scale=scale,
+        soft_cap=soft_cap,
+        temperature=0.7,
+        end_ids=(0, 1),
+        compute_dtype=torch.float64,
+        chunk_elements=5 * VOCABULARY,
+    )
+    out = token_logprobs(hidden, weight, targets, early, head, bias)
+    logp, entropy = _plain(hidden, weight, targets, early, head, bias)
+    torch.testing.assert_close(out.logp, logp)
+    torch.testing.assert_close(out.entropy, entropy)
+    upstream = torch.linspace(-1, 2, TOKENS, dtype=torch.float64)
+    ours = torch.autograd.grad(out.logp, (hidden, weight, bias), upstream)
+    plain = torch.autograd.grad(logp, (hidden, weight, bias), upstream)
+    torch.testing.assert_close(ours, plain)
+
+
+def test_given_logits_are_cooled_and_banned_like_ours() -> None:
+    hidden, weight, targets = _inputs()
+    early = torch.arange(TOKENS) % 3 == 0
+    head = Head(temperature=0.7, end_ids=(0, 1), compute_dtype=torch.float64)
+    given = given_logprobs(hidden @ weight.T, targets, early, head)
+    ours = token_logprobs(hidden, weight, targets, early, head)
+    torch.testing.assert_close(given.logp, ours.logp)
+    torch.testing.assert_close(given.entropy, ours.entropy)
+    gradients = [torch.autograd.grad(out.logp.sum(), (hidden, weight)) for out in (given, ours)]
+    torch.testing.assert_close(*gradients)
 
 
 def test_the_gradient_is_one_hot_minus_softmax_by_hand() -> None:
