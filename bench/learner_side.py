@@ -7,14 +7,17 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from bench.measure import seconds
 from bench.publishing import RUN_UID
 from bench.training import train_once
-from learner.companion import Beside
+from learner.companion import AtOnce, Beside
 from learner.distributed import World
 from learner.policy.model import Policy, load_policy
+from learner.publishing.cast import CastDigests, cast_digests
 from learner.publishing.publish import Published, Publisher
 from learner.publishing.shipping import Announcer
 from streamrl.config import schema
+from streamrl.weights.format import DType
 from streamrl.weights.stores import BlobStore
 
 _LR = 1e-6
@@ -23,11 +26,18 @@ _CANARY_TOKENS = 16
 
 class LearnerSide:
     def __init__(
-        self, config: schema.Config, *, store: BlobStore, announcer: Announcer, beside: Beside, num_tokens: int
+        self,
+        config: schema.Config,
+        *,
+        store: BlobStore,
+        announcer: Announcer,
+        beside: Beside | AtOnce,
+        num_tokens: int,
+        lr: float = _LR,
     ) -> None:
         world = World(rank=0, size=1, device=torch.device("cpu"))
         self._policy: Policy = load_policy(config, world, (1,))
-        self._optimizer = torch.optim.AdamW(self._policy.parameters(), lr=_LR, betas=(0.9, 0.98), weight_decay=0.1)
+        self._optimizer = torch.optim.AdamW(self._policy.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.1)
         self._num_tokens = num_tokens
         self._step = 0
         self.publisher = Publisher(
@@ -46,6 +56,15 @@ class LearnerSide:
         """One real step."""
         train_once(self._policy.model, self._optimizer, num_tokens=self._num_tokens)
         self._step += 1
+
+    def measure_step(self, *, rows: int, length: int) -> float:
+        """Seconds of one on so many sequences in bf16, gradients and optimizer."""
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return seconds(lambda: train_once(self._policy.model, self._optimizer, num_tokens=length, num_rows=rows))
+
+    def cast_digests(self, dtype: DType) -> CastDigests:
+        """What a publish asks of the loop for the sake of proof."""
+        return cast_digests(self._policy.model, dtype)
 
     def begin(self) -> None:
         """What it has learned, on its way."""

@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
 
 from bench.measure import seconds
+from workers.read_back import ReadBackExtension
 
 
-class OwnReload:
+class OwnReload(ReadBackExtension):
     """Each method is a call to every worker process."""
 
     def hold_tensors(self, path: str) -> None:

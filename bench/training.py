@@ -48,9 +48,9 @@ def train(model: transformers.LlamaForCausalLM, *, lr: float, num_steps: int) ->
         yield bits_of(model)
 
 
-def train_once(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, num_tokens: int) -> None:
+def train_once(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, num_tokens: int, num_rows: int = 1) -> None:
     """One step on random tokens."""
-    ids = torch.randint(model.config.vocab_size, (1, num_tokens))
+    ids = torch.randint(model.config.vocab_size, (num_rows, num_tokens))
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
     optimizer.zero_grad()

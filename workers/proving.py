@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-_TIMES = 4.0  # the rounding
-_FLOOR: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 1e-2}  # engines approximate: exp, sums of another order
+_TIMES = 3.0  # the rounding; over families, depths and versions engines were 0.77 to 1.4 times as far
+_FLOOR: Mapping[str, float] = {"float32": 2e-2, "bfloat16": 2e-2}  # vLLM's soft caps are 1e-3 off in any dtype
 _NUM_PARTS = 8  # of the layers, one is read back at each version but the first
 _SHARE = 0.02  # of the time may go into canaries
 

@@ -159,8 +159,10 @@ def run_ssh_script(folder: Path, *, streamrl: str, learners: str) -> None:
 def started_by_ssh(tmp_path: Path) -> dict[str, list[str]]:
     """What the script starts, by host: by programs that write down their words."""
     told = tmp_path / "told"
-    said = f'#!/bin/bash\nfor word in "$STUB_HOST" "$(basename "$0")" "$@"; do printf "%s\\t" "$word"; done >> {told}'
-    run_ssh_script(tmp_path, streamrl=f"{said}\necho >> {told}\n", learners="a b")
+    # One write each: four of them append to the file at once.
+    line = 'line=$(printf "%s\\t" "$STUB_HOST" "$(basename "$0")" "$@"; echo .)'
+    said = f'#!/bin/bash\n{line}\necho "${{line%.}}" >> {told}\n'
+    run_ssh_script(tmp_path, streamrl=said, learners="a b")
     wait_until(lambda: told.exists() and told.read_text().count("\n") == 4, description="all four have started")
     lines = [line.split("\t")[:-1] for line in told.read_text().splitlines()]
     return {line[0]: line[1:] for line in lines}

@@ -115,6 +115,7 @@ def engine_args(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
         "max_model_len": max(settings.max_length, min(_PROOF_LENGTH, settings.model.max_positions or _PROOF_LENGTH)),
         "max_num_seqs": min(sampling, _MAX_SEQUENCES),
         "enforce_eager": on_cpu,
+        "worker_extension_cls": WORKER_EXTENSION,  # one of the user's own derives from it: the proofs call it
     }
     if on_cpu:
         defaults["kv_cache_memory_bytes"] = _CPU_KV_CACHE_BYTES
@@ -127,7 +128,6 @@ def engine_args(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
         "generation_config": "vllm",  # none of the model's own: sampling is the run's alone
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": {"backend": WEIGHT_TRANSFER_BACKEND},
-        "worker_extension_cls": WORKER_EXTENSION,
         "scheduling_policy": "priority",
     }
     for name in config.worker.engine_args:

@@ -1,0 +1,85 @@
+"""Do the worker's proofs cry wolf, and do they find what is wrong? Families, depths and dtypes; and a pretrained model.
+
+    families     14 of them x 4 depths x 2 dtypes, small, with weights of trained scale, on real vLLM (`proofs_family`)
+    pretrained   SmolLM2-135M in bfloat16: 500 versions on real vLLM, and what the proofs cost (`proofs_pretrained`)
+
+Half an hour to an hour on two cores. What the families gave is kept in `build/`, by the digest of what was tried, so
+that a bench which was broken off goes on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from bench.measure import Say
+from bench.proofs_family import Row, try_families
+from bench.proofs_models import FAMILIES
+from bench.proofs_pretrained import bench_pretrained
+from bench.report import Bar, Fact, Line
+from streamrl.weights.format import digest_of
+
+_QUICK = ("llama",)
+_TRIED = ("bench/proofs_family.py", "bench/proofs_faults.py", "bench/proofs_models.py", "workers/read_back.py",
+          "workers/reference.py", "workers/proving.py", "workers/weight_transfer.py")  # fmt: skip
+
+
+def bench(*, quick: bool, say: Say) -> list[Line]:
+    kept = Path("build") / f"proofs-{_digest()}.jsonl"
+    kept.parent.mkdir(exist_ok=True)
+    rows = try_families(_QUICK if quick else FAMILIES, kept, quick=quick, say=say)
+    tried = [row for row in rows if "failed" not in row]
+    for row in rows:
+        if "failed" in row:
+            say(f"{row['family']}, {row['depth']} layers, {row['dtype']}: {row['failed']}")
+    return [*_bars(tried), *_facts(tried), *bench_pretrained(quick=quick, say=say)]
+
+
+def _digest() -> str:
+    sources = [Path(__file__).parents[1] / name for name in _TRIED]
+    return digest_of(b"".join(source.read_bytes() for source in sources)).hex()[:12]
+
+
+def _bars(rows: list[Row]) -> Iterator[Bar]:
+    alarms = sum(len(row["alarms"]) for row in rows)
+    yield Bar(name="families: false alarms", value=float(alarms), unit="", goal=0, better="lower")
+    whole = _whole(rows)
+    yield Bar(
+        name="families tried at all depths and dtypes", value=float(len(whole)), unit="", goal=12, better="higher"
+    )
+    for dtype, goal in (("float32", 99.0), ("bfloat16", 95.0)):
+        found = _found(row for row in rows if row["dtype"] == dtype)
+        yield Bar(name=f"faults of a tensor found, {dtype}", value=found, unit="%", goal=goal, better="higher")
+    found = _found(rows, only=lambda kind: any(word in kind for word in ("embed", "lm_head", "norm")))
+    yield Bar(name="of embeddings, heads and norms", value=found, unit="%", goal=100, better="higher")
+    casts, missed = (sum(row["casts"][what] for row in rows) for what in ("num", "missed"))
+    share = 100 * (1 - missed / casts) if casts else math.nan
+    yield Bar(name="casts one step old found by digests", value=share, unit="%", goal=99, better="higher")
+
+
+def _whole(rows: list[Row]) -> list[str]:
+    cases = [(row["family"], row["depth"], row["dtype"]) for row in rows]
+    return [family for family in FAMILIES if sum(case[0] == family for case in cases) == 8]
+
+
+def _found(rows: Iterable[Row], *, only: Callable[[str], bool] = lambda kind: True) -> float:
+    faults = [fault for row in rows for fault in row["faults"] if only(fault["kind"])]
+    num = sum(fault["num"] for fault in faults)
+    return 100 * (1 - sum(fault["missed"] for fault in faults) / num) if num else math.nan
+
+
+def _facts(rows: list[Row]) -> Iterator[Fact]:
+    yield Fact(name="families: checks", value=float(sum(row["checks"] for row in rows)), unit="")
+    yield Fact(name="families: faults", value=float(sum(f["num"] for row in rows for f in row["faults"])), unit="")
+    yield Fact(name="families: unreadable", value=float(sum(len(row["unreadable"]) for row in rows)), unit="tensors")
+    for dtype in ("float32", "bfloat16"):
+        ours = [row for row in rows if row["dtype"] == dtype]
+        if dtype == "bfloat16":
+            worst = max((row["worst_ratio"] for row in ours), default=math.nan)
+            yield Fact(name=f"families, {dtype}: engine / rounding, worst", value=worst, unit="x")
+        far = max((row["off"] for row in ours), default=math.nan)
+        yield Fact(name=f"families, {dtype}: engine from the truth, worst", value=far, unit="nats")
+        alone = [one["off"] / row["rounding"] for row in ours for one in row.get("alone", [])]
+        seen = sum(ratio > 3 for ratio in alone) / len(alone) if alone else math.nan
+        yield Fact(name=f"{dtype}: one tensor wrong, beyond 3 roundings", value=100 * seen, unit="%")

@@ -1,0 +1,102 @@
+"""vLLM in this very process behind the worker's seam: an engine within seconds, one for each process.
+
+What is proved here is what a worker proves: the loads, the read-back and the canary's log-probs are those of
+`workers.weight_transfer` and `workers.read_back` on vLLM's own model; its front end and its processes are left out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from workers.engines.base import EngineStats, Generated, KvCache, ReadBack, SampleRequest
+from workers.vllm_plugin import WEIGHT_TRANSFER_BACKEND, WORKER_EXTENSION
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def import_vllm() -> None:
+    """Before the processes are forked that have an engine each."""
+    os.environ.update(_ENVIRONMENT)
+    importlib.import_module("vllm").LLM  # noqa: B018 - imported when it is asked for
+
+
+class EngineHere:
+    """Generates nothing."""
+
+    def __init__(self, model: Path, dtype: str) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(
+            str(model),
+            dtype=dtype,
+            load_format="dummy",
+            enforce_eager=True,
+            max_model_len=96,
+            max_num_seqs=4,
+            kv_cache_memory_bytes=64 << 20,
+            weight_transfer_config={"backend": WEIGHT_TRANSFER_BACKEND},
+            worker_extension_cls=WORKER_EXTENSION,
+            disable_log_stats=True,
+        )
+        core: Any = self.llm.llm_engine.engine_core
+        self._worker = core.engine_core.model_executor.driver_worker.worker
+
+    @property
+    def model(self) -> Any:
+        return self._worker.get_model()
+
+    async def start(self) -> None:
+        """It is."""
+
+    async def load(self, weights: Path, *, version: int, step: int, kv_cache: KvCache = "salt") -> None:
+        self._update({"path": str(weights)})
+
+    async def load_decoy(self, weights: Path) -> None:
+        self._update({"path": str(weights), "decoy": True})
+
+    def _update(self, info: dict[str, Any]) -> None:
+        engine = self._worker.weight_transfer_engine
+        engine.start_weight_update()
+        engine.update_weights(info)
+        engine.finish_weight_update()
+
+    async def read_back(self, weights: Path, *, number: int, num_parts: int) -> ReadBack:
+        found = self._worker.streamrl_read_back(str(weights), number, num_parts)
+        return ReadBack(num_read=found["num_read"], wrong=tuple(found["wrong"]), unreadable=tuple(found["unreadable"]))
+
+    async def logprobs(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        ids = token_ids.tolist()
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        [output] = self.llm.generate(TokensPrompt(prompt_token_ids=ids), params, use_tqdm=False)
+        positions = output.prompt_logprobs
+        assert positions is not None, "they were asked for"
+        values = [at[token].logprob for at, token in zip(positions[1:], ids[1:], strict=True) if at is not None]
+        return np.minimum(np.asarray(values, dtype=np.float32), 0.0)
+
+    async def generate(self, request: SampleRequest) -> Generated:
+        raise NotImplementedError("this engine is for proofs")
+
+    async def check_alive(self) -> None:
+        """It does."""
+
+    async def stop(self) -> None:
+        """With the process."""
+
+    def stats(self) -> EngineStats:
+        return EngineStats(in_flight=0, num_tokens=0, num_made=0, num_waiting=0, kv_used=0.0)

@@ -1,0 +1,212 @@
+"""Families of models through the worker's proofs, at all depths and dtypes, each in a forked process of its own.
+
+For each depth and dtype a vLLM engine takes in a decoy and six versions, each of which is checked as a worker does,
+canary included; then faults of each kind of tensor, which reading back must find; and, at one depth, what the canary
+alone would have found. What was found is kept, a JSON line each, and passed over the next time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import product
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from bench.measure import Say
+from bench.proofs_engine import EngineHere, import_vllm
+from bench.proofs_faults import Tensors, faults, place, served, updated
+from bench.proofs_models import DEPTHS, DTYPES, VOCABULARY, write_model
+from learner.publishing.cast import cast_digests
+from streamrl.errors import LoadRejected
+from streamrl.telemetry.progress import Progress
+from streamrl.weights.manifest import Manifest
+from workers.model import read_model
+from workers.proving import Prover
+
+_FORK = multiprocessing.get_context("fork")  # vLLM is imported once
+_TIMEOUT_S = 300.0
+_NUM_VERSIONS = 6
+_ALONE_AT = 12  # the depth at which the canary is tried by itself
+_NUM_TOKENS = 64
+
+Row = dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Case:
+    """One depth and dtype of a family."""
+
+    folder: Path
+    dtype: torch.dtype
+    engine: EngineHere
+    prover: Prover
+    progress: Progress
+    result: dict[str, Any]
+    token_ids: tuple[int, ...]
+    versions: list[Tensors] = field(default_factory=list)  # as served, the newest last
+    masters: list[Tensors] = field(default_factory=list)
+
+    def manifest(self) -> Manifest:
+        return Manifest(
+            version=(1 << 32) + len(self.versions),
+            base=0,
+            step=len(self.versions),
+            run_uid="bench",
+            tensors=(),
+            shards=(),
+            canary_ids=self.token_ids,
+        )
+
+
+async def _try(family: str, depth: int, dtype: str, folder: Path) -> dict[str, Any]:
+    model = write_model(family, depth, dtype, folder / "model")
+    facts = read_model(str(model), trust_remote_code=False)
+    progress = Progress(part="worker/0", role="worker")
+    prover = Prover(
+        model=facts,
+        dtype=dtype,
+        trust_remote_code=False,
+        progress=progress,
+        clock=lambda: 0.0,  # by which a canary takes no time, so that each version has one
+    )
+    ids = np.random.default_rng(depth).integers(2, VOCABULARY, _NUM_TOKENS)
+    case = _Case(
+        folder=folder,
+        dtype=getattr(torch, dtype),
+        engine=EngineHere(model, dtype),
+        prover=prover,
+        progress=progress,
+        result={"family": family, "depth": depth, "dtype": dtype},
+        token_ids=tuple(ids.tolist()),
+    )
+    case.masters.append({name: t.float() for name, t in load_file(model / "mirror.safetensors").items()})
+    await _serve_versions(case)
+    await _find_faults(case)
+    if depth == _ALONE_AT:
+        await _canary_alone(case)
+    _stale_casts(case)
+    return case.result
+
+
+async def _serve_versions(case: _Case) -> None:
+    """False alarms, and how far the engine is from the truth, in roundings."""
+    mirror, ratios, alarms = case.folder / "mirror.safetensors", [], []
+    for number in range(_NUM_VERSIONS):
+        if number:
+            case.masters.append(updated(case.masters[-1], seed=number))
+        case.versions.append(served(case.masters[-1], case.dtype))
+        save_file(dict(case.versions[-1]), mirror)
+        if not number:
+            await case.prover.rehearse(case.engine, mirror)
+        await case.engine.load(mirror, version=1 + number, step=number)
+        try:
+            await case.prover.check(case.engine, mirror, case.manifest())
+        except LoadRejected as error:
+            alarms.append(str(error))
+        told = case.progress.report().detail
+        ratios.append(float(told["engine_off"]) / float(told["rounding"]))
+        case.result |= {"off": float(told["engine_off"]), "rounding": float(told["rounding"])}
+    found = await case.engine.read_back(mirror, number=0, num_parts=1)
+    case.result |= {
+        "checks": _NUM_VERSIONS,
+        "alarms": alarms,
+        "worst_ratio": max(ratios),
+        "read": found.num_read,
+        "unreadable": list(found.unreadable),
+    }
+
+
+async def _find_faults(case: _Case) -> None:
+    """Loaded for real, then read back against the mirror, as at an engine's first load."""
+    mirror, spoilt = case.folder / "mirror.safetensors", case.folder / "spoilt.safetensors"
+    rows = []
+    for number, fault in enumerate(faults(case.versions[-1], case.versions[-2], case.versions[0])):
+        save_file({**case.versions[-1], **fault.tensors}, spoilt)
+        await case.engine.load(spoilt, version=100 + number, step=0)
+        wrong = (await case.engine.read_back(mirror, number=number, num_parts=1)).wrong
+        missed = {place(name) for name in fault.tensors} - {place(name) for name in wrong}
+        rows.append({"fault": fault.name, "kind": fault.kind, "num": len(fault.tensors), "missed": len(missed)})
+    case.result["faults"] = rows
+
+
+async def _canary_alone(case: _Case) -> None:
+    """One tensor of each kind, in the middle of the net: would the canary have seen it?"""
+    mirror, spoilt = case.folder / "mirror.safetensors", case.folder / "spoilt.safetensors"
+    truth = case.prover._plain().judge(mirror, case.token_ids)
+    rows = []
+    for number, fault in enumerate(faults(case.versions[-1], case.versions[-2], case.versions[0])):
+        name = sorted(fault.tensors)[len(fault.tensors) // 2]
+        save_file({**case.versions[-1], name: fault.tensors[name]}, spoilt)
+        await case.engine.load(spoilt, version=1000 + number, step=0)
+        answered = await case.engine.logprobs(np.asarray(case.token_ids, dtype=np.int32))
+        off = float(np.abs(answered - truth.truth).mean())
+        rows.append({"fault": fault.name, "kind": fault.kind, "off": off})
+    case.result["alone"] = rows
+
+
+def _stale_casts(case: _Case) -> None:
+    """A cast that is one step old, of each tensor in turn, against the digests of this step's masters."""
+    dtype = str(case.dtype).removeprefix("torch.")
+    was, is_ = (cast_digests(_module(masters), dtype) for masters in case.masters[-2:])
+    differing = [
+        name for name in case.versions[-1] if not torch.equal(case.versions[-1][name], case.versions[-2][name])
+    ]
+    found = [name for name in differing if any(was[key] != is_[key] for key in is_ if key[0] == name.replace(".", "/"))]
+    case.result["casts"] = {"num": len(differing), "missed": len(differing) - len(found)}
+
+
+def _module(masters: Tensors) -> torch.nn.Module:
+    module = torch.nn.Module()
+    for name, tensor in masters.items():
+        module.register_parameter(name.replace(".", "/"), torch.nn.Parameter(tensor))
+    return module
+
+
+def try_families(names: Iterable[str], kept: Path, *, quick: bool, say: Say) -> list[Row]:
+    """All rows, those that were kept too; a row of a case that broke says why."""
+    rows: list[Row] = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+    done = {(row["family"], row["depth"], row["dtype"]) for row in rows}
+    import_vllm()
+    torch.set_num_threads(1)
+    for family, depth, dtype in product(names, DEPTHS[:2] if quick else DEPTHS, DTYPES):
+        if (family, depth, dtype) in done:
+            continue
+        say(f"{family}, {depth} layers, {dtype}")
+        rows.append(_in_a_process(family, depth, dtype))
+        with kept.open("a") as file:
+            file.write(json.dumps(rows[-1]) + "\n")
+    return rows
+
+
+def _in_a_process(family: str, depth: int, dtype: str) -> Row:
+    receiver, sender = _FORK.Pipe(duplex=False)
+    process = _FORK.Process(target=_work, args=(family, depth, dtype, sender))
+    process.start()
+    sender.close()
+    failed = {"family": family, "depth": depth, "dtype": dtype}
+    try:
+        row: Row = receiver.recv() if receiver.poll(_TIMEOUT_S) else {**failed, "failed": f"{_TIMEOUT_S:g} s passed"}
+    except EOFError:
+        row = {**failed, "failed": "the process died"}
+    process.kill()
+    process.join()
+    return row
+
+
+def _work(family: str, depth: int, dtype: str, sender: Connection) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            row = asyncio.run(_try(family, depth, dtype, Path(folder)))
+        except Exception as error:  # noqa: BLE001 - of vLLM, whose errors share no base: the row says it
+            row = {"family": family, "depth": depth, "dtype": dtype, "failed": f"{type(error).__name__}: {error}"[:500]}
+    sender.send(row)

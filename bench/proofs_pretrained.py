@@ -1,0 +1,186 @@
+"""A pretrained model through the worker's proofs: hundreds of versions on real vLLM, and what the proofs cost.
+
+    AdamW at lr 1e-5 ─► Publisher, its cast proved ─► mirror ─► vLLM: loaded, read back, canary ─► again
+
+The model is the one that `make demo` makes out of a package. Every version has its canary here; a worker leaves some
+out, so as to spend 2 % of its time at most. The tokens of the steps are random, so the model gets worse; what counts is
+that its weights move as far as training moves them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from bench.learner_side import LearnerSide
+from bench.measure import Say, seconds
+from bench.report import Bar, Fact, Line
+from learner.companion import AtOnce
+from streamrl.config import schema
+from streamrl.errors import LoadRejected
+from streamrl.held_folder import scratch_folder
+from streamrl.telemetry.progress import Progress
+from streamrl.transport.types import Announcement
+from streamrl.weights.manifest import Manifest, decode_manifest
+from streamrl.weights.mirror import Mirror
+from streamrl.weights.stores import MemoryStore
+from workers.engines.base import EngineSettings
+from workers.engines.vllm_engine import VllmEngine
+from workers.model import ModelFacts, read_model
+from workers.proving import Prover
+
+MODEL = Path("runs/models/SmolLM2-135M-Instruct")
+_NUM_VERSIONS = 500
+_STEP_ROWS, _STEP_LENGTH = 48, 56  # tokens of a step of the demo: samples with their prompts
+_UPDATE_TOKENS = 32  # of the steps between versions
+_NUM_CANARY_TOKENS = 64
+
+
+class _Announced:
+    def __init__(self) -> None:
+        self.manifests: list[Manifest] = []
+
+    def announce(self, announcement: Announcement, *, keep: list[int]) -> None:
+        self.manifests.append(decode_manifest(announcement.manifest))
+
+    def amend(self, announcement: Announcement, *, keep: list[int]) -> None:
+        """Nobody comes late."""
+
+
+@dataclass(slots=True)
+class _Found:
+    start_s: float = math.nan  # of an engine, to its first version
+    proofs_s: float = math.nan  # of the same
+    step_s: float = math.nan  # of the learner, in bf16
+    cast_s: list[float] = field(default_factory=list)
+    load_s: list[float] = field(default_factory=list)
+    check_s: list[float] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)  # of the engine's distance from the truth to the rounding
+    alarms: list[str] = field(default_factory=list)
+
+
+def bench_pretrained(*, quick: bool, say: Say) -> list[Line]:
+    num_versions = 5 if quick else _NUM_VERSIONS
+    found = _Found()
+    if MODEL.is_dir():
+        asyncio.run(_prove_versions(num_versions, found, say))
+    else:
+        say(f"{MODEL} is not there: `make demo` makes it")
+    step_share = float(np.median(found.cast_s)) / found.step_s if found.cast_s else math.nan
+    alarms = float(len(found.alarms)) if len(found.check_s) == num_versions else math.nan
+    return [
+        Bar(name=f"SmolLM2-135M, bf16: false alarms in {num_versions} versions", value=alarms, unit="", goal=0,
+            better="lower"),
+        Bar(name="SmolLM2-135M: the learner's loop waits for proofs, of a step", value=100 * step_share, unit="%",
+            goal=1, better="lower"),
+        Bar(name="SmolLM2-135M: a worker's start is longer with proofs", value=100 * found.proofs_s / found.start_s,
+            unit="%", goal=15, better="lower"),
+        *_facts(found),
+    ]  # fmt: skip
+
+
+def _facts(found: _Found) -> list[Line]:
+    figures: dict[str, tuple[Sequence[float], str]] = {
+        "engine / rounding, worst": ([max(found.ratios, default=math.nan)], "x"),
+        "engine / rounding, median": (found.ratios, "x"),
+        "load": (found.load_s, "s"),
+        "read-back of an eighth, and a canary": (found.check_s, "s"),
+        "cast and its digests": (found.cast_s, "s"),
+        f"learner step of {_STEP_ROWS} x {_STEP_LENGTH} tokens, bf16": ([found.step_s], "s"),
+        "engine's start to its first version": ([found.start_s], "s"),
+        "rehearsal and first proof": ([found.proofs_s], "s"),
+    }
+    return [
+        Fact(name=f"SmolLM2-135M: {name}", value=float(np.median(values)), unit=unit)
+        for name, (values, unit) in figures.items()
+        if len(values)
+    ]
+
+
+async def _prove_versions(num_versions: int, found: _Found, say: Say) -> None:
+    config, facts = _config(), read_model(str(MODEL), trust_remote_code=False)
+    announced, store = _Announced(), MemoryStore()
+    learner = LearnerSide(config, store=store, announcer=announced, beside=AtOnce(), num_tokens=_UPDATE_TOKENS, lr=1e-5)
+    found.step_s = learner.measure_step(rows=_STEP_ROWS, length=_STEP_LENGTH)
+    progress = Progress(part="worker/0", role="worker")
+    prover = Prover(
+        model=facts,
+        dtype=config.weights.dtype,
+        trust_remote_code=False,
+        progress=progress,
+        clock=lambda: 0.0,  # by which a canary takes no time, so that each version has one
+    )
+    engine = VllmEngine(EngineSettings(model=facts, config=config, trust_remote_code=False, seed=1))
+    with scratch_folder() as folder:
+        mirror = Mirror(folder / "mirror")
+        learner.publish()
+        mirror.apply(announced.manifests[-1], store)
+        try:
+            await _start(engine, prover, mirror, _with_canary(announced.manifests[-1], facts), found, say)
+            for number in range(num_versions):
+                if number % 10 == 0:
+                    say(f"version {number + 1} of {num_versions}, {len(found.alarms)} alarms")
+                learner.train()
+                found.cast_s.append(seconds(lambda: learner.cast_digests(config.weights.dtype)))
+                learner.publish()
+                mirror.apply(announced.manifests[-1], store)
+                await _prove(engine, prover, mirror, _with_canary(announced.manifests[-1], facts), found)
+                told = progress.report().detail
+                found.ratios.append(float(told["engine_off"]) / float(told["rounding"]))
+        finally:
+            await engine.stop()
+            mirror.close()
+
+
+async def _start(
+    engine: VllmEngine, prover: Prover, mirror: Mirror, manifest: Manifest, found: _Found, say: Say
+) -> None:
+    """An engine to its first version; the proofs' share apart."""
+    say("starting vLLM")
+    began = time.perf_counter()
+    await engine.start()
+    started = time.perf_counter()
+    await prover.rehearse(engine, mirror.path)
+    rehearsed = time.perf_counter()
+    await engine.load(mirror.path, version=manifest.version, step=0)
+    loaded = time.perf_counter()
+    await prover.check(engine, mirror.path, manifest)
+    found.proofs_s = rehearsed - started + time.perf_counter() - loaded
+    found.start_s = loaded - began - (rehearsed - started)
+
+
+async def _prove(engine: VllmEngine, prover: Prover, mirror: Mirror, manifest: Manifest, found: _Found) -> None:
+    began = time.perf_counter()
+    await engine.load(mirror.path, version=manifest.version, step=manifest.step)
+    loaded = time.perf_counter()
+    try:
+        await prover.check(engine, mirror.path, manifest)
+    except LoadRejected as error:
+        found.alarms.append(str(error))
+    found.load_s.append(loaded - began)
+    found.check_s.append(time.perf_counter() - loaded)
+
+
+def _with_canary(manifest: Manifest, facts: ModelFacts) -> Manifest:
+    """The bench's learner knows no prompts: these are the model's own words."""
+    text = "What is 3 + 4 - 5? Think of the numbers one after the other, and then say what comes out. " * 4
+    chat = facts.tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
+    return replace(manifest, canary_ids=tuple(facts.tokenizer.encode(chat))[:_NUM_CANARY_TOKENS])
+
+
+def _config() -> schema.Config:
+    return schema.Config(
+        name="bench",
+        model=schema.Model(path=str(MODEL), dtype="float32"),
+        data=schema.Data(train="unused.jsonl", max_prompt_tokens=128),
+        sampling=schema.Sampling(num_samples=4, max_tokens=128),
+        rewards={"unused": schema.FunctionReward(type="function", target="unused")},
+        weights=schema.Weights(dtype="bfloat16"),
+        worker=schema.Worker(threads=1, max_groups_in_flight=4, engine_args={"kv_cache_memory_bytes": 256 << 20}),
+    )
