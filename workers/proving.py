@@ -78,20 +78,21 @@ class Prover:
         self._model, self._dtype, self._trust_remote_code = model, dtype, trust_remote_code
         self._progress, self._clock = progress, clock
         self._reference: Reference | None = None  # torch and transformers: not before it is asked
-        self._is_new = True  # an engine of which nothing was read back yet
+        self._believed = False  # whether the engine has passed its last check: else all of it is looked at
         self._num_checked = 0
         self._next_canary_at = 0.0
 
     async def rehearse(self, engine: Engine, mirror: Path) -> None:
-        self._is_new = True
+        self._believed = False
         await engine.load_decoy(mirror)
 
     async def check(self, engine: Engine, mirror: Path, manifest: Manifest) -> None:
-        is_new, self._is_new = self._is_new, False
+        believed, self._believed = self._believed, False
         self._num_checked += 1
-        await self._read_back(engine, mirror, manifest, num_parts=1 if is_new else _NUM_PARTS)
-        if manifest.canary_ids and (is_new or self._clock() >= self._next_canary_at):
+        await self._read_back(engine, mirror, manifest, num_parts=_NUM_PARTS if believed else 1)
+        if manifest.canary_ids and (not believed or self._clock() >= self._next_canary_at):
             await self._ask_canary(engine, mirror, manifest)
+        self._believed = True
 
     async def _read_back(self, engine: Engine, mirror: Path, manifest: Manifest, *, num_parts: int) -> None:
         found = await engine.read_back(mirror, number=self._num_checked, num_parts=num_parts)

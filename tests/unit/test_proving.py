@@ -131,6 +131,19 @@ async def test_all_is_read_back_at_an_engines_first_load_and_a_part_at_each_late
     assert engine.read_parts == [1, 8, 1, 8]
 
 
+async def test_an_engine_that_was_refused_is_read_back_as_a_whole_until_it_passes(case: tuple[Path, DType]) -> None:
+    engine, prover, mirror = EngineDouble(), prover_of(case), case[0] / "model.safetensors"
+    await prover.check(engine, mirror, manifest(()))
+    engine.wrong = ("model.norm.weight",)
+    for _ in range(2):
+        with pytest.raises(LoadRejected):
+            await prover.check(engine, mirror, manifest(()))
+    engine.wrong = ()
+    await prover.check(engine, mirror, manifest(()))
+    await prover.check(engine, mirror, manifest(()))
+    assert engine.read_parts == [1, 8, 1, 1, 8]
+
+
 async def test_canaries_take_a_small_share_of_the_time(case: tuple[Path, DType]) -> None:
     mirror, clock = case[0] / "model.safetensors", Clock()
     engine, prover = Answers(reference_of(case).judge(mirror, IDS)), prover_of(case, clock=clock)
