@@ -1,6 +1,6 @@
 """Do the worker's proofs cry wolf, and do they find what is wrong? Families, depths and dtypes; and a pretrained model.
 
-    families     14 of them x 4 depths x 2 dtypes, small, with weights of trained scale, on real vLLM (`proofs_family`)
+    families     15 of them x 4 depths x 2 dtypes, small, with weights of trained scale, on real vLLM (`proofs_family`)
     pretrained   SmolLM2-135M in bfloat16: 500 versions on real vLLM, and what the proofs cost (`proofs_pretrained`)
 
 Half an hour to an hour on two cores. What the families gave is kept in `build/`, by the digest of what was tried, so

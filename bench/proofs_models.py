@@ -48,7 +48,8 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "granite": {**_COMMON, **_HEADS, "tie_word_embeddings": True},
     "stablelm": {**_COMMON, **_HEADS},
     "cohere": {**_COMMON, **_HEADS},
-    "gpt_neox": {**_COMMON, "num_attention_heads": 4},
+    "gpt2": {**_COMMON, "num_attention_heads": 4},
+    "opt": {**_COMMON, "num_attention_heads": 4, "ffn_dim": 3 * WIDTH, "word_embed_proj_dim": WIDTH},
     "smollm3": {**_COMMON, **_HEADS},
     "glm4": {**_COMMON, **_HEADS, "head_dim": 32},
 }
@@ -101,6 +102,6 @@ def _kind(name: str, parameter: torch.Tensor) -> str:
     found = next((kind for kind in _SCALES if kind in name), None)
     if found is not None:
         return found
-    if "embed" in name or "lm_head" in name:
+    if "lm_head" in name or "wte" in name or "wpe" in name:
         return "embed"
     return "up_proj" if "mlp" in name else "o_proj"

@@ -44,9 +44,8 @@ _PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)  # what they keep
 
 
 class _Call(NamedTuple):
-    """What a loader was asked to write into a parameter."""
+    """What a loader was asked to write into a parameter: its words but the parameter itself."""
 
-    loaded: torch.Tensor
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
@@ -88,9 +87,9 @@ def _writing_down(model: nn.Module, calls: Mapping[nn.Module, Mapping[str, list[
     """Inside, loaders write down what they are asked to load, and load nothing."""
 
     def recorder(module: nn.Module, name: str) -> Callable[..., bool]:
-        def record(param: nn.Parameter, loaded: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
-            del param
-            calls[module][name].append(_Call(loaded, args, kwargs))
+        def record(*args: Any, **kwargs: Any) -> bool:
+            others = {word: value for word, value in kwargs.items() if word != "param"}
+            calls[module][name].append(_Call(args[1:], others))
             return True
 
         return record
@@ -140,7 +139,7 @@ class _Reader:
             return self._columns_agree(module, expected) if packed else None
         if live.shape != expected.shape:
             return None
-        agrees = torch.equal(live.detach().cpu(), expected.to(live.dtype))  # vLLM widens some biases
+        agrees = torch.equal(live.detach().cpu(), expected)
         return agrees and (not packed or self._columns_agree(module, expected))
 
     def _columns_agree(self, module: nn.Module, expected: torch.Tensor) -> bool:
@@ -160,7 +159,7 @@ def _loaded_aside(module: nn.Module, name: str, calls: list[_Call]) -> torch.Ten
     if blank is not None:
         fresh = materialize_meta_tensor(restore_layer_refs(blank, module))
     elif live is not None and live.numel():
-        fresh = torch.empty_like(live, dtype=calls[0].loaded.dtype, device="cpu")
+        fresh = torch.empty_like(live, device="cpu")
         fresh.__class__ = live.__class__
         fresh.__dict__ = dict(live.__dict__)
     else:
@@ -169,5 +168,5 @@ def _loaded_aside(module: nn.Module, name: str, calls: list[_Call]) -> torch.Ten
     while load.__name__ == "online_process_loader":  # what a reload wrapped around it, and leaves there
         load = load.__wrapped__
     for call in calls:
-        load(fresh, call.loaded, *call.args, **call.kwargs)
+        load(fresh, *call.args, **call.kwargs)
     return fresh.data
