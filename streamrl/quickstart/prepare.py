@@ -11,57 +11,34 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
-import sys
-import time
 from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
 
-from streamrl.errors import ConfigError, PartError
-from streamrl.launch.processes import Command, Process, end_all
+from streamrl.config.schema import Config
+from streamrl.launch.processes import Command
 from streamrl.quickstart.base_model import write_base_model
 from streamrl.quickstart.task import Example, demonstrate, examples, spoil
+from streamrl.showcase.making import program, run_all
 
 _NUM_TRAIN = 16_384
 _NUM_HELD_OUT = 400
 _NUM_DEMONSTRATIONS = 16_000  # 250 steps of 64 rows
 _NUM_PAIRS = 4_000
-_TIMEOUT_S = 600.0
-_LOOK_EVERY_S = 0.2
-_MADE_HERE = ("data", "base", "sft", "reward-model")
-_MARK = ".quickstart"  # in a folder that the quickstart has made, and so may clear
 
 
-def clear(folder: Path, *, keep: Iterable[str]) -> bool:
-    """Remove what an earlier quickstart has left; whether there was anything. ConfigError if it is somebody else's."""
-    left = [path for path in folder.iterdir() if path.name not in keep] if folder.is_dir() else []
-    if left and not (folder / _MARK).exists():
-        raise ConfigError(f"{folder} holds something else than a quickstart; choose another name with name=...")
-    for path in left:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / _MARK).touch()
-    return bool(left)
-
-
-def prepare(folder: Path, *, seed: int, say: Callable[[str], None]) -> None:
-    """`say` is told, again and again, what is going on."""
+def prepare(config: Config, say: Callable[[str], None]) -> list[str]:
+    """`say` is told, again and again, what is going on. Returns the settings of the run that follow from where things
+    were made, and from what the reward model turned out."""
+    folder, seed = config.folder, config.seed
     say("writing the data and an untrained model")
     write_data(folder / "data", seed=seed)
     write_base_model(folder / "base", seed=seed)
-    processes = [Process.start(_warm_up(folder, seed)), Process.start(_train_reward_model(folder, seed))]
-    try:
-        _wait(processes, say)
-    finally:
-        end_all(processes, within_s=0.0)
+    run_all([_warm_up(folder, seed), _train_reward_model(folder, seed)], say)
+    return overrides(folder)
 
 
 def overrides(folder: Path) -> list[str]:
-    """The settings of the run that follow from where things were made, and from what the reward model turned out."""
     settings: dict[str, object] = {
         "model.path": str(folder / "sft"),
         "data.train": str(folder / "data" / "train.jsonl"),
@@ -111,7 +88,7 @@ def _warm_up(folder: Path, seed: int) -> Command:
         "--seed": seed,
         "--threads": 1,
     }
-    return _command("warm-up", ["-m", "learner.sft"], options, folder)
+    return program("warm-up", ["-m", "learner.sft"], options, logs=folder / "logs")
 
 
 def _train_reward_model(folder: Path, seed: int) -> Command:
@@ -123,31 +100,5 @@ def _train_reward_model(folder: Path, seed: int) -> Command:
         "--seed": seed,
         "--threads": 1,
     }
-    return _command("reward model", ["-m", "streamrl.cli.main", "reward", "train"], options, folder)
-
-
-def _command(name: str, program: list[str], options: dict[str, object], folder: Path) -> Command:
-    words = [f"{option}={value}" for option, value in options.items()]
-    log = folder / "logs" / f"{name.replace(' ', '-')}.log"
-    return Command(name=name, arguments=(sys.executable, *program, *words), log=log)
-
-
-def _wait(processes: list[Process], say: Callable[[str], None]) -> None:
-    deadline = time.monotonic() + _TIMEOUT_S
-    while True:
-        codes = [process.poll() for process in processes]
-        for process, code in zip(processes, codes, strict=True):
-            if code not in (None, 0):
-                tail = "\n".join(f"  {line}" for line in process.last_words())
-                raise PartError(f"{process.command.name} ended with exit code {code}:\n{tail}")
-        if all(code == 0 for code in codes):
-            return
-        if time.monotonic() > deadline:
-            raise PartError(f"the preparation took more than {_TIMEOUT_S:g} s; see {processes[0].command.log.parent}")
-        say("   ".join(f"{process.command.name}: {_last_line(process)}" for process in processes))
-        time.sleep(_LOOK_EVERY_S)
-
-
-def _last_line(process: Process) -> str:
-    words = process.last_words(num_lines=1)
-    return words[0].partition(": ")[0] if words and words[0].startswith("step") else "starting" if not words else "done"
+    words = ["-m", "streamrl.cli.main", "reward", "train"]
+    return program("reward model", words, options, logs=folder / "logs")

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.errors import ConfigError
-from streamrl.quickstart.prepare import clear, overrides, write_data
+from streamrl.quickstart.prepare import overrides, write_data
 from streamrl.quickstart.task import FALLING, RISING, Example, demonstrate, examples, solve, spoil
 
 
@@ -70,28 +69,6 @@ def test_the_seed_decides_the_data(data: Path, tmp_path: Path) -> None:
     for file in data.iterdir():
         assert file.read_bytes() == (tmp_path / "same" / file.name).read_bytes()
         assert file.read_bytes() != (tmp_path / "other" / file.name).read_bytes()
-
-
-def test_a_fresh_start_clears_what_a_quickstart_has_left_and_keeps_the_lock(tmp_path: Path) -> None:
-    folder = tmp_path / "quickstart"
-    assert not clear(folder, keep=("up.lock",))
-    (folder / "checkpoints" / "e000001").mkdir(parents=True)
-    (folder / "up.lock").touch()
-
-    assert clear(folder, keep=("up.lock",))
-
-    assert not (folder / "checkpoints").exists()
-    assert (folder / "up.lock").exists()
-    assert clear(folder, keep=("up.lock",))
-
-
-def test_a_folder_of_somebody_else_is_not_cleared(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").touch()
-
-    with pytest.raises(ConfigError, match=r"holds something else than a quickstart; choose another name"):
-        clear(tmp_path, keep=())
-
-    assert (tmp_path / "thesis.tex").exists()
 
 
 def test_the_run_gets_the_paths_of_what_was_made_and_the_reward_models_scale(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The quickstart's last page."""
+"""The last page of a demonstration."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from streamrl.quickstart.plot import HELD_OUT_MARK, TRAIN_MARK, smoothed, terminal_plot
-from streamrl.quickstart.report import make_report, report_lines
+from streamrl.config.load import load_config
+from streamrl.config.schema import Config
+from streamrl.launch.up import shipped_config
+from streamrl.quickstart.showcase import TASK
+from streamrl.showcase.plot import HELD_OUT_MARK, TRAIN_MARK, smoothed, terminal_plot
+from streamrl.showcase.report import count_prompts, make_report, report_lines
 from tests.unit.test_summary import make_summary, step, validation, write
 
 
@@ -23,8 +27,20 @@ def write_run(folder: Path) -> Path:
     return folder
 
 
+def config_of(folder: Path, train: tuple[str, ...] = ("31>", "54<"), held_out: tuple[str, ...] = ("12<",)) -> Config:
+    """Of a run in this folder, with data beside it."""
+    paths = {"train": train, "validation": held_out}
+    for name, prompts in paths.items():
+        lines = (json.dumps({"messages": [{"role": "user", "content": prompt}]}) + "\n" for prompt in prompts)
+        (folder / f"{name}-prompts.jsonl").write_text("".join(lines))
+    places = [f"data.{name}={folder / f'{name}-prompts.jsonl'}" for name in paths]
+    return load_config(
+        shipped_config("quickstart.yaml"), [f"dir={folder.parent}", f"name={folder.name}", *places]
+    ).config
+
+
 def report_of(folder: Path, **changes: Any) -> Any:
-    return make_report(folder, make_summary(folder, **changes), prepare_s=20.0, total_s=80.0)
+    return make_report(config_of(folder), TASK, make_summary(folder, **changes), prepare_s=20.0, total_s=80.0)
 
 
 def test_the_report_says_before_and_after_and_shows_completions_that_changed_first(tmp_path: Path) -> None:
@@ -61,3 +77,27 @@ def test_the_terminal_plot_has_its_points_where_they_belong() -> None:
 
 def test_smoothing_keeps_a_constant_and_the_number_of_points() -> None:
     assert smoothed([(step, 2.0) for step in range(30)]) == [(step, 2.0) for step in range(30)]
+
+
+def test_prompts_that_are_trained_and_held_out_are_counted_in_the_files_of_the_run(tmp_path: Path) -> None:
+    apart = count_prompts(config_of(tmp_path, train=("1+1", "2+2", "2+2"), held_out=("3+3",)))
+    mixed = count_prompts(config_of(tmp_path, train=("1+1", "2+2"), held_out=("3+3", "2+2")))
+
+    assert (apart.to_train, apart.held_out, apart.in_both) == (2, 1, 0)
+    assert (mixed.to_train, mixed.held_out, mixed.in_both) == (2, 2, 1)
+
+
+def test_the_report_says_how_many_prompts_were_held_out_and_that_none_was_trained(tmp_path: Path) -> None:
+    lines = list(report_lines(report_of(write_run(tmp_path))))
+
+    assert "prompts           2 to train on, 1 held out, 0 in both" in lines
+
+
+def test_a_long_answer_does_not_break_the_table(tmp_path: Path) -> None:
+    folder = write_run(tmp_path)
+    text = (folder / "validation.jsonl").read_text()
+    (folder / "validation.jsonl").write_text(text.replace('"13"', json.dumps("a\n" + "b" * 200)))
+
+    [row] = [line for line in report_lines(report_of(folder)) if line.startswith("31>")]
+
+    assert row.split() == ["31>", "31", "a", "b" * 37 + "…", "✗", "31", "✓"]
