@@ -174,7 +174,8 @@ def _module(masters: Tensors) -> torch.nn.Module:
 
 def try_families(names: Iterable[str], kept: Path, *, quick: bool, say: Say) -> list[Row]:
     """All rows, those that were kept too; a row of a case that broke says why."""
-    rows: list[Row] = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+    lines = kept.read_text().splitlines() if kept.exists() else []
+    rows: list[Row] = [row for row in map(json.loads, lines) if "failed" not in row]  # those are tried again
     done = {(row["family"], row["depth"], row["dtype"]) for row in rows}
     import_vllm()
     torch.set_num_threads(1)

@@ -54,7 +54,7 @@ def _of_kind(names: list[str], now: Tensors, before: Tensors) -> dict[str, dict[
     found = {
         "left behind": {name: before[name] for name in names},
         "scaled by 1.01": {name: (now[name].float() * 1.01).to(now[name].dtype) for name in names},
-        "swapped": {name: now[other] for name, other in zip(names, neighbours, strict=True)},
+        "swapped": {name: now[other].clone() for name, other in zip(names, neighbours, strict=True)},
     }
     if now[names[0]].ndim == 2:
         found["transposed"] = {name: now[name].T.contiguous().view(now[name].shape) for name in names}
