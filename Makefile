@@ -4,7 +4,7 @@ ARGS ?=
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-long test-root lint format bench chaos scale staleness peers clean
+.PHONY: help setup quickstart demo test test-long test-root lint format bench chaos scale staleness peers clean
 
 help:  ## list the targets
 	@echo 'streamrl: make TARGET'
@@ -15,6 +15,10 @@ setup:  ## install everything into .venv; seconds when nothing changed (PYTHON=p
 
 quickstart: setup  ## watch a small model learn, a few minutes (ARGS="seed=2" for other settings)
 	@.venv/bin/streamrl quickstart $(ARGS)
+
+demo:  ## watch a pretrained model learn, a quarter of an hour (ARGS="seed=2" for other settings)
+	@.ci/setup demo
+	@.venv/bin/streamrl demo $(ARGS)
 
 test:  ## lint, types and the fast tests, as CI runs them: at most 15 minutes (ARGS="-k word" for some)
 	@.ci/tier fast $(ARGS)

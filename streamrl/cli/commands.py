@@ -13,6 +13,7 @@ class Entry(NamedTuple):
 
 COMMANDS: Mapping[str, Entry] = {
     "quickstart": Entry("streamrl.cli.quickstart:quickstart", "Watch a small model learn on this machine."),
+    "demo": Entry("streamrl.cli.demo:demo", "Watch a pretrained model learn on this machine."),
     "up": Entry("streamrl.cli.up:up", "Run everything on this machine: Redis, rewards, workers, learner."),
     "learn": Entry("streamrl.cli.learn:learn", "Run the learner alone, under torchrun, on one machine or several."),
     "pause": Entry("streamrl.cli.control:pause", "Hold a run: no more steps, no more tickets."),

