@@ -3,7 +3,7 @@
     file.gguf ─► transformers reads and dequantises it ─► a plain model of the same configuration ─► output/
 
 What transformers reads from a GGUF counts as quantised for it and refuses to be saved, so the weights move to a plain
-model first. Tokenizer and chat template are saved beside them. Blocks on nothing but computing, on the host's processors.
+model first. Tokenizer and chat template are saved beside them. Blocks on computing alone, on the host's processors.
 """
 
 from __future__ import annotations
