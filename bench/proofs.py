@@ -24,20 +24,23 @@ _QUICK = ("llama",)
 _TRIED = ("bench/proofs_family.py", "bench/proofs_faults.py", "bench/proofs_models.py", "workers/read_back.py",
           "workers/reference.py", "workers/proving.py", "workers/weight_transfer.py")  # fmt: skip
 
+_PRETRAINED = "bench/proofs_pretrained.py"
+
 
 def bench(*, quick: bool, say: Say) -> list[Line]:
-    kept = Path("build") / f"proofs-{_digest()}.jsonl"
+    kept = Path("build") / f"proofs-{_digest(*_TRIED)}.jsonl"
     kept.parent.mkdir(exist_ok=True)
     rows = try_families(_QUICK if quick else FAMILIES, kept, quick=quick, say=say)
     tried = [row for row in rows if "failed" not in row]
     for row in rows:
         if "failed" in row:
             say(f"{row['family']}, {row['depth']} layers, {row['dtype']}: {row['failed']}")
-    return [*_bars(tried), *_facts(tried), *bench_pretrained(quick=quick, say=say)]
+    pretrained = kept.with_name(f"proofs-{'quick-' if quick else ''}{_digest(*_TRIED, _PRETRAINED)}.json")
+    return [*_bars(tried), *_facts(tried), *bench_pretrained(pretrained, quick=quick, say=say)]
 
 
-def _digest() -> str:
-    sources = [Path(__file__).parents[1] / name for name in _TRIED]
+def _digest(*names: str) -> str:
+    sources = [Path(__file__).parents[1] / name for name in names]
     return digest_of(b"".join(source.read_bytes() for source in sources)).hex()[:12]
 
 

@@ -10,10 +10,11 @@ that its weights move as far as training moves them.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -65,11 +66,15 @@ class _Found:
     alarms: list[str] = field(default_factory=list)
 
 
-def bench_pretrained(*, quick: bool, say: Say) -> list[Line]:
+def bench_pretrained(kept: Path, *, quick: bool, say: Say) -> list[Line]:
+    """What was found is kept as a whole, and not measured again."""
     num_versions = 5 if quick else _NUM_VERSIONS
     found = _Found()
-    if MODEL.is_dir():
+    if kept.exists():
+        found = _Found(**json.loads(kept.read_text()))
+    elif MODEL.is_dir():
         asyncio.run(_prove_versions(num_versions, found, say))
+        kept.write_text(json.dumps(asdict(found)))
     else:
         say(f"{MODEL} is not there: `make demo` makes it")
     step_share = float(np.median(found.cast_s)) / found.step_s if found.cast_s else math.nan
