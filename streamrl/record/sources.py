@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ import redis
 from streamrl.errors import ConfigError, DataError
 from streamrl.record.read import Recording
 from streamrl.record.tap import Tap, to_entry
-from streamrl.transport.connection import Attempts, repeat
+from streamrl.transport.connection import repeat
 from streamrl.transport.keys import Keys
 from streamrl.transport.types import START, Entry, entry_order
 from streamrl.wire.ticket import Purpose
@@ -81,8 +82,8 @@ class LiveGroups:
             num_left = None if num_left is None else num_left - len(page)
 
     def _range(self, high: str, low: str, count: int) -> list[Entry]:
-        attempts = Attempts(self._client, "read groups", give_up_after_s=self._give_up_after_s)
-        found: Any = repeat(lambda: self._client.xrevrange(self._stream, high, low, count=count), attempts=attempts)
+        read = partial(self._client.xrevrange, self._stream, high, low, count=count)
+        found: Any = repeat(self._client, "read groups", read, give_up_after_s=self._give_up_after_s)
         return [to_entry(entry_id, fields) for entry_id, fields in found]
 
 

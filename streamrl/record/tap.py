@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import redis
 
 from streamrl.errors import RunGone
-from streamrl.transport.connection import Attempts, bounded_block_ms, repeat
+from streamrl.transport.connection import bounded_block_ms, repeat
 from streamrl.transport.keys import Keys
 from streamrl.transport.types import RUN_STATES, START, Entry, RunState, one_of
 from streamrl.wire.ticket import Purpose
@@ -90,7 +90,7 @@ class Tap:
         return entries
 
     def _ask(self, what: str, call: Callable[[], T]) -> T:
-        return repeat(call, attempts=Attempts(self._client, what, give_up_after_s=self._give_up_after_s))
+        return repeat(self._client, what, call, give_up_after_s=self._give_up_after_s)
 
 
 def to_entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Entry:

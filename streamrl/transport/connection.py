@@ -55,7 +55,7 @@ def connect(url: str, settings: Timeouts, *, patience_s: float | None = None) ->
     client = open_client(url, retry=Retry(NoBackoff(), 0), **_options(url, settings))
     give_up_after_s = settings.connect_timeout_s if patience_s is None else patience_s
     try:
-        repeat(client.ping, attempts=Attempts(client, "answer", give_up_after_s=give_up_after_s))
+        repeat(client, "answer", client.ping, give_up_after_s=give_up_after_s)
     except TransportError as error:
         client.close()
         if patience_s is not None and _is_away(error.__cause__):
@@ -123,7 +123,7 @@ def bounded_block_ms(client: AnyClient, wanted_ms: int) -> int:
 
 def check_server(client: redis.Redis, *, max_backlog_bytes: int = 0, max_store_bytes: int = 0) -> None:
     """ResourceError when the server is too old, would evict keys of a run, or may not hold what the settings allow."""
-    info = repeat(client.info, attempts=Attempts(client, "say what it is"))
+    info = repeat(client, "say what it is", client.info)
     _check_info(server_name(client), info)
     limit, needed = info.get("maxmemory", 0), needed_memory(max_backlog_bytes, max_store_bytes)
     if limit and needed > limit:
@@ -155,9 +155,7 @@ def _check_info(server: str, info: Mapping[str, Any]) -> None:
 class Attempts:
     """How one call is repeated: which errors pass, how long to pause, when to give up. Used for one call only."""
 
-    def __init__(
-        self, client: AnyClient, what: str, *, give_up_after_s: float = 0.0, wait_for_room: bool = True
-    ) -> None:
+    def __init__(self, client: AnyClient, what: str, *, give_up_after_s: float, wait_for_room: bool = True) -> None:
         self._server = server_name(client)
         self._what = what
         self._deadline = time.monotonic() + give_up_after_s
@@ -194,31 +192,33 @@ def _is_full(error: redis.RedisError) -> bool:
 
 
 def repeat(
-    call: Callable[[], T], *, attempts: Attempts, on_trouble: Callable[[redis.RedisError], None] | None = None
+    client: AnyClient,
+    what: str,
+    call: Callable[[], T],
+    *,
+    give_up_after_s: float = 0.0,
+    wait_for_room: bool = True,
+    on_trouble: Callable[[redis.RedisError], None] = lambda error: None,
 ) -> T:
     """Call until it answers. Only for calls that do the same thing when their first reply was lost."""
+    attempts = Attempts(client, what, give_up_after_s=give_up_after_s, wait_for_room=wait_for_room)
     while True:
         try:
             return call()
         except redis.RedisError as error:
             pause_s = attempts.pause_after(error)
-            if on_trouble is not None:
-                on_trouble(error)
+            on_trouble(error)
         time.sleep(pause_s)
 
 
 async def repeat_async(
-    call: Callable[[], Awaitable[T]],
-    *,
-    attempts: Attempts,
-    on_trouble: Callable[[redis.RedisError], None] | None = None,
+    client: AnyClient, what: str, call: Callable[[], Awaitable[T]], *, give_up_after_s: float = 0.0
 ) -> T:
     """`repeat` for coroutines."""
+    attempts = Attempts(client, what, give_up_after_s=give_up_after_s)
     while True:
         try:
             return await call()
         except redis.RedisError as error:
             pause_s = attempts.pause_after(error)
-            if on_trouble is not None:
-                on_trouble(error)
         await asyncio.sleep(pause_s)

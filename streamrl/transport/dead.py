@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 import redis
 
 from streamrl.errors import WireError
-from streamrl.transport.connection import Attempts, repeat
+from streamrl.transport.connection import repeat
 from streamrl.transport.keys import Keys
 from streamrl.transport.scripts import for_operators as scripts
-from streamrl.transport.scripts.call import run
+from streamrl.transport.scripts.call import Call, Script, run
 from streamrl.wire.ticket import Ticket, decode_ticket
 
 T = TypeVar("T")
@@ -62,21 +62,22 @@ def read_retried(client: redis.Redis, keys: Keys) -> dict[int, list[int]]:
 
 def request_retries(client: redis.Redis, keys: Keys, letters: Sequence[DeadLetter], *, by: str) -> int:
     """Ask for a new ticket in the place of each; how many had not been asked for yet."""
-    return _for_each(client, keys, "ask for retries", scripts.request_retries, letters, by)
+    return _for_each(client, keys, "ask for retries", scripts.REQUEST_RETRIES, letters, by)
 
 
 def purge(client: redis.Redis, keys: Keys, letters: Sequence[DeadLetter], *, by: str) -> int:
     """Throw them away; how many were there."""
-    return _for_each(client, keys, "purge dead letters", scripts.purge, letters, by)
+    return _for_each(client, keys, "purge dead letters", scripts.PURGE, letters, by)
 
 
 def _for_each(
-    client: redis.Redis, keys: Keys, what: str, script: Callable[..., Any], letters: Sequence[DeadLetter], by: str
+    client: redis.Redis, keys: Keys, what: str, script: Script, letters: Sequence[DeadLetter], by: str
 ) -> int:
-    changed = 0
+    touched, changed = (keys.meta, keys.events, keys.dead, keys.retry_requests), 0
     for start in range(0, len(letters), _LETTERS_A_CALL):
-        chunk = [(letter.number, letter.entry_id) for letter in letters[start : start + _LETTERS_A_CALL]]
-        call = script(keys, chunk, by=by, now=time.time())
+        chunk = letters[start : start + _LETTERS_A_CALL]
+        parts = [part for letter in chunk for part in (letter.number, letter.entry_id)]
+        call = Call(script, touched, (time.time(), by, *parts))
         changed += int(_ask(client, what, partial(run, client, call)))
     return changed
 
@@ -118,4 +119,4 @@ def _to_number(text: bytes) -> int:
 
 
 def _ask(client: redis.Redis, what: str, call: Callable[[], T]) -> Any:
-    return repeat(call, attempts=Attempts(client, what, give_up_after_s=_PATIENCE_S))
+    return repeat(client, what, call, give_up_after_s=_PATIENCE_S)

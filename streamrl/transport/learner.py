@@ -11,7 +11,7 @@ import json
 import math
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,9 +24,10 @@ from streamrl.telemetry.progress import Report
 from streamrl.telemetry.thinning import history_streams, is_validation
 from streamrl.transport.ahead import PagedReader
 from streamrl.transport.connection import bounded_block_ms
-from streamrl.transport.keys import LONGEST_EVENTS, Keys
+from streamrl.transport.keys import LONGEST_EVENTS, WORKERS, Keys
 from streamrl.transport.report_codec import decode_reports
 from streamrl.transport.scripts import for_learner as scripts
+from streamrl.transport.scripts import for_tenure
 from streamrl.transport.scripts.call import Argument, Call, run
 from streamrl.transport.scripts.fence import Fence
 from streamrl.transport.tenure import Tenure
@@ -89,11 +90,11 @@ class LearnerStream:
         """A drain or a stop that was said before this learner began is not for it, or it would end at once."""
         if (word := self.orders().control) in ("drain", "stop"):
             self.event("forgets", control=word)
-        self._tenure.forget_end()
+        self._tenure.write("forget what an earlier learner was told", for_tenure.FORGET_END, [self._keys.control])
 
     def release(self, state: RunState) -> None:
         """Last act: the run is finished, stopped or failed, and another learner may begin at once."""
-        self._tenure.release(state)
+        self._tenure.write("release the run", for_tenure.RELEASE, [self._keys.control], state)
         crashpoint("release.written")
 
     def orders(self) -> Orders:
@@ -120,8 +121,10 @@ class LearnerStream:
         self._tenure.disturbed = False
         for reader in self._readers.values():
             reader.forget()
-        call = scripts.restore(self._keys, self._fence, cursor=cursor, eval_cursor=eval_cursor, retried=retried or {})
-        self._tenure.write("restore the streams", call)
+        streams = [*map(self._keys.tickets, PURPOSES), *map(self._keys.groups, PURPOSES)]
+        pairs = _flat((retried or {}).items())
+        keys = [*streams, self._keys.retried]
+        self._tenure.write("restore the streams", scripts.RESTORE, keys, WORKERS, cursor, eval_cursor, *pairs)
         crashpoint("restore.written")
 
     def issue(self, tickets: Sequence[Ticket]) -> list[Ticket]:
@@ -135,10 +138,12 @@ class LearnerStream:
         return refused
 
     def _issue(self, purpose: Purpose, tickets: Sequence[Ticket]) -> bool:
-        encoded = [(t.number, encode_ticket(t), t.retry_of) for t in tickets]
-        call = scripts.issue(self._keys, self._fence, purpose, token=uuid.uuid4().hex, tickets=encoded)
+        k = self._keys
+        keys = [k.tickets(purpose), k.appends, k.counters, k.dead, k.retry_requests, k.retried]
+        parts = _flat((t.number, encode_ticket(t), "" if t.retry_of is None else t.retry_of) for t in tickets)
+        args = (WORKERS, uuid.uuid4().hex, purpose, *parts)
         try:
-            self._tenure.write("issue tickets", call, wait_for_room=False)
+            self._tenure.write("issue tickets", scripts.ISSUE, keys, *args, wait_for_room=False)
         except ServerFull:
             return False
         crashpoint("issue.written")
@@ -146,7 +151,7 @@ class LearnerStream:
 
     def count_issued(self, issued: int) -> None:
         """What the audit goes by from here on: training tickets up to this number, exclusive, have been issued."""
-        self._tenure.write("count the tickets", scripts.count_issued(self._keys, self._fence, issued=issued))
+        self._tenure.write("count the tickets", scripts.COUNT_ISSUED, [], issued)
         crashpoint("reconcile.counted")
 
     def read(self, purpose: Purpose, *, after: str, count: int, block_ms: int) -> list[Entry]:
@@ -172,13 +177,13 @@ class LearnerStream:
     def commit(self, *, step: int, cursor: str, trim_below: str, ended: Sequence[str] = ()) -> None:
         """After the checkpoint's rename: groups before `trim_below`, and the `ended` ones beyond it, are no longer
         needed by anybody."""
-        call = scripts.commit(self._keys, self._fence, step=step, cursor=cursor, trim_below=trim_below, ended=ended)
-        self._tenure.write("commit a step", call)
+        keys = [self._keys.groups("train")]
+        self._tenure.write("commit a step", scripts.COMMIT, keys, step, cursor, trim_below, *ended)
         crashpoint("commit.written")
 
     def trim_eval(self, *, below: str) -> None:
         """Evaluation is outside the audit: its groups go when validation has read them."""
-        self._tenure.write("trim evaluation groups", scripts.trim_eval(self._keys, self._fence, below=below))
+        self._tenure.write("trim evaluation groups", scripts.TRIM, [self._keys.groups("eval")], below)
 
     def present_tickets(self, purpose: Purpose) -> list[PresentTicket]:
         """All that wait or are leased, and whatever else lies among them. Scan these before the groups: a delivery
@@ -193,30 +198,31 @@ class LearnerStream:
         """All groups beyond `after`, without their bodies."""
         stream, found, last = self._keys.groups(purpose), list[PresentGroup](), after
         while last:
-            call = scripts.numbers(stream, self._fence.run_uid, after=last, count=_ENTRIES_A_PAGE)
+            call = Call(scripts.NUMBERS, (stream,), (self._fence.run_uid, last, _ENTRIES_A_PAGE))
             reached, page = self._tenure.ask("list groups", partial(run, self._client, call))
             last = reached.decode() if reached else ""
             found += [PresentGroup(entry_id=i.decode(), number=_to_number(n), num_bytes=size) for i, n, size in page]
         return found
 
     def delete_tickets(self, purpose: Purpose, entry_ids: Sequence[str]) -> None:
+        keys = [self._keys.tickets(purpose)]
         for chunk in _chunks(entry_ids, _IDS_A_CALL):
-            self._tenure.write("delete tickets", scripts.delete_tickets(self._keys, self._fence, purpose, chunk))
+            self._tenure.write("delete tickets", scripts.DELETE_TICKETS, keys, WORKERS, *chunk)
 
     def dead(self, ticket: Ticket, *, error: str) -> None:
         """Keep a ticket that is given up, for people and for `retry_of`."""
-        fields: list[tuple[str, Argument]] = [
-            ("p", ticket.purpose),
-            ("n", ticket.number),
-            ("u", ticket.run_uid),
-            ("b", encode_ticket(ticket)),
-            ("error", error[:2000]),
-            ("at", time.time()),
-        ]
+        fields: dict[str, Argument] = {
+            "p": ticket.purpose,
+            "n": ticket.number,
+            "u": ticket.run_uid,
+            "b": encode_ticket(ticket),
+            "error": error[:2000],
+            "at": time.time(),
+        }
         # Once per number, not per call: a failure read again after a restore finds its ticket dead already.
         once = (f"{self._keys.dead}:{ticket.purpose}:{ticket.number}", "dead")
-        call = scripts.append(self._keys, self._fence, self._keys.dead, once=once, longest=0, fields=fields)
-        self._tenure.write("dead-letter a ticket", call)
+        keys = [self._keys.appends, self._keys.dead]
+        self._tenure.write("dead-letter a ticket", scripts.APPEND, keys, *once, 0, *_flat(fields.items()))
         crashpoint("dead.written")
 
     def retried(self) -> dict[int, int]:
@@ -243,17 +249,18 @@ class LearnerStream:
 
     def announce(self, announcement: Announcement, *, keep: Sequence[int]) -> None:
         """The blobs are stored: from here on workers see the version. Manifests of versions not in `keep` go."""
-        version = announcement.version
-        assert epoch_of(version) == self._fence.epoch, f"version {show(version)} is of another epoch"
-        call = scripts.announce(self._keys, self._fence, announcement, keep=keep, now=time.time())
-        self._tenure.write(f"announce version {show(version)}", call)
+        a, k = announcement, self._keys
+        assert epoch_of(a.version) == self._fence.epoch, f"version {show(a.version)} is of another epoch"
+        what, keys = f"announce version {show(a.version)}", [k.manifests, k.weights, k.announced]
+        said = (a.version, a.base, a.step, time.time(), a.manifest)
+        self._tenure.write(what, scripts.ANNOUNCE, keys, *said, *keep)
         crashpoint("announce.written")
 
     def amend(self, announcement: Announcement, *, keep: Sequence[int]) -> None:
         """What followed the version, in its manifest: its anchor is stored beside it, and late workers begin with that.
         Manifests not in `keep` go, as those of what only led to older anchors."""
-        call = scripts.amend(self._keys, self._fence, announcement, keep=keep)
-        self._tenure.write(f"amend version {show(announcement.version)}", call)
+        what, said = f"amend version {show(announcement.version)}", (announcement.version, announcement.manifest)
+        self._tenure.write(what, scripts.AMEND, [self._keys.manifests], *said, *keep)
         crashpoint("amended.written")
 
     def has_manifests(self, versions: Sequence[int]) -> bool:
@@ -266,25 +273,19 @@ class LearnerStream:
         """A step's metrics, and where history keeps them; values that are no numbers are left out."""
         values = {name: value for name, value in metrics.items() if math.isfinite(value)}
         streams = history_streams(self._keys, step, is_validation=is_validation(values))
-        fields = self._stamped(("step", step), ("values", values))
-        token = uuid.uuid4().hex
-        self._tell("record metrics", scripts.record(self._keys, self._fence, streams, token=token, fields=fields))
+        self._tell("record metrics", streams, {"step": step, "values": json.dumps(values)})
 
     def event(self, kind: str, **detail: str | int | float) -> None:
         """One line of the journal."""
-        stream, fields = self._keys.events, self._stamped(("kind", kind), ("detail", detail))
-        once = (stream, uuid.uuid4().hex)
-        call = scripts.append(self._keys, self._fence, stream, once=once, longest=LONGEST_EVENTS, fields=fields)
-        self._tell("note an event", call)
+        self._tell("note an event", {self._keys.events: LONGEST_EVENTS}, {"kind": kind, "detail": json.dumps(detail)})
 
-    def _stamped(self, *fields: tuple[str, str | int | Mapping[str, Any]]) -> list[tuple[str, Argument]]:
-        stamped = [*fields, ("epoch", self._fence.epoch), ("at", time.time())]
-        return [(name, json.dumps(value) if isinstance(value, Mapping) else value) for name, value in stamped]
-
-    def _tell(self, what: str, call: Call) -> None:
-        """Telemetry is worth a short wait, and never the run."""
+    def _tell(self, what: str, streams: Mapping[str, int], fields: Mapping[str, Argument]) -> None:
+        """The same at the end of each stream, which keeps about so many. Worth a short wait, and never the run."""
+        keys, once = [self._keys.appends, *streams], (next(iter(streams)), uuid.uuid4().hex)
+        stamped = _flat({**fields, "epoch": self._fence.epoch, "at": time.time()}.items())
+        args = (*once, *streams.values(), *stamped)
         try:
-            self._tenure.write(what, call, give_up_after_s=_TELEMETRY_PATIENCE_S)
+            self._tenure.write(what, scripts.APPEND, keys, *args, give_up_after_s=_TELEMETRY_PATIENCE_S)
         except (Fenced, RunGone):
             raise
         except TransportError as error:
@@ -308,6 +309,10 @@ class LearnerStream:
 
 def _chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def _flat(rows: Iterable[Iterable[Argument]]) -> list[Argument]:
+    return [part for row in rows for part in row]
 
 
 def _to_number(text: bytes) -> int:

@@ -10,16 +10,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import redis
 
 from streamrl.telemetry.progress import Report
-from streamrl.transport.connection import Attempts, repeat
+from streamrl.transport.connection import repeat
 from streamrl.transport.keys import LEADER, Keys
 from streamrl.transport.scripts import for_operators as scripts
-from streamrl.transport.scripts.call import run
+from streamrl.transport.scripts.call import Call, run
 from streamrl.transport.snapshot import snapshot
 from streamrl.transport.types import Control, RunState
+from streamrl.wire.purpose import PURPOSES
 
 _PATIENCE_S = 10.0
 _TOMBSTONE_S = 86_400
@@ -42,9 +44,8 @@ class Obedience:
 def set_control(client: redis.Redis, keys: Keys, mode: Control, *, by: str) -> bool:
     """All parts follow: run, pause (no new tickets), drain (finish what is out, then stop) or stop. False: that was
     the word already. A change is noted in the journal."""
-    call = scripts.set_control(keys, mode, by=by, now=time.time())
-    attempts = Attempts(client, "set the control word", give_up_after_s=_PATIENCE_S)
-    return bool(repeat(lambda: run(client, call), attempts=attempts))
+    call = Call(scripts.SET_CONTROL, (keys.meta, keys.events, keys.control), (time.time(), by, mode))
+    return bool(repeat(client, "set the control word", partial(run, client, call), give_up_after_s=_PATIENCE_S))
 
 
 def await_obedience(client: redis.Redis, keys: Keys, mode: Control, *, timeout_s: float) -> Obedience:
@@ -83,11 +84,10 @@ def _activity(report: Report) -> str:
 def remove_run(client: redis.Redis, keys: Keys) -> bool:
     """Remove every key of the run and leave a tombstone, so that its workers and its learner leave. False: no run was
     there; whatever lay under its name is removed all the same."""
-    bury = scripts.bury(keys, tombstone_ms=1000 * _TOMBSTONE_S)
-    there = repeat(lambda: run(client, bury), attempts=Attempts(client, "remove the run", give_up_after_s=_PATIENCE_S))
-    repeat(
-        lambda: _sweep(client, keys), attempts=Attempts(client, "remove the run's keys", give_up_after_s=_PATIENCE_S)
-    )
+    streams = [key for purpose in PURPOSES for key in (keys.tickets(purpose), keys.groups(purpose))]
+    bury = Call(scripts.BURY, (keys.meta, keys.tombstone, keys.lease, keys.control, *streams), (1000 * _TOMBSTONE_S,))
+    there = repeat(client, "remove the run", partial(run, client, bury), give_up_after_s=_PATIENCE_S)
+    repeat(client, "remove the run's keys", partial(_sweep, client, keys), give_up_after_s=_PATIENCE_S)
     return bool(there)
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import redis
 
 from streamrl.telemetry.progress import Report
-from streamrl.transport.connection import Attempts, repeat
+from streamrl.transport.connection import repeat
 from streamrl.transport.gleaning import Gleaner
 from streamrl.transport.keys import WORKERS, Keys
 from streamrl.transport.types import START, Control, Event, Record, RunInfo, entry_order, to_control
@@ -96,8 +97,8 @@ class Snapshot:
 def snapshot(
     client: redis.Redis, keys: Keys, *, num_records: int = 1, num_events: int = 20, give_up_after_s: float = _PATIENCE_S
 ) -> Snapshot:
-    attempts = Attempts(client, "be looked at", give_up_after_s=give_up_after_s)
-    replies, of_another_type = repeat(lambda: _look(client, keys, num_records, num_events), attempts=attempts)
+    look = partial(_look, client, keys, num_records, num_events)
+    replies, of_another_type = repeat(client, "be looked at", look, give_up_after_s=give_up_after_s)
     gleaner = Gleaner(f"{key}: of another type" for key in of_another_type)
     (time, meta, weights, counters, progress, holder, lease_ms, control, tombstone), replies = replies[:9], replies[9:]
     (num_dead, letters, num_requests, num_versions, records, events, info), streams = replies[:7], replies[7:]

@@ -11,8 +11,7 @@ while Redis is away (at most `give_up_after_s`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,22 +20,15 @@ import redis
 from streamrl.crashpoints import crashpoint
 from streamrl.errors import Fenced, ResourceError, RunGone, TransportError
 from streamrl.transport.address import server_name
-from streamrl.transport.connection import Attempts, repeat
+from streamrl.transport.connection import repeat
 from streamrl.transport.keys import Keys
 from streamrl.transport.scripts import for_tenure as scripts
-from streamrl.transport.scripts.call import Call, run
+from streamrl.transport.scripts.call import Argument, Call, Script, run
 from streamrl.transport.scripts.fence import Fence
-from streamrl.transport.types import RunState
 
 T = TypeVar("T")
 
 _CLAIM_PAUSE_S = 0.1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Claim:
-    config_json: str
-    fingerprint: str
 
 
 def await_lease(
@@ -51,11 +43,11 @@ def await_lease(
 ) -> None:
     """Take the run's lease, now if nobody or this very holder has it, or with `takeover`; else wait for its end.
     TransportError names the holder who still renews it after `wait_s`."""
-    call = scripts.take_lease(keys, holder=holder, lease_ms=int(lease_s * 1000), takeover=takeover)
+    call = Call(scripts.TAKE_LEASE, (keys.lease,), (holder, int(lease_s * 1000), int(takeover)))
 
     def try_once() -> str | None:
-        attempts = Attempts(client, "take the run's lease", give_up_after_s=give_up_after_s)
-        return _other_holder(repeat(lambda: run(client, call), attempts=attempts))
+        reply = repeat(client, "take the run's lease", partial(run, client, call), give_up_after_s=give_up_after_s)
+        return _other_holder(reply)
 
     _wait_out(try_once, keys, wait_s)
     crashpoint("lease.taken")
@@ -63,8 +55,8 @@ def await_lease(
 
 def lease_holder(client: redis.Redis, keys: Keys, *, give_up_after_s: float) -> str | None:
     """Who the learner is; None when nobody is."""
-    attempts = Attempts(client, "say who learns the run", give_up_after_s=give_up_after_s)
-    holder: Any = repeat(lambda: client.get(keys.lease), attempts=attempts)
+    get = partial(client.get, keys.lease)
+    holder: Any = repeat(client, "say who learns the run", get, give_up_after_s=give_up_after_s)
     return None if holder is None else str(holder.decode(errors="replace"))
 
 
@@ -73,15 +65,16 @@ def known_epoch(
 ) -> int:
     """The newest epoch of this run that Redis has seen; 0 when it has seen none. RunGone where the run was removed, but
     for a `takeover`, which begins it anew there."""
-    attempts = Attempts(client, "say how the run stands", give_up_after_s=give_up_after_s)
-    uid, epoch = repeat(lambda: client.hmget(keys.meta, "uid", "epoch"), attempts=attempts)
-    if not takeover:
-        attempts = Attempts(client, "say whether the run was removed", give_up_after_s=give_up_after_s)
-        if repeat(lambda: client.get(keys.tombstone), attempts=attempts) == run_uid.encode():
-            raise RunGone(
-                f"run {keys.name!r} was removed from Redis at {server_name(client)}: with --takeover it goes on there, "
-                "from its newest checkpoint; or set another name"
-            )
+
+    def read() -> Any:
+        return *client.hmget(keys.meta, "uid", "epoch"), client.get(keys.tombstone)
+
+    uid, epoch, tombstone = repeat(client, "say how the run stands", read, give_up_after_s=give_up_after_s)
+    if tombstone == run_uid.encode() and not takeover:
+        raise RunGone(
+            f"run {keys.name!r} was removed from Redis at {server_name(client)}: with --takeover it goes on there, "
+            "from its newest checkpoint; or set another name"
+        )
     return int(epoch) if uid == run_uid.encode() and epoch else 0
 
 
@@ -113,42 +106,36 @@ class Tenure:
         self.disturbed = False
         self._client = client
         self._keys = keys
-        self._lease_ms = int(lease_s * 1000)
+        self._lease_s = lease_s
         self._give_up_after_s = give_up_after_s
-        self._claimed: _Claim | None = None
+        self._claimed: tuple[str, str] | None = None  # configuration and fingerprint
         self._server_run_id = ""
 
     def claim(self, *, config_json: str, fingerprint: str, takeover: bool, wait_s: float) -> None:
         if takeover:
-            lease_s = self._lease_ms / 1000
-            await_lease(
-                self._client, self._keys, holder=self.fence.holder, lease_s=lease_s, wait_s=wait_s, takeover=True
-            )
-        claimed = _Claim(config_json=config_json, fingerprint=fingerprint)
-        _wait_out(lambda: self._try_claim(claimed, takeover=takeover), self._keys, wait_s)
+            holder, lease_s = self.fence.holder, self._lease_s
+            await_lease(self._client, self._keys, holder=holder, lease_s=lease_s, wait_s=wait_s, takeover=True)
+        claimed = config_json, fingerprint
+        _wait_out(lambda: self._try_claim(*claimed, takeover=takeover), self._keys, wait_s)
         self._claimed = claimed
         self._note_server()
 
     def renew(self) -> None:
-        call = scripts.renew(self._keys, self.fence, lease_ms=self._lease_ms)
-        self.write("renew the learner's lease", call)
+        self.write("renew the learner's lease", scripts.RENEW, [], int(1000 * self._lease_s))
         self._note_server()
 
-    def forget_end(self) -> None:
-        self.write("forget what an earlier learner was told", scripts.forget_end(self._keys, self.fence))
-
-    def release(self, state: RunState) -> None:
-        self.write("release the run", scripts.release(self._keys, self.fence, state=state))
-
-    def write(self, what: str, call: Call, *, give_up_after_s: float | None = None, wait_for_room: bool = True) -> None:
+    def write(
+        self,
+        what: str,
+        script: Script,
+        keys: Sequence[str],
+        *args: Argument,
+        give_up_after_s: float | None = None,
+        wait_for_room: bool = True,
+    ) -> None:
         """Run a fenced script, which must be safe to repeat. ServerFull at once unless it shall wait for room."""
-        ask = partial(
-            self.ask,
-            what,
-            lambda: run(self._client, call),
-            give_up_after_s=give_up_after_s,
-            wait_for_room=wait_for_room,
-        )
+        write = partial(run, self._client, self.fence.call(script, self._keys, keys, *args))
+        ask = partial(self.ask, what, write, give_up_after_s=give_up_after_s, wait_for_room=wait_for_room)
         reply = ask()
         if reply[0] == b"LOST":
             self._claim_again(what)
@@ -164,22 +151,21 @@ class Tenure:
         wait_for_room: bool = True,
     ) -> T:
         """Anything that may be repeated; trouble with the server is remembered in `disturbed`."""
-        bound_s = self._give_up_after_s if give_up_after_s is None else give_up_after_s
-        attempts = Attempts(self._client, what, give_up_after_s=bound_s, wait_for_room=wait_for_room)
-        return repeat(call, attempts=attempts, on_trouble=self._note_trouble)
-
-    def _try_claim(self, claimed: _Claim, *, takeover: bool = False) -> str | None:
-        """None: it is ours. Otherwise who holds it."""
-        call = scripts.claim(
-            self._keys,
-            self.fence,
-            lease_ms=self._lease_ms,
-            takeover=takeover,
-            config_json=claimed.config_json,
-            fingerprint=claimed.fingerprint,
-            now=time.time(),
+        return repeat(
+            self._client,
+            what,
+            call,
+            give_up_after_s=self._give_up_after_s if give_up_after_s is None else give_up_after_s,
+            wait_for_room=wait_for_room,
+            on_trouble=self._note_trouble,
         )
-        reply = self.ask("claim the run", lambda: run(self._client, call))
+
+    def _try_claim(self, config_json: str, fingerprint: str, *, takeover: bool = False) -> str | None:
+        """None: it is ours. Otherwise who holds it."""
+        keys = (self._keys.meta, self._keys.tombstone, self._keys.lease)
+        args = int(1000 * self._lease_s), int(takeover), config_json, fingerprint, time.time()
+        call = Call(scripts.CLAIM, keys, (*self.fence, *args))
+        reply = self.ask("claim the run", partial(run, self._client, call))
         other = _other_holder(reply)
         if other is None:
             self._check(reply, "claim the run")
@@ -189,7 +175,7 @@ class Tenure:
         """Redis knows nothing of our claim: it was emptied, or came back from an older copy."""
         assert self._claimed is not None, f"claim the run before you {what}"
         self.disturbed = True
-        other = self._try_claim(self._claimed)
+        other = self._try_claim(*self._claimed)
         if other is not None:
             raise Fenced(f"run {self._keys.name!r} was lost from Redis, and {other} has taken its lease")
 

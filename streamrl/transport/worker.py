@@ -11,7 +11,6 @@ import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import redis.asyncio
@@ -20,13 +19,13 @@ import structlog
 from streamrl.crashpoints import crashpoint
 from streamrl.errors import RunGone, WireError
 from streamrl.transport.announced import Bell
-from streamrl.transport.connection import Attempts, bounded_block_ms, repeat_async
+from streamrl.transport.connection import bounded_block_ms, repeat_async
 from streamrl.transport.deliveries import Deliveries, Delivery
 from streamrl.transport.keys import LEADER, WORKERS, Keys
 from streamrl.transport.scripts import for_worker as scripts
-from streamrl.transport.scripts.call import Call, run_async
+from streamrl.transport.scripts.call import Argument, Call, Script, run_async
 from streamrl.transport.types import Announcement, Control, Leased, RunInfo, read_ticket, to_control
-from streamrl.wire.ticket import Purpose
+from streamrl.wire.ticket import PURPOSES, Purpose
 
 T = TypeVar("T")
 
@@ -34,6 +33,9 @@ T = TypeVar("T")
 _FORGET_AFTER_LEASES = 3
 # Leases that ran out are looked for so often, in parts of a lease: what a dead worker held is taken up soon after.
 _LOOK_FOR_EXPIRED_EVERY = 1 / 16
+_LEASING_ORDER: tuple[Purpose, ...] = ("eval", "train")  # evaluation is short, and people wait for it
+_HANDED_BACK_IDLE_MS = 86_400_000  # longer than any lease, and not before the epoch of clocks
+assert set(_LEASING_ORDER) == set(PURPOSES)
 
 
 class WorkerStream:
@@ -49,6 +51,7 @@ class WorkerStream:
         """`worker` must be this worker's alone; one that died and comes again under its name gets its leases back."""
         self._client = client
         self._keys = keys
+        self._tickets = [keys.tickets(purpose) for purpose in _LEASING_ORDER]
         self._deliveries = Deliveries(self._deliver)
         self._worker = worker
         self._lease_s = lease_s
@@ -114,14 +117,12 @@ class WorkerStream:
         somebody else has them, or the learner took them back."""
         if not leased:
             return []
-        reply = await self._call(
-            "renew leases", lambda uid: scripts.renew(self._keys, uid, worker=self._worker, leased=leased)
-        )
+        reply = await self._touch("renew leases", leased, idle_ms=0)
         crashpoint("ticket.renewed")
         if reply is None:  # the server was emptied: the learner issues again what it still wants
             lost = list(leased)
         else:
-            gone = {(scripts.LEASING_ORDER[stream - 1], entry_id.decode()) for stream, entry_id in reply[0]}
+            gone = {(_LEASING_ORDER[stream - 1], entry_id.decode()) for stream, entry_id in reply[0]}
             lost = [one for one in leased if (one.purpose, one.entry_id) in gone]
         self._hold(leased)
         self._let_go(lost)
@@ -139,24 +140,23 @@ class WorkerStream:
     async def hand_back(self, leased: Sequence[Leased]) -> None:
         """Others may lease these at once."""
         if leased:
-            await self._call(
-                "hand tickets back",
-                lambda uid: scripts.hand_back(self._keys, uid, worker=self._worker, leased=leased),
-            )
+            await self._touch("hand tickets back", leased, idle_ms=_HANDED_BACK_IDLE_MS)
             crashpoint("ticket.handed_back")
             self._let_go(leased)
 
     async def leave(self) -> None:
         """Last act: hand back whatever is pending under our name, also what a lost reply gave us. Who is in a hurry
         bounds it: while Redis is away it waits like every call."""
-        await self._call("leave the run", lambda uid: scripts.leave(self._keys, uid, worker=self._worker))
+        args = (WORKERS, self._worker, _HANDED_BACK_IDLE_MS, "(handed back)")
+        await self._call("leave the run", scripts.LEAVE, self._tickets, *args)
         crashpoint("worker.left")
         self._held.clear()
 
     async def latest(self, *, anew: bool = False) -> Announcement | None:
         """The newest version and its manifest, which is read again only if `anew`: an anchor may lie beside it now."""
         known = self._latest.version if self._latest and not anew else 0
-        reply = await self._call("read the latest version", lambda uid: scripts.latest(self._keys, uid, known=known))
+        keys = [self._keys.weights, self._keys.manifests]
+        reply = await self._call("read the latest version", scripts.LATEST, keys, known)
         match reply:
             case [version, base, step, manifest]:
                 self._latest = Announcement(version=int(version), base=int(base), step=int(step), manifest=manifest)
@@ -182,9 +182,8 @@ class WorkerStream:
 
     async def _take(self, uid: str, most: int) -> Any:
         recover, self._recover = self._recover, True  # until the reply is here, we may hold what we do not know of
-        lease_ms = int(self._lease_s * 1000)
-        call = scripts.take(self._keys, uid, worker=self._worker, lease_ms=lease_ms, most=most, recover=recover)
-        reply = await run_async(self._client, call)
+        args = (WORKERS, self._worker, int(self._lease_s * 1000), most, int(recover))
+        reply = await self._run(uid, scripts.TAKE, self._tickets, *args)
         crashpoint("ticket.leased")
         self._recover = False
         self._look_for_expired_at = time.monotonic() + _LOOK_FOR_EXPIRED_EVERY * self._lease_s
@@ -194,7 +193,7 @@ class WorkerStream:
         """New tickets as soon as there are some, in the form in which `_take` has them. With `_recover` left set they
         are pending under our name, or may be, and `_take` finds out."""
         self._recover = True
-        streams: dict[Any, Any] = {self._keys.tickets(purpose): ">" for purpose in scripts.LEASING_ORDER}
+        streams: dict[Any, Any] = dict.fromkeys(self._tickets, ">")
         block = bounded_block_ms(self._client, min(block_ms, int(_LOOK_FOR_EXPIRED_EVERY * self._lease_s * 1000)))
         try:
             reply: Any = await self._client.xreadgroup(WORKERS, self._worker, streams, count=most, block=block)
@@ -208,9 +207,8 @@ class WorkerStream:
             await asyncio.sleep(block / 1000)
             return []
         self._can_wait = True
-        places = {self._keys.tickets(purpose).encode(): at for at, purpose in enumerate(scripts.LEASING_ORDER, start=1)}
         came = [
-            (places[stream], entry_id, fields.get(b"n", b""), fields.get(b"u", b""), fields.get(b"b", b""))
+            (stream, entry_id, *(fields.get(name, b"") for name in (b"n", b"u", b"b")))
             for stream, entries in reply or []
             for entry_id, fields in entries
         ]
@@ -225,7 +223,7 @@ class WorkerStream:
         self._held = {key: at for key, at in self._held.items() if at > oldest}
         adopted: list[Leased] = []
         for stream, entry_id, number, uid, body in entries:
-            purpose = scripts.LEASING_ORDER[stream - 1]
+            purpose = _LEASING_ORDER[self._tickets.index(stream.decode())]
             if (purpose, entry_id.decode()) in self._held:
                 continue
             if len(adopted) == most:
@@ -252,26 +250,32 @@ class WorkerStream:
     # Delivering
 
     async def _deliver(self, lane: int, deliveries: Sequence[Delivery]) -> Sequence[bool]:
-        groups = [(one.leased, one.header, one.body) for one in deliveries]
-        call = partial(
-            scripts.deliver,
-            self._keys,
-            worker=self._worker,
-            lane=lane,
-            token=uuid.uuid4().hex,
-            receipt_ms=int(2000 * self._give_up_after_s),
-            groups=groups,
-        )
-        reply = await self._call("deliver groups", call)
+        k, receipt_ms = self._keys, int(2000 * self._give_up_after_s)
+        keys = [k.receipt(self._worker, lane), k.counters]
+        keys += [key for purpose in _LEASING_ORDER for key in (k.tickets(purpose), k.groups(purpose))]
+        parts: list[Argument] = []
+        for one in deliveries:
+            parts += (one.leased.purpose, one.leased.entry_id, one.leased.ticket.number, one.header, one.body)
+        args = (WORKERS, uuid.uuid4().hex, receipt_ms, *parts)
+        reply = await self._call("deliver groups", scripts.DELIVER, keys, *args)
         if reply is None:
-            return [False] * len(groups)
+            return [False] * len(deliveries)
         outcomes: bytes = reply[0]
         return [outcome == ord("1") for outcome in outcomes]
 
     # Calling
 
-    async def _call(self, what: str, call: Callable[[str], Call]) -> list[Any] | None:
-        return await self._do(what, lambda uid: run_async(self._client, call(uid)))
+    async def _touch(self, what: str, leased: Sequence[Leased], *, idle_ms: int) -> list[Any] | None:
+        """Nobody renewed these leases for so long, as far as others can see."""
+        entries = [part for one in leased for part in (_LEASING_ORDER.index(one.purpose) + 1, one.entry_id)]
+        return await self._call(what, scripts.TOUCH, self._tickets, WORKERS, self._worker, idle_ms, *entries)
+
+    async def _call(self, what: str, script: Script, keys: Sequence[str], *args: Argument) -> list[Any] | None:
+        return await self._do(what, lambda uid: self._run(uid, script, keys, *args))
+
+    async def _run(self, uid: str, script: Script, keys: Sequence[str], *args: Argument) -> Any:
+        call = Call(script, (self._keys.meta, self._keys.tombstone, *keys), (uid, *args))
+        return await run_async(self._client, call)
 
     async def _do(self, what: str, call: Callable[[str], Awaitable[Any]]) -> list[Any] | None:
         """Run a script of this run; None when no run is there."""
@@ -285,7 +289,7 @@ class WorkerStream:
         return rest if status == b"OK" else None
 
     async def _ask(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
-        return await repeat_async(call, attempts=Attempts(self._client, what, give_up_after_s=self._give_up_after_s))
+        return await repeat_async(self._client, what, call, give_up_after_s=self._give_up_after_s)
 
     def _gone(self) -> RunGone:
         return RunGone(f"run {self._keys.name!r} was removed from Redis, or another took its name")

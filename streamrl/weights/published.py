@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from streamrl.errors import DataError, WeightsError
-from streamrl.transport.connection import Attempts, repeat
+from streamrl.transport.connection import repeat
 from streamrl.versions import show
 from streamrl.weights.catchup import catch_up
 from streamrl.weights.format import TensorMeta, digest_of
@@ -50,8 +50,8 @@ class Manifests:
 
 def read_manifests(client: redis.Redis, keys: Keys) -> Manifests:
     """One that cannot be read, of another program or version, hides no other."""
-    attempts = Attempts(client, "list versions", give_up_after_s=_PATIENCE_S)
-    found: Any = repeat(partial(client.hgetall, keys.manifests), attempts=attempts)
+    read = partial(client.hgetall, keys.manifests)
+    found: Any = repeat(client, "list versions", read, give_up_after_s=_PATIENCE_S)
     manifests, unreadable = {}, []
     for key, packed in found.items():
         try:

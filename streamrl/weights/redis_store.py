@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from streamrl.crashpoints import crashpoint
 from streamrl.errors import WeightsError, WireError
-from streamrl.transport.connection import Attempts, repeat
+from streamrl.transport.connection import repeat
 from streamrl.weights.format import check_blob_name, digest_of
 from streamrl.wire.codec import pack, unpack
 
@@ -137,4 +137,4 @@ class RedisStore:
         return index
 
     def _ask(self, what: str, command: Callable[[], T]) -> T:
-        return repeat(command, attempts=Attempts(self._client, what, give_up_after_s=_PATIENCE_S))
+        return repeat(self._client, what, command, give_up_after_s=_PATIENCE_S)

@@ -23,7 +23,7 @@ from streamrl.config import schema
 from streamrl.errors import ConfigError, ResourceError
 from streamrl.transport.address import open_client, server_name
 from streamrl.transport.ahead import PagedReader
-from streamrl.transport.connection import Attempts, connect, connect_async, repeat
+from streamrl.transport.connection import connect, connect_async, repeat
 from streamrl.transport.embedded import EmbeddedRedis, find_server
 from streamrl.transport.url import PASSWORD, SENTINEL_PASSWORD, masked, split_password
 from tests.helpers import wait_until
@@ -308,11 +308,11 @@ def test_a_client_follows_when_sentinels_make_another_master(service: Service, t
         )
 
         def moved() -> bool:
-            info = repeat(client.info, attempts=Attempts(client, "answer", give_up_after_s=20.0))
+            info = repeat(client, "answer", client.info, give_up_after_s=20.0)
             return bool(info["tcp_port"] == replica.port and info["role"] == "master")
 
         wait_until(moved, description="the client is at the new master", timeout_s=60.0)
-        repeat(lambda: client.set("after", 1), attempts=Attempts(client, "write", give_up_after_s=20.0))
+        repeat(client, "write", lambda: client.set("after", 1), give_up_after_s=20.0)
         assert client.mget("before", "after") == [b"1", b"1"]
         for port in (service.master, replica.port):
             with redis.Redis(port=port, protocol=2) as admin:

@@ -10,7 +10,7 @@ import redis
 from streamrl.transport.keys import WORKERS, Keys
 from streamrl.transport.learner import LearnerStream
 from streamrl.transport.scripts import for_worker as scripts
-from streamrl.transport.scripts.call import run
+from streamrl.transport.scripts.call import Call, run
 from streamrl.transport.types import START, Leased
 from streamrl.transport.worker import WorkerStream
 from streamrl.wire.group import decode_body, decode_header, encode_group
@@ -160,13 +160,14 @@ async def test_a_call_that_comes_again_after_the_next_of_its_lane_delivers_nothi
     """A worker that was taken for dead, or a road on which something lay for long."""
     learner.issue([make_ticket(n) for n in range(3)])
     leased = await worker.lease(max_tickets=3, block_ms=0)
-    calls = [
-        scripts.deliver(
-            keys, "uid", worker="w", lane=lane, token=f"call {one.entry_id}", receipt_ms=10_000,
-            groups=[(one, *packed(one))],
-        )
-        for lane, one in zip((0, 1, 0), leased, strict=True)
-    ]  # fmt: skip
+    streams = [key for purpose in ("eval", "train") for key in (keys.tickets(purpose), keys.groups(purpose))]
+
+    def call(one: Leased, *, lane: int) -> Call:
+        touched = (keys.meta, keys.tombstone, keys.receipt("w", lane), keys.counters, *streams)
+        entry = ("train", one.entry_id, one.ticket.number, *packed(one))
+        return Call(scripts.DELIVER, touched, ("uid", WORKERS, f"call {one.entry_id}", 10_000, *entry))
+
+    calls = [call(one, lane=lane) for lane, one in zip((0, 1, 0), leased, strict=True)]
     assert [run(client, call) for call in calls] == [[b"OK", b"1"]] * 3
     assert run(client, calls[1]) == [b"OK", b"1"]  # the other lane still has its receipt
     assert run(client, calls[0]) == [b"OK", b"0"]

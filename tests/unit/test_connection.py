@@ -56,18 +56,17 @@ class Flaky:
 async def test_an_error_that_passes_is_waited_out(error: redis.RedisError, client: redis.Redis) -> None:
     noted: list[redis.RedisError] = []
     flaky = Flaky(error, error)
-    attempts = Attempts(client, "answer", give_up_after_s=10.0)
-    assert repeat(flaky, attempts=attempts, on_trouble=noted.append) == "answer"
+    assert repeat(client, "answer", flaky, give_up_after_s=10.0, on_trouble=noted.append) == "answer"
     assert flaky.num_calls == 3
     assert noted == [error, error]
-    assert await repeat_async(Flaky(error).call, attempts=Attempts(client, "answer", give_up_after_s=10.0)) == "answer"
+    assert await repeat_async(client, "answer", Flaky(error).call, give_up_after_s=10.0) == "answer"
 
 
 @pytest.mark.parametrize("error", LASTING, ids=str)
 def test_an_error_that_stays_is_raised_at_once(error: redis.RedisError, client: redis.Redis) -> None:
     flaky = Flaky(error)
     with pytest.raises(TransportError, match=r"Redis at stream\.example:7000/2 could not deliver: "):
-        repeat(flaky, attempts=Attempts(client, "deliver", give_up_after_s=10.0))
+        repeat(client, "deliver", flaky, give_up_after_s=10.0)
     assert flaky.num_calls == 1
 
 
@@ -76,7 +75,7 @@ async def test_patience_ends_with_the_servers_name_and_no_password(client: redis
     for give_up_after_s in (0.0, 0.1):
         flaky = Flaky(*[error] * 1000)
         with pytest.raises(TransportError) as caught:
-            await repeat_async(flaky.call, attempts=Attempts(client, "lease", give_up_after_s=give_up_after_s))
+            await repeat_async(client, "lease", flaky.call, give_up_after_s=give_up_after_s)
         assert "Redis at stream.example:7000/2 could not lease within" in str(caught.value)
         assert "secret" not in str(caught.value)
         assert caught.value.__cause__ is error

@@ -7,28 +7,25 @@ run was removed, and claiming again tells which; GONE: another run has the name,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from streamrl.transport.keys import Keys
 from streamrl.transport.scripts.call import Argument, Call, Script
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fence:
+class Fence(NamedTuple):
     """What every learner script carries: who it is, of which run, and since which epoch."""
 
     run_uid: str
     epoch: int
     holder: str
 
+    def call(self, script: Script, keys: Keys, more_keys: Sequence[str], *args: Argument) -> Call:
+        return Call(script, (keys.meta, keys.lease, *more_keys), (*self, *args))
+
 
 def fenced(text: str) -> Script:
     return Script(_FENCE + text)
-
-
-def call(script: Script, keys: Keys, fence: Fence, more_keys: Sequence[str], *args: Argument) -> Call:
-    carried = (fence.run_uid, fence.epoch, fence.holder)
-    return Call(script, (keys.meta, keys.lease, *more_keys), (*carried, *args))
 
 
 # The epoch tells two lives of one holder apart; the lease refuses a stalled learner from the moment that another has

@@ -1,17 +1,15 @@
-"""The learner's scripts on the streams: tickets out, groups in, weights announced. All but `numbers`, which only reads,
-pass the fence and answer as `scripts.fence` says."""
+"""The learner's scripts on the streams: tickets out, groups in, weights announced; the methods of `LearnerStream` say
+what each is for. All but NUMBERS, which only reads, pass the fence and answer as `scripts.fence` says."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from streamrl.transport.scripts.call import Script
+from streamrl.transport.scripts.fence import fenced
 
-from streamrl.transport.keys import WORKERS, Keys
-from streamrl.transport.scripts.call import Argument, Call, Script
-from streamrl.transport.scripts.fence import Fence, call, fenced
-from streamrl.transport.types import Announcement
-from streamrl.wire.ticket import Purpose
-
-_RESTORE = fenced("""
+# All streams are there, without the names of workers that left long ago, and every group still to come gets an id
+# beyond the cursor: after a failover to a server with a slower clock, or to an empty one, it would not, and nobody
+# would read it.
+RESTORE = fenced("""
 local group = ARGV[1]
 local function parts(id)
   local ms, seq = string.match(id, '^(%d+)-(%d+)$')
@@ -49,17 +47,14 @@ end
 return {'OK'}
 """)
 
-
-def restore(keys: Keys, fence: Fence, *, cursor: str, eval_cursor: str, retried: Mapping[int, int]) -> Call:
-    """All streams are there, without the names of workers that left long ago, and every group still to come gets an
-    id beyond the cursor: after a failover to a server with a slower clock, or to an empty one, it would not, and nobody
-    would read it."""
-    streams = [keys.tickets("train"), keys.tickets("eval"), keys.groups("train"), keys.groups("eval")]
-    pairs = [number for pair in retried.items() for number in pair]
-    return call(_RESTORE, keys, fence, [*streams, keys.retried], WORKERS, cursor, eval_cursor, *pairs)
-
-
-_ISSUE = fenced("""
+# Tickets as number, body, and the number of the dead one that it repeats or nothing. Once per token: the number of a
+# ticket cannot say whether it was issued already, for a failed one comes again under its own number.
+#
+# With a retry goes the request for it, and the letter of the dead ticket: so a request is answered by one ticket, and
+# whoever learns after a crash that the ticket is there learns what it repeats.
+#
+# The counter that COUNT_ISSUED has written goes along with them.
+ISSUE = fenced("""
 local tickets, appends, counters, dead, requests, retried = unpack(KEYS)
 local group, token, purpose = unpack(ARGV, 1, 3)
 if redis.call('HGET', appends, tickets) == token then return {'OK'} end
@@ -87,37 +82,16 @@ redis.call('HINCRBY', counters, 'issued', (#ARGV - 3) / 3)
 return {'OK'}
 """)
 
-
-def issue(
-    keys: Keys, fence: Fence, purpose: Purpose, *, token: str, tickets: Sequence[tuple[int, bytes, int | None]]
-) -> Call:
-    """Tickets as (number, body, the dead one that it repeats). Once per token: the number of a ticket cannot say
-    whether it was issued already, for a failed one comes again under its own number.
-
-    With a retry goes the request for it, and the letter of the dead ticket: so a request is answered by one ticket,
-    and whoever learns after a crash that the ticket is there learns what it repeats.
-
-    The counter that `count_issued` has written goes along with them.
-    """
-    touched = [keys.tickets(purpose), keys.appends, keys.counters, keys.dead, keys.retry_requests, keys.retried]
-    parts = [part for number, body, dead in tickets for part in (number, body, "" if dead is None else dead)]
-    return call(_ISSUE, keys, fence, touched, WORKERS, token, purpose, *parts)
-
-
-_COUNT_ISSUED = fenced("""
+COUNT_ISSUED = fenced("""
 if redis.call('HGET', meta, 'issued') == ARGV[1] then return {'OK'} end
 redis.call('HDEL', meta, 'issued')  -- a full server takes the next write only after one like this
 redis.call('HSET', meta, 'issued', ARGV[1])
 return {'OK'}
 """)
 
-
-def count_issued(keys: Keys, fence: Fence, *, issued: int) -> Call:
-    """Tell the audit the number of the next training ticket."""
-    return call(_COUNT_ISSUED, keys, fence, [], issued)
-
-
-_NUMBERS = Script("""
+# One page of the groups without their bodies: [id of its last entry, [[id, ticket number, bytes], ...]]. The number is
+# empty where the entry is not of this run.
+NUMBERS = Script("""
 local entries = redis.call('XRANGE', KEYS[1], '(' .. ARGV[2], '+', 'COUNT', ARGV[3])
 local found = {}
 for _, entry in ipairs(entries) do
@@ -129,14 +103,8 @@ end
 return {#entries > 0 and entries[#entries][1], found}
 """)
 
-
-def numbers(stream: str, run_uid: str, *, after: str, count: int) -> Call:
-    """One page of the groups without their bodies: [id of its last entry, [[id, ticket number, bytes], ...]]. The
-    number is empty where the entry is not of this run."""
-    return Call(_NUMBERS, (stream,), (run_uid, after, count))
-
-
-_COMMIT = fenced("""
+# A copy of what the checkpoint already says, and the end of the groups that it no longer needs.
+COMMIT = fenced("""
 local step, cursor, trim_below = unpack(ARGV, 1, 3)
 redis.call('XTRIM', KEYS[1], 'MINID', '=', trim_below)
 for i = 4, #ARGV do redis.call('XDEL', KEYS[1], ARGV[i]) end
@@ -144,83 +112,36 @@ redis.call('HSET', meta, 'step', step, 'cursor', cursor)
 return {'OK'}
 """)
 
-
-def commit(keys: Keys, fence: Fence, *, step: int, cursor: str, trim_below: str, ended: Sequence[str]) -> Call:
-    """A copy of what the checkpoint already says, and the end of the groups it no longer needs: those before
-    `trim_below`, and the `ended` ones among those after it."""
-    return call(_COMMIT, keys, fence, [keys.groups("train")], step, cursor, trim_below, *ended)
-
-
-_TRIM = fenced("""
+TRIM = fenced("""
 redis.call('XTRIM', KEYS[1], 'MINID', '=', ARGV[1])
 return {'OK'}
 """)
 
-
-def trim_eval(keys: Keys, fence: Fence, *, below: str) -> Call:
-    return call(_TRIM, keys, fence, [keys.groups("eval")], below)
-
-
-_DELETE_TICKETS = fenced("""
+# Acknowledged too: a deleted entry that is still pending would come back as nothing, for ever.
+DELETE_TICKETS = fenced("""
 redis.pcall('XACK', KEYS[1], unpack(ARGV))
 redis.call('XDEL', KEYS[1], unpack(ARGV, 2))
 return {'OK'}
 """)
 
-
-def delete_tickets(keys: Keys, fence: Fence, purpose: Purpose, entry_ids: Sequence[str]) -> Call:
-    """Acknowledged too: a deleted entry that is still pending would come back as nothing, for ever."""
-    return call(_DELETE_TICKETS, keys, fence, [keys.tickets(purpose)], WORKERS, *entry_ids)
-
-
-_APPEND = fenced("""
-local stream, appends = unpack(KEYS)
-local slot, token, longest = unpack(ARGV, 1, 3)
+# The same entry at the end of each stream, bounded to about as many as it says (0: keep all), unless the slot holds
+# this token already.
+APPEND = fenced("""
+local appends = table.remove(KEYS, 1)
+local slot = table.remove(ARGV, 1)
+local token = table.remove(ARGV, 1)
 if redis.call('HGET', appends, slot) == token then return {'OK'} end
-if longest == '0' then
-  redis.call('XDEL', stream, '0-1')  -- which is not there: a full server takes the next write only after one like this
-  redis.call('XADD', stream, '*', unpack(ARGV, 4))
-else
-  redis.call('XADD', stream, 'MAXLEN', '~', longest, '*', unpack(ARGV, 4))
+for i, stream in ipairs(KEYS) do
+  if ARGV[i] == '0' then
+    redis.call('XDEL', stream, '0-1')  -- not there: a full server takes the next write only after one like this
+    redis.call('XADD', stream, '*', unpack(ARGV, #KEYS + 1))
+  else
+    redis.call('XADD', stream, 'MAXLEN', '~', ARGV[i], '*', unpack(ARGV, #KEYS + 1))
+  end
 end
 redis.call('HSET', appends, slot, token)
 return {'OK'}
 """)
-
-
-def append(
-    keys: Keys,
-    fence: Fence,
-    stream: str,
-    *,
-    once: tuple[str, str],
-    longest: int,
-    fields: Sequence[tuple[str, Argument]],
-) -> Call:
-    """One entry, unless its slot holds its token already; `longest` bounds the stream about (0: keep all)."""
-    flat = [part for pair in fields for part in pair]
-    return call(_APPEND, keys, fence, [stream, keys.appends], *once, longest, *flat)
-
-
-_RECORD = fenced("""
-local appends = table.remove(KEYS, 1)
-local token = table.remove(ARGV, 1)
-if redis.call('HGET', appends, KEYS[1]) == token then return {'OK'} end
-for i, stream in ipairs(KEYS) do
-  redis.call('XADD', stream, 'MAXLEN', '~', ARGV[i], '*', unpack(ARGV, #KEYS + 1))
-end
-redis.call('HSET', appends, KEYS[1], token)
-return {'OK'}
-""")
-
-
-def record(
-    keys: Keys, fence: Fence, streams: Mapping[str, int], *, token: str, fields: Sequence[tuple[str, Argument]]
-) -> Call:
-    """The same entry at the end of each stream, each bounded to about as many as it says."""
-    flat = [part for pair in fields for part in pair]
-    return call(_RECORD, keys, fence, [keys.appends, *streams], token, *streams.values(), *flat)
-
 
 _WRITE_MANIFEST = """
 local function write_manifest(manifests, version, manifest, first_kept)
@@ -234,7 +155,9 @@ local function write_manifest(manifests, version, manifest, first_kept)
 end
 """
 
-_ANNOUNCE = fenced(
+# STALE unless the version grows. The same version and manifest again is the same call repeated. Workers that wait for a
+# version beyond an older one wake when all of it is written, as the server serves nobody before a script's end.
+ANNOUNCE = fenced(
     _WRITE_MANIFEST
     + """
 local manifests, weights, announced = unpack(KEYS)
@@ -249,17 +172,8 @@ return {'OK'}
 """
 )
 
-
-def announce(keys: Keys, fence: Fence, announcement: Announcement, *, keep: Sequence[int], now: float) -> Call:
-    """STALE unless the version grows. The same version and manifest again is the same call repeated. Workers that wait
-    for a version beyond an older one wake when all of it is written, as the server serves nobody before a script's end.
-    """
-    a = announcement
-    touched = [keys.manifests, keys.weights, keys.announced]
-    return call(_ANNOUNCE, keys, fence, touched, a.version, a.base, a.step, now, a.manifest, *keep)
-
-
-_AMEND = fenced(
+# The manifest of a version that was announced, now with more in it; UNKNOWN when Redis has lost it.
+AMEND = fenced(
     _WRITE_MANIFEST
     + """
 local version, manifest = unpack(ARGV, 1, 2)
@@ -268,9 +182,3 @@ write_manifest(KEYS[1], version, manifest, 3)
 return {'OK'}
 """
 )
-
-
-def amend(keys: Keys, fence: Fence, announcement: Announcement, *, keep: Sequence[int]) -> Call:
-    """The manifest of a version that was announced, now with more in it; UNKNOWN when Redis has lost it."""
-    a = announcement
-    return call(_AMEND, keys, fence, [keys.manifests], a.version, a.manifest, *keep)

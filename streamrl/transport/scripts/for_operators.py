@@ -3,14 +3,11 @@ so that saying something twice is saying it once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from streamrl.transport.keys import LONGEST_EVENTS
+from streamrl.transport.scripts.call import Script
 
-from streamrl.transport.keys import LONGEST_EVENTS, Keys
-from streamrl.transport.scripts.call import Call, Script
-from streamrl.transport.types import Control
-from streamrl.wire.ticket import PURPOSES
-
-_BURY = Script("""
+# The tombstone takes the place of meta and streams in one step: nothing of the run is accepted after it.
+BURY = Script("""
 local uid = redis.call('HGET', KEYS[1], 'uid')
 redis.call('DEL', unpack(KEYS, 3))
 if not uid then return 0 end
@@ -18,13 +15,6 @@ redis.call('DEL', KEYS[1])
 redis.call('SET', KEYS[2], uid, 'PX', ARGV[1])
 return 1
 """)
-
-
-def bury(keys: Keys, *, tombstone_ms: int) -> Call:
-    """The tombstone takes the place of meta and streams in one step: nothing of the run is accepted after it."""
-    streams = [key for purpose in PURPOSES for key in (keys.tickets(purpose), keys.groups(purpose))]
-    return Call(_BURY, (keys.meta, keys.tombstone, keys.lease, keys.control, *streams), (tombstone_ms,))
-
 
 # KEYS begin with meta and events, ARGV with the time and the name of who speaks. What follows sees its own only.
 _NOTE = f"""
@@ -38,8 +28,8 @@ local function note(kind, detail)
 end
 """
 
-
-_SET_CONTROL = Script(
+# 1: the word has changed.
+SET_CONTROL = Script(
     _NOTE
     + """
 if (redis.call('HGET', KEYS[1], 'mode') or 'run') == ARGV[1] then return 0 end
@@ -49,14 +39,9 @@ return 1
 """
 )
 
-
-def set_control(keys: Keys, mode: Control, *, by: str, now: float) -> Call:
-    """1: the word has changed."""
-    return Call(_SET_CONTROL, (keys.meta, keys.events, keys.control), (now, by, mode))
-
-
-# A letter is taken by its entry id only if the entry is still about that ticket.
-_REQUEST_RETRIES = Script(
+# Letters as number and entry id; how many requests are new. A letter is taken by its entry id only if the entry is
+# still about that ticket.
+REQUEST_RETRIES = Script(
     _NOTE
     + """
 local dead, requests = unpack(KEYS)
@@ -77,15 +62,8 @@ return #added
 """
 )
 
-
-def request_retries(keys: Keys, letters: Sequence[tuple[int, str]], *, by: str, now: float) -> Call:
-    """Ask the learner for new tickets in the place of these dead ones, given by number and letter; how many requests
-    are new."""
-    flat = [part for letter in letters for part in letter]
-    return Call(_REQUEST_RETRIES, (keys.meta, keys.events, keys.dead, keys.retry_requests), (now, by, *flat))
-
-
-_PURGE = Script(
+# Letters as number and entry id, and the requests to repeat their tickets; how many letters were there.
+PURGE = Script(
     _NOTE
     + """
 local dead, requests = unpack(KEYS)
@@ -99,9 +77,3 @@ if #removed > 0 then note('dead_purge', {tickets = table.concat(removed, ' ')}) 
 return #removed
 """
 )
-
-
-def purge(keys: Keys, letters: Sequence[tuple[int, str]], *, by: str, now: float) -> Call:
-    """Throw these letters away, and the requests to repeat their tickets; how many were there."""
-    flat = [part for letter in letters for part in letter]
-    return Call(_PURGE, (keys.meta, keys.events, keys.dead, keys.retry_requests), (now, by, *flat))

@@ -6,12 +6,11 @@ the next write only after one like this, and to keep the learner is the way to h
 
 from __future__ import annotations
 
-from streamrl.transport.keys import Keys
-from streamrl.transport.scripts.call import Call, Script
-from streamrl.transport.scripts.fence import Fence, call, fenced
-from streamrl.transport.types import RunState
+from streamrl.transport.scripts.call import Script
+from streamrl.transport.scripts.fence import fenced
 
-_TAKE_LEASE = Script("""
+# OK, or HELD by another holder.
+TAKE_LEASE = Script("""
 local current = redis.call('GET', KEYS[1])
 if current and current ~= ARGV[1] and ARGV[3] ~= '1' then return {'HELD', current} end
 redis.call('DEL', KEYS[1])
@@ -19,13 +18,12 @@ redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return {'OK'}
 """)
 
-
-def take_lease(keys: Keys, *, holder: str, lease_ms: int, takeover: bool) -> Call:
-    """OK, or HELD by another holder."""
-    return Call(_TAKE_LEASE, (keys.lease,), (holder, lease_ms, int(takeover)))
-
-
-_CLAIM = Script("""
+# From here on this epoch learns the run: OK, HELD by another holder, TAKEN by another run's uid, FENCED, GONE. Only a
+# takeover begins a removed run anew.
+#
+# An epoch is durable before it is claimed here, and cuts off what older ones still write. So it wins over an older one
+# that Redis knows, whoever holds the lease: after a fail-over that may be a learner which was replaced.
+CLAIM = Script("""
 local meta, tombstone, lease = unpack(KEYS)
 local uid, epoch, holder, lease_ms, takeover, config, fingerprint, now = unpack(ARGV)
 local buried = redis.call('GET', tombstone) == uid
@@ -44,51 +42,23 @@ redis.call('HSETNX', meta, 'created_at', now)
 return {'OK'}
 """)
 
-
-def claim(
-    keys: Keys, fence: Fence, *, lease_ms: int, takeover: bool, config_json: str, fingerprint: str, now: float
-) -> Call:
-    """From here on this epoch learns the run: OK, HELD by another holder, TAKEN by another run's uid, FENCED, GONE.
-    Only a takeover begins a removed run anew.
-
-    An epoch is durable before it is claimed here, and cuts off what older ones still write. So it wins over an older
-    one that Redis knows, whoever holds the lease: after a fail-over that may be a learner which was replaced."""
-    who = (fence.run_uid, fence.epoch, fence.holder)
-    what = (lease_ms, int(takeover), config_json, fingerprint, now)
-    return Call(_CLAIM, (keys.meta, keys.tombstone, keys.lease), (*who, *what))
-
-
-_RENEW = fenced("""
+# Past the fence the lease is ours, or has run out and nobody took it.
+RENEW = fenced("""
 redis.call('DEL', lease)
 redis.call('SET', lease, holder, 'PX', ARGV[1])
 return {'OK'}
 """)
 
-
-def renew(keys: Keys, fence: Fence, *, lease_ms: int) -> Call:
-    """Past the fence the lease is ours, or has run out and nobody took it."""
-    return call(_RENEW, keys, fence, [], lease_ms)
-
-
-_FORGET_END = fenced("""
+# A word that ends a run is not for the learner that begins after it; a pause is for whoever comes.
+FORGET_END = fenced("""
 local word = redis.call('HGET', KEYS[1], 'mode')
 if word == 'drain' or word == 'stop' then redis.call('DEL', KEYS[1]) end
 return {'OK'}
 """)
 
-
-def forget_end(keys: Keys, fence: Fence) -> Call:
-    """A word that ends a run is not for the learner that begins after it; a pause is for whoever comes."""
-    return call(_FORGET_END, keys, fence, [keys.control])
-
-
-_RELEASE = fenced("""
+# The operator's word ends with the learner that obeyed it: a stopped run can be resumed.
+RELEASE = fenced("""
 redis.call('DEL', lease, KEYS[1])
 redis.call('HSET', meta, 'state', ARGV[1])
 return {'OK'}
 """)
-
-
-def release(keys: Keys, fence: Fence, *, state: RunState) -> Call:
-    """The operator's word ends with the learner that obeyed it: a stopped run can be resumed."""
-    return call(_RELEASE, keys, fence, [keys.control], state)

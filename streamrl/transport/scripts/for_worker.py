@@ -1,4 +1,4 @@
-"""The worker's scripts. Each answers [status, ...].
+"""The worker's scripts; the methods of `WorkerStream` say what each is for. Each answers [status, ...].
 
 OK; LOST: Redis knows no run here; GONE: the run was removed, or another took its name.
 
@@ -8,29 +8,7 @@ nothing: handing back and reclaiming raise it too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from streamrl.transport.keys import WORKERS, Keys
-from streamrl.transport.scripts.call import Argument, Call, Script
-from streamrl.transport.types import Leased
-from streamrl.wire.ticket import PURPOSES, Purpose
-
-LEASING_ORDER: tuple[Purpose, ...] = ("eval", "train")  # evaluation is short, and people wait for it
-_HANDED_BACK_IDLE_MS = 86_400_000  # longer than any lease, and not before the epoch of clocks
-assert set(LEASING_ORDER) == set(PURPOSES)
-
-
-def _guarded(text: str) -> Script:
-    return Script(_GUARD + text)
-
-
-def _call(script: Script, keys: Keys, run_uid: str, more_keys: Sequence[str], *args: Argument) -> Call:
-    return Call(script, (keys.meta, keys.tombstone, *more_keys), (run_uid, *args))
-
-
-def _streams(keys: Keys) -> list[str]:
-    return [keys.tickets(purpose) for purpose in LEASING_ORDER]
-
+from streamrl.transport.scripts.call import Script
 
 # What follows the guard sees its own KEYS and ARGV only.
 _GUARD = """
@@ -44,11 +22,19 @@ if here ~= uid then
 end
 """
 
-_TAKE = _guarded("""
+
+def _guarded(text: str) -> Script:
+    return Script(_GUARD + text)
+
+
+# Lease up to `most` tickets, without waiting: per stream first those whose lease ran out, then new ones. With `recover`
+# also all that this worker already holds, some of which it may not know of: a reply was lost. Answers the tickets
+# as [key of the stream, id, number, run, body], and how many of them had run out.
+TAKE = _guarded("""
 local group, worker, lease_ms, most, recover = unpack(ARGV)
 most = tonumber(most)
 local taken, num_reclaimed = {}, 0
-local function put(stream, key, entries)
+local function put(key, entries)
   for _, entry in ipairs(entries or {}) do
     local id, fields = entry[1], entry[2]
     if not fields then
@@ -56,7 +42,7 @@ local function put(stream, key, entries)
     else
       local by_name = {}
       for i = 1, #fields, 2 do by_name[fields[i]] = fields[i + 1] end
-      taken[#taken + 1] = {stream, id, by_name.n or '', by_name.u or '', by_name.b or ''}
+      taken[#taken + 1] = {key, id, by_name.n or '', by_name.u or '', by_name.b or ''}
     end
   end
 end
@@ -64,37 +50,31 @@ local function read(key, count, from)
   local reply = redis.call('XREADGROUP', 'GROUP', group, worker, 'COUNT', count, 'STREAMS', key, from)
   return reply and reply[1][2]
 end
-local function reclaim(stream, key)
+local function reclaim(key)
   for _, lease in ipairs(redis.call('XPENDING', key, group, 'IDLE', lease_ms, '-', '+', most - #taken)) do
     local entries = redis.call('XCLAIM', key, group, worker, lease_ms, lease[1])
     if entries[1] and entries[1][2] then
-      put(stream, key, entries)
+      put(key, entries)
       num_reclaimed = num_reclaimed + 1
     else
       redis.call('XACK', key, group, lease[1])  -- 6.2 keeps deleted entries pending for ever
     end
   end
 end
-for stream, key in ipairs(KEYS) do
+for _, key in ipairs(KEYS) do
   if not redis.pcall('XPENDING', key, group).err then
-    if recover == '1' then put(stream, key, read(key, 1000, '0')) end
-    if #taken < most then reclaim(stream, key) end
-    if #taken < most then put(stream, key, read(key, most - #taken, '>')) end
+    if recover == '1' then put(key, read(key, 1000, '0')) end
+    if #taken < most then reclaim(key) end
+    if #taken < most then put(key, read(key, most - #taken, '>')) end
   end
 end
 return {'OK', taken, num_reclaimed}
 """)
 
-
-def take(keys: Keys, run_uid: str, *, worker: str, lease_ms: int, most: int, recover: bool) -> Call:
-    """Lease up to `most` tickets, without waiting: per stream first those whose lease ran out, then new ones. With
-    `recover` also all that this worker already holds, some of which it may not know of: a reply was lost. Answers the
-    tickets, and how many of them had run out."""
-    return _call(_TAKE, keys, run_uid, _streams(keys), WORKERS, worker, lease_ms, most, int(recover))
-
-
-# Whoever claimed an entry meanwhile keeps it: only what is pending under our name is touched.
-_TOUCH = _guarded("""
+# Leases begin anew (idle for 0 ms), or have run out as far as anybody can see, and no delivery count rises; answers the
+# [stream, id] that are not ours any more. Whoever claimed an entry meanwhile keeps it: only what is pending under our
+# name is touched.
+TOUCH = _guarded("""
 local group, worker, idle_ms = unpack(ARGV, 1, 3)
 local lost = {}
 for i = 4, #ARGV, 2 do
@@ -110,23 +90,8 @@ end
 return {'OK', lost}
 """)
 
-
-def _touch(keys: Keys, run_uid: str, *, worker: str, leased: Sequence[Leased], idle_ms: int) -> Call:
-    entries = [part for held in leased for part in (LEASING_ORDER.index(held.purpose) + 1, held.entry_id)]
-    return _call(_TOUCH, keys, run_uid, _streams(keys), WORKERS, worker, idle_ms, *entries)
-
-
-def renew(keys: Keys, run_uid: str, *, worker: str, leased: Sequence[Leased]) -> Call:
-    """The leases begin anew, and no delivery count rises; answers the [stream, id] that are not ours any more."""
-    return _touch(keys, run_uid, worker=worker, leased=leased, idle_ms=0)
-
-
-def hand_back(keys: Keys, run_uid: str, *, worker: str, leased: Sequence[Leased]) -> Call:
-    """The leases have run out, as far as anybody can see."""
-    return _touch(keys, run_uid, worker=worker, leased=leased, idle_ms=_HANDED_BACK_IDLE_MS)
-
-
-_LEAVE = _guarded("""
+# Give back whatever is pending under this name, known to the worker or not, and forget the name.
+LEAVE = _guarded("""
 local group, worker, idle_ms, nobody = unpack(ARGV)
 for _, key in ipairs(KEYS) do
   local mine = redis.pcall('XPENDING', key, group, '-', '+', 10000, worker)
@@ -140,14 +105,15 @@ end
 return {'OK'}
 """)
 
-
-def leave(keys: Keys, run_uid: str, *, worker: str) -> Call:
-    """Give back whatever is pending under this name, known to the worker or not, and forget the name."""
-    return _call(_LEAVE, keys, run_uid, _streams(keys), WORKERS, worker, _HANDED_BACK_IDLE_MS, "(handed back)")
-
-
+# Each ticket becomes its group, given with header and body, if it still waits: the same entry, number and run, and not
+# acknowledged. A server that lost its tail may give an entry id again, so the id alone proves nothing. Answers a text
+# with a 1 or a 0 for each.
+#
+# The receipt makes the call repeatable: when the reply was lost, the second call with this token finds the tickets gone
+# and its own receipt instead. For that a lane must not begin its next call while it may repeat this one.
+#
 # Whatever is delivered, XACK is the first write: at maxmemory the script goes through all the same.
-_DELIVER = _guarded("""
+DELIVER = _guarded("""
 local receipt, counters = unpack(KEYS, 1, 2)
 local group, token, receipt_ms = unpack(ARGV, 1, 3)
 local known = redis.call('GET', receipt)
@@ -183,33 +149,8 @@ for what, number in pairs(counts) do redis.pcall('HINCRBY', counters, what, numb
 return {'OK', all}
 """)
 
-
-def deliver(
-    keys: Keys,
-    run_uid: str,
-    *,
-    worker: str,
-    lane: int,
-    token: str,
-    receipt_ms: int,
-    groups: Sequence[tuple[Leased, bytes, bytes]],
-) -> Call:
-    """Each ticket becomes its group, given with header and body, if it still waits: the same entry, number and run, and
-    not acknowledged. A server that lost its tail may give an entry id again, so the id alone proves nothing. Answers a
-    text with a 1 or a 0 for each.
-
-    The receipt makes the call repeatable: when the reply was lost, the second call with this token finds the tickets
-    gone and its own receipt instead. For that a lane must not begin its next call while it may repeat this one.
-    """
-    touched = [keys.receipt(worker, lane), keys.counters]
-    touched += [key for purpose in LEASING_ORDER for key in (keys.tickets(purpose), keys.groups(purpose))]
-    parts: list[Argument] = []
-    for leased, header, body in groups:
-        parts += (leased.purpose, leased.entry_id, leased.ticket.number, header, body)
-    return _call(_DELIVER, keys, run_uid, touched, WORKERS, token, receipt_ms, *parts)
-
-
-_LATEST = _guarded("""
+# The newest announcement; of a version already known only its number, for manifests may be large.
+LATEST = _guarded("""
 local weights, manifests = unpack(KEYS)
 local version, base, step = unpack(redis.call('HMGET', weights, 'latest', 'base', 'step'))
 if not version then return {'OK'} end
@@ -218,8 +159,3 @@ local manifest = redis.call('HGET', manifests, version)
 if not manifest then return {'OK'} end
 return {'OK', version, base, step, manifest}
 """)
-
-
-def latest(keys: Keys, run_uid: str, *, known: int) -> Call:
-    """The newest announcement; of a version already known only its number, for manifests may be large."""
-    return _call(_LATEST, keys, run_uid, [keys.weights, keys.manifests], known)
