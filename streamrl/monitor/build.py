@@ -24,9 +24,9 @@ from streamrl.monitor.view import (
 )
 from streamrl.telemetry.liveness import GONE_S
 from streamrl.telemetry.progress import Report
-from streamrl.telemetry.thinning import is_validation
 from streamrl.transport.report_codec import LARGEST
 from streamrl.transport.snapshot import Snapshot, StreamCounts
+from streamrl.transport.thinning import is_validation
 from streamrl.transport.types import Record
 from streamrl.versions import show
 from streamrl.weights.rejected import rejects

@@ -13,10 +13,10 @@ from typing import Any
 import redis
 
 from streamrl.errors import TransportError
-from streamrl.telemetry.thinning import LONGEST_RECENT, NUM_LEVELS, is_validation
 from streamrl.transport.address import server_name
 from streamrl.transport.gleaning import to_records
 from streamrl.transport.keys import Keys
+from streamrl.transport.thinning import LONGEST_RECENT, NUM_LEVELS, is_validation
 from streamrl.transport.types import START, Record, entry_order
 
 _NEW_A_LOOK = 500

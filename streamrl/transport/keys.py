@@ -6,8 +6,6 @@ node, so that scripts may touch several of its keys.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from streamrl.wire.purpose import Purpose
 
 WORKERS = "workers"  # the consumer group of the ticket streams
@@ -15,34 +13,51 @@ LEADER = "learner/0"  # the rank that speaks, and hears the operator, for all; s
 LONGEST_EVENTS = 10_000  # about so many lines of the journal are kept
 
 
-@dataclass(frozen=True, slots=True)
 class Keys:
-    name: str
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.prefix = prefix = f"streamrl:{{{name}}}:"
 
-    @property
-    def prefix(self) -> str:
-        return f"streamrl:{{{self.name}}}:"
+        # Hash: uid, epoch, config (JSON), fingerprint, state, created_at, cursor, step; issued: the number of the next
+        # training ticket, for the audit; once a learner has looked what Redis holds.
+        self.meta = f"{prefix}meta"
+        # String that expires: the uid of the run that was removed from here.
+        self.tombstone = f"{prefix}tombstone"
+        # String that expires: who the learner is.
+        self.lease = f"{prefix}lease"
+        # Hash: `mode`, the operator's word to all parts.
+        self.control = f"{prefix}control"
 
-    @property
-    def meta(self) -> str:
-        """Hash: uid, epoch, config (JSON), fingerprint, state, created_at, cursor, step; issued: the number of the next
-        training ticket, for the audit; once a learner has looked what Redis holds."""
-        return f"{self.prefix}meta"
+        # Stream: tickets given up after too many failures. Fields p, n, u, b, error, at.
+        self.dead = f"{prefix}dead"
+        # Hash: number of a dead ticket that the learner shall issue anew -> the id of its letter.
+        self.retry_requests = f"{prefix}retry-requests"
+        # Hash: number of a ticket that repeats a dead one -> the dead one's; written with the ticket itself.
+        self.retried = f"{prefix}retried"
+        # Hash: what happened how often, for people.
+        self.counters = f"{prefix}counters"
+        # Hash: by stream, the token of the learner's last append; a repeated call finds its own and does nothing.
+        self.appends = f"{prefix}appends"
 
-    @property
-    def tombstone(self) -> str:
-        """String that expires: the uid of the run that was removed from here."""
-        return f"{self.prefix}tombstone"
+        # Hash: weight version -> manifest.
+        self.manifests = f"{prefix}manifests"
+        # Hash: latest, base, step, at.
+        self.weights = f"{prefix}weights"
+        # Stream of one entry, whose id is the newest version: what wakes the workers that wait for it. Field u.
+        self.announced = f"{prefix}announced"
+        # Hash: blob name -> its size, chunks and digest, and whether it is whole.
+        self.blobs = f"{prefix}blobs"
 
-    @property
-    def lease(self) -> str:
-        """String that expires: who the learner is."""
-        return f"{self.prefix}lease"
-
-    @property
-    def control(self) -> str:
-        """Hash: `mode`, the operator's word to all parts."""
-        return f"{self.prefix}control"
+        # Hash: part -> its report.
+        self.progress = f"{prefix}progress"
+        # Sorted set: part -> when it last reported, by the server's clock.
+        self.reported = f"{prefix}reported"
+        # Bounded stream: one record a step, of the recent ones. Fields step, epoch, at, values (JSON).
+        self.metrics = f"{prefix}metrics"
+        # Bounded stream: the same records of validations, which come too seldom to be thinned.
+        self.validations = f"{prefix}metrics:validation"
+        # Bounded stream: the journal. Fields kind, epoch, at, detail (JSON).
+        self.events = f"{prefix}events"
 
     def tickets(self, purpose: Purpose) -> str:
         """Stream with the group `workers`: what is asked for and not yet delivered. Fields n, u, b."""
@@ -57,79 +72,9 @@ class Keys:
         same call repeated learns them."""
         return f"{self.prefix}receipt:{worker}:{lane}"
 
-    @property
-    def dead(self) -> str:
-        """Stream: tickets given up after too many failures. Fields p, n, u, b, error, at."""
-        return f"{self.prefix}dead"
-
-    @property
-    def retry_requests(self) -> str:
-        """Hash: number of a dead ticket that the learner shall issue anew -> the id of its letter."""
-        return f"{self.prefix}retry-requests"
-
-    @property
-    def retried(self) -> str:
-        """Hash: number of a ticket that repeats a dead one -> the dead one's; written with the ticket itself."""
-        return f"{self.prefix}retried"
-
-    @property
-    def counters(self) -> str:
-        """Hash: what happened how often, for people."""
-        return f"{self.prefix}counters"
-
-    @property
-    def appends(self) -> str:
-        """Hash: by stream, the token of the learner's last append; a repeated call finds its own and does nothing."""
-        return f"{self.prefix}appends"
-
-    @property
-    def manifests(self) -> str:
-        """Hash: weight version -> manifest."""
-        return f"{self.prefix}manifests"
-
-    @property
-    def weights(self) -> str:
-        """Hash: latest, base, step, at."""
-        return f"{self.prefix}weights"
-
-    @property
-    def announced(self) -> str:
-        """Stream of one entry, whose id is the newest version: what wakes the workers that wait for it. Field u."""
-        return f"{self.prefix}announced"
-
-    @property
-    def blobs(self) -> str:
-        """Hash: blob name -> its size, chunks and digest, and whether it is whole."""
-        return f"{self.prefix}blobs"
-
     def blob(self, name: str, chunk: int) -> str:
         return f"{self.prefix}blob:{name}:{chunk}"
 
-    @property
-    def progress(self) -> str:
-        """Hash: part -> its report."""
-        return f"{self.prefix}progress"
-
-    @property
-    def reported(self) -> str:
-        """Sorted set: part -> when it last reported, by the server's clock."""
-        return f"{self.prefix}reported"
-
-    @property
-    def metrics(self) -> str:
-        """Bounded stream: one record a step, of the recent ones. Fields step, epoch, at, values (JSON)."""
-        return f"{self.prefix}metrics"
-
     def thinned(self, level: int) -> str:
-        """Bounded stream: of the same records, every 4^level-th (`streamrl.telemetry.thinning`)."""
+        """Bounded stream: of the same records as `metrics`, every 4^level-th (`streamrl.transport.thinning`)."""
         return f"{self.prefix}metrics:{level}"
-
-    @property
-    def validations(self) -> str:
-        """Bounded stream: the same records of validations, which come too seldom to be thinned."""
-        return f"{self.prefix}metrics:validation"
-
-    @property
-    def events(self) -> str:
-        """Bounded stream: the journal. Fields kind, epoch, at, detail (JSON)."""
-        return f"{self.prefix}events"

@@ -8,27 +8,14 @@ from typing import Any, get_args
 
 from streamrl.errors import WireError
 from streamrl.telemetry.progress import Report, Role, State
-from streamrl.wire.codec import pack, unpack
+from streamrl.wire.codec import fields_of, pack, unpack
 
 LARGEST = 1e200  # what is beyond is no number to reckon with: a few of them added up would be none
 _MAX_REPORT_BYTES = 64 << 10
 
 
 def encode_report(report: Report) -> bytes:
-    return pack(
-        {
-            "part": report.part,
-            "role": report.role,
-            "host": report.host,
-            "pid": report.pid,
-            "state": report.state,
-            "doing": report.doing,
-            "since": report.since,
-            "last_progress": report.last_progress,
-            "at": report.at,
-            "detail": json.dumps(dict(report.detail)),
-        }
-    )
+    return pack({**fields_of(report), "detail": json.dumps(dict(report.detail))})
 
 
 def decode_report(data: bytes) -> Report:
@@ -36,10 +23,10 @@ def decode_report(data: bytes) -> Report:
     f = unpack(data, max_bytes=_MAX_REPORT_BYTES)
     report = Report(
         part=f.text("part", max_chars=200),
-        role=_known(f.text("role", max_chars=20), get_args(Role)),
+        role=f.one_of("role", get_args(Role)),
         host=f.text("host", max_chars=300),
         pid=f.integer("pid", low=0),
-        state=_known(f.text("state", max_chars=20), get_args(State)),
+        state=f.one_of("state", get_args(State)),
         doing=f.text("doing", max_chars=200),
         since=f.number("since"),
         last_progress=f.number("last_progress"),
@@ -58,12 +45,6 @@ def _decode_detail(text: str) -> dict[str, int | float | str]:
     if not isinstance(detail, dict) or any(not isinstance(value, int | float | str) for value in detail.values()):
         raise WireError("field 'detail' must be a flat JSON object")
     return {name: value for name, value in detail.items() if isinstance(value, str) or abs(value) < LARGEST}
-
-
-def _known(word: str, choices: tuple[Any, ...]) -> Any:
-    if word not in choices:
-        raise WireError(f"{word!r} is none of {choices}")
-    return word
 
 
 def decode_reports(packed: Mapping[Any, Any]) -> list[Report]:

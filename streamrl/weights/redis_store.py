@@ -20,7 +20,7 @@ from streamrl.crashpoints import crashpoint
 from streamrl.errors import WeightsError, WireError
 from streamrl.transport.connection import repeat
 from streamrl.weights.format import check_blob_name, digest_of
-from streamrl.wire.codec import pack, unpack
+from streamrl.wire.codec import fields_of, pack, unpack
 
 if TYPE_CHECKING:
     import redis
@@ -102,14 +102,7 @@ class RedisStore:
         return {name: self._size(name, packed) for name, packed in sorted(names.items()) if name.startswith(prefix)}
 
     def _note(self, name: str, index: _Index) -> None:
-        packed = pack(
-            {
-                "num_bytes": index.num_bytes,
-                "chunk_bytes": index.chunk_bytes,
-                "digest": index.digest,
-                "whole": int(index.whole),
-            }
-        )
+        packed = pack({**fields_of(index), "whole": int(index.whole)})
         self._ask("store a blob", partial(self._client.hset, self._keys.blobs, name, packed))
 
     def _index(self, name: str) -> _Index | None:

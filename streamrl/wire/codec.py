@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgpack
 
@@ -18,19 +19,26 @@ from streamrl.wire.limits import MAX_MESSAGE_BYTES, MAX_TEXT_CHARS
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+    from _typeshed import DataclassInstance
 
 SCHEMA = 1
 _MAX_CONTAINER = 4096  # samples in a group, spans in a sample, fields in a map: all far below this
 _MAX_ITEMS_PER_BYTE_BUDGET = 1 << 16
 
+Word = TypeVar("Word", bound=str)
 Code = Literal["Q", "d"]  # of numbers, as `struct` calls them: unsigned ones of 8 bytes, and doubles
 _NUMBER_BYTES = 8
 
 
-def pack(fields: Mapping[str, object]) -> bytes:
+def pack(values: Mapping[str, object]) -> bytes:
     """One message: the schema's number and the fields."""
-    message: bytes = msgpack.packb({"schema": SCHEMA, **fields}, use_bin_type=True)
+    message: bytes = msgpack.packb({"schema": SCHEMA, **values}, use_bin_type=True)
     return message
+
+
+def fields_of(data: DataclassInstance) -> dict[str, Any]:
+    """As they are, under their names."""
+    return {field.name: getattr(data, field.name) for field in fields(data)}
 
 
 def pack_numbers(code: Code, values: Sequence[float]) -> bytes:
@@ -62,11 +70,11 @@ def unpack(data: bytes | memoryview, *, max_bytes: int = MAX_MESSAGE_BYTES) -> F
         raise WireError(f"not a message: {type(error).__name__}: {error}") from None
     if not isinstance(value, dict):
         raise WireError(f"not a message: a map was expected, got {type(value).__name__}")
-    fields = Fields(value)
-    schema = fields.integer("schema", low=0)
+    found = Fields(value)
+    schema = found.integer("schema", low=0)
     if schema != SCHEMA:
         raise WireError(f"message of schema {schema}; this program speaks schema {SCHEMA}: update the older side")
-    return fields
+    return found
 
 
 class _ItemBudget:
@@ -126,6 +134,13 @@ class Fields:
             raise WireError(f"field {name!r} must be a text of at most {max_chars} characters")
         return value
 
+    def one_of(self, name: str, choices: tuple[Word, ...]) -> Word:
+        value = self._take(name)
+        for choice in choices:
+            if choice == value:
+                return choice
+        raise WireError(f"field {name!r} must be one of {', '.join(choices)}, got {value!r:.40}")
+
     def blob(self, name: str) -> bytes:
         value = self._take(name)
         if not isinstance(value, bytes):
@@ -155,15 +170,6 @@ class Fields:
         if not isinstance(value, list) or len(value) > max_items:
             raise WireError(f"field {name!r} must be a list of at most {max_items} items")
         return value
-
-    def map(self, name: str) -> Fields:
-        value = self._take(name)
-        if not isinstance(value, dict):
-            raise WireError(f"field {name!r} must be a map, got {type(value).__name__}")
-        return Fields(value)
-
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._left)
 
     def done(self) -> None:
         """Everything must have been taken: an unknown field means another program or an attack."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -30,7 +30,7 @@ import numpy.typing as npt
 import xxhash
 
 from streamrl.errors import WireError
-from streamrl.wire.codec import Fields, pack, pack_numbers, unpack
+from streamrl.wire.codec import Fields, fields_of, pack, pack_numbers, unpack
 from streamrl.wire.limits import MAX_MESSAGE_BYTES, MAX_REWARD_SOURCES, MAX_SAMPLES, MAX_TOKENS
 from streamrl.wire.ticket import PURPOSES, Purpose
 
@@ -110,38 +110,24 @@ def encode_group(group: Group) -> tuple[bytes, bytes]:
     token_ids = _raw(_I4, [group.prompt_ids, *(s.token_ids for s in samples)])
     logprobs = _raw(_F4, [s.logprobs for s in samples])
     body = b"".join((*token_ids, *logprobs, pack(_columns(samples))))
-    h = group.header
-    versions = [span.version for s in group.samples for span in s.spans]
-    header = pack(
-        {
-            "ticket": h.ticket,
-            "run_uid": h.run_uid,
-            "purpose": h.purpose,
-            "attempt": h.attempt,
-            "worker": h.worker,
-            "fingerprint": h.fingerprint,
-            "num_prompt_tokens": len(group.prompt_ids),
-            "sample_lengths": [len(s.token_ids) for s in group.samples],
-            "sample_rewards": [float(s.reward) for s in group.samples],
-            "sample_finished": [s.finish_reason == "stop" for s in group.samples],
-            "min_version": min(versions, default=0),
-            "max_version": max(versions, default=0),
-            "num_failed_samples": h.num_failed_samples,
-            "error": h.error[:2000],
-            "generate_s": h.generate_s,
-            "reward_s": h.reward_s,
-            "digest": xxhash.xxh3_64_intdigest(body),
-        }
+    versions = [span.version for s in samples for span in s.spans]
+    header = replace(
+        group.header,
+        num_prompt_tokens=len(group.prompt_ids),
+        sample_lengths=tuple(len(s.token_ids) for s in samples),
+        sample_rewards=tuple(float(s.reward) for s in samples),
+        sample_finished=tuple(s.finish_reason == "stop" for s in samples),
+        min_version=min(versions, default=0),
+        max_version=max(versions, default=0),
+        error=group.header.error[:2000],
+        digest=xxhash.xxh3_64_intdigest(body),
     )
-    return header, body
+    return pack(fields_of(header)), body
 
 
 def decode_header(data: bytes) -> GroupHeader:
     """A header or one WireError."""
     f = unpack(data, max_bytes=MAX_HEADER_BYTES)
-    purpose = f.text("purpose", max_chars=16)
-    if purpose not in PURPOSES:
-        raise WireError(f"unknown purpose {purpose!r}")
     lengths = f.list("sample_lengths", max_items=MAX_SAMPLES)
     if any(type(n) is not int or not 0 <= n <= MAX_TOKENS for n in lengths):
         raise WireError("field 'sample_lengths' must hold counts of tokens")
@@ -154,7 +140,7 @@ def decode_header(data: bytes) -> GroupHeader:
     header = GroupHeader(
         ticket=f.integer("ticket", low=0),
         run_uid=f.text("run_uid", max_chars=64),
-        purpose="train" if purpose == "train" else "eval",
+        purpose=f.one_of("purpose", PURPOSES),
         attempt=f.integer("attempt", low=0),
         worker=f.text("worker", max_chars=200),
         fingerprint=f.text("fingerprint", max_chars=64),

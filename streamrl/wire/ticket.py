@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.errors import WireError
-from streamrl.wire.codec import pack, unpack
+from streamrl.wire.codec import fields_of, pack, unpack
 from streamrl.wire.limits import MAX_SAMPLES, MAX_TICKET_BYTES, MAX_TOKENS
 from streamrl.wire.purpose import PURPOSES as PURPOSES
 from streamrl.wire.purpose import Purpose as Purpose
@@ -41,19 +40,10 @@ class Ticket:
 def encode_ticket(ticket: Ticket) -> bytes:
     return pack(
         {
-            "number": ticket.number,
-            "run_uid": ticket.run_uid,
-            "purpose": ticket.purpose,
-            "data_epoch": ticket.data_epoch,
-            "prompt_index": ticket.prompt_index,
-            "prompt": ticket.prompt,
+            **fields_of(ticket),
             "num_prompt_tokens": len(ticket.token_ids),
             "token_ids": np.ascontiguousarray(ticket.token_ids, dtype="<i4").tobytes(),
             "fields": encode_row(ticket.fields),
-            "num_samples": ticket.num_samples,
-            "attempt": ticket.attempt,
-            "issued_step": ticket.issued_step,
-            "min_version": ticket.min_version,
             "retry_of": -1 if ticket.retry_of is None else ticket.retry_of,
         }
     )
@@ -62,14 +52,11 @@ def encode_ticket(ticket: Ticket) -> bytes:
 def decode_ticket(data: bytes) -> Ticket:
     """A ticket or one WireError."""
     f = unpack(data, max_bytes=MAX_TICKET_BYTES)
-    purpose = f.text("purpose", max_chars=16)
-    if purpose not in PURPOSES:
-        raise WireError(f"unknown purpose {purpose!r}")
     retry_of = f.integer("retry_of", low=-1)
     ticket = Ticket(
         number=f.integer("number", low=0),
         run_uid=f.text("run_uid", max_chars=64),
-        purpose="train" if purpose == "train" else "eval",
+        purpose=f.one_of("purpose", PURPOSES),
         data_epoch=f.integer("data_epoch", low=0),
         prompt_index=f.integer("prompt_index", low=0),
         prompt=f.text("prompt"),

@@ -68,7 +68,7 @@ class Footprint:
 
 def unknown_keys(client: redis.Redis, keys: Keys) -> list[bytes]:
     """Keys that are not of the run, and those of the run that have no name in `Keys` and never expire."""
-    known = {getattr(keys, name) for name, member in vars(Keys).items() if isinstance(member, property)}
+    known = set(vars(keys).values())
     known |= {key for purpose in _PURPOSES for key in (keys.tickets(purpose), keys.groups(purpose))}
     known |= {keys.thinned(level) for level in _LEVELS}
     found = [key for key in client.scan_iter(count=1000) if key.decode() not in known]
