@@ -93,6 +93,7 @@ def _size(lr: float, states: list[State]) -> list[Line]:
     delta = publishing.encode(new, anchor=False)
     full_bytes = _num_bytes(new)
     bound_bytes = delta_entropy_bits(new, old) / 8
+    changed = sum(part.num_changed for part in delta.ranges) / sum(part.length for part in delta.ranges)
     at = f"lr {lr:g}"
     return [
         Bar(
@@ -109,7 +110,7 @@ def _size(lr: float, states: list[State]) -> list[Line]:
             value=full_bytes / (knowing_exponents(new, old) / 8),
             unit="x",
         ),
-        Fact(name=f"{at}: elements changed", value=100 * delta.num_changed / delta.num_elements, unit="%"),
+        Fact(name=f"{at}: elements changed", value=100 * changed, unit="%"),
     ]
 
 

@@ -11,31 +11,25 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 
-from streamrl.weights.format import Coding, RangeDigest
+from streamrl.weights.delta import Piece
+from streamrl.weights.format import Coding
 from streamrl.weights.manifest import Manifest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    said: RangeDigest
-    blob_name: str
-    place: slice  # in the blob
-
-
-def columns(manifests: Sequence[Manifest]) -> Iterator[list[Piece]]:
+def columns(manifests: Sequence[Manifest], blobs: Mapping[str, bytes]) -> Iterator[list[Piece]]:
     """What changes in each stretch, in the order of the manifests, which are deltas, each on the one before."""
     pieces: dict[str, list[Piece]] = defaultdict(list)
     starts: dict[str, set[int]] = {}  # where all so far have a cut
     for manifest in manifests:
         own: dict[str, set[int]] = defaultdict(set)
         for shard in manifest.shards:
+            blob = memoryview(blobs[shard.blob_name])
             for part, place in shard.parts():
                 own[part.tensor].add(part.start)
                 if part.coding is not Coding.SAME:
-                    pieces[part.tensor].append(Piece(said=part, blob_name=shard.blob_name, place=place))
+                    pieces[part.tensor].append(Piece(said=part, coded=blob[place]))
         starts = {tensor: cuts & starts.get(tensor, cuts) for tensor, cuts in own.items()}
     for tensor, changed in pieces.items():
         yield from _split(changed, sorted(starts[tensor]))

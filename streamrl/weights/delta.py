@@ -17,7 +17,7 @@ import xxhash
 import zstandard
 
 from streamrl.errors import WeightsError
-from streamrl.weights.format import Bits
+from streamrl.weights.format import Bits, RangeDigest
 
 Places = npt.NDArray[np.int32]  # [n] strictly increasing; enough within a range, and kept until the base advances
 Positions = npt.NDArray[np.int64]  # [n] as numpy wants its indices
@@ -89,25 +89,23 @@ def encode_sparse(positions: Places, differences: Bits, compressor: zstandard.Zs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sparse:
+class Piece:
     """What a manifest says of a range, and the coding that a blob has of it."""
 
-    data: memoryview
-    num_changed: int
-    start: int  # of the range
-    length: int
+    said: RangeDigest
+    coded: memoryview
 
 
 def decode_sparse(
-    codings: Sequence[Sparse], *, dtype: np.dtype[Any], decompressor: zstandard.ZstdDecompressor
+    pieces: Sequence[Piece], *, dtype: np.dtype[Any], decompressor: zstandard.ZstdDecompressor
 ) -> tuple[Positions, Bits]:
     """Where to add what, for deltas one after another: positions in the whole tensor, each within its own range, and
     one position as often as it is changed. Or WeightsError.
 
     Together, since most of what a small range costs is the calls and not the elements.
     """
-    plains = [_expand(coding, dtype=dtype, decompressor=decompressor) for coding in codings]
-    counts = [coding.num_changed for coding in codings]
+    plains = [_expand(piece, dtype=dtype, decompressor=decompressor) for piece in pieces]
+    counts = [piece.said.num_changed for piece in pieces]
     steps = _join_planes(plains, counts, (0, 1), np.dtype("<u2"))
     steps += 1  # from gaps to the distance between positions; an escape becomes 0
     wide = [plain[count * (2 + dtype.itemsize) :].view("<u4") for plain, count in zip(plains, counts, strict=True)]
@@ -117,24 +115,24 @@ def decode_sparse(
         raise WeightsError("a delta's wide gaps do not agree with its gaps")
     positions: Positions = steps.astype(np.int64)
     positions[escaped] = np.concatenate(wide) + np.int64(1)
-    for coding, begin, end in zip(codings, bounds, bounds[1:], strict=False):
+    for piece, begin, end in zip(pieces, bounds, bounds[1:], strict=False):
         own = positions[begin:end]
-        own[0] += coding.start - 1
+        own[0] += piece.said.start - 1
         np.cumsum(own, out=own)
-        if own[-1] >= coding.start + coding.length:
+        if own[-1] >= piece.said.start + piece.said.length:
             raise WeightsError("a delta points beyond its range")
     folded = _join_planes(plains, counts, range(2, 2 + dtype.itemsize), dtype)
     return positions, _unzigzag(folded)
 
 
-def _expand(coding: Sparse, *, dtype: np.dtype[Any], decompressor: zstandard.ZstdDecompressor) -> npt.NDArray[np.uint8]:
+def _expand(piece: Piece, *, dtype: np.dtype[Any], decompressor: zstandard.ZstdDecompressor) -> npt.NDArray[np.uint8]:
     """Decompress, having checked that no more is built than the range can need."""
-    fixed = coding.num_changed * (2 + dtype.itemsize)
+    said, fixed = piece.said, piece.said.num_changed * (2 + dtype.itemsize)
     try:
-        size = zstandard.frame_content_size(coding.data)
-        if not fixed <= size <= fixed + 4 * (coding.length // _WIDE) or (size - fixed) % 4:
-            raise WeightsError(f"a delta of {coding.num_changed} elements claims to expand to {size} bytes")
-        plain = decompressor.decompress(coding.data, max_output_size=size, allow_extra_data=False)
+        size = zstandard.frame_content_size(piece.coded)
+        if not fixed <= size <= fixed + 4 * (said.length // _WIDE) or (size - fixed) % 4:
+            raise WeightsError(f"a delta of {said.num_changed} elements claims to expand to {size} bytes")
+        plain = decompressor.decompress(piece.coded, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise WeightsError(f"a delta does not decompress: {error}") from None
     if len(plain) != size:

@@ -41,8 +41,6 @@ class EncodedShard:
 
     blob: bytes
     ranges: tuple[RangeDigest, ...]
-    num_changed: int  # an anchor counts every element
-    num_elements: int
 
     def record(self, *, run_uid: str, version: int, rank: int) -> ShardRecord:
         """What the manifest says of this shard; `blob` is to be put under the record's `blob_name`."""
@@ -101,14 +99,13 @@ class ShardEncoder:
     def advance(self) -> None:
         """The version is announced: what was encoded last is now the base."""
         assert self._pending is not None, "nothing was encoded since the base last moved"
-        said = [part.said for part in self._pending]
-        for gone in self._base.keys() - {(part.tensor, part.start) for part in said}:
-            del self._base[gone]
+        old, self._base = self._base, {}
         for part in self._pending:
             key = part.said.tensor, part.said.start
             if part.positions is None:
                 self._base[key] = part.bits.copy()
             else:
+                self._base[key] = old[key]
                 self._base[key][part.positions] = part.bits
         self._pending = None
 
@@ -123,25 +120,21 @@ class ShardEncoder:
             raise _no_base()
         changes, digest = scan(bits, old)
         num_changed = len(changes.positions)
-        payload: bytes | memoryview = b""
-        coding = Coding.SAME
-        if num_changed:
-            coding = Coding.SPARSE
-            payload = encode_sparse(changes.positions, changes.differences, self._compressor)
-        if len(payload) >= bits.nbytes:
-            coding, payload = Coding.RAW, bits.data.cast("B")
+        coded = encode_sparse(changes.positions, changes.differences, self._compressor) if num_changed else b""
+        if len(coded) >= bits.nbytes:
+            return _raw(tensor, start, bits, num_changed=num_changed, digest=digest)
         said = RangeDigest(
             tensor=tensor,
             start=start,
             length=len(bits),
-            coding=coding,
+            coding=Coding.SPARSE if num_changed else Coding.SAME,
             num_changed=num_changed,
-            num_bytes=len(payload),
+            num_bytes=len(coded),
             digest=digest,
         )
-        if coding is Coding.RAW or 2 * num_changed > len(bits):
-            return Part(said=said, payload=payload, positions=None, bits=bits if coding is Coding.RAW else bits.copy())
-        return Part(said=said, payload=payload, positions=changes.positions, bits=changes.bits)
+        if 2 * num_changed > len(bits):
+            return Part(said=said, payload=coded, positions=None, bits=bits.copy())
+        return Part(said=said, payload=coded, positions=changes.positions, bits=changes.bits)
 
 
 def _no_base() -> WeightsError:
@@ -149,36 +142,32 @@ def _no_base() -> WeightsError:
 
 
 def _joined(parts: Sequence[Part]) -> EncodedShard:
-    return EncodedShard(
-        blob=b"".join(part.payload for part in parts),
-        ranges=tuple(part.said for part in parts),
-        num_changed=sum(part.said.num_changed for part in parts),
-        num_elements=sum(part.said.length for part in parts),
-    )
+    return EncodedShard(blob=b"".join(part.payload for part in parts), ranges=tuple(part.said for part in parts))
 
 
 def _split(ranges: Sequence[HeldRange]) -> Iterator[tuple[str, int, Bits]]:
     """Tensor, start and bits of each part; what is empty is left out."""
-    seen = set()
     for held in ranges:
         assert held.bits.dtype in (np.dtype("<u2"), np.dtype("<u4")), f"{held.tensor}: bits must be uint16 or uint32"
         assert held.bits.ndim == 1, f"{held.tensor}: bits must be flat"
         assert held.bits.flags.c_contiguous, f"{held.tensor}: bits must be contiguous"
-        assert (held.tensor, held.start) not in seen, f"{held.tensor}: the range at {held.start} comes twice"
-        seen.add((held.tensor, held.start))
         for begin in range(0, len(held.bits), MAX_RANGE_ELEMENTS):
             yield held.tensor, held.start + begin, held.bits[begin : begin + MAX_RANGE_ELEMENTS]
 
 
 def _encode_whole(tensor: str, start: int, bits: Bits) -> Part:
+    return _raw(tensor, start, bits, num_changed=len(bits), digest=digest_of(bits.data))
+
+
+def _raw(tensor: str, start: int, bits: Bits, *, num_changed: int, digest: bytes) -> Part:
     said = RangeDigest(
         tensor=tensor,
         start=start,
         length=len(bits),
         coding=Coding.RAW,
-        num_changed=len(bits),
+        num_changed=num_changed,
         num_bytes=bits.nbytes,
-        digest=digest_of(bits.data),
+        digest=digest,
     )
     return Part(said=said, payload=bits.data.cast("B"), positions=None, bits=bits)
 

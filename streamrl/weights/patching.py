@@ -17,8 +17,8 @@ from typing import TypeVar
 import numpy as np
 import zstandard
 
-from streamrl.weights.columns import Piece, columns
-from streamrl.weights.delta import Sparse, decode_sparse
+from streamrl.weights.columns import columns
+from streamrl.weights.delta import Piece, decode_sparse
 from streamrl.weights.format import Bits, Coding
 from streamrl.weights.manifest import Manifest
 
@@ -53,22 +53,21 @@ def patch(
 
     WeightsError: something does not decode, and nobody knows what the tensors hold now.
     """
-    stretches = list(columns(manifests))
-    side_by_side(lambda column: _patch_column(tensors, column, blobs), stretches, num_threads=num_threads)
+    stretches = list(columns(manifests, blobs))
+    side_by_side(lambda column: _patch_column(tensors, column), stretches, num_threads=num_threads)
     return {column[0].said.tensor for column in stretches}
 
 
-def _patch_column(tensors: Mapping[str, Bits], column: Sequence[Piece], blobs: Mapping[str, bytes]) -> None:
+def _patch_column(tensors: Mapping[str, Bits], column: Sequence[Piece]) -> None:
     tensor = tensors[column[0].said.tensor]
     decompressor = zstandard.ZstdDecompressor()  # one of its own: they serve a single thread, and cost little to make
     for pieces in _batches(column):
         said = pieces[0].said
         if said.coding is Coding.RAW:
-            tensor[said.start : said.start + said.length] = np.frombuffer(_payload(pieces[0], blobs), tensor.dtype)
+            tensor[said.start : said.start + said.length] = np.frombuffer(pieces[0].coded, tensor.dtype)
         else:
-            codings = [_sparse(piece, blobs) for piece in pieces]
             # A position may come more than once, and sums do not mind; twice as fast as reading and writing.
-            np.add.at(tensor, *decode_sparse(codings, dtype=tensor.dtype, decompressor=decompressor))
+            np.add.at(tensor, *decode_sparse(pieces, dtype=tensor.dtype, decompressor=decompressor))
 
 
 def _batches(column: Sequence[Piece]) -> Iterator[list[Piece]]:
@@ -87,17 +86,3 @@ def _batches(column: Sequence[Piece]) -> Iterator[list[Piece]]:
             num_changed += piece.said.num_changed
     if batch:
         yield batch
-
-
-def _payload(piece: Piece, blobs: Mapping[str, bytes]) -> memoryview:
-    return memoryview(blobs[piece.blob_name])[piece.place]
-
-
-def _sparse(piece: Piece, blobs: Mapping[str, bytes]) -> Sparse:
-    said = piece.said
-    return Sparse(
-        data=_payload(piece, blobs),
-        num_changed=said.num_changed,
-        start=said.start,
-        length=said.length,
-    )

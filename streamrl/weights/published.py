@@ -18,7 +18,8 @@ from streamrl.errors import DataError, WeightsError
 from streamrl.transport.connection import repeat
 from streamrl.versions import show
 from streamrl.weights.catchup import catch_up
-from streamrl.weights.format import TensorMeta, digest_of
+from streamrl.weights.fetching import fetch
+from streamrl.weights.format import TensorMeta
 from streamrl.weights.manifest import Manifest, ShardRecord, decode_manifest
 from streamrl.weights.mirror import Mirror
 from streamrl.weights.stores import BlobStore
@@ -83,12 +84,10 @@ def check_blobs(manifest: Manifest, store: BlobStore) -> Iterator[Checked]:
 
 def _fault(shard: ShardRecord, store: BlobStore) -> str | None:
     try:
-        blob = store.get(shard.blob_name)
+        fetch(shard, store)
     except WeightsError as error:
         return str(error)
-    if len(blob) != shard.num_bytes:
-        return f"has {len(blob)} bytes, should have {shard.num_bytes}"
-    return None if digest_of(blob) == shard.digest else "does not agree with its digest"
+    return None
 
 
 def pull(version: int, manifests: dict[int, Manifest], store: BlobStore, *, model: Path, folder: Path) -> None:

@@ -126,10 +126,9 @@ def test_damage_in_the_store_is_found_and_named(published: Run, capsys) -> None:
     assert published.ask("verify", "--json") == 1
 
     told = json.loads(capsys.readouterr().out)
-    assert [(fault["version"], fault["fault"].split(" ")[-1]) for fault in told["faults"]] == [
-        ("1.1", "digest"),
-        ("1.2", "it"),
-    ]
+    assert [fault["version"] for fault in told["faults"]] == ["1.1", "1.2"]
+    assert "does not agree with its digest" in told["faults"][0]["fault"]
+    assert told["faults"][1]["fault"].endswith("or only a part of it")
     assert published.ask("verify", "--version", "1.0") == 0
 
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.errors import WeightsError
-from streamrl.weights.delta import Sparse, decode_sparse, encode_sparse, scan
-from streamrl.weights.format import digest_of
+from streamrl.weights.delta import Piece, decode_sparse, encode_sparse, scan
+from streamrl.weights.format import Coding, RangeDigest, digest_of
 
 DTYPES = [np.dtype("<u2"), np.dtype("<u4")]
 
@@ -30,12 +30,23 @@ def round_trip(new: np.ndarray, old: np.ndarray) -> np.ndarray:
 
 
 def decode(coded: bytes, *, num_changed: int, length: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    return decode_together(
-        [Sparse(data=memoryview(coded), num_changed=num_changed, start=0, length=length)], dtype=dtype
+    return decode_together([piece(coded, num_changed=num_changed, start=0, length=length)], dtype=dtype)
+
+
+def piece(coded: bytes, *, num_changed: int, start: int, length: int) -> Piece:
+    said = RangeDigest(
+        tensor="t",
+        start=start,
+        length=length,
+        coding=Coding.SPARSE,
+        num_changed=num_changed,
+        num_bytes=len(coded),
+        digest=bytes(16),
     )
+    return Piece(said=said, coded=memoryview(coded))
 
 
-def decode_together(codings: list[Sparse], *, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+def decode_together(codings: list[Piece], *, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
     return decode_sparse(codings, dtype=dtype, decompressor=zstandard.ZstdDecompressor())
 
 
@@ -111,7 +122,7 @@ def test_deltas_decoded_together_are_those_decoded_one_by_one(dtype, ranges, sha
         if len(positions):
             differences = rng.integers(1, np.iinfo(dtype).max, size=len(positions), dtype=dtype)
             coded = encode_sparse(positions, differences, zstandard.ZstdCompressor(level=1))
-            codings.append(Sparse(data=memoryview(coded), num_changed=len(positions), start=start, length=length))
+            codings.append(piece(coded, num_changed=len(positions), start=start, length=length))
             tensor[start + positions] += differences
     patched = np.zeros_like(tensor)
 
@@ -127,9 +138,7 @@ def test_wide_gaps_that_one_delta_lacks_and_another_has_too_many_of_are_refused(
     far = encode_sparse(np.array([3, 4, 5, 6]), np.ones(4, dtype="<u2"), zstandard.ZstdCompressor(level=1))
     lacks, has = (zstandard.decompress(coded) for coded in (near, far))
     moved = [lacks[:-4], has + lacks[-4:]]
-    codings = [
-        Sparse(data=memoryview(zstandard.compress(plain, 1)), num_changed=4, start=0, length=200_001) for plain in moved
-    ]
+    codings = [piece(zstandard.compress(plain, 1), num_changed=4, start=0, length=200_001) for plain in moved]
 
     with pytest.raises(WeightsError, match="wide gaps"):
         decode_together(codings, dtype=np.dtype("<u2"))

@@ -40,7 +40,7 @@ def test_an_anchor_is_the_bytes_themselves():
     assert shard.blob == bits.tobytes()
     assert shard.ranges[0].coding is Coding.RAW
     assert shard.ranges[0].digest == digest_of(bits.data)
-    assert shard.num_changed == shard.num_elements == 1000
+    assert shard.ranges[0].num_changed == shard.ranges[0].length == 1000
 
 
 def test_the_coding_follows_from_how_much_changed_and_how():
@@ -74,11 +74,11 @@ def test_the_base_moves_only_when_told():
 
     encoder.encode(held(first), anchor=False)  # its publish failed: no advance
     again = encoder.encode(held(second), anchor=False)
-    assert again.num_changed == 1
+    assert again.ranges[0].num_changed == 1
     encoder.advance()
 
     assert coding_of(encoder, second) is Coding.SAME
-    assert encoder.encode(held(first), anchor=False).num_changed == 2
+    assert encoder.encode(held(first), anchor=False).ranges[0].num_changed == 2
 
 
 @pytest.mark.parametrize("num_changed", [5, 700, 1000])

@@ -279,12 +279,14 @@ def test_many_deltas_are_patched_stretch_by_stretch():
     world = make_world(4, num_ranks=2)
     deltas = versions(world)[1:]
 
-    stretches = [{(piece.said.tensor, piece.said.start) for piece in column} for column in columns(deltas)]
+    found = list(columns(deltas, world.store.blobs))
+    stretches = [{(piece.said.tensor, piece.said.start) for piece in column} for column in found]
 
     assert all(len(stretch) == 1 for stretch in stretches)
     assert len(stretches) == len({place for stretch in stretches for place in stretch})
-    for column in columns(deltas):
-        numbers = [int(piece.blob_name.split("/")[2].split("-")[0]) for piece in column]
+    versions_of = {id(part): m.version for m in deltas for shard in m.shards for part in shard.ranges}
+    for column in found:
+        numbers = [versions_of[id(piece.said)] for piece in column]
         assert numbers == sorted(numbers), "each on the one before"
 
 
