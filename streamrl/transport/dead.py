@@ -21,6 +21,7 @@ from streamrl.transport.connection import repeat
 from streamrl.transport.keys import Keys
 from streamrl.transport.scripts import for_operators as scripts
 from streamrl.transport.scripts.call import Call, Script, run
+from streamrl.transport.types import to_number
 from streamrl.wire.ticket import Ticket, decode_ticket
 
 T = TypeVar("T")
@@ -49,14 +50,14 @@ def read_letters(client: redis.Redis, keys: Keys) -> list[DeadLetter]:
 
 def read_requests(client: redis.Redis, keys: Keys) -> set[int]:
     """Numbers of the dead tickets that the learner has yet to issue anew."""
-    return {_to_number(number) for number in _requests(client, keys)}
+    return {to_number(number) for number in _requests(client, keys)}
 
 
 def read_retried(client: redis.Redis, keys: Keys) -> dict[int, list[int]]:
     """By the number of a dead ticket, those that were issued in its place."""
     found: dict[int, list[int]] = {}
     for number, dead in _ask(client, "read the retries", lambda: client.hgetall(keys.retried)).items():
-        found.setdefault(_to_number(dead), []).append(_to_number(number))
+        found.setdefault(to_number(dead), []).append(to_number(number))
     return found
 
 
@@ -105,17 +106,13 @@ def _to_letter(entry_id: bytes, fields: Mapping[bytes, bytes], requested: Mappin
         ticket = None
     return DeadLetter(
         entry_id=entry_id.decode(),
-        number=_to_number(number),
+        number=to_number(number),
         purpose=fields.get(b"p", b"").decode(errors="replace"),
         ticket=ticket,
         error=fields.get(b"error", b"").decode(errors="replace"),
         at=float(at) if at.replace(b".", b"").isdigit() else 0.0,
         retry_requested=requested.get(number) == entry_id,
     )
-
-
-def _to_number(text: bytes) -> int:
-    return int(text) if text.isdigit() and len(text) < 19 else -1
 
 
 def _ask(client: redis.Redis, what: str, call: Callable[[], T]) -> Any:

@@ -7,7 +7,8 @@ write, before or after it took effect: a lost command, or a lost reply.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from streamrl.errors import Fenced
@@ -80,30 +81,26 @@ class LearnerStreamDouble:
         return self._server.disturbed
 
     def restore(self, *, cursor: str, retried: Mapping[int, int] | None = None) -> None:
-        def effect() -> None:
+        self._server.disturbed = False  # as on Redis: by what comes from here on it is set again
+        with self._writing("restore"):
             self._server.last_id = max(self._server.last_id, entry_order(cursor)[0])
             self._server.retried.update(retried or {})
-
-        self._server.disturbed = False  # as on Redis: by what comes from here on it is set again
-        self._write("restore", effect)
 
     def orders(self) -> Orders:
         return Orders(control=self._server.control, retries=tuple(sorted(self._server.retry_requests)))
 
     def issue(self, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
         refused = tickets if self._server.full else []
-
-        def effect() -> None:
+        with self._writing("issue"):
             for ticket in tickets[len(refused) :]:
                 self._server.tickets[ticket.purpose][self._server.next_id()] = ticket
                 if ticket.purpose == "train":
                     self._note_retry(ticket.number, ticket.retry_of)
-
-        self._write("issue", effect)
         return refused
 
     def count_issued(self, issued: int) -> None:
-        self._write("count_issued", lambda: None)  # nobody audits what is in memory
+        with self._writing("count_issued"):
+            pass  # nobody audits what is in memory
 
     def _note_retry(self, number: int, repeats: int | None) -> None:
         server = self._server
@@ -144,30 +141,25 @@ class LearnerStreamDouble:
         return dict(self._server.retried)
 
     def delete_tickets(self, purpose: Purpose, entry_ids: Sequence[str]) -> None:
-        def effect() -> None:
+        with self._writing("delete_tickets"):
             for entry_id in entry_ids:
                 self._server.tickets[purpose].pop(entry_id, None)
 
-        self._write("delete_tickets", effect)
-
     def dead(self, ticket: Ticket, *, error: str) -> None:
-        def effect() -> None:
+        with self._writing("dead"):
             if ticket.number not in self._server.buried:
                 self._server.dead.append((ticket, error))
             self._server.buried.add(ticket.number)
 
-        self._write("dead", effect)
-
     def trim_eval(self, *, below: str) -> None:
-        self._write("trim_eval", lambda: self._trim("eval", below))
+        with self._writing("trim_eval"):
+            self._trim("eval", below)
 
     def commit(self, *, step: int, cursor: str, trim_below: str, ended: Sequence[str] = ()) -> None:
-        def effect() -> None:
+        with self._writing("commit"):
             self._trim("train", trim_below)
             for entry_id in ended:
                 self._server.groups["train"].pop(entry_id, None)
-
-        self._write("commit", effect)
 
     def _trim(self, purpose: Purpose, below: str) -> None:
         groups = self._server.groups[purpose]
@@ -177,9 +169,10 @@ class LearnerStreamDouble:
         entries = self._server.groups[purpose].values()
         return [entry for entry in entries if entry_order(entry.id) > entry_order(after or START)]
 
-    def _write(self, name: str, effect: Callable[[], object]) -> None:
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[None]:
         if self._server.epoch > self._epoch:
             raise Fenced(f"epoch {self._epoch} was replaced by epoch {self._server.epoch}")
         self._server.fault(f"{name}:before")
-        effect()
+        yield
         self._server.fault(f"{name}:after")

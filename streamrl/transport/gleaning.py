@@ -7,8 +7,8 @@ act on is read elsewhere, and strictly. Pure.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from streamrl.telemetry.progress import Report
 from streamrl.transport.report_codec import LARGEST, decode_reports
@@ -17,6 +17,7 @@ from streamrl.transport.types import RUN_STATES, Event, Record, RunInfo, one_of
 _SHOWN = 40  # characters of a value that cannot be read
 _LARGEST_INTEGER = 1 << 63
 
+T = TypeVar("T")
 Fields = Mapping[bytes, bytes]
 Entries = Sequence[tuple[bytes, Fields]]
 
@@ -31,23 +32,17 @@ class Gleaner:
 
     def number(self, hash_name: str, fields: Fields, name: str) -> float | None:
         """None where it is not there either."""
-        raw = fields.get(name.encode())
-        if raw is None:
-            return None
-        try:
-            return _finite(float(raw))
-        except ValueError:
-            self._unreadable.append(f"{hash_name} {name} = {_text(raw)[:_SHOWN]!r}")
-            return None
+        return self._read(hash_name, fields, name, _to_float)
 
     def integer(self, hash_name: str, fields: Fields, name: str) -> int | None:
+        return self._read(hash_name, fields, name, _to_int)
+
+    def _read(self, hash_name: str, fields: Fields, name: str, read: Callable[[bytes], T]) -> T | None:
         raw = fields.get(name.encode())
-        if raw is None:
-            return None
         try:
-            return _whole(int(raw))
+            return None if raw is None else read(raw)
         except ValueError:
-            self._unreadable.append(f"{hash_name} {name} = {_text(raw)[:_SHOWN]!r}")
+            self._unreadable.append(f"{hash_name} {name} = {_text(raw or b'')[:_SHOWN]!r}")
             return None
 
     def integers(self, hash_name: str, fields: Fields) -> dict[str, int]:
@@ -96,9 +91,9 @@ def _to_record(entry_id: bytes, fields: Fields) -> Record | None:
     try:
         return Record(
             id=entry_id.decode(),
-            step=_whole(int(fields[b"step"])),
-            epoch=_whole(int(fields[b"epoch"])),
-            at=_finite(float(fields[b"at"])),
+            step=_to_int(fields[b"step"]),
+            epoch=_to_int(fields[b"epoch"]),
+            at=_to_float(fields[b"at"]),
             values=_numbers(_mapping(fields[b"values"])),
         )
     except (KeyError, ValueError, RecursionError):
@@ -110,8 +105,8 @@ def _to_event(entry_id: bytes, fields: Fields) -> Event | None:
         return Event(
             id=entry_id.decode(),
             kind=_text(fields[b"kind"]),
-            epoch=_whole(int(fields[b"epoch"])),
-            at=_finite(float(fields[b"at"])),
+            epoch=_to_int(fields[b"epoch"]),
+            at=_to_float(fields[b"at"]),
             detail=_mapping(fields[b"detail"]),
         )
     except (KeyError, ValueError, RecursionError):
@@ -132,14 +127,18 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     return {name: _finite(value) for name, value in values.items()}
 
 
+def _to_float(raw: bytes) -> float:
+    return _finite(float(raw))
+
+
 def _finite(number: float) -> float:
     if not abs(number) < LARGEST:
         raise ValueError("no number of ours is so large")
     return number
 
 
-def _whole(number: int) -> int:
-    if abs(number) >= _LARGEST_INTEGER:
+def _to_int(raw: bytes) -> int:
+    if abs(number := int(raw)) >= _LARGEST_INTEGER:
         raise ValueError("no number of ours is so large")
     return number
 

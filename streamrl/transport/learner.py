@@ -41,6 +41,7 @@ from streamrl.transport.types import (
     RunState,
     read_ticket,
     to_control,
+    to_number,
 )
 from streamrl.versions import epoch_of, show
 from streamrl.wire.ticket import PURPOSES, Purpose, Ticket, encode_ticket
@@ -49,7 +50,7 @@ T = TypeVar("T")
 
 _TICKETS_A_CALL = 256
 _IDS_A_CALL = 1000  # Lua's stack ends at some thousands of arguments
-_ENTRIES_A_PAGE = 100  # the server reads whole groups to tell their numbers
+_A_PAGE = 100  # the server reads whole groups to tell their numbers
 _TELEMETRY_PATIENCE_S = 2.0
 
 
@@ -98,14 +99,11 @@ class LearnerStream:
         crashpoint("release.written")
 
     def orders(self) -> Orders:
-        def read() -> list[Any]:
-            with self._client.pipeline(transaction=False) as pipe:
-                pipe.hget(self._keys.control, "mode")
-                pipe.hkeys(self._keys.retry_requests)
-                return pipe.execute()
-
-        word, requested = self._tenure.ask("read the operator's orders", read)
-        retries = sorted(number for text in requested if (number := _to_number(text)) >= 0)
+        k = self._keys
+        word, requested = self._tenure.ask_all(
+            "read the operator's orders", lambda pipe: (pipe.hget(k.control, "mode"), pipe.hkeys(k.retry_requests))
+        )
+        retries = sorted(number for text in requested if (number := to_number(text)) >= 0)
         return Orders(control=to_control(word), retries=tuple(retries))
 
     # Tickets out, groups in
@@ -115,8 +113,8 @@ class LearnerStream:
         """Redis was away, replaced or emptied since the last `restore`: what is in it may be older than we think."""
         return self._tenure.disturbed
 
-    def restore(self, *, cursor: str, retried: Mapping[int, int] | None = None, eval_cursor: str = START) -> None:
-        """First act after `claim` and of every reconcile: streams exist, new groups land beyond the cursors, and of
+    def restore(self, *, cursor: str, retried: Mapping[int, int] | None = None) -> None:
+        """First act after `claim` and of every reconcile: streams exist, new groups land beyond the cursor, and of
         tickets that repeat a dead one (by number) Redis knows which."""
         self._tenure.disturbed = False
         for reader in self._readers.values():
@@ -124,7 +122,7 @@ class LearnerStream:
         streams = [*map(self._keys.tickets, PURPOSES), *map(self._keys.groups, PURPOSES)]
         pairs = _flat((retried or {}).items())
         keys = [*streams, self._keys.retried]
-        self._tenure.write("restore the streams", scripts.RESTORE, keys, WORKERS, cursor, eval_cursor, *pairs)
+        self._tenure.write("restore the streams", scripts.RESTORE, keys, WORKERS, cursor, START, *pairs)
         crashpoint("restore.written")
 
     def issue(self, tickets: Sequence[Ticket]) -> list[Ticket]:
@@ -164,14 +162,7 @@ class LearnerStream:
     def fetch(self, purpose: Purpose, ids: Sequence[str]) -> list[Entry | None]:
         """These entries; None for one that is not there. Any rank may call it."""
         stream = self._keys.groups(purpose)
-
-        def fetch_all() -> list[Any]:
-            with self._client.pipeline(transaction=False) as pipe:
-                for entry_id in ids:
-                    pipe.xrange(stream, entry_id, entry_id)
-                return pipe.execute()
-
-        found = self._tenure.ask("fetch groups", fetch_all)
+        found = self._tenure.ask_all("fetch groups", lambda pipe: [pipe.xrange(stream, one, one) for one in ids])
         return [_to_entry(*entries[0]) if entries else None for entries in found]
 
     def commit(self, *, step: int, cursor: str, trim_below: str, ended: Sequence[str] = ()) -> None:
@@ -189,8 +180,12 @@ class LearnerStream:
         """All that wait or are leased, and whatever else lies among them. Scan these before the groups: a delivery
         moves a ticket from here to there, never back."""
         stream, found, last = self._keys.tickets(purpose), list[PresentTicket](), START
-        while page := self._tenure.ask("list tickets", partial(self._page, stream, after=last)):
-            found += [self._to_present(purpose, *entry) for entry in page]
+
+        def page() -> Any:
+            return self._client.xrange(stream, f"({last}", count=_A_PAGE)
+
+        while entries := self._tenure.ask("list tickets", page):
+            found += [self._to_present(purpose, *entry) for entry in entries]
             last = found[-1].entry_id
         return found
 
@@ -198,10 +193,10 @@ class LearnerStream:
         """All groups beyond `after`, without their bodies."""
         stream, found, last = self._keys.groups(purpose), list[PresentGroup](), after
         while last:
-            call = Call(scripts.NUMBERS, (stream,), (self._fence.run_uid, last, _ENTRIES_A_PAGE))
+            call = Call(scripts.NUMBERS, (stream,), (self._fence.run_uid, last, _A_PAGE))
             reached, page = self._tenure.ask("list groups", partial(run, self._client, call))
             last = reached.decode() if reached else ""
-            found += [PresentGroup(entry_id=i.decode(), number=_to_number(n), num_bytes=size) for i, n, size in page]
+            found += [PresentGroup(entry_id=i.decode(), number=to_number(n), num_bytes=size) for i, n, size in page]
         return found
 
     def delete_tickets(self, purpose: Purpose, entry_ids: Sequence[str]) -> None:
@@ -228,7 +223,7 @@ class LearnerStream:
     def retried(self) -> dict[int, int]:
         """By the number of a ticket that repeats a dead one, the dead one's."""
         found: Any = self._tenure.ask("read the retries", lambda: self._client.hgetall(self._keys.retried))
-        pairs = ((_to_number(number), _to_number(dead)) for number, dead in found.items())
+        pairs = ((to_number(number), to_number(dead)) for number, dead in found.items())
         return {number: dead for number, dead in pairs if 0 <= dead < number}
 
     # Weights and telemetry
@@ -236,14 +231,10 @@ class LearnerStream:
     def reports(self) -> tuple[float, list[Report]]:
         """(the server's time, what the parts of the run say of themselves); waited for as briefly as telemetry."""
 
-        def read() -> list[Any]:
-            with self._client.pipeline(transaction=False) as pipe:
-                pipe.time()
-                pipe.hgetall(self._keys.progress)
-                return pipe.execute()
-
-        (seconds, microseconds), packed = self._tenure.ask(
-            "read the reports", read, give_up_after_s=_TELEMETRY_PATIENCE_S
+        (seconds, microseconds), packed = self._tenure.ask_all(
+            "read the reports",
+            lambda pipe: (pipe.time(), pipe.hgetall(self._keys.progress)),
+            give_up_after_s=_TELEMETRY_PATIENCE_S,
         )
         return seconds + microseconds / 1e6, decode_reports(packed)
 
@@ -291,10 +282,6 @@ class LearnerStream:
         except TransportError as error:
             structlog.get_logger().warning("telemetry_lost", what=what, error=str(error))
 
-    def _page(self, stream: str, *, after: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
-        entries: Any = self._client.xrange(stream, min=f"({after}", count=_ENTRIES_A_PAGE)
-        return list(entries)
-
     def _to_present(self, purpose: Purpose, entry_id: bytes, fields: Mapping[bytes, bytes]) -> PresentTicket:
         number, uid = fields.get(b"n", b""), fields.get(b"u", b"")
         ours = uid == self._fence.run_uid.encode()
@@ -304,7 +291,7 @@ class LearnerStream:
             flaw: str | None = str(error)
         else:
             flaw = None if ours else "of another run"
-        return PresentTicket(entry_id=entry_id.decode(), number=_to_number(number) if ours else -1, flaw=flaw)
+        return PresentTicket(entry_id=entry_id.decode(), number=to_number(number) if ours else -1, flaw=flaw)
 
 
 def _chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
@@ -315,14 +302,10 @@ def _flat(rows: Iterable[Iterable[Argument]]) -> list[Argument]:
     return [part for row in rows for part in row]
 
 
-def _to_number(text: bytes) -> int:
-    return int(text) if text.isdigit() and len(text) < 19 else -1
-
-
 def _to_entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Entry:
     return Entry(
         id=entry_id.decode(),
-        number=_to_number(fields.get(b"n", b"")),
+        number=to_number(fields.get(b"n", b"")),
         run_uid=fields.get(b"u", b"").decode(errors="replace"),
         header=fields.get(b"h", b""),
         body=fields.get(b"b", b""),

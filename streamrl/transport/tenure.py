@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import redis
+from redis.client import Pipeline
 
 from streamrl.crashpoints import crashpoint
 from streamrl.errors import Fenced, ResourceError, RunGone, TransportError
@@ -159,6 +160,18 @@ class Tenure:
             wait_for_room=wait_for_room,
             on_trouble=self._note_trouble,
         )
+
+    def ask_all(
+        self, what: str, fill: Callable[[Pipeline], object], *, give_up_after_s: float | None = None
+    ) -> list[Any]:
+        """Commands that change nothing, in one round trip. No transaction, which a full Redis refuses."""
+
+        def read() -> list[Any]:
+            with self._client.pipeline(transaction=False) as pipe:
+                fill(pipe)
+                return pipe.execute()
+
+        return self.ask(what, read, give_up_after_s=give_up_after_s)
 
     def _try_claim(self, config_json: str, fingerprint: str, *, takeover: bool = False) -> str | None:
         """None: it is ours. Otherwise who holds it."""

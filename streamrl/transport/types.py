@@ -36,6 +36,11 @@ def read_ticket(body: bytes, *, purpose: Purpose, number: bytes, uid: bytes) -> 
     return ticket
 
 
+def to_number(text: bytes) -> int:
+    """Of a ticket, as an entry tells it; -1 where it is none."""
+    return int(text) if text.isdigit() and len(text) < 19 else -1
+
+
 def one_of(choices: tuple[T, ...], text: str, otherwise: T) -> T:
     """The choice that the text names; a word of another program's version falls back."""
     return next((choice for choice in choices if choice == text), otherwise)

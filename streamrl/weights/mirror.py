@@ -47,7 +47,6 @@ class Mirror:
         self,
         folder: Path,  # on a memory file system, such as /dev/shm
         *,
-        expected: Sequence[TensorMeta] | None = None,  # from the model's own configuration; others are refused
         run_uid: str | None = None,  # manifests of another run are refused
         ahead_bytes: int = AHEAD_BYTES,  # of blobs that may be held in memory, besides the one that is wanted next
     ) -> None:
@@ -57,7 +56,6 @@ class Mirror:
             raise ResourceError(f"no mirror of the weights can be kept in {folder}: {error.strerror}") from error
         self.path = folder / "mirror.safetensors"
         self.version = 0
-        self._expected = None if expected is None else _layout(expected)
         self._run_uid, self._ahead_bytes = run_uid, ahead_bytes
         self._layout: Layout = {}
         self._views: Mapping[str, Bits] = {}  # [num_elements] each, into the file
@@ -110,8 +108,6 @@ class Mirror:
             if manifest.base != have and (manifest.base or number):
                 raise WeightsError(f"{name} is a delta on {show(manifest.base)}, the mirror holds {held}")
             given = _layout(manifest.tensors)
-            if self._expected is not None and given != self._expected:
-                raise WeightsError(f"{name} is not of this model: {_first_difference(given, self._expected)}")
             if manifest.base and given != layout:
                 raise WeightsError(f"{name} is a delta on other tensors: {_first_difference(given, layout)}")
             have, layout = manifest.version, given
