@@ -11,7 +11,7 @@ import asyncio
 import random
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
 import redis
@@ -123,24 +123,7 @@ def bounded_block_ms(client: AnyClient, wanted_ms: int) -> int:
 
 def check_server(client: redis.Redis, *, max_backlog_bytes: int = 0, max_store_bytes: int = 0) -> None:
     """ResourceError when the server is too old, would evict keys of a run, or may not hold what the settings allow."""
-    info = repeat(client, "say what it is", client.info)
-    _check_info(server_name(client), info)
-    limit, needed = info.get("maxmemory", 0), needed_memory(max_backlog_bytes, max_store_bytes)
-    if limit and needed > limit:
-        weights = f" and weights.max_store_bytes = {max_store_bytes}" if max_store_bytes else ""
-        raise ResourceError(
-            f"redis.max_backlog_bytes = {max_backlog_bytes}{weights}: Redis at {server_name(client)} may use {limit} "
-            f"bytes in all (maxmemory), and takes a quarter more than is put into it, {needed}; lower them, or raise "
-            "maxmemory"
-        )
-
-
-def needed_memory(max_backlog_bytes: int, max_store_bytes: int = 0) -> int:
-    """Bytes of a server's memory that hold so many of groups and of weights."""
-    return (max_backlog_bytes + max_store_bytes) * 5 // 4
-
-
-def _check_info(server: str, info: Mapping[str, Any]) -> None:
+    server, info = server_name(client), repeat(client, "say what it is", client.info)
     version = tuple(int(part) for part in str(info["redis_version"]).split(".")[:2])
     if version < OLDEST_SERVER:
         raise ResourceError(f"Redis at {server} is version {info['redis_version']}; streamrl needs 6.2 or newer")
@@ -150,6 +133,19 @@ def _check_info(server: str, info: Mapping[str, Any]) -> None:
             f"Redis at {server} has maxmemory-policy {policy}: it would throw rollouts away; "
             "set it to noeviction (redis-cli CONFIG SET maxmemory-policy noeviction)"
         )
+    limit, needed = info.get("maxmemory", 0), needed_memory(max_backlog_bytes, max_store_bytes)
+    if limit and needed > limit:
+        weights = f" and weights.max_store_bytes = {max_store_bytes}" if max_store_bytes else ""
+        raise ResourceError(
+            f"redis.max_backlog_bytes = {max_backlog_bytes}{weights}: Redis at {server} may use {limit} "
+            f"bytes in all (maxmemory), and takes a quarter more than is put into it, {needed}; lower them, or raise "
+            "maxmemory"
+        )
+
+
+def needed_memory(max_backlog_bytes: int, max_store_bytes: int = 0) -> int:
+    """Bytes of a server's memory that hold so many of groups and of weights."""
+    return (max_backlog_bytes + max_store_bytes) * 5 // 4
 
 
 class Attempts:

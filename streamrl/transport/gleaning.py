@@ -45,11 +45,6 @@ class Gleaner:
             self._unreadable.append(f"{hash_name} {name} = {_text(raw or b'')[:_SHOWN]!r}")
             return None
 
-    def integers(self, hash_name: str, fields: Fields) -> dict[str, int]:
-        """A hash of nothing but them."""
-        found = ((_text(name), self.integer(hash_name, {name: raw}, _text(name))) for name, raw in fields.items())
-        return {name: value for name, value in found if value is not None}
-
     def run(self, name: str, meta: Fields) -> RunInfo | None:
         if b"uid" not in meta:
             return None

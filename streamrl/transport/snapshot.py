@@ -17,7 +17,7 @@ from streamrl.telemetry.progress import Report
 from streamrl.transport.connection import repeat
 from streamrl.transport.gleaning import Gleaner
 from streamrl.transport.keys import WORKERS, Keys
-from streamrl.transport.types import START, Control, Event, Record, RunInfo, entry_order, to_control
+from streamrl.transport.types import Control, Event, Record, RunInfo, entry_order, to_control
 from streamrl.wire.purpose import PURPOSES, Purpose
 
 _PATIENCE_S = 5.0
@@ -61,7 +61,6 @@ class Server:
     version: str = ""
     max_memory_policy: str = "noeviction"
     role: str = "master"
-    is_loading: bool = False
     save_error: str = ""  # why it may refuse writes: the last save or append to disk failed
 
 
@@ -71,14 +70,12 @@ class Snapshot:
     run: RunInfo | None  # None: no run of this name is there
     created_at: float | None
     step: int  # of the last commit
-    cursor: str
     holder: str | None  # who the learner is; None: nobody holds the lease
     control: Control
     streams: Mapping[Purpose, StreamCounts]
     num_dead: int
     latest_version: int | None
     latest_version_step: int
-    counters: Mapping[str, int]
     reports: tuple[Report, ...]
     records: tuple[Record, ...]  # the last ones, oldest first
     events: tuple[Event, ...]  # the last ones, oldest first
@@ -100,7 +97,7 @@ def snapshot(
     look = partial(_look, client, keys, num_records, num_events)
     replies, of_another_type = repeat(client, "be looked at", look, give_up_after_s=give_up_after_s)
     gleaner = Gleaner(f"{key}: of another type" for key in of_another_type)
-    (time, meta, weights, counters, progress, holder, lease_ms, control, tombstone), replies = replies[:9], replies[9:]
+    (time, meta, weights, progress, holder, lease_ms, control, tombstone), replies = replies[:8], replies[8:]
     (num_dead, letters, num_requests, num_versions, records, events, info), streams = replies[:7], replies[7:]
     at = time[0] + time[1] / 1e6
     return Snapshot(
@@ -108,7 +105,6 @@ def snapshot(
         run=gleaner.run(keys.name, meta),
         created_at=gleaner.number("meta", meta, "created_at"),
         step=gleaner.integer("meta", meta, "step") or 0,
-        cursor=meta.get(b"cursor", START.encode()).decode(errors="replace"),
         holder=holder.decode(errors="replace") if holder else None,
         control=to_control(control),
         streams={
@@ -119,7 +115,6 @@ def snapshot(
         latest_version=gleaner.integer("weights", weights, "latest"),
         latest_version_step=gleaner.integer("weights", weights, "step") or 0,
         latest_version_at=gleaner.number("weights", weights, "at"),
-        counters=gleaner.integers("counters", counters),
         reports=gleaner.reports(progress),
         records=gleaner.records(list(reversed(records))),
         events=gleaner.events(list(reversed(events))),
@@ -142,7 +137,6 @@ def _look(client: redis.Redis, keys: Keys, num_records: int, num_events: int) ->
         pipe.time()
         pipe.hgetall(keys.meta)
         pipe.hgetall(keys.weights)
-        pipe.hgetall(keys.counters)
         pipe.hgetall(keys.progress)
         pipe.get(keys.lease)
         pipe.pttl(keys.lease)
@@ -216,6 +210,5 @@ def _to_server(info: Mapping[str, Any]) -> Server:
         version=str(info.get("redis_version", "")),
         max_memory_policy=str(info.get("maxmemory_policy", "noeviction")),
         role=str(info.get("role", "master")),
-        is_loading=bool(info.get("loading", 0)),
         save_error=", ".join(f"{name} is {info[name]}" for name in failed),
     )

@@ -26,9 +26,8 @@ GARBAGE_JSON = (*GARBAGE, b'{"a": {"b": 1}}', b'{"a": "b"}', b'{"a": NaN}', b'{"
 NUMBERS = (
     *product(("meta",), ("epoch", "step", "created_at")),
     *product(("weights",), ("latest", "step", "at")),
-    ("counters", "issued"),
 )
-TEXTS = (("meta", "config"), ("meta", "state"), ("meta", "cursor"), ("control", "mode"), ("progress", "worker/odd"))
+TEXTS = (("meta", "config"), ("meta", "state"), ("control", "mode"), ("progress", "worker/odd"))
 
 
 @pytest.fixture
@@ -118,7 +117,7 @@ async def test_curves_go_on_after_what_cannot_be_read(run: Watched) -> None:
 
 async def test_a_key_of_another_type_is_named_and_hides_nothing_else(run: Watched) -> None:
     client, keys = run.world.client, run.world.keys
-    looked_at = ("metrics", "events", "counters", "weights", "dead", "manifests", "retry-requests", "control", "lease")
+    looked_at = ("metrics", "events", "weights", "dead", "manifests", "retry-requests", "control", "lease")
     for name in (*looked_at, "tickets:train", "groups:train", "metrics:validation"):
         key, aside = f"{keys.prefix}{name}", f"{keys.prefix}aside"
         there = client.exists(key)

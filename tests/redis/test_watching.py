@@ -166,7 +166,7 @@ async def test_a_snapshot_tells_everything_at_once(
     seen = snapshot(client, keys, num_records=2)
     assert seen.run is not None
     assert (seen.run.uid, seen.run.state, seen.holder, seen.control) == ("uid", "running", "job", "pause")
-    assert (seen.step, seen.cursor, seen.num_dead) == (40, "7-7", 1)
+    assert (seen.step, seen.num_dead) == (40, 1)
     train, evaluation = seen.streams["train"], seen.streams["eval"]
     assert (train.num_tickets, train.num_leased, train.num_groups) == (4, 2, 1)
     assert (evaluation.num_tickets, evaluation.leased_by) == (1, {"w": 1})
@@ -177,7 +177,6 @@ async def test_a_snapshot_tells_everything_at_once(
         ("published", {"version": "1.4"}),
         ("control", {"mode": "pause", "by": "the test"}),
     ]
-    assert seen.counters == {"issued": 6, "delivered:train": 1}
     assert seen.used_memory_bytes > 0
 
 
