@@ -16,10 +16,10 @@ import redis
 
 from streamrl.errors import ConfigError, DataError
 from streamrl.record.read import Recording
-from streamrl.record.tap import Tap, to_entry
+from streamrl.record.tap import Tap
 from streamrl.transport.connection import repeat
 from streamrl.transport.keys import Keys
-from streamrl.transport.types import START, Entry, entry_order
+from streamrl.transport.types import START, Entry, entry_order, to_entry
 from streamrl.wire.ticket import Purpose
 
 _PAGE = 16  # groups may be large

@@ -7,7 +7,7 @@ while Redis is away at most `give_up_after_s`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import redis
@@ -15,7 +15,7 @@ import redis
 from streamrl.errors import RunGone
 from streamrl.transport.connection import bounded_block_ms, repeat
 from streamrl.transport.keys import Keys
-from streamrl.transport.types import RUN_STATES, START, Entry, RunState, one_of
+from streamrl.transport.types import RUN_STATES, START, Entry, RunState, one_of, to_entry
 from streamrl.wire.ticket import Purpose
 
 T = TypeVar("T")
@@ -91,15 +91,3 @@ class Tap:
 
     def _ask(self, what: str, call: Callable[[], T]) -> T:
         return repeat(self._client, what, call, give_up_after_s=self._give_up_after_s)
-
-
-def to_entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Entry:
-    """Whatever lies in the stream; nothing in it is trusted."""
-    number = fields.get(b"n", b"")
-    return Entry(
-        id=entry_id.decode(),
-        number=int(number) if number.isdigit() and len(number) < 19 else -1,
-        run_uid=fields.get(b"u", b"").decode(errors="replace")[:64],
-        header=fields.get(b"h", b""),
-        body=fields.get(b"b", b""),
-    )

@@ -41,6 +41,7 @@ from streamrl.transport.types import (
     RunState,
     read_ticket,
     to_control,
+    to_entry,
     to_number,
 )
 from streamrl.versions import epoch_of, show
@@ -157,13 +158,13 @@ class LearnerStream:
         block = bounded_block_ms(self._client, block_ms) if block_ms > 0 else None
         reader = self._readers[purpose]
         found = self._tenure.ask("read groups", lambda: reader.read(after=after, count=count, block_ms=block))
-        return [_to_entry(*entry) for entry in found]
+        return [to_entry(*entry) for entry in found]
 
     def fetch(self, purpose: Purpose, ids: Sequence[str]) -> list[Entry | None]:
         """These entries; None for one that is not there. Any rank may call it."""
         stream = self._keys.groups(purpose)
         found = self._tenure.ask_all("fetch groups", lambda pipe: [pipe.xrange(stream, one, one) for one in ids])
-        return [_to_entry(*entries[0]) if entries else None for entries in found]
+        return [to_entry(*entries[0]) if entries else None for entries in found]
 
     def commit(self, *, step: int, cursor: str, trim_below: str, ended: Sequence[str] = ()) -> None:
         """After the checkpoint's rename: groups before `trim_below`, and the `ended` ones beyond it, are no longer
@@ -300,13 +301,3 @@ def _chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
 
 def _flat(rows: Iterable[Iterable[Argument]]) -> list[Argument]:
     return [part for row in rows for part in row]
-
-
-def _to_entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Entry:
-    return Entry(
-        id=entry_id.decode(),
-        number=to_number(fields.get(b"n", b"")),
-        run_uid=fields.get(b"u", b"").decode(errors="replace"),
-        header=fields.get(b"h", b""),
-        body=fields.get(b"b", b""),
-    )

@@ -95,6 +95,16 @@ class Entry:
     body: bytes
 
 
+def to_entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Entry:
+    return Entry(
+        id=entry_id.decode(),
+        number=to_number(fields.get(b"n", b"")),
+        run_uid=fields.get(b"u", b"").decode(errors="replace")[:64],
+        header=fields.get(b"h", b""),
+        body=fields.get(b"b", b""),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PresentTicket:
     """An entry among the tickets, leased or not."""

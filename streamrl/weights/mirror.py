@@ -33,7 +33,7 @@ from streamrl.weights import tensorfile
 from streamrl.weights.fetching import AHEAD_BYTES, fetch_ahead
 from streamrl.weights.format import Bits, RangeDigest, TensorMeta, digest_of
 from streamrl.weights.manifest import Manifest, ShardRecord
-from streamrl.weights.patching import patch, side_by_side, threads_for
+from streamrl.weights.patching import batches, patch, side_by_side, threads_for
 from streamrl.weights.stores import BlobStore
 
 Fetched = Generator[tuple[ShardRecord, bytes]]
@@ -115,8 +115,9 @@ class Mirror:
     def _follow(self, manifests: Sequence[Manifest], store: BlobStore, touched: set[str]) -> Iterator[Manifest]:
         """Patch the file; gives each version that is in it at a time, none of them proved."""
         shards = (shard for manifest in manifests for shard in manifest.shards)
-        with closing(fetch_ahead(shards, store, ahead_bytes=self._ahead_bytes)) as fetched:
-            for batch in _batches(manifests, self._ahead_bytes):
+        at_most = self._ahead_bytes
+        with closing(fetch_ahead(shards, store, ahead_bytes=at_most)) as fetched:
+            for batch in batches(manifests, alone=lambda m: m.base == 0, size=lambda m: m.num_bytes, at_most=at_most):
                 if batch[0].base == 0:
                     self._write_anchor(batch[0], fetched, touched)
                     yield batch[0]
@@ -185,20 +186,6 @@ def _first_difference(given: Layout, wanted: Layout) -> str:
             is_, should = given[name], wanted[name]
             return f"{name} is {is_.dtype} {list(is_.shape)}, should be {should.dtype} {list(should.shape)}"
     return "the same tensors"
-
-
-def _batches(manifests: Sequence[Manifest], max_bytes: int) -> Iterator[list[Manifest]]:
-    """An anchor by itself; deltas together, as many as are held in memory at a time."""
-    batch: list[Manifest] = []
-    num_bytes = 0
-    for manifest in manifests:
-        if batch and (batch[0].base == 0 or num_bytes + manifest.num_bytes > max_bytes):
-            yield batch
-            batch, num_bytes = [], 0
-        batch.append(manifest)
-        num_bytes += manifest.num_bytes
-    if batch:
-        yield batch
 
 
 def _collect(

@@ -61,28 +61,30 @@ def patch(
 def _patch_column(tensors: Mapping[str, Bits], column: Sequence[Piece]) -> None:
     tensor = tensors[column[0].said.tensor]
     decompressor = zstandard.ZstdDecompressor()  # one of its own: they serve a single thread, and cost little to make
-    for pieces in _batches(column):
+    for pieces in batches(column, alone=_is_raw, size=lambda piece: piece.said.num_changed, at_most=_AT_ONCE):
         said = pieces[0].said
-        if said.coding is Coding.RAW:
+        if _is_raw(pieces[0]):
             tensor[said.start : said.start + said.length] = np.frombuffer(pieces[0].coded, tensor.dtype)
         else:
             # A position may come more than once, and sums do not mind; twice as fast as reading and writing.
             np.add.at(tensor, *decode_sparse(pieces, dtype=tensor.dtype, decompressor=decompressor))
 
 
-def _batches(column: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """A RAW piece by itself; SPARSE ones together, of not much more than _AT_ONCE elements."""
-    batch: list[Piece] = []
-    num_changed = 0
-    for piece in column:
-        raw = piece.said.coding is Coding.RAW
-        if batch and (raw or num_changed >= _AT_ONCE):
+def batches(
+    items: Iterable[T], *, alone: Callable[[T], bool], size: Callable[[T], int], at_most: int
+) -> Iterator[list[T]]:
+    """In order: what goes alone, by itself; all else together, up to this size where one alone is not larger."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        if batch and (alone(item) or alone(batch[0]) or total + size(item) > at_most):
             yield batch
-            batch, num_changed = [], 0
-        if raw:
-            yield [piece]
-        else:
-            batch.append(piece)
-            num_changed += piece.said.num_changed
+            batch, total = [], 0
+        batch.append(item)
+        total += size(item)
     if batch:
         yield batch
+
+
+def _is_raw(piece: Piece) -> bool:
+    return piece.said.coding is Coding.RAW
