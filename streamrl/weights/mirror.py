@@ -20,7 +20,7 @@ first anchor comes. Blocks on the store, and on nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -72,21 +72,16 @@ class Mirror:
     def apply_path(self, manifests: Sequence[Manifest], store: BlobStore) -> None:
         """As `apply` for each in turn (see `catch_up`), but only the state at the end is proved: much faster."""
         touched: set[str] = set()
-        reached: Manifest | None = None
-        num_threads = threads_for(len(manifests))
         try:
             self._refuse_unfit(manifests)
-            for manifest in self._follow(manifests, store, touched):
-                reached = manifest
-        except TransportError:
+            reached, trouble = self._follow(manifests, store, touched)
             if reached is not None:
-                self._prove(reached, touched, num_threads=num_threads)
-            raise
+                self._prove(reached, touched, num_threads=threads_for(len(manifests)))
         except WeightsError:
             self.version = 0
             raise
-        if reached is not None:
-            self._prove(reached, touched, num_threads=num_threads)
+        if trouble is not None:
+            raise trouble
 
     def close(self) -> None:
         """Remove the file. Who has it mapped keeps what is in it."""
@@ -112,22 +107,26 @@ class Mirror:
                 raise WeightsError(f"{name} is a delta on other tensors: {_first_difference(given, layout)}")
             have, layout = manifest.version, given
 
-    def _follow(self, manifests: Sequence[Manifest], store: BlobStore, touched: set[str]) -> Iterator[Manifest]:
-        """Patch the file; gives each version that is in it at a time, none of them proved."""
+    def _follow(
+        self, manifests: Sequence[Manifest], store: BlobStore, touched: set[str]
+    ) -> tuple[Manifest | None, TransportError | None]:
+        """Patch the file: (the version that is in it then, not yet proved; why not the last one)."""
         shards = (shard for manifest in manifests for shard in manifest.shards)
-        at_most = self._ahead_bytes
+        reached, at_most = None, self._ahead_bytes
         with closing(fetch_ahead(shards, store, ahead_bytes=at_most)) as fetched:
             for batch in batches(manifests, alone=lambda m: m.base == 0, size=lambda m: m.num_bytes, at_most=at_most):
                 if batch[0].base == 0:
                     self._write_anchor(batch[0], fetched, touched)
-                    yield batch[0]
+                    reached = batch[0]
                     continue
                 whole, blobs, trouble = _collect(batch, fetched)
                 if whole:
-                    self._write_deltas(whole, blobs, touched)
-                    yield whole[-1]
+                    self.version = 0  # until it is proved again
+                    touched |= patch(self._views, whole, blobs, num_threads=threads_for(len(whole)))
+                    reached = whole[-1]
                 if trouble is not None:
-                    raise trouble
+                    return reached, trouble
+        return reached, None
 
     def _write_anchor(self, manifest: Manifest, fetched: Fetched, touched: set[str]) -> None:
         for shard, blob in islice(fetched, len(manifest.shards)):
@@ -137,10 +136,6 @@ class Mirror:
                 target = self._view(part)
                 target[:] = np.frombuffer(memoryview(blob)[place], dtype=target.dtype)
                 touched.add(part.tensor)
-
-    def _write_deltas(self, manifests: Sequence[Manifest], blobs: Mapping[str, bytes], touched: set[str]) -> None:
-        self.version = 0
-        touched |= patch(self._views, manifests, blobs, num_threads=threads_for(len(manifests)))
 
     def _prepare(self, tensors: Sequence[TensorMeta]) -> None:
         layout = _layout(tensors)

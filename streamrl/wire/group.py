@@ -203,9 +203,7 @@ def _columns(samples: Sequence[Sample]) -> dict[str, object]:
 
 def _raw(dtype: np.dtype[Any], arrays: Sequence[npt.NDArray[Any]]) -> list[memoryview]:
     """As they lie in a body, which is joined from them."""
-    if all(array.dtype == dtype and array.flags.c_contiguous for array in arrays):
-        return [array.data for array in arrays]
-    return [np.ascontiguousarray(array.astype(dtype, casting="same_kind")).data for array in arrays]
+    return [array.astype(dtype, order="C", casting="same_kind", copy=False).data for array in arrays]
 
 
 def _unpack_samples(
