@@ -1,7 +1,7 @@
 """What monitors make of replies from Redis: what is not as it should be is noted, and hides nothing else.
 
 Any program with the rights may have written there, of another version, or not ours at all. What learners and workers
-act on is read elsewhere, and strictly. Pure.
+act on is checked by them, and strictly. Pure.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from streamrl.telemetry.progress import Report
 from streamrl.transport.report_codec import LARGEST, decode_reports
-from streamrl.transport.types import RUN_STATES, Event, Record, RunInfo, one_of
+from streamrl.transport.types import Event, Record, RunInfo
 
 _SHOWN = 40  # characters of a value that cannot be read
 _LARGEST_INTEGER = 1 << 63
@@ -46,16 +46,8 @@ class Gleaner:
             return None
 
     def run(self, name: str, meta: Fields) -> RunInfo | None:
-        if b"uid" not in meta:
-            return None
-        return RunInfo(
-            uid=_text(meta[b"uid"]),
-            name=name,
-            epoch=self.integer("meta", meta, "epoch") or 0,
-            config_json=_text(meta.get(b"config", b"")),
-            fingerprint=_text(meta.get(b"fingerprint", b"")),
-            state=one_of(RUN_STATES, _text(meta.get(b"state", b"")), "failed"),
-        )
+        self.integer("meta", meta, "epoch")  # to be noted where it is none
+        return RunInfo.from_hash(name, meta)
 
     def reports(self, progress: Fields) -> tuple[Report, ...]:
         reports = decode_reports(progress)

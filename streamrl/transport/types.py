@@ -71,16 +71,21 @@ class RunInfo:
 
     @classmethod
     def from_hash(cls, name: str, meta: Mapping[bytes, bytes]) -> RunInfo | None:
-        """What `meta` says; None where no run is."""
+        """What `meta` says; None where no run is. What lacks or cannot be read is empty, and is of no run that works:
+        a configuration and a fingerprint are compared before anything is done by them."""
         if b"uid" not in meta:
             return None
+
+        def text(name: bytes) -> str:
+            return meta.get(name, b"").decode(errors="replace")
+
         return cls(
-            uid=meta[b"uid"].decode(),
+            uid=text(b"uid"),
             name=name,
-            epoch=int(meta[b"epoch"]),
-            config_json=meta[b"config"].decode(),
-            fingerprint=meta[b"fingerprint"].decode(),
-            state=one_of(RUN_STATES, meta[b"state"].decode(), "failed"),
+            epoch=max(0, to_number(meta.get(b"epoch", b""))),
+            config_json=text(b"config"),
+            fingerprint=text(b"fingerprint"),
+            state=one_of(RUN_STATES, text(b"state"), "failed"),
         )
 
 
