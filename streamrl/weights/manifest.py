@@ -215,10 +215,7 @@ def _read_manifest(f: Fields) -> Manifest:
 
 
 def _read_records(f: Fields, name: str) -> tuple[ShardRecord, ...]:
-    records = f.list(name)
-    if not all(isinstance(record, bytes) for record in records):
-        raise WeightsError("the records in a manifest must be bytes")
-    return tuple(decode_record(record) for record in records)
+    return tuple(decode_record(record) for record in f.list(name, bytes))
 
 
 def _names(f: Fields) -> list[str]:

@@ -25,6 +25,7 @@ SCHEMA = 1
 _MAX_CONTAINER = 4096  # samples in a group, spans in a sample, fields in a map: all far below this
 _MAX_ITEMS_PER_BYTE_BUDGET = 1 << 16
 
+T = TypeVar("T")
 Word = TypeVar("Word", bound=str)
 Code = Literal["Q", "d"]  # of numbers, as `struct` calls them: unsigned ones of 8 bytes, and doubles
 _NUMBER_BYTES = 8
@@ -165,10 +166,10 @@ class Fields:
             raise WireError(f"field {name!r} holds {len(data)} bytes, which are no numbers of {_NUMBER_BYTES}")
         return struct.unpack(f"<{count}{code}", data)
 
-    def list(self, name: str, *, max_items: int = _MAX_CONTAINER) -> list[Any]:
+    def list(self, name: str, kind: type[T], *, max_items: int = _MAX_CONTAINER) -> list[T]:
         value = self._take(name)
-        if not isinstance(value, list) or len(value) > max_items:
-            raise WireError(f"field {name!r} must be a list of at most {max_items} items")
+        if not isinstance(value, list) or len(value) > max_items or any(type(item) is not kind for item in value):
+            raise WireError(f"field {name!r} must be a list of at most {max_items} items of type {kind.__name__}")
         return value
 
     def done(self) -> None:

@@ -128,15 +128,13 @@ def encode_group(group: Group) -> tuple[bytes, bytes]:
 def decode_header(data: bytes) -> GroupHeader:
     """A header or one WireError."""
     f = unpack(data, max_bytes=MAX_HEADER_BYTES)
-    lengths = f.list("sample_lengths", max_items=MAX_SAMPLES)
-    if any(type(n) is not int or not 0 <= n <= MAX_TOKENS for n in lengths):
-        raise WireError("field 'sample_lengths' must hold counts of tokens")
-    rewards = f.list("sample_rewards", max_items=MAX_SAMPLES)
-    if len(rewards) != len(lengths) or any(type(r) is not float or not math.isfinite(r) for r in rewards):
-        raise WireError("field 'sample_rewards' must hold one finite number a sample")
-    finished = f.list("sample_finished", max_items=MAX_SAMPLES)
-    if len(finished) != len(lengths) or any(type(x) is not bool for x in finished):
-        raise WireError("field 'sample_finished' must hold one truth value a sample")
+    lengths = f.list("sample_lengths", int, max_items=MAX_SAMPLES)
+    rewards = f.list("sample_rewards", float, max_items=MAX_SAMPLES)
+    finished = f.list("sample_finished", bool, max_items=MAX_SAMPLES)
+    if not len(lengths) == len(rewards) == len(finished):
+        raise WireError("lengths, rewards and ends are of different numbers of samples")
+    if not all(0 <= n <= MAX_TOKENS for n in lengths) or not all(map(math.isfinite, rewards)):
+        raise WireError("a sample has an impossible number of tokens, or a reward that is not finite")
     header = GroupHeader(
         ticket=f.integer("ticket", low=0),
         run_uid=f.text("run_uid", max_chars=64),
@@ -214,7 +212,7 @@ def _unpack_samples(
     rewards, totals = _take_fractions(f, len(lengths))
     if totals != header.sample_rewards:
         raise WireError("rewards of header and body differ")
-    reasons = f.list("finish_reasons", max_items=MAX_SAMPLES)
+    reasons = f.list("finish_reasons", str, max_items=MAX_SAMPLES)
     if any(reason not in FINISH_REASONS for reason in reasons):
         raise WireError(f"finish reasons must be of {FINISH_REASONS}")
     if tuple([reason == "stop" for reason in reasons]) != header.sample_finished:
@@ -242,8 +240,8 @@ def _check_logprobs(logprobs: npt.NDArray[np.float32]) -> None:
 
 def _take_fractions(f: Fields, num_samples: int) -> tuple[list[dict[str, float]], tuple[float, ...]]:
     """(rewards by source, totals)"""
-    sources = f.list("sources", max_items=MAX_REWARD_SOURCES)
-    if any(type(source) is not str for source in sources) or len(set(sources)) != len(sources):
+    sources = f.list("sources", str, max_items=MAX_REWARD_SOURCES)
+    if len(set(sources)) != len(sources):
         raise WireError("reward sources must be different names")
     fractions = f.numbers("fractions", "d")
     if len(fractions) != num_samples * (1 + len(sources)):

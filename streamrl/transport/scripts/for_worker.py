@@ -125,27 +125,21 @@ local function waits_for_me(tickets, id, number)
   for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
   return fields.n == number and fields.u == uid and redis.call('XACK', tickets, group, id) == 1
 end
-local outcomes, counts = {}, {}
-local function count(what)
-  counts[what] = (counts[what] or 0) + 1
-end
+local outcomes = {}
 for i = 4, #ARGV, 5 do
   local purpose, id, number = unpack(ARGV, i, i + 2)
   local tickets, groups = unpack(KEYS, purpose == 'eval' and 3 or 5, purpose == 'eval' and 4 or 6)
-  if waits_for_me(tickets, id, number) then
+  local delivered = waits_for_me(tickets, id, number)
+  if delivered then
     redis.call('XDEL', tickets, id)
     redis.call('XADD', groups, '*', 'n', number, 'u', uid, 'h', ARGV[i + 3], 'b', ARGV[i + 4])
-    outcomes[#outcomes + 1] = '1'
-    count('delivered:' .. purpose)
-  else
-    outcomes[#outcomes + 1] = '0'
-    count('duplicates:' .. purpose)
   end
+  outcomes[#outcomes + 1] = delivered and '1' or '0'
+  redis.pcall('HINCRBY', counters, (delivered and 'delivered:' or 'duplicates:') .. purpose, 1)
 end
 local all = table.concat(outcomes)
 -- Where nothing was delivered, repeating the call finds nothing to deliver either.
 if string.find(all, '1', 1, true) then redis.call('SET', receipt, token .. all, 'PX', receipt_ms) end
-for what, number in pairs(counts) do redis.pcall('HINCRBY', counters, what, number) end
 return {'OK', all}
 """)
 
