@@ -9,20 +9,18 @@ import pytest
 
 from learner.stream.fetch import fetch_groups
 from learner.stream.plan import Kind, Plan, PlanEntry, Verdict
+from streamrl.transport.double import LearnerStreamDouble, MemoryServer
 from streamrl.transport.types import Entry
 from streamrl.wire.group import decode_header, encode_group
-from streamrl.wire.ticket import Purpose
 from tests.learner_cases import group_of
 
 VOCABULARY = 20
 
 
-class FakeStream:
-    def __init__(self, *entries: Entry) -> None:
-        self._entries = {entry.id: entry for entry in entries}
-
-    def fetch(self, purpose: Purpose, ids: Sequence[str]) -> list[Entry | None]:
-        return [self._entries.get(entry_id) for entry_id in ids]
+def stream_with(*entries: Entry) -> LearnerStreamDouble:
+    server = MemoryServer()
+    server.groups["train"] = {entry.id: entry for entry in entries}
+    return LearnerStreamDouble(server)
 
 
 def entry_of(number: int, *, responses: Sequence[Sequence[int]] = ((3, 4), (5, 6))) -> Entry:
@@ -46,7 +44,7 @@ def plan_for(*entries: Entry) -> Plan:
 
 def test_each_rank_takes_its_own_groups() -> None:
     entries = [entry_of(number) for number in range(4)]
-    found = fetch_groups(FakeStream(*entries), plan_for(*entries), rank=1, vocabulary=VOCABULARY)
+    found = fetch_groups(stream_with(*entries), plan_for(*entries), rank=1, vocabulary=VOCABULARY)
     assert [group.header.ticket for group in found.groups] == [1, 3]
     assert found.verdicts.tolist() == [0, Verdict.SOUND, 0, Verdict.SOUND]
 
@@ -69,12 +67,12 @@ def spoilt(entry: Entry, how: str) -> Entry | None:
 def test_what_is_not_the_planned_group_is_left_out_and_its_neighbour_is_not(how: str) -> None:
     good, bad = entry_of(0), entry_of(2)
     served = [entry for entry in (good, spoilt(bad, how)) if entry is not None]
-    found = fetch_groups(FakeStream(*served), plan_for(good, bad), rank=0, vocabulary=VOCABULARY)
+    found = fetch_groups(stream_with(*served), plan_for(good, bad), rank=0, vocabulary=VOCABULARY)
     assert [group.header.ticket for group in found.groups] == [0]
     assert found.verdicts.tolist() == [Verdict.SOUND, Verdict.MISSING if how == "gone" else Verdict.MALFORMED]
 
 
 def test_tokens_outside_the_vocabulary_are_refused() -> None:
     entry = entry_of(0, responses=[[3, VOCABULARY], [4]])
-    assert not fetch_groups(FakeStream(entry), plan_for(entry), rank=0, vocabulary=VOCABULARY).groups
-    assert fetch_groups(FakeStream(entry), plan_for(entry), rank=0, vocabulary=VOCABULARY + 1).groups
+    assert not fetch_groups(stream_with(entry), plan_for(entry), rank=0, vocabulary=VOCABULARY).groups
+    assert fetch_groups(stream_with(entry), plan_for(entry), rank=0, vocabulary=VOCABULARY + 1).groups
