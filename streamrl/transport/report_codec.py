@@ -20,21 +20,19 @@ def encode_report(report: Report) -> bytes:
 
 def decode_report(data: bytes) -> Report:
     """A report or one WireError."""
-    f = unpack(data, max_bytes=_MAX_REPORT_BYTES)
-    report = Report(
-        part=f.text("part", max_chars=200),
-        role=f.one_of("role", get_args(Role)),
-        host=f.text("host", max_chars=300),
-        pid=f.integer("pid", low=0),
-        state=f.one_of("state", get_args(State)),
-        doing=f.text("doing", max_chars=200),
-        since=f.number("since"),
-        last_progress=f.number("last_progress"),
-        at=f.number("at"),
-        detail=_decode_detail(f.text("detail")),
-    )
-    f.done()
-    return report
+    with unpack(data, max_bytes=_MAX_REPORT_BYTES) as f:
+        return Report(
+            part=f.text("part", max_chars=200),
+            role=f.one_of("role", get_args(Role)),
+            host=f.text("host", max_chars=300),
+            pid=f.integer("pid", low=0),
+            state=f.one_of("state", get_args(State)),
+            doing=f.text("doing", max_chars=200),
+            since=f.number("since"),
+            last_progress=f.number("last_progress"),
+            at=f.number("at"),
+            detail=_decode_detail(f.text("detail")),
+        )
 
 
 def _decode_detail(text: str) -> dict[str, int | float | str]:

@@ -106,7 +106,8 @@ def encode_record(record: ShardRecord) -> bytes:
 def decode_record(data: bytes) -> ShardRecord:
     """The inverse of `encode_record`; any bytes give a record or one WeightsError."""
     try:
-        return _read_record(unpack(data, max_bytes=MAX_MANIFEST_BYTES))
+        with unpack(data, max_bytes=MAX_MANIFEST_BYTES) as f:
+            return _read_record(f)
     except WireError as error:
         raise WeightsError(f"a shard's record cannot be read: {error}") from None
 
@@ -119,7 +120,7 @@ def _read_record(f: Fields) -> ShardRecord:
         raise WeightsError("a shard's record points beyond its names or names an unknown coding")
     digests = f.array("digests", f"V{DIGEST_BYTES}", count=count)
     rows = zip(*(column.tolist() for column in columns.values()), digests.tolist(), strict=True)
-    record = ShardRecord(
+    return ShardRecord(
         blob_name=f.text("blob_name", max_chars=256),
         num_bytes=f.integer("num_bytes", low=0),
         digest=f.blob("digest"),
@@ -136,8 +137,6 @@ def _read_record(f: Fields) -> ShardRecord:
             for tensor, start, length, coding, num_changed, num_bytes, digest in rows
         ),
     )
-    f.done()
-    return record
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -178,7 +177,8 @@ def decode_manifest(data: bytes) -> Manifest:
         if not 0 < size <= MAX_MANIFEST_BYTES:
             raise WeightsError(f"a manifest claims to expand to {size} bytes")
         body = zstandard.ZstdDecompressor().decompress(data[head:], max_output_size=size, allow_extra_data=False)
-        manifest = _read_manifest(unpack(body, max_bytes=MAX_MANIFEST_BYTES))
+        with unpack(body, max_bytes=MAX_MANIFEST_BYTES) as f:
+            manifest = _read_manifest(f)
     except (zstandard.ZstdError, WireError) as error:
         raise WeightsError(f"a manifest cannot be read: {error}") from None
     check_coherent(manifest)
@@ -198,7 +198,7 @@ def _read_manifest(f: Fields) -> Manifest:
         TensorMeta(name=name, dtype=DTYPES[dtype], shape=tuple(dims[end - rank : end]))
         for name, dtype, rank, end in zip(names, dtypes.tolist(), ranks.tolist(), ends, strict=True)
     )
-    manifest = Manifest(
+    return Manifest(
         version=f.integer("version", low=1),
         base=f.integer("base", low=0),
         step=f.integer("step", low=0),
@@ -210,8 +210,6 @@ def _read_manifest(f: Fields) -> Manifest:
             f.array("canary_ids", "<i4", count=f.integer("num_canary_tokens", low=0, high=_MAX_CANARY_TOKENS)).tolist()
         ),
     )
-    f.done()
-    return manifest
 
 
 def _read_records(f: Fields, name: str) -> tuple[ShardRecord, ...]:

@@ -117,17 +117,15 @@ class RedisStore:
 
     def _read(self, name: str, packed: bytes) -> _Index:
         try:
-            f = unpack(packed, max_bytes=1024)
-            index = _Index(
-                num_bytes=f.integer("num_bytes", low=0, high=_MAX_BLOB_BYTES),
-                chunk_bytes=f.integer("chunk_bytes", low=1, high=_MAX_BLOB_BYTES),
-                digest=f.blob("digest"),
-                whole=f.integer("whole", low=0, high=1) == 1,
-            )
-            f.done()
+            with unpack(packed, max_bytes=1024) as f:
+                return _Index(
+                    num_bytes=f.integer("num_bytes", low=0, high=_MAX_BLOB_BYTES),
+                    chunk_bytes=f.integer("chunk_bytes", low=1, high=_MAX_BLOB_BYTES),
+                    digest=f.blob("digest"),
+                    whole=f.integer("whole", low=0, high=1) == 1,
+                )
         except WireError as error:
             raise WeightsError(f"the index of blob {name} cannot be read: {error}") from None
-        return index
 
     def _ask(self, what: str, command: Callable[[], T]) -> T:
         return repeat(self._client, what, command, give_up_after_s=_PATIENCE_S)

@@ -10,7 +10,7 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import msgpack
 
@@ -106,10 +106,17 @@ def _refuse_extension(code: int, data: bytes) -> object:
 
 
 class Fields:
-    """A map whose entries are taken out one by one, each checked; `done` refuses what is left over."""
+    """A map whose entries are taken out one by one, each checked. What is left at the end of a `with` is refused."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._left = values
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None:
+            self.done()
 
     def _take(self, name: str) -> Any:
         try:

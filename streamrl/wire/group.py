@@ -127,34 +127,33 @@ def encode_group(group: Group) -> tuple[bytes, bytes]:
 
 def decode_header(data: bytes) -> GroupHeader:
     """A header or one WireError."""
-    f = unpack(data, max_bytes=MAX_HEADER_BYTES)
-    lengths = f.list("sample_lengths", int, max_items=MAX_SAMPLES)
-    rewards = f.list("sample_rewards", float, max_items=MAX_SAMPLES)
-    finished = f.list("sample_finished", bool, max_items=MAX_SAMPLES)
-    if not len(lengths) == len(rewards) == len(finished):
-        raise WireError("lengths, rewards and ends are of different numbers of samples")
-    if not all(0 <= n <= MAX_TOKENS for n in lengths) or not all(map(math.isfinite, rewards)):
-        raise WireError("a sample has an impossible number of tokens, or a reward that is not finite")
-    header = GroupHeader(
-        ticket=f.integer("ticket", low=0),
-        run_uid=f.text("run_uid", max_chars=64),
-        purpose=f.one_of("purpose", PURPOSES),
-        attempt=f.integer("attempt", low=0),
-        worker=f.text("worker", max_chars=200),
-        fingerprint=f.text("fingerprint", max_chars=64),
-        num_prompt_tokens=f.integer("num_prompt_tokens", low=0, high=MAX_TOKENS),
-        sample_lengths=tuple(lengths),
-        sample_rewards=tuple(rewards),
-        sample_finished=tuple(finished),
-        min_version=f.integer("min_version", low=0),
-        max_version=f.integer("max_version", low=0),
-        num_failed_samples=f.integer("num_failed_samples", low=0, high=MAX_SAMPLES),
-        error=f.text("error", max_chars=2000),
-        generate_s=f.number("generate_s"),
-        reward_s=f.number("reward_s"),
-        digest=f.integer("digest", low=0),
-    )
-    f.done()
+    with unpack(data, max_bytes=MAX_HEADER_BYTES) as f:
+        lengths = f.list("sample_lengths", int, max_items=MAX_SAMPLES)
+        rewards = f.list("sample_rewards", float, max_items=MAX_SAMPLES)
+        finished = f.list("sample_finished", bool, max_items=MAX_SAMPLES)
+        if not len(lengths) == len(rewards) == len(finished):
+            raise WireError("lengths, rewards and ends are of different numbers of samples")
+        if not all(0 <= n <= MAX_TOKENS for n in lengths) or not all(map(math.isfinite, rewards)):
+            raise WireError("a sample has an impossible number of tokens, or a reward that is not finite")
+        header = GroupHeader(
+            ticket=f.integer("ticket", low=0),
+            run_uid=f.text("run_uid", max_chars=64),
+            purpose=f.one_of("purpose", PURPOSES),
+            attempt=f.integer("attempt", low=0),
+            worker=f.text("worker", max_chars=200),
+            fingerprint=f.text("fingerprint", max_chars=64),
+            num_prompt_tokens=f.integer("num_prompt_tokens", low=0, high=MAX_TOKENS),
+            sample_lengths=tuple(lengths),
+            sample_rewards=tuple(rewards),
+            sample_finished=tuple(finished),
+            min_version=f.integer("min_version", low=0),
+            max_version=f.integer("max_version", low=0),
+            num_failed_samples=f.integer("num_failed_samples", low=0, high=MAX_SAMPLES),
+            error=f.text("error", max_chars=2000),
+            generate_s=f.number("generate_s"),
+            reward_s=f.number("reward_s"),
+            digest=f.integer("digest", low=0),
+        )
     if header.failed == bool(lengths):
         raise WireError("a group has samples or an error, exactly one of them")
     return header
@@ -173,9 +172,8 @@ def decode_body(header: GroupHeader, body: bytes, *, vocabulary: int = _ANY_VOCA
     logprobs = np.frombuffer(body, _F4, num_tokens, offset=token_ids.nbytes)
     _check_tokens(token_ids, vocabulary)
     _check_logprobs(logprobs)
-    f = unpack(memoryview(body)[num_bytes:])
-    samples = _unpack_samples(f, header, token_ids[num_prompt:], logprobs)
-    f.done()
+    with unpack(memoryview(body)[num_bytes:]) as f:
+        samples = _unpack_samples(f, header, token_ids[num_prompt:], logprobs)
     return Group(header=header, prompt_ids=token_ids[:num_prompt], samples=samples)
 
 

@@ -51,22 +51,20 @@ def encode_ticket(ticket: Ticket) -> bytes:
 
 def decode_ticket(data: bytes) -> Ticket:
     """A ticket or one WireError."""
-    f = unpack(data, max_bytes=MAX_TICKET_BYTES)
-    retry_of = f.integer("retry_of", low=-1)
-    ticket = Ticket(
-        number=f.integer("number", low=0),
-        run_uid=f.text("run_uid", max_chars=64),
-        purpose=f.one_of("purpose", PURPOSES),
-        data_epoch=f.integer("data_epoch", low=0),
-        prompt_index=f.integer("prompt_index", low=0),
-        prompt=f.text("prompt"),
-        token_ids=f.array("token_ids", "<i4", count=f.integer("num_prompt_tokens", low=1, high=MAX_TOKENS)),
-        fields=decode_row(f.text("fields")),
-        num_samples=f.integer("num_samples", low=1, high=MAX_SAMPLES),
-        attempt=f.integer("attempt", low=0, high=1 << 20),
-        issued_step=f.integer("issued_step", low=0),
-        min_version=f.integer("min_version", low=0),
-        retry_of=None if retry_of < 0 else retry_of,
-    )
-    f.done()
-    return ticket
+    with unpack(data, max_bytes=MAX_TICKET_BYTES) as f:
+        retry_of = f.integer("retry_of", low=-1)
+        return Ticket(
+            number=f.integer("number", low=0),
+            run_uid=f.text("run_uid", max_chars=64),
+            purpose=f.one_of("purpose", PURPOSES),
+            data_epoch=f.integer("data_epoch", low=0),
+            prompt_index=f.integer("prompt_index", low=0),
+            prompt=f.text("prompt"),
+            token_ids=f.array("token_ids", "<i4", count=f.integer("num_prompt_tokens", low=1, high=MAX_TOKENS)),
+            fields=decode_row(f.text("fields")),
+            num_samples=f.integer("num_samples", low=1, high=MAX_SAMPLES),
+            attempt=f.integer("attempt", low=0, high=1 << 20),
+            issued_step=f.integer("issued_step", low=0),
+            min_version=f.integer("min_version", low=0),
+            retry_of=None if retry_of < 0 else retry_of,
+        )

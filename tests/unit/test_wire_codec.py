@@ -118,10 +118,13 @@ def test_a_message_over_the_limit_is_refused_before_it_is_read() -> None:
 
 
 def test_what_is_left_over_is_refused() -> None:
-    f = unpack(pack({"known": 1, "unknown": 2}))
-    f.integer("known")
-    with pytest.raises(WireError, match="unknown fields: 'unknown'"):
-        f.done()
+    with pytest.raises(WireError, match="unknown fields: 'unknown'"), unpack(pack({"known": 1, "unknown": 2})) as f:
+        f.integer("known")
+
+
+def test_what_is_wrong_in_a_field_is_said_before_what_is_left_over() -> None:
+    with pytest.raises(WireError, match="'known'"), unpack(pack({"known": "x", "unknown": 2})) as f:
+        f.integer("known")
 
 
 @pytest.mark.parametrize(
