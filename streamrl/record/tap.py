@@ -74,7 +74,7 @@ class Tap:
             return None
         if uid != self._run_uid.encode():
             raise RunGone(f"run {self._keys.name!r} was removed from Redis, and another took its name")
-        return one_of(RUN_STATES, state.decode(errors="replace"), "failed")
+        return one_of(RUN_STATES, state, "failed")
 
     def _account(self, added: int | None) -> None:
         if added is not None and self._num_added is not None and added >= self._num_added:

@@ -32,6 +32,7 @@ from streamrl.transport.scripts.fence import Fence
 from streamrl.transport.tenure import Tenure
 from streamrl.transport.thinning import history_streams, is_validation
 from streamrl.transport.types import (
+    CONTROLS,
     START,
     Announcement,
     Entry,
@@ -39,8 +40,8 @@ from streamrl.transport.types import (
     PresentGroup,
     PresentTicket,
     RunState,
+    one_of,
     read_ticket,
-    to_control,
     to_entry,
     to_number,
 )
@@ -105,7 +106,7 @@ class LearnerStream:
             "read the operator's orders", lambda pipe: (pipe.hget(k.control, "mode"), pipe.hkeys(k.retry_requests))
         )
         retries = sorted(number for text in requested if (number := to_number(text)) >= 0)
-        return Orders(control=to_control(word), retries=tuple(retries))
+        return Orders(control=one_of(CONTROLS, word, "run"), retries=tuple(retries))
 
     # Tickets out, groups in
 

@@ -17,7 +17,7 @@ from streamrl.telemetry.progress import Report
 from streamrl.transport.connection import repeat
 from streamrl.transport.gleaning import Gleaner
 from streamrl.transport.keys import WORKERS, Keys
-from streamrl.transport.types import Control, Event, Record, RunInfo, entry_order, to_control
+from streamrl.transport.types import CONTROLS, Control, Event, Record, RunInfo, entry_order, one_of
 from streamrl.wire.purpose import PURPOSES, Purpose
 
 _PATIENCE_S = 5.0
@@ -106,7 +106,7 @@ def snapshot(
         created_at=gleaner.number("meta", meta, "created_at"),
         step=gleaner.integer("meta", meta, "step") or 0,
         holder=holder.decode(errors="replace") if holder else None,
-        control=to_control(control),
+        control=one_of(CONTROLS, control, "run"),
         streams={
             purpose: _to_counts(streams[_PER_STREAM * place :][:_PER_STREAM], at=at)
             for place, purpose in enumerate(PURPOSES)

@@ -41,15 +41,9 @@ def to_number(text: bytes) -> int:
     return int(text) if text.isdigit() and len(text) < 19 else -1
 
 
-def one_of(choices: tuple[T, ...], text: str, otherwise: T) -> T:
-    """The choice that the text names; a word of another program's version falls back."""
-    return next((choice for choice in choices if choice == text), otherwise)
-
-
-def to_control(word: bytes | str | None) -> Control:
-    """The operator's word as it lies in Redis; none means run."""
-    text = word.decode(errors="replace") if isinstance(word, bytes) else word
-    return one_of(CONTROLS, text or "run", "run")
+def one_of(choices: tuple[T, ...], word: bytes | None, otherwise: T) -> T:
+    """The choice that lies in Redis; no word, or one of another program's version, falls back."""
+    return next((choice for choice in choices if choice.encode() == word), otherwise)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +79,7 @@ class RunInfo:
             epoch=max(0, to_number(meta.get(b"epoch", b""))),
             config_json=text(b"config"),
             fingerprint=text(b"fingerprint"),
-            state=one_of(RUN_STATES, text(b"state"), "failed"),
+            state=one_of(RUN_STATES, meta.get(b"state"), "failed"),
         )
 
 

@@ -24,7 +24,7 @@ from streamrl.transport.deliveries import Deliveries, Delivery
 from streamrl.transport.keys import LEADER, WORKERS, Keys
 from streamrl.transport.scripts import for_worker as scripts
 from streamrl.transport.scripts.call import Argument, Call, Script, run_async
-from streamrl.transport.types import Announcement, Control, Leased, RunInfo, read_ticket, to_control
+from streamrl.transport.types import CONTROLS, Announcement, Control, Leased, RunInfo, one_of, read_ticket
 from streamrl.wire.ticket import PURPOSES, Purpose
 
 T = TypeVar("T")
@@ -175,8 +175,8 @@ class WorkerStream:
         return found if found is None else bytes(found)
 
     async def control(self) -> Control:
-        word = await self._ask("read the control word", lambda: self._client.hget(self._keys.control, "mode"))
-        return to_control(word)
+        word: Any = await self._ask("read the control word", lambda: self._client.hget(self._keys.control, "mode"))
+        return one_of(CONTROLS, word, "run")
 
     # Leasing
 

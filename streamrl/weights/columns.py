@@ -32,11 +32,7 @@ def columns(manifests: Sequence[Manifest], blobs: Mapping[str, bytes]) -> Iterat
                     pieces[part.tensor].append(Piece(said=part, coded=blob[place]))
         starts = {tensor: cuts & starts.get(tensor, cuts) for tensor, cuts in own.items()}
     for tensor, changed in pieces.items():
-        yield from _split(changed, sorted(starts[tensor]))
-
-
-def _split(pieces: Sequence[Piece], cuts: Sequence[int]) -> Iterator[list[Piece]]:
-    by_stretch: dict[int, list[Piece]] = defaultdict(list)
-    for piece in pieces:
-        by_stretch[bisect_right(cuts, piece.said.start)].append(piece)
-    yield from by_stretch.values()
+        cuts, stretches = sorted(starts[tensor]), defaultdict[int, list[Piece]](list)
+        for piece in changed:
+            stretches[bisect_right(cuts, piece.said.start)].append(piece)
+        yield from stretches.values()

@@ -20,7 +20,7 @@ from streamrl.versions import show
 from streamrl.weights.catchup import catch_up
 from streamrl.weights.fetching import fetch
 from streamrl.weights.format import TensorMeta
-from streamrl.weights.manifest import Manifest, ShardRecord, decode_manifest
+from streamrl.weights.manifest import Manifest, decode_manifest
 from streamrl.weights.mirror import Mirror
 from streamrl.weights.stores import BlobStore
 
@@ -79,15 +79,12 @@ def changed_by_tensor(manifest: Manifest) -> dict[TensorMeta, int]:
 def check_blobs(manifest: Manifest, store: BlobStore) -> Iterator[Checked]:
     """Fetch each blob of the version and digest it again."""
     for shard in (*manifest.shards, *manifest.anchor):
-        yield Checked(name=shard.blob_name, num_bytes=shard.num_bytes, fault=_fault(shard, store))
-
-
-def _fault(shard: ShardRecord, store: BlobStore) -> str | None:
-    try:
-        fetch(shard, store)
-    except WeightsError as error:
-        return str(error)
-    return None
+        fault = None
+        try:
+            fetch(shard, store)
+        except WeightsError as error:
+            fault = str(error)
+        yield Checked(name=shard.blob_name, num_bytes=shard.num_bytes, fault=fault)
 
 
 def pull(version: int, manifests: dict[int, Manifest], store: BlobStore, *, model: Path, folder: Path) -> None:
