@@ -17,7 +17,7 @@ import numpy as np
 
 from bench.entropy import delta_entropy_bits, knowing_exponents
 from bench.measure import Rounds, Say, seconds
-from bench.mutations import HARMLESS, REFUSED, TENSORS, WRONG, Trial
+from bench.mutations import HARMLESS, REFUSED, WRONG, Trial
 from bench.publishing import RUN_UID, Publishing, State
 from bench.report import Bar, Fact, Line
 from streamrl.config import schema
@@ -245,7 +245,7 @@ def _time_to_follow(publishing: Publishing, start: Manifest, path: list[Manifest
 
 def _corruption(num_trials: int) -> list[Line]:
     with scratch_folder(in_memory=True) as folder:
-        trial = Trial(Mirror(folder, expected=TENSORS, run_uid=RUN_UID), seed=1)
+        trial = Trial(Mirror(folder, run_uid=RUN_UID), seed=1)
         trial.run(num_trials)
     return [
         Bar(name="corrupted versions served", value=trial.outcomes[WRONG], unit="", goal=0, better="lower"),

@@ -15,7 +15,7 @@ from bench.__main__ import make_command
 from bench.catalogue import BENCHES, Entry
 from bench.entropy import delta_entropy_bits, knowing_exponents
 from bench.measure import Rounds, Say
-from bench.mutations import TENSORS, WRONG, Trial
+from bench.mutations import WRONG, Trial
 from bench.publishing import RUN_UID
 from bench.report import Bar, Fact, Line, Report, describe_machine, record, table, to_json
 from streamrl.errors import ResourceError
@@ -177,7 +177,7 @@ def test_who_knows_the_exponents_needs_fewer_bits() -> None:
 
 
 def test_a_mirror_serves_nothing_wrong_however_it_is_misled(tmp_path: Path) -> None:
-    trial = Trial(Mirror(tmp_path, expected=TENSORS, run_uid=RUN_UID), seed=0)
+    trial = Trial(Mirror(tmp_path, run_uid=RUN_UID), seed=0)
     trial.run(200)
 
     assert trial.outcomes.total() == 200
@@ -189,7 +189,7 @@ def test_a_mirror_that_verifies_nothing_is_found_out(tmp_path: Path) -> None:
         def _prove(self, manifest: Manifest, touched: set[str], *, num_threads: int) -> None:
             self.version = manifest.version
 
-    trial = Trial(CredulousMirror(tmp_path, expected=TENSORS, run_uid=RUN_UID), seed=1)
+    trial = Trial(CredulousMirror(tmp_path, run_uid=RUN_UID), seed=1)
     trial.run(400)
 
     assert trial.outcomes[WRONG] > 0
