@@ -10,6 +10,7 @@ import click
 
 from streamrl.audit import Audit, audit_folder
 from streamrl.audit.streams import open_server, read_meta
+from streamrl.cli.arguments import takes_json, tell
 from streamrl.errors import ResourceError
 from streamrl.monitor.opening import URL_VARIABLE, find_target
 from streamrl.transport.keys import Keys
@@ -47,7 +48,7 @@ to audit.
 @click.option("--redis", "url", metavar="URL", help=f"The run's Redis; by default the folder's, or {URL_VARIABLE}.")
 @click.option("--run", metavar="NAME", help="The run's name in Redis; by default that of the folder.")
 @click.option("--folder-only", is_flag=True, help="Do not look for Redis.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@takes_json
 def audit(folder: Path | None, url: str | None, run: str | None, folder_only: bool, as_json: bool) -> int:
     if folder is None:
         target = find_target(None, url, run)
@@ -55,10 +56,7 @@ def audit(folder: Path | None, url: str | None, run: str | None, folder_only: bo
     elif url is None and not folder_only and (folder / "config.yaml").is_file():
         url = find_target(folder, None, run).url  # None: its embedded server has ended
     found = audit_folder(folder, redis_url=None if folder_only else url, run=run)
-    if as_json:
-        click.echo(json.dumps(found.to_json(), indent=2))
-    else:
-        click.echo("\n".join(_lines(found)))
+    tell(found.to_json(), _lines(found), as_json=as_json)
     return 0 if found.clean else 1
 
 

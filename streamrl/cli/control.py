@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from streamrl.cli.target import OpenRun, open_run, operator, takes_run
+from streamrl.cli.arguments import takes_json, takes_timeout, tell
+from streamrl.cli.target import open_run, operator, takes_run
 from streamrl.errors import ResourceError
 from streamrl.monitor.opening import Target
-from streamrl.terminal import printable
 
 if TYPE_CHECKING:
     from streamrl.transport.operate import Obedience
@@ -22,14 +21,7 @@ _ENDS_A_RUN = ("drain", "stop")
 
 def _takes_order(command: Callable[..., Any]) -> Callable[..., Any]:
     """A run, how long to listen for those concerned, and --json."""
-    timeout = click.option(
-        "--timeout-s",
-        type=click.FloatRange(min=0),
-        default=30.0,
-        show_default=True,
-        help="How long to listen for those concerned.",
-    )
-    return takes_run(timeout(click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)))
+    return takes_run(takes_timeout("listen for those concerned")(takes_json(command)))
 
 
 @click.command()
@@ -77,24 +69,17 @@ def _order(target: Target, mode: Control, *, timeout_s: float, as_json: bool) ->
     from streamrl.transport.operate import await_obedience, set_control
 
     with open_run(target) as opened:
-        _refuse_where_nobody_can_follow(opened, mode)
-        running = opened.info.state == "running"
+        state = opened.info.state
+        running = state == "running"
+        if not running and mode not in _ENDS_A_RUN:
+            raise ResourceError(f"run {opened.info.name!r} has ended ({state}); `streamrl up` takes it up again")
         # A word to a run that has ended would meet the learner that takes it up again.
         changed = running and set_control(opened.client, opened.keys, mode, by=operator())
         found = await_obedience(opened.client, opened.keys, mode, timeout_s=timeout_s)
-    if as_json:
-        told = {"run": target.run, "mode": mode, "changed": changed, "state": found.state}
-        told |= {"acknowledged": found.complete, "obeying": found.obeying, "waiting_for": dict(found.waiting_for)}
-        click.echo(json.dumps(told, indent=2))
-    else:
-        click.echo(printable(_line(target.run, mode, changed, found)))
+    told = {"run": target.run, "mode": mode, "changed": changed, "state": found.state}
+    told |= {"acknowledged": found.complete, "obeying": found.obeying, "waiting_for": dict(found.waiting_for)}
+    tell(told, [_line(target.run, mode, changed, found)], as_json=as_json)
     return 0 if found.complete else 1
-
-
-def _refuse_where_nobody_can_follow(opened: OpenRun, mode: Control) -> None:
-    state = opened.info.state
-    if state != "running" and mode not in _ENDS_A_RUN:
-        raise ResourceError(f"run {opened.info.name!r} has ended ({state}); `streamrl up` takes it up again")
 
 
 def _line(run: str, mode: Control, changed: bool, found: Obedience) -> str:

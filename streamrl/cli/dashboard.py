@@ -28,8 +28,8 @@ prints the address with it; --token-file reads one. GET /metrics is for Promethe
 
 @click.command(help=_HELP)
 @takes_run
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8420, show_default=True, help="0: any free one.")
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8420, help="0: any free one.")
 @click.option("--token", "makes_token", is_flag=True, help="Make up a token that readers must have.")
 @click.option("--token-file", type=click.File(), help="File with the token that readers must have.")
 def dashboard(target: Target, host: str, port: int, makes_token: bool, token_file: TextIO | None) -> None:

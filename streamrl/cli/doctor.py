@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import click
 
-from streamrl.cli.arguments import takes_config
+from streamrl.cli.arguments import takes_config, takes_json
 
 _HELP = """Look at everything that a run needs before it is started; change nothing.
 
@@ -30,7 +30,7 @@ _EXIT_CODES = {"ok": 0, "warning": 3, "error": 2}
 
 @click.command(help=_HELP)
 @takes_config
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@takes_json
 def doctor(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
     from streamrl.config.load import load_config
     from streamrl.monitor.doctor import examine

@@ -61,7 +61,7 @@ class _Subject:
 @click.option("--config", "file", type=click.Path(path_type=Path), help="By default, that of the checkpoint's run.")
 @click.option("--prompts", type=click.Path(), help="Prompts as JSON Lines; by default data.validation.")
 @click.option("--max-prompts", type=click.IntRange(min=1), help="At most so many; by default validation.max_prompts.")
-@click.option("--engine", type=click.Choice(["transformers", "vllm"]), default="transformers", show_default=True)
+@click.option("--engine", type=click.Choice(["transformers", "vllm"]), default="transformers")
 @click.option("--local-reward-url", metavar="URL", help="The reward server that the configuration calls `local`.")
 @click.option("--output", type=OutputFile(), help="Write prompts and answers here, JSONL.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

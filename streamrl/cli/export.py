@@ -17,8 +17,8 @@ def export() -> None:
 
 @export.command()
 @takes_run
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=9464, show_default=True, help="0: any free one.")
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=9464, help="0: any free one.")
 def prometheus(target: Target, host: str, port: int) -> None:
     """Serve GET /metrics of one run, until Ctrl-C.
 

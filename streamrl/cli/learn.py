@@ -40,7 +40,7 @@ no restart can mend is in the run's folder, in learner.error.
 @click.command(help=_HELP)
 @takes_config
 @click.option("--redis", "redis_url", metavar="URL", help="The run's Redis, instead of redis.url.")
-@click.option("--nodes", default="1", metavar="N|MIN:MAX", show_default=True, help="Machines that train together.")
+@click.option("--nodes", default="1", metavar="N|MIN:MAX", help="Machines that train together.")
 @click.option("--rendezvous", metavar="HOST:PORT", help="Where these machines meet: one of them, any free port.")
 @click.option("--takeover", is_flag=True, help="Replace a learner that still holds the run.")
 @click.option("--replay", type=click.Path(path_type=Path), metavar="DIR", help="Learn from a recording, without Redis.")

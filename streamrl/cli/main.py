@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None, *, commands: Mapping[str, Entry] = C
         entries=commands,
         name="streamrl",
         help=_HELP,
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True},
         callback=lambda: None,
     )
     click.version_option(__version__, prog_name="streamrl")(group)

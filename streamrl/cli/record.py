@@ -140,7 +140,7 @@ class _Progress:
 
 @record.command("export")
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
-@click.option("--format", "kind", type=click.Choice(["jsonl", "parquet"]), default="jsonl", show_default=True)
+@click.option("--format", "kind", type=click.Choice(["jsonl", "parquet"]), default="jsonl")
 @click.option("--output", type=OutputFile(), help="The file; by default stdout for jsonl.")
 @click.option("--tokenizer", metavar="MODEL", help="Folder of the model whose tokenizer gives the texts.")
 @click.option("--no-text", is_flag=True, help="Token ids alone, also where the run's own model is at hand.")

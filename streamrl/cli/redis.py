@@ -39,14 +39,14 @@ def redis() -> None:
 @redis.command(help=_ACL_HELP)
 @click.option("--role", "roles", type=click.Choice(_ROLES), multiple=True, help="Only this role; may be repeated.")
 @click.option("--run", metavar="NAME", help="Only the keys of this run; by default of every run.")
-@click.option("--server", type=click.Choice(["7", "6.2"]), default="7", show_default=True, help="At least this Redis.")
+@click.option("--server", type=click.Choice(["7", "6.2"]), default="7", help="At least this Redis.")
 @click.option(
     "--passwords",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     metavar="DIR",
     help="A folder with a file for each role that holds its password.",
 )
-@click.option("--format", "form", type=click.Choice(["users", "commands"]), default="users", show_default=True)
+@click.option("--format", "form", type=click.Choice(["users", "commands"]), default="users")
 def acl(roles: tuple[Role, ...], run: str | None, server: str, passwords: Path | None, form: str) -> None:
     from streamrl.transport.acl import ANY_RUN, ROLES, WEAKER_BEFORE_7, rules
 

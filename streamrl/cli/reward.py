@@ -38,29 +38,24 @@ def reward() -> None:
 
 @reward.command()
 @click.option("--model", required=True, help="Folder or hub name of a sequence-classification model.")
-@click.option("--host", default=_DEFAULTS["host"], show_default=True, help="Address to listen on.")
-@click.option(
-    "--port", type=click.IntRange(0, 65535), default=_DEFAULTS["port"], show_default=True, help="0: any free one."
-)
+@click.option("--host", default=_DEFAULTS["host"], help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=_DEFAULTS["port"], help="0: any free one.")
 @click.option(
     "--max-delay-ms",
     type=click.FloatRange(min=0),
     default=_DEFAULTS["max_delay_ms"],
-    show_default=True,
     help="How long a request may wait for others to share its batch.",
 )
 @click.option(
     "--max-batch-tokens",
     type=_POSITIVE,
     default=_DEFAULTS["max_batch_tokens"],
-    show_default=True,
     help="Tokens of one forward pass, padding included.",
 )
 @click.option(
     "--pool",
     type=click.Choice(["last", "average"]),
     default=_DEFAULTS["pool"],
-    show_default=True,
     help="Whose reward counts: the last token's, or the mean of all tokens'.",
 )
 @click.option(
@@ -74,21 +69,18 @@ def reward() -> None:
     "--reward-mean",
     type=float,
     default=_DEFAULTS["reward_mean"],
-    show_default=True,
     help="Of the model's own rewards, to standardise them.",
 )
 @click.option(
     "--reward-std",
     type=click.FloatRange(min=0, min_open=True),
     default=_DEFAULTS["reward_std"],
-    show_default=True,
     help="Their deviation: the server answers (reward - mean) / std.",
 )
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16"]),
     default="float32",
-    show_default=True,
     help="Of the model's weights and its computing.",
 )
 @click.option("--threads", type=_POSITIVE, help="CPU threads of the model; torch's choice by default.")
@@ -140,32 +132,24 @@ def serve(**options: Any) -> None:
     help='Instead of pairs (regression): JSONL of {"prompt": ..., "completion": ..., "score": number or list}.',
 )
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="Folder for the trained model.")
-@click.option("--epochs", type=_POSITIVE, default=1, show_default=True, help="Times that all is learned from.")
-@click.option("--batch-size", type=_POSITIVE, default=32, show_default=True, help="Pairs or ratings of one step.")
-@click.option(
-    "--lr", type=click.FloatRange(min=0, min_open=True), default=1e-5, show_default=True, help="Learning rate of AdamW."
-)
-@click.option("--weight-decay", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Of AdamW.")
+@click.option("--epochs", type=_POSITIVE, default=1, help="Times that all is learned from.")
+@click.option("--batch-size", type=_POSITIVE, default=32, help="Pairs or ratings of one step.")
+@click.option("--lr", type=click.FloatRange(min=0, min_open=True), default=1e-5, help="Learning rate of AdamW.")
+@click.option("--weight-decay", type=click.FloatRange(min=0), default=0.0, help="Of AdamW.")
 @click.option(
     "--clip-norm",
     type=click.FloatRange(min=0, min_open=True),
     default=1.0,
-    show_default=True,
     help="Largest norm of a step's gradient.",
 )
 @click.option(
     "--held-out",
     type=click.FloatRange(0, 1, min_open=True, max_open=True),
     default=0.1,
-    show_default=True,
     help="Share of the data that only measures.",
 )
-@click.option(
-    "--max-tokens", type=_POSITIVE, default=2048, show_default=True, help="What has a longer text is left out."
-)
-@click.option(
-    "--seed", type=int, default=1234, show_default=True, help="Of the order, the held-out share and the new head."
-)
+@click.option("--max-tokens", type=_POSITIVE, default=2048, help="What has a longer text is left out.")
+@click.option("--seed", type=int, default=1234, help="Of the order, the held-out share and the new head.")
 @click.option("--threads", type=_POSITIVE, help="CPU threads; torch's choice by default.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that the model brings along.")
 def train(threads: int | None, pairs: Path | None, ratings: Path | None, **options: Any) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 
 import click
 
+from streamrl.cli.arguments import takes_json, tell
 from streamrl.cli.target import takes_run
 from streamrl.errors import ResourceError, TransportError
 from streamrl.monitor.build import build_view
@@ -15,7 +15,6 @@ from streamrl.monitor.opening import Target, opened
 from streamrl.monitor.text import cause_lines, status_lines, why_lines
 from streamrl.monitor.view import EXIT_CODES, EXIT_UNREACHABLE, SCHEMA, View
 from streamrl.monitor.watcher import NUM_EVENTS
-from streamrl.terminal import printable
 from streamrl.transport.snapshot import snapshot
 
 _RECORDS = 60  # steps: for a short curve of the reward, and the pace
@@ -70,29 +69,26 @@ _WHY_HELP = f"""Say what holds a run back now, with the evidence and the remedy;
 
 @click.command(help=_STATUS_HELP)
 @takes_run
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@takes_json
 def status(target: Target, as_json: bool) -> int:
     try:
         view = look(target)
     except (ResourceError, TransportError) as error:
         return _unreachable(target, error, as_json=as_json)
-    click.echo(json.dumps(view.to_json()) if as_json else "\n".join(status_lines(view)))
+    tell(view.to_json(), status_lines(view), as_json=as_json, indent=None)
     return EXIT_CODES[view.verdict]
 
 
 @click.command(help=_WHY_HELP)
 @takes_run
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@takes_json
 def why(target: Target, as_json: bool) -> int:
     try:
         view = look(target)
     except (ResourceError, TransportError) as error:
         return _unreachable(target, error, as_json=as_json)
-    if as_json:
-        told = view.to_json()
-        click.echo(json.dumps({"schema": SCHEMA, "run": view.run.name} | {n: told[n] for n in ("verdict", "causes")}))
-    else:
-        click.echo("\n".join(why_lines(view)))
+    told = {"schema": SCHEMA, "run": view.run.name, "verdict": view.verdict, "causes": view.to_json()["causes"]}
+    tell(told, why_lines(view), as_json=as_json, indent=None)
     return EXIT_CODES[view.verdict]
 
 
@@ -104,9 +100,6 @@ def look(target: Target) -> View:
 
 def _unreachable(target: Target, error: Exception, *, as_json: bool) -> int:
     cause = unreachable(str(error))
-    if as_json:
-        told = {"schema": SCHEMA, "run": {"name": target.run}, "verdict": "unreachable", "causes": [asdict(cause)]}
-        click.echo(json.dumps(told))
-    else:
-        click.echo("\n".join([f"{printable(target.run)}: unreachable", "", *cause_lines(cause)]))
+    told = {"schema": SCHEMA, "run": {"name": target.run}, "verdict": "unreachable", "causes": [asdict(cause)]}
+    tell(told, [f"{target.run}: unreachable", "", *cause_lines(cause)], as_json=as_json, indent=None)
     return EXIT_UNREACHABLE

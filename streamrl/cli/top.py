@@ -24,17 +24,10 @@ Keys: q quit  s sort  r reverse  / filter  f freeze  arrows choose, enter opens 
 
 @click.command(help=_HELP)
 @takes_run
-@click.option(
-    "--every-s",
-    "period_s",
-    type=click.FloatRange(min=0.1),
-    default=0.5,
-    show_default=True,
-    help="How often to look at Redis.",
-)
-def top(target: Target, period_s: float) -> None:
+@click.option("--every-s", type=click.FloatRange(min=0.1), default=0.5, help="How often to look at Redis.")
+def top(target: Target, every_s: float) -> None:
     from streamrl.monitor.opening import opened
     from streamrl.monitor.top.loop import run
 
     with opened(target) as there:
-        run(there, period_s=period_s)
+        run(there, period_s=every_s)

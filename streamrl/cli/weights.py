@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from streamrl.cli.arguments import takes_json, tell
 from streamrl.cli.target import open_run, takes_run
 from streamrl.errors import ConfigError, DataError
 from streamrl.monitor.opening import Target
-from streamrl.terminal import printable
 from streamrl.versions import parse, show
 
 if TYPE_CHECKING:
@@ -27,9 +26,8 @@ _NUM_TENSORS_SHOWN = 10
 _LATEST = "latest"
 _UNREADABLE = "its manifest cannot be read"
 
-_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _version = click.option(
-    "--version", "wanted", default=_LATEST, show_default=True, metavar="EPOCH.NUMBER", help="As `weights ls` shows it."
+    "--version", "wanted", default=_LATEST, metavar="EPOCH.NUMBER", help="As `weights ls` shows it."
 )
 
 
@@ -91,7 +89,7 @@ def _published(target: Target) -> Iterator[_Published]:
 
 @weights.command()
 @takes_run
-@_as_json
+@takes_json
 def ls(target: Target, as_json: bool) -> None:
     """List the versions that are kept, the oldest first, and which workers serve each.
 
@@ -101,25 +99,26 @@ def ls(target: Target, as_json: bool) -> None:
     """
     with _published(target) as published:
         rows = [_row(manifest, published) for manifest in published.manifests.values()]
-        elsewhere = {v: who for v, who in sorted(published.served_by.items()) if v not in published.manifests}
-    if as_json:
-        click.echo(json.dumps([*rows, *map(_unreadable_row, published.unreadable)], indent=2))
-        return
-    click.echo(f"{'VERSION':>10}  {'STEP':>7}  {'KIND':<14}  {'BYTES':>15}  {'RATIO':>7}  SERVED BY")
+    unreadable = [_unreadable_row(name) for name in published.unreadable]
+    tell([*rows, *unreadable], _table(rows, published), as_json=as_json)
+
+
+def _table(rows: Sequence[Mapping[str, Any]], published: _Published) -> Iterator[str]:
+    yield f"{'VERSION':>10}  {'STEP':>7}  {'KIND':<14}  {'BYTES':>15}  {'RATIO':>7}  SERVED BY"
     for row in rows:
         sizes = f"{row['bytes']:>15,}  {row['ratio']:>7,.1f}"
-        served = printable(", ".join(row["served_by"]))
-        click.echo(f"{row['version']:>10}  {row['step']:>7}  {row['kind']:<14}  {sizes}  {served}".rstrip())
-    for name in published.unreadable:
-        click.echo(printable(f"{name:>10}  {_UNREADABLE}"))
-    for version, workers in elsewhere.items():
-        click.echo(printable(f"{show(version):>10}  is kept no longer; still served by {', '.join(workers)}"))
+        served = ", ".join(row["served_by"])
+        yield f"{row['version']:>10}  {row['step']:>7}  {row['kind']:<14}  {sizes}  {served}".rstrip()
+    yield from (f"{name:>10}  {_UNREADABLE}" for name in published.unreadable)
+    for version, workers in sorted(published.served_by.items()):
+        if version not in published.manifests:
+            yield f"{show(version):>10}  is kept no longer; still served by {', '.join(workers)}"
 
 
 @weights.command("show")
 @takes_run
 @_version
-@_as_json
+@takes_json
 def show_version(target: Target, wanted: str, as_json: bool) -> None:
     """Print what one version consists of: its blobs, and which tensors changed most."""
     from streamrl.weights.published import changed_by_tensor
@@ -127,34 +126,35 @@ def show_version(target: Target, wanted: str, as_json: bool) -> None:
     with _published(target) as published:
         manifest = published.pick(wanted)
         row = _row(manifest, published)
-    changed = changed_by_tensor(manifest)
     row |= {
+        "run_uid": manifest.run_uid,
         "tensors": [
             {"name": t.name, "dtype": t.dtype, "shape": list(t.shape), "elements": t.num_elements, "changed": count}
-            for t, count in changed.items()
+            for t, count in changed_by_tensor(manifest).items()
         ],
         "blobs": [{"name": s.blob_name, "bytes": s.num_bytes, "digest": s.digest.hex()} for s in manifest.shards],
         "anchor_blobs": [{"name": s.blob_name, "bytes": s.num_bytes} for s in manifest.anchor],
         "canary_tokens": len(manifest.canary_ids),
     }
-    if as_json:
-        click.echo(json.dumps(row, indent=2))
-        return
+    tell(row, _version_lines(row), as_json=as_json)
+
+
+def _version_lines(row: Mapping[str, Any]) -> Iterator[str]:
     base = f" on {row['base']}" if row["base"] else ""
-    click.echo(f"version {row['version']}, after step {row['step']}: {row['kind']}{base}, of run {manifest.run_uid}")
-    click.echo(f"  {row['bytes']:,} bytes, {row['ratio']:,.1f} times smaller than the model; served by {_names(row)}")
-    for blob in [*row["blobs"], *row["anchor_blobs"]]:
-        click.echo(printable(f"  {blob['bytes']:>15,}  {blob['name']}"))
-    click.echo(f"  most changed of {len(changed)} tensors:")
-    for tensor, count in list(changed.items())[:_NUM_TENSORS_SHOWN]:
-        share = 100 * count / max(1, tensor.num_elements)
-        click.echo(printable(f"  {share:>14.3f}%  {tensor.name} {tensor.dtype} {list(tensor.shape)}"))
+    yield f"version {row['version']}, after step {row['step']}: {row['kind']}{base}, of run {row['run_uid']}"
+    served = ", ".join(row["served_by"]) or "no worker"
+    yield f"  {row['bytes']:,} bytes, {row['ratio']:,.1f} times smaller than the model; served by {served}"
+    yield from (f"  {blob['bytes']:>15,}  {blob['name']}" for blob in [*row["blobs"], *row["anchor_blobs"]])
+    yield f"  most changed of {len(row['tensors'])} tensors:"
+    for tensor in row["tensors"][:_NUM_TENSORS_SHOWN]:
+        share = 100 * tensor["changed"] / max(1, tensor["elements"])
+        yield f"  {share:>14.3f}%  {tensor['name']} {tensor['dtype']} {tensor['shape']}"
 
 
 @weights.command()
 @takes_run
 @click.option("--version", "wanted", metavar="EPOCH.NUMBER", help="Only this one, or `latest`; by default all.")
-@_as_json
+@takes_json
 def verify(target: Target, wanted: str | None, as_json: bool) -> int:
     """Fetch the blobs of all versions that are kept and compare them with the digests in the manifests.
 
@@ -167,19 +167,15 @@ def verify(target: Target, wanted: str | None, as_json: bool) -> int:
         chosen = [published.pick(wanted)] if wanted else list(published.manifests.values())
         unreadable = () if wanted else published.unreadable
         checked = {manifest.version: list(check_blobs(manifest, published.store)) for manifest in chosen}
-    faults = [(version, one) for version, blobs in checked.items() for one in blobs if one.fault is not None]
-    num_blobs = sum(map(len, checked.values()))
-    if as_json:
-        told = [{"version": show(version), "blob": one.name, "fault": one.fault} for version, one in faults]
-        told += [{"version": name, "blob": None, "fault": _UNREADABLE} for name in unreadable]
-        click.echo(json.dumps({"versions": len(checked), "blobs": num_blobs, "faults": told}, indent=2))
-        return 1 if told else 0
-    for version, one in faults:
-        click.echo(printable(f"{show(version):>10}  {one.name}: {one.fault}"))
-    for name in unreadable:
-        click.echo(printable(f"{name:>10}  {_UNREADABLE}"))
-    num_bytes = sum(one.num_bytes for blobs in checked.values() for one in blobs)
-    click.echo(f"{len(checked)} versions, {num_blobs} blobs, {num_bytes:,} bytes: {len(faults)} missing or damaged")
+    blobs = [(show(version), blob) for version, found in checked.items() for blob in found]
+    faults = [{"version": version, "blob": one.name, "fault": one.fault} for version, one in blobs if one.fault]
+    broken = [{"version": name, "blob": None, "fault": _UNREADABLE} for name in unreadable]
+    told = {"versions": len(checked), "blobs": len(blobs), "faults": [*faults, *broken]}
+    lines = [f"{fault['version']:>10}  {fault['blob']}: {fault['fault']}" for fault in faults]
+    lines += [f"{name:>10}  {_UNREADABLE}" for name in unreadable]
+    num_bytes = sum(one.num_bytes for _, one in blobs)
+    counts = f"{len(checked)} versions, {len(blobs)} blobs, {num_bytes:,} bytes: {len(faults)} missing or damaged"
+    tell(told, [*lines, counts], as_json=as_json)
     return 1 if faults or unreadable else 0
 
 
@@ -188,7 +184,7 @@ def verify(target: Target, wanted: str | None, as_json: bool) -> int:
 @_version
 @click.option("--to", "to", required=True, type=click.Path(path_type=Path), help="The folder to make.")
 @click.option("--model", type=click.Path(path_type=Path), help="The base model's folder; by default the run's.")
-@_as_json
+@takes_json
 def pull(target: Target, wanted: str, to: Path, model: Path | None, as_json: bool) -> None:
     """Write one version as a Hugging Face folder.
 
@@ -205,16 +201,9 @@ def pull(target: Target, wanted: str, to: Path, model: Path | None, as_json: boo
         manifest = published.pick(wanted)
         base = model or Path(published.config.model.path)
         pull_version(manifest.version, published.manifests, published.store, model=base, folder=to)
-    told = {
-        "version": show(manifest.version),
-        "step": manifest.step,
-        "folder": str(to),
-        "bytes": full_bytes(manifest),
-    }
-    if as_json:
-        click.echo(json.dumps(told))
-    else:
-        click.echo(printable(f"version {told['version']}, after step {told['step']}, is in {to}"))
+    version, step = show(manifest.version), manifest.step
+    told = {"version": version, "step": step, "folder": str(to), "bytes": full_bytes(manifest)}
+    tell(told, [f"version {version}, after step {step}, is in {to}"], as_json=as_json, indent=None)
 
 
 def _row(manifest: Manifest, published: _Published) -> dict[str, Any]:
@@ -239,7 +228,3 @@ def _unreadable_row(name: str) -> dict[str, Any]:
     """With the keys of the others, of which nothing is known."""
     unknown = dict.fromkeys(("step", "base", "bytes", "anchor_bytes", "model_bytes", "ratio"))
     return {"version": name, "kind": "unreadable", **unknown, "served_by": []}
-
-
-def _names(row: Mapping[str, Any]) -> str:
-    return printable(", ".join(row["served_by"])) or "no worker"
