@@ -112,8 +112,8 @@ def show(words: tuple[str, ...], **options: Any) -> None:
 
 @contextmanager
 def _opened(folder: Path | None, look: Look) -> Iterator[tuple[Source, Words | None]]:
-    from streamrl.cli.record import choose_words
     from streamrl.record.sources import LiveGroups, RecordedGroups
+    from streamrl.record.words import choose_words
 
     if folder is not None and _is_recording(folder):
         recorded = RecordedGroups(folder)

@@ -31,13 +31,11 @@ class Tap:
         *,
         run_uid: str,
         purpose: Purpose = "train",
-        after: str = START,
         give_up_after_s: float = 30.0,
     ) -> None:
-        """Groups beyond the entry id `after`."""
         self._client, self._keys, self._run_uid = client, keys, run_uid
         self._stream, self._give_up_after_s = keys.groups(purpose), give_up_after_s
-        self.after = after
+        self.after = START  # groups beyond this entry id are read
         self.num_missed: int | None = None  # since the first `look_back`; None: the server does not tell
         self._num_read = 0  # since the last look back
         self._num_added: int | None = None  # what the server had ever added by then

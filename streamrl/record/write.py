@@ -17,18 +17,7 @@ from typing import Self
 
 from streamrl.durable import fsync_folder
 from streamrl.errors import DataError, ResourceError
-from streamrl.record.frames import (
-    MAX_FRAME_BYTES,
-    Origin,
-    Place,
-    begin_file,
-    file_name,
-    files_of,
-    group_frame,
-    is_intact,
-    read_origin,
-    scan,
-)
+from streamrl.record.frames import MAX_FRAME_BYTES, Origin, begin_file, file_name, files_of, group_frame, survey
 from streamrl.transport.types import START, Entry, entry_order
 
 LOCK = "recording.lock"
@@ -151,19 +140,16 @@ class RecordingWriter:
     def _survey(self) -> list[_File]:
         """What is there already; sets `last_id`."""
         files: list[_File] = []
-        for _, path in files_of(self._folder):
-            origin = read_origin(path)
-            if origin is not None and origin.run_uid != self._origin.run_uid:
+        for path in files_of(self._folder):
+            found = survey(path)
+            if found.origin is not None and found.origin.run_uid != self._origin.run_uid:
                 raise DataError(
-                    f"{self._folder} holds a recording of another run ({origin.run}, uid {origin.run_uid}); "
-                    "give this one a folder of its own"
+                    f"{self._folder} holds a recording of another run ({found.origin.run}, uid {found.origin.run_uid})"
+                    "; give this one a folder of its own"
                 )
-            places = [found for found in scan(path) if isinstance(found, Place)]
-            while places and not is_intact(places[-1]):
-                places.pop()
-            if places:
-                self.last_id = places[-1].entry_id
-            files.append(_File(path=path, num_bytes=path.stat().st_size, num_groups=len(places)))
+            if found.places:
+                self.last_id = found.places[-1].entry_id
+            files.append(_File(path=path, num_bytes=path.stat().st_size, num_groups=len(found.places)))
         return files
 
 
