@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -26,16 +26,11 @@ _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _LIVE = "live"  # the command that stands for `streamrl record RUN_FOLDER` itself
 
 
-class Size(click.ParamType[int]):
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        match = _SIZE.fullmatch(str(value).strip())
-        if match is None:
-            self.fail(f"{value!r} is no size; write bytes, or 500MB, 2GB", param, ctx)
-        return int(float(match[1]) * _UNITS[match[2].lower()])
+def _num_bytes(text: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise click.BadParameter(f"{text!r} is no size; write bytes, or 500MB, 2GB")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 class _Record(click.Group):
@@ -81,8 +76,8 @@ def record() -> None: ...
 @record.command(_LIVE, hidden=True)
 @takes_run
 @click.option("--output", type=click.Path(file_okay=False, path_type=Path), required=True, metavar="DIR")
-@click.option("--file-bytes", type=Size(), default="256MB")
-@click.option("--max-bytes", type=Size(), default="20GB")
+@click.option("--file-bytes", type=_num_bytes, metavar="SIZE", default="256MB")
+@click.option("--max-bytes", type=_num_bytes, metavar="SIZE", default="20GB")
 @click.option("--once", is_flag=True)
 @takes_json
 def live(target: Target, output: Path, file_bytes: int, max_bytes: int, once: bool, as_json: bool) -> None:
