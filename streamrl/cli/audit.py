@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from streamrl.audit import Audit, audit_folder
+from streamrl.audit.report import WRONG
 from streamrl.audit.streams import open_server, read_meta
 from streamrl.cli.arguments import takes_json, tell
 from streamrl.errors import ResourceError
@@ -84,7 +85,7 @@ def _lines(found: Audit) -> Iterator[str]:
     yield _row("dead", found.dead)
     seen = f"waiting {found.waiting}, delivered {found.delivered}" if found.redis and found.outstanding else ""
     yield _row("outstanding", found.outstanding, seen)
-    for kind in ("lost", "twice", "contradictory", "unproven"):
+    for kind in WRONG:
         if getattr(found, kind) or kind in ("lost", "twice"):
             yield _row(kind, getattr(found, kind), _examples(found, kind))
     yield ""

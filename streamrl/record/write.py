@@ -7,7 +7,6 @@ appended is on the disk after `sync`. Blocks on the disk only.
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from streamrl.durable import fsync_folder
+from streamrl.durable import fsync_folder, take_lock
 from streamrl.errors import DataError, ResourceError
 from streamrl.record.frames import MAX_FRAME_BYTES, Origin, begin_file, file_name, files_of, group_frame, survey
 from streamrl.transport.types import START, Entry, entry_order
@@ -50,7 +49,10 @@ class RecordingWriter:
         self.written = Written()
         self.last_id = START  # of the last group that is recorded, by whomever
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(folder)
+        lock = take_lock(folder / LOCK)
+        if lock is None:
+            raise ResourceError(f"another process records into {folder}; end it, or choose another folder")
+        self._lock = lock
         try:
             self._files = self._survey()
         except BaseException:
@@ -151,13 +153,3 @@ class RecordingWriter:
                 self.last_id = found.places[-1].entry_id
             files.append(_File(path=path, num_bytes=path.stat().st_size, num_groups=len(found.places)))
         return files
-
-
-def _lock(folder: Path) -> int:
-    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise ResourceError(f"another process records into {folder}; end it, or choose another folder") from None
-    return descriptor
