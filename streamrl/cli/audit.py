@@ -16,41 +16,40 @@ from streamrl.errors import ResourceError
 from streamrl.monitor.opening import URL_VARIABLE, find_target
 from streamrl.transport.keys import Keys
 
-_HELP = """Account for every ticket of a run: issued = trained + dropped + dead + outstanding.
 
-\b
-    streamrl audit runs/quickstart              with its Redis, if that still runs
-    streamrl audit runs/big --redis redis://host:6379
-    streamrl audit --redis redis://host:6379 --run big
-
-Reads the run's checkpoints and journal and the raw entries of its streams, changes nothing and starts nothing. lost:
-tickets that have neither ended nor are anywhere to be found. twice: tickets trained more than once. Both are found
-ticket by ticket, in the lineage of the newest checkpoint. On a live run, what ended since then counts as outstanding,
-and what Redis has lost counts as lost until the learner has issued it again.
-
-Exits with 0 when every ticket is accounted for, 1 when one is lost, trained twice or in doubt, 2 when there is nothing
-to audit.
-
-\b
---json prints one object:
-  run, run_uid, folder, redis (null: not looked at), learner_is_live
-  epoch, checkpoint (null: none yet), step            the newest commit
-  issued, trained, dropped {reason: n}, dead, outstanding (= waiting + delivered when Redis was looked at)
-  lost, twice, contradictory, unproven                all 0 unless something is wrong; examples {kind: [ticket]}
-  wasted_steps, wasted_tickets                        committed by learners that had been replaced
-  leftover_tickets, leftover_groups                   harmless entries about tickets that have ended
-  malformed {what: n}, dead_letters, eval_tickets, eval_groups
-  problems [text], unchecked [text], balanced, clean
-"""
-
-
-@click.command(help=_HELP)
+@click.command()
 @click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[RUN_FOLDER]")
 @click.option("--redis", "url", metavar="URL", help=f"The run's Redis; by default the folder's, or {URL_VARIABLE}.")
 @click.option("--run", metavar="NAME", help="The run's name in Redis; by default that of the folder.")
 @click.option("--folder-only", is_flag=True, help="Do not look for Redis.")
 @takes_json
 def audit(folder: Path | None, url: str | None, run: str | None, folder_only: bool, as_json: bool) -> int:
+    """Account for every ticket of a run: issued = trained + dropped + dead + outstanding.
+
+    \b
+        streamrl audit runs/quickstart              with its Redis, if that still runs
+        streamrl audit runs/big --redis redis://host:6379
+        streamrl audit --redis redis://host:6379 --run big
+
+    Reads the run's checkpoints and journal and the raw entries of its streams, changes nothing and starts nothing.
+    lost: tickets that have neither ended nor are anywhere to be found. twice: tickets trained more than once. Both are
+    found ticket by ticket, in the lineage of the newest checkpoint. On a live run, what ended since then counts as
+    outstanding, and what Redis has lost counts as lost until the learner has issued it again.
+
+    Exits with 0 when every ticket is accounted for, 1 when one is lost, trained twice or in doubt, 2 when there is
+    nothing to audit.
+
+    \b
+    --json prints one object:
+      run, run_uid, folder, redis (null: not looked at), learner_is_live
+      epoch, checkpoint (null: none yet), step            the newest commit
+      issued, trained, dropped {reason: n}, dead, outstanding (= waiting + delivered when Redis was looked at)
+      lost, twice, contradictory, unproven                all 0 unless something is wrong; examples {kind: [ticket]}
+      wasted_steps, wasted_tickets                        committed by learners that had been replaced
+      leftover_tickets, leftover_groups                   harmless entries about tickets that have ended
+      malformed {what: n}, dead_letters, eval_tickets, eval_groups
+      problems [text], unchecked [text], balanced, clean
+    """
     if folder is None:
         target = find_target(None, url, run)
         url, folder = target.server(), _folder_of(target.server(), target.run)

@@ -9,29 +9,28 @@ import click
 
 from streamrl.cli.arguments import takes_config, takes_json
 
-_HELP = """Look at everything that a run needs before it is started; change nothing.
-
-\b
-    streamrl doctor conf/quickstart.yaml
-    streamrl doctor conf/reinforce.yaml model.path=./sft data.train=prompts.jsonl redis.url=redis://host:6379
-
-\b
-Settings and files; Redis: version, policy, memory, durability, latency; model, tokenizer and vocabulary;
-reward sources; packages, GPUs and drivers; memory of learner and worker (estimated), shared memory, disk, limits.
-
-\b
-Exits with 0 when nothing is wrong, 2 with an error, 3 with warnings only.
---json prints {worst, findings [{name level evidence remedy}]}; level is ok, warning or error.
-"""
-
 _MARKS = {"ok": "ok     ", "warning": "warning", "error": "ERROR  "}
 _EXIT_CODES = {"ok": 0, "warning": 3, "error": 2}
 
 
-@click.command(help=_HELP)
+@click.command()
 @takes_config
 @takes_json
 def doctor(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
+    """Look at everything that a run needs before it is started; change nothing.
+
+    \b
+        streamrl doctor conf/quickstart.yaml
+        streamrl doctor conf/reinforce.yaml model.path=./sft data.train=prompts.jsonl redis.url=redis://host:6379
+
+    \b
+    Settings and files; Redis: version, policy, memory, durability, latency; model, tokenizer and vocabulary;
+    reward sources; packages, GPUs and drivers; memory of learner and worker (estimated), shared memory, disk, limits.
+
+    \b
+    Exits with 0 when nothing is wrong, 2 with an error, 3 with warnings only.
+    --json prints {worst, findings [{name level evidence remedy}]}; level is ok, warning or error.
+    """
     from streamrl.config.load import load_config
     from streamrl.monitor.doctor import examine
     from streamrl.terminal import printable

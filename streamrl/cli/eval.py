@@ -21,29 +21,6 @@ if TYPE_CHECKING:
     from workers.evaluate import EvalPrompt, Result
     from workers.permissions import Permissions
 
-_HELP = """Score a checkpoint, or any model, on a file of prompts.
-
-\b
-    streamrl eval runs/mine                                  its newest checkpoint
-    streamrl eval runs/mine@120        runs/mine@best        another one
-    streamrl eval runs/mine/export                           what the run has exported
-    streamrl eval ./sft --config conf/mine.yaml              any model folder or hub name
-    streamrl eval runs/mine validation.sampling.num_samples=8 validation.sampling.greedy=false
-
-Samples as validation does, by validation.sampling, and scores with the rewards of the configuration: that of the run,
-or --config. Prompts are those of data.validation, or --prompts. KEY.SUB=VALUE changes a setting. It needs no Redis and
-no workers, and does not touch the run; validation.timeout_s bounds it.
-
-\b
---json prints one object:
-  checkpoint, step (null: a model), prompts, engine
-  num_prompts, num_answered, num_failed (the rest ran out of time), num_samples, num_tokens, duration_s
-  reward, reward_error (standard error over prompts), rewards {source: mean}, response_length, finished (share)
-
-Exits with 1 when not every prompt was answered.
-"""
-
-
 _ENGINES = sorted(get_args(schema.Worker.model_fields["engine"].annotation))
 
 
@@ -56,7 +33,7 @@ class _Subject:
     checkpoint: Checkpoint | None  # None: the model at model.path
 
 
-@click.command("eval", help=_HELP)
+@click.command("eval")
 @click.argument("checkpoint")
 @takes_overrides
 @click.option("--config", "file", type=click.Path(path_type=Path), help="By default, that of the checkpoint's run.")
@@ -77,6 +54,27 @@ def evaluate(
     output: Path | None,
     as_json: bool,
 ) -> int:
+    """Score a checkpoint, or any model, on a file of prompts.
+
+    \b
+        streamrl eval runs/mine                                  its newest checkpoint
+        streamrl eval runs/mine@120        runs/mine@best        another one
+        streamrl eval runs/mine/export                           what the run has exported
+        streamrl eval ./sft --config conf/mine.yaml              any model folder or hub name
+        streamrl eval runs/mine validation.sampling.num_samples=8 validation.sampling.greedy=false
+
+    Samples as validation does, by validation.sampling, and scores with the rewards of the configuration: that of the
+    run, or --config. Prompts are those of data.validation, or --prompts. KEY.SUB=VALUE changes a setting. It needs no
+    Redis and no workers, and does not touch the run; validation.timeout_s bounds it.
+
+    \b
+    --json prints one object:
+      checkpoint, step (null: a model), prompts, engine
+      num_prompts, num_answered, num_failed (the rest ran out of time), num_samples, num_tokens, duration_s
+      reward, reward_error (standard error over prompts), rewards {source: mean}, response_length, finished (share)
+
+    Exits with 1 when not every prompt was answered.
+    """
     chosen = [*overrides, f"worker.engine={engine}"]
     chosen += [f"data.validation={json.dumps(prompts)}"] if prompts is not None else []
     chosen += [f"validation.max_prompts={max_prompts}"] if max_prompts is not None else []

@@ -15,29 +15,8 @@ if TYPE_CHECKING:
     from streamrl.config.schema import Config
     from streamrl.launch.learn import Wanted
 
-_HELP = """Run the learner: builds the torchrun line for this configuration, shows it, and runs it.
 
-\b
-    streamrl learn conf/mine.yaml redis.url=redis://host:6379
-    streamrl learn conf/mine.yaml --dry-run
-    streamrl learn conf/mine.yaml --nodes 1:4 --rendezvous trainer-0:29400      (the same on every machine)
-    streamrl learn conf/mine.yaml name=again --replay recording
-    streamrl learn conf/mine.yaml name=hotter optimizer.lr=2e-6 --fork runs/mine@120
-
-Each machine starts learner.processes ranks, one a GPU. Started again, it goes on from the newest checkpoint in the
-run's folder, dir/name, which all machines must see. Settings that a run may not change half-way are refused, with what
-to do instead. Workers come by themselves: `python -m workers --redis URL --run NAME`.
-
-With --nodes MIN:MAX machines may leave and come; each time the ranks start again from the newest checkpoint. A machine
-that is told to end (SIGTERM) leaves in good order, after a checkpoint; `streamrl stop` ends the run. The machine of
---rendezvous must stay.
-
-The exit code is 0 when the run has ended well, 2 after a mistake that only you can mend, else torchrun's. An error that
-no restart can mend is in the run's folder, in learner.error.
-"""
-
-
-@click.command(help=_HELP)
+@click.command()
 @takes_config
 @click.option("--redis", "redis_url", metavar="URL", help="The run's Redis, instead of redis.url.")
 @click.option("--nodes", default="1", metavar="N|MIN:MAX", help="Machines that train together.")
@@ -59,6 +38,26 @@ def learn(
     new_data: bool,
     dry_run: bool,
 ) -> None:
+    """Run the learner: builds the torchrun line for this configuration, shows it, and runs it.
+
+    \b
+        streamrl learn conf/mine.yaml redis.url=redis://host:6379
+        streamrl learn conf/mine.yaml --dry-run
+        streamrl learn conf/mine.yaml --nodes 1:4 --rendezvous trainer-0:29400      (the same on every machine)
+        streamrl learn conf/mine.yaml name=again --replay recording
+        streamrl learn conf/mine.yaml name=hotter optimizer.lr=2e-6 --fork runs/mine@120
+
+    Each machine starts learner.processes ranks, one a GPU. Started again, it goes on from the newest checkpoint in the
+    run's folder, dir/name, which all machines must see. Settings that a run may not change half-way are refused, with
+    what to do instead. Workers come by themselves: `python -m workers --redis URL --run NAME`.
+
+    With --nodes MIN:MAX machines may leave and come; each time the ranks start again from the newest checkpoint. A
+    machine that is told to end (SIGTERM) leaves in good order, after a checkpoint; `streamrl stop` ends the run. The
+    machine of --rendezvous must stay.
+
+    The exit code is 0 when the run has ended well, 2 after a mistake that only you can mend, else torchrun's. An error
+    that no restart can mend is in the run's folder, in learner.error.
+    """
     from streamrl.config.load import load_config
     from streamrl.errors import ConfigError
     from streamrl.launch.learn import Wanted, become, build, prepare, shown

@@ -11,21 +11,20 @@ from streamrl.errors import ConfigError, DataError
 from streamrl.monitor.history import History
 from streamrl.monitor.opening import find_target
 
-_HELP = """Draw reward, KL, lag, throughput, time, correction, loss and length of a run into one PNG.
 
-\b
-    streamrl plot runs/quickstart                     from the folder: every step, also without Redis
-    streamrl plot --redis redis://host:6379 --run big -o big.png
-                                                      from Redis: recent steps in full, older ones thinned
-"""
-
-
-@click.command(help=_HELP)
+@click.command()
 @click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[RUN_FOLDER]")
 @click.option("--redis", "url", metavar="URL", help="The run's Redis; by default STREAMRL_REDIS.")
 @click.option("--run", metavar="NAME", help="The run's name.")
 @click.option("-o", "--output", type=OutputFile(suffix=".png"), help="The file; by default NAME.png, here.")
 def plot(folder: Path | None, url: str | None, run: str | None, output: Path | None) -> None:
+    """Draw reward, KL, lag, throughput, time, correction, loss and length of a run into one PNG.
+
+    \b
+        streamrl plot runs/quickstart                     from the folder: every step, also without Redis
+        streamrl plot --redis redis://host:6379 --run big -o big.png
+                                                          from Redis: recent steps in full, older ones thinned
+    """
     from streamrl.monitor.plot import save_report
 
     name, history = _from_folder(folder) if folder is not None and url is None else _from_redis(folder, url, run)

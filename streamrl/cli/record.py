@@ -45,32 +45,30 @@ class _Record(click.Group):
         return [name for name in super().list_commands(ctx) if name != _LIVE]
 
 
-_HELP = """Save the groups of a live run as they pass: prompts, samples, log-probs, versions, rewards.
+@click.group(cls=_Record)
+def record() -> None:
+    """Save the groups of a live run as they pass: prompts, samples, log-probs, versions, rewards.
 
-\b
-    streamrl record runs/big --output recording
-    streamrl record --redis redis://host:6379 --run big --output recording
-    streamrl record info recording
-    streamrl record export recording --format parquet --output rollouts.parquet
-    streamrl learn conf/mine.yaml name=again --replay recording
+    \b
+        streamrl record runs/big --output recording
+        streamrl record --redis redis://host:6379 --run big --output recording
+        streamrl record info recording
+        streamrl record export recording --format parquet --output rollouts.parquet
+        streamrl learn conf/mine.yaml name=again --replay recording
 
-The run is only read, and does not notice. Recording ends with the run, or with Ctrl-C, and goes on where it stopped
-when it is started again with the same folder.
+    The run is only read, and does not notice. Recording ends with the run, or with Ctrl-C, and goes on where it stopped
+    when it is started again with the same folder.
 
-\b
-Options of `streamrl record [RUN_FOLDER]`:
-  --output DIR         Where the recording goes; it may hold the beginning of it.
-  --redis URL, --run   The run, where it is not given by its folder.
-  --file-bytes SIZE    Begin a new file when one is so large.   [default: 256MB]
-  --max-bytes SIZE     Of all files together: then the oldest go, and it says how many groups went with them.
-                       [default: 20GB]
-  --once               Save what is in Redis now, and end.
-  --json               At the end, print JSON: groups, bytes, dropped, missed (null: the server does not tell).
-"""
-
-
-@click.group(cls=_Record, help=_HELP)
-def record() -> None: ...
+    \b
+    Options of `streamrl record [RUN_FOLDER]`:
+      --output DIR         Where the recording goes; it may hold the beginning of it.
+      --redis URL, --run   The run, where it is not given by its folder.
+      --file-bytes SIZE    Begin a new file when one is so large.   [default: 256MB]
+      --max-bytes SIZE     Of all files together: then the oldest go, and it says how many groups went with them.
+                           [default: 20GB]
+      --once               Save what is in Redis now, and end.
+      --json               At the end, print JSON: groups, bytes, dropped, missed (null: the server does not tell).
+    """
 
 
 @record.command(_LIVE, hidden=True)
