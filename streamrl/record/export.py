@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -130,18 +130,14 @@ def _sample(sample: Sample, words: Words | None) -> dict[str, Any]:
     return told
 
 
-def _rows(entry: Entry, group: Group, words: Words | None) -> Sequence[dict[str, Any]]:
-    prompt_ids = group.prompt_ids.tolist()
-    shared = {"id": entry.id, "ticket": group.header.ticket, "run_uid": group.header.run_uid}
-    shared |= {"worker": group.header.worker, "prompt_ids": prompt_ids}
-    if words is not None:
-        shared["prompt"] = words.decode(group.prompt_ids)
-    rows = []
-    for at, sample in enumerate(group.samples):
-        row = {**shared, **_sample(sample, words), "sample": at, "logprobs": sample.logprobs.tolist()}
-        row["rewards"] = list(sample.rewards.items())  # a map's entries
-        rows.append(row)
-    return rows
+def _rows(entry: Entry, group: Group, words: Words | None) -> Iterator[dict[str, Any]]:
+    told = to_json(entry, group, words)
+    shared = {
+        name: told[name] for name in ("id", "ticket", "run_uid", "worker", "prompt_ids", "prompt") if name in told
+    }
+    for at, (row, sample) in enumerate(zip(told["samples"], group.samples, strict=True)):
+        rewards = list(sample.rewards.items())  # a map's entries
+        yield {**shared, **row, "sample": at, "logprobs": sample.logprobs.tolist(), "rewards": rewards}
 
 
 def _parquet_schema(pa: Any, *, with_text: bool) -> Any:
