@@ -12,15 +12,14 @@ from streamrl.audit import Audit, audit_folder
 from streamrl.audit.report import WRONG
 from streamrl.audit.streams import open_server, read_meta
 from streamrl.cli.arguments import takes_json, tell
+from streamrl.cli.target import takes_place
 from streamrl.errors import ResourceError
-from streamrl.monitor.opening import URL_VARIABLE, find_target
+from streamrl.monitor.opening import find_target
 from streamrl.transport.keys import Keys
 
 
 @click.command()
-@click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[RUN_FOLDER]")
-@click.option("--redis", "url", metavar="URL", help=f"The run's Redis; by default the folder's, or {URL_VARIABLE}.")
-@click.option("--run", metavar="NAME", help="The run's name in Redis; by default that of the folder.")
+@takes_place
 @click.option("--folder-only", is_flag=True, help="Do not look for Redis.")
 @takes_json
 def audit(folder: Path | None, url: str | None, run: str | None, folder_only: bool, as_json: bool) -> int:

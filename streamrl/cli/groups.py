@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from streamrl.cli.target import open_run
+from streamrl.cli.target import open_run, takes_server
 from streamrl.errors import ConfigError, WireError
 from streamrl.monitor.opening import find_target
 from streamrl.terminal import printable
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from streamrl.record.sources import Source
     from streamrl.record.words import Words
     from streamrl.transport.types import Entry
+    from streamrl.wire.ticket import Purpose
 
 _NARROWEST = 20
 
 
 _LOOK = (
-    click.option("--redis", "url", metavar="URL", help="The run's Redis; by default the folder's."),
-    click.option("--run", metavar="NAME", help="The run's name; by default the folder's."),
+    takes_server,
     click.option("--eval", "evaluation", is_flag=True, help="Answers of the validation, which do not stay long."),
     click.option("--tokenizer", metavar="MODEL", help="Folder of the model whose tokenizer gives the texts."),
     click.option("--color/--no-color", "colour", default=None, help="By default where the terminal has it."),
@@ -80,13 +80,12 @@ def tail(folder: Path | None, count: int, follow: bool, lines: int, **options: A
     """
     look = Look(**options)
     with _opened(folder, look) as (source, words):
-        printer = _Printer(words, look, max_lines=lines)
         found: Sequence[Entry] | None = source.latest(count)
         if not (found or follow):
             click.echo("no groups are there at the moment; -f waits for some", err=True)
         while found is not None:
             for entry in found:
-                printer(entry)
+                _print(entry, words, look, max_lines=lines)
             found = source.more() if follow else None
 
 
@@ -107,7 +106,7 @@ def show(words: tuple[str, ...], **options: Any) -> None:
     look = Look(**options)
     is_entry_id(words[-1])  # a mistake shows before anything is opened
     with _opened(Path(words[0]) if len(words) == 2 else None, look) as (source, decoder):
-        _Printer(decoder, look, max_lines=None)(source.find(words[-1]))
+        _print(source.find(words[-1]), decoder, look, max_lines=None)
 
 
 @contextmanager
@@ -119,43 +118,35 @@ def _opened(folder: Path | None, look: Look) -> Iterator[tuple[Source, Words | N
         recorded = RecordedGroups(folder)
         yield recorded, choose_words(look.tokenizer, recorded.model)
         return
-    from streamrl.config.dump import config_from_json
-
+    purpose: Purpose = "eval" if look.evaluation else "train"
     with open_run(find_target(folder, look.url, look.run)) as opened:
-        live = LiveGroups(
-            opened.client, opened.keys, run_uid=opened.info.uid, purpose="eval" if look.evaluation else "train"
-        )
-        yield live, choose_words(look.tokenizer, config_from_json(opened.info.config_json).model.path)
+        live = LiveGroups(opened.client, opened.keys, run_uid=opened.info.uid, purpose=purpose)
+        yield live, choose_words(look.tokenizer, opened.config.model.path)
 
 
 def _is_recording(folder: Path) -> bool:
     return any(folder.glob("*.groups")) and not (folder / "config.yaml").exists()
 
 
-class _Printer:
-    def __init__(self, words: Words | None, look: Look, *, max_lines: int | None) -> None:
-        self._words, self._max_lines = words, max_lines
-        self._console: Console | None = None if look.as_json else _console(look.colour)
+def _print(entry: Entry, words: Words | None, look: Look, *, max_lines: int | None) -> None:
+    from streamrl.record.export import to_json
+    from streamrl.record.read import open_group
+    from streamrl.record.view import lines_of
 
-    def __call__(self, entry: Entry) -> None:
-        from streamrl.record.export import to_json
-        from streamrl.record.read import open_group
-        from streamrl.record.view import lines_of
-
-        try:
-            group = open_group(entry)
-        except WireError as error:
-            click.echo(printable(f"group {entry.id} of ticket {entry.number} cannot be read: {error}"), err=True)
-            return
-        console = self._console
-        if console is None:
-            click.echo(json.dumps(to_json(entry, group, self._words)))
-            return
-        width = max(_NARROWEST, console.width)
-        colour = console.color_system is not None
-        for line in lines_of(entry, group, self._words, width=width, colour=colour, max_lines=self._max_lines):
-            console.print(line, soft_wrap=True, highlight=False)
-        console.print()
+    try:
+        group = open_group(entry)
+    except WireError as error:
+        click.echo(printable(f"group {entry.id} of ticket {entry.number} cannot be read: {error}"), err=True)
+        return
+    if look.as_json:
+        click.echo(json.dumps(to_json(entry, group, words)))
+        return
+    console = _console(look.colour)
+    width = max(_NARROWEST, console.width)
+    colour = console.color_system is not None
+    for line in lines_of(entry, group, words, width=width, colour=colour, max_lines=max_lines):
+        console.print(line, soft_wrap=True, highlight=False)
+    console.print()
 
 
 def _console(colour: bool | None) -> Console:

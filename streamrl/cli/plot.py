@@ -7,15 +7,14 @@ from pathlib import Path
 import click
 
 from streamrl.cli.arguments import OutputFile
+from streamrl.cli.target import takes_place
 from streamrl.errors import ConfigError, DataError
 from streamrl.monitor.history import History
 from streamrl.monitor.opening import find_target
 
 
 @click.command()
-@click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[RUN_FOLDER]")
-@click.option("--redis", "url", metavar="URL", help="The run's Redis; by default STREAMRL_REDIS.")
-@click.option("--run", metavar="NAME", help="The run's name.")
+@takes_place
 @click.option("-o", "--output", type=OutputFile(suffix=".png"), help="The file; by default NAME.png, here.")
 def plot(folder: Path | None, url: str | None, run: str | None, output: Path | None) -> None:
     """Draw reward, KL, lag, throughput, time, correction, loss and length of a run into one PNG.

@@ -80,7 +80,6 @@ def record() -> None:
 @takes_json
 def live(target: Target, output: Path, file_bytes: int, max_bytes: int, once: bool, as_json: bool) -> None:
     """Record a run."""
-    from streamrl.config.dump import config_from_json
     from streamrl.launch.interrupts import Interrupts
     from streamrl.record.frames import Origin
     from streamrl.record.session import record as run_session
@@ -91,7 +90,7 @@ def live(target: Target, output: Path, file_bytes: int, max_bytes: int, once: bo
         raise ConfigError(f"--max-bytes {max_bytes}: must be at least twice --file-bytes = {file_bytes}")
     with open_run(target) as opened, Interrupts() as interrupts:
         info = opened.info
-        model = config_from_json(info.config_json).model.path
+        model = opened.config.model.path
         origin = Origin(run=info.name, run_uid=info.uid, fingerprint=info.fingerprint, model=model)
         tap = Tap(opened.client, opened.keys, run_uid=info.uid)
         with RecordingWriter(output, origin, file_bytes=file_bytes, max_bytes=max_bytes) as writer:

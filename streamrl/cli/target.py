@@ -24,6 +24,8 @@ from streamrl.monitor.opening import URL_VARIABLE, Target, find_target
 if TYPE_CHECKING:
     import redis
 
+    from streamrl.config.schema import Config
+    from streamrl.telemetry.progress import Report
     from streamrl.transport.keys import Keys
     from streamrl.transport.types import RunInfo
 
@@ -33,14 +35,32 @@ class OpenRun:
     client: redis.Redis
     keys: Keys
     info: RunInfo
+    reports: tuple[Report, ...]  # of its parts
+
+    @property
+    def config(self) -> Config:
+        from streamrl.config.dump import config_from_json
+
+        return config_from_json(self.info.config_json)
+
+
+def takes_place(command: Callable[..., Any]) -> Callable[..., Any]:
+    """[RUN_FOLDER] --redis URL --run NAME: the command is called with `folder`, `url` and `run`."""
+    folder = click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[RUN_FOLDER]")
+    return folder(takes_server(command))
+
+
+def takes_server(command: Callable[..., Any]) -> Callable[..., Any]:
+    url = click.option(
+        "--redis", "url", metavar="URL", help=f"The run's Redis; by default the folder's, or {URL_VARIABLE}."
+    )
+    return url(click.option("--run", metavar="NAME", help="The run's name; by default the folder's.")(command))
 
 
 def takes_run(command: Callable[..., Any]) -> Callable[..., Any]:
-    """[RUN_FOLDER] --redis URL --run NAME: the command is called with `target`."""
+    """The same: the command is called with `target`."""
 
-    @click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[RUN_FOLDER]")
-    @click.option("--redis", "url", metavar="URL", help=f"The run's Redis; by default the folder's, or {URL_VARIABLE}.")
-    @click.option("--run", metavar="NAME", help="The run's name; by default the folder's.")
+    @takes_place
     @functools.wraps(command)
     def with_target(folder: Path | None, url: str | None, run: str | None, **rest: Any) -> Any:
         return command(target=find_target(folder, url, run), **rest)
@@ -60,10 +80,10 @@ def open_run(target: Target) -> Iterator[OpenRun]:
 
     with connect(target.server(), schema.Redis()) as client:
         keys = Keys(target.run)
-        info = snapshot(client, keys).run
-        if info is None:
+        seen = snapshot(client, keys)
+        if seen.run is None:
             raise ResourceError(f"Redis at {server_name(client)} holds no run {target.run!r}")
-        yield OpenRun(client=client, keys=keys, info=info)
+        yield OpenRun(client=client, keys=keys, info=seen.run, reports=seen.reports)
 
 
 def operator() -> str:

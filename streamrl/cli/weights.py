@@ -65,15 +65,13 @@ class _Published:
 
 @contextmanager
 def _published(target: Target) -> Iterator[_Published]:
-    from streamrl.config.dump import config_from_json
-    from streamrl.transport.snapshot import snapshot
     from streamrl.weights.published import read_manifests
     from streamrl.weights.stores import open_store
 
     with open_run(target) as opened:
-        config = config_from_json(opened.info.config_json)
+        config = opened.config
         served_by = defaultdict(list)
-        for report in snapshot(opened.client, opened.keys).reports:
+        for report in opened.reports:
             version = report.detail.get("version")
             if report.role == "worker" and isinstance(version, int):
                 served_by[version].append(report.part.partition("/")[2])

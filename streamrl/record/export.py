@@ -132,9 +132,8 @@ def _sample(sample: Sample, words: Words | None) -> dict[str, Any]:
 
 def _rows(entry: Entry, group: Group, words: Words | None) -> Iterator[dict[str, Any]]:
     told = to_json(entry, group, words)
-    shared = {
-        name: told[name] for name in ("id", "ticket", "run_uid", "worker", "prompt_ids", "prompt") if name in told
-    }
+    of_group = ("id", "ticket", "run_uid", "worker", "prompt_ids", "prompt")
+    shared = {name: value for name, value in told.items() if name in of_group}
     for at, (row, sample) in enumerate(zip(told["samples"], group.samples, strict=True)):
         rewards = list(sample.rewards.items())  # a map's entries
         yield {**shared, **row, "sample": at, "logprobs": sample.logprobs.tolist(), "rewards": rewards}
