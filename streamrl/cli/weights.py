@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from streamrl.cli.arguments import takes_json, tell
-from streamrl.cli.target import open_run, takes_run
+from streamrl.cli.target import OpenRun, open_run, takes_run
 from streamrl.errors import ConfigError, DataError
 from streamrl.monitor.opening import Target
 from streamrl.versions import parse, show
 
 if TYPE_CHECKING:
-    from streamrl.config.schema import Config
     from streamrl.weights.manifest import Manifest
+    from streamrl.weights.published import Manifests
     from streamrl.weights.stores import BlobStore
 
 _NUM_TENSORS_SHOWN = 10
@@ -40,49 +39,42 @@ def weights() -> None:
     """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Published:
-    config: Config
-    store: BlobStore
-    manifests: dict[int, Manifest]
-    unreadable: tuple[str, ...]  # versions whose manifests are there and cannot be read
-    served_by: Mapping[int, list[str]]  # version -> workers
-
-    def pick(self, wanted: str) -> Manifest:
-        if not self.manifests:
-            raise DataError("the run has published no weights yet")
-        if wanted == _LATEST:
-            return self.manifests[max(self.manifests)]
-        try:
-            version = parse(wanted)
-        except ValueError as error:
-            raise ConfigError(f"--version: {error}; or {_LATEST}") from None
-        if version not in self.manifests:
-            kept = ", ".join(show(one) for one in (min(self.manifests), max(self.manifests)))
-            raise DataError(f"version {wanted} is not there (any more); the oldest and the newest are {kept}")
-        return self.manifests[version]
-
-
 @contextmanager
-def _published(target: Target) -> Iterator[_Published]:
+def _published(target: Target) -> Iterator[tuple[OpenRun, Manifests]]:
     from streamrl.weights.published import read_manifests
-    from streamrl.weights.stores import open_store
 
     with open_run(target) as opened:
-        config = opened.config
-        served_by = defaultdict(list)
-        for report in opened.reports:
-            version = report.detail.get("version")
-            if report.role == "worker" and isinstance(version, int):
-                served_by[version].append(report.part.partition("/")[2])
-        found = read_manifests(opened.client, opened.keys)
-        yield _Published(
-            config=config,
-            store=open_store(config.weights.store, opened.client, opened.keys),
-            manifests=found.by_version,
-            unreadable=found.unreadable,
-            served_by=served_by,
-        )
+        yield opened, read_manifests(opened.client, opened.keys)
+
+
+def _store(opened: OpenRun) -> BlobStore:
+    from streamrl.weights.stores import open_store
+
+    return open_store(opened.config.weights.store, opened.client, opened.keys)
+
+
+def _served_by(opened: OpenRun) -> Mapping[int, list[str]]:
+    """By version, the workers that serve it."""
+    served_by = defaultdict(list)
+    for report in opened.reports:
+        version = report.detail.get("version")
+        if report.role == "worker" and isinstance(version, int):
+            served_by[version].append(report.part.partition("/")[2])
+    return served_by
+
+
+def _pick(manifests: Mapping[int, Manifest], wanted: str) -> Manifest:
+    if not manifests:
+        raise DataError("the run has published no weights yet")
+    oldest, newest = min(manifests), max(manifests)
+    try:
+        version = newest if wanted == _LATEST else parse(wanted)
+    except ValueError as error:
+        raise ConfigError(f"--version: {error}; or {_LATEST}") from None
+    if version not in manifests:
+        kept = f"{show(oldest)}, {show(newest)}"
+        raise DataError(f"version {wanted} is not there (any more); the oldest and the newest are {kept}")
+    return manifests[version]
 
 
 @weights.command()
@@ -95,21 +87,22 @@ def ls(target: Target, as_json: bool) -> None:
     the delta, one that comes late an anchor and the deltas after it. In JSON, versions whose manifests cannot be read
     come last, of the kind `unreadable`.
     """
-    with _published(target) as published:
-        rows = [_row(manifest, published) for manifest in published.manifests.values()]
-    unreadable = [_unreadable_row(name) for name in published.unreadable]
-    tell([*rows, *unreadable], _table(rows, published), as_json=as_json)
+    with _published(target) as (opened, found):
+        served_by = _served_by(opened)
+    rows = [_row(manifest, served_by) for manifest in found.by_version.values()]
+    unreadable = [_unreadable_row(name) for name in found.unreadable]
+    tell([*rows, *unreadable], _table(rows, found, served_by), as_json=as_json)
 
 
-def _table(rows: Sequence[Mapping[str, Any]], published: _Published) -> Iterator[str]:
+def _table(rows: Sequence[Mapping[str, Any]], found: Manifests, served_by: Mapping[int, list[str]]) -> Iterator[str]:
     yield f"{'VERSION':>10}  {'STEP':>7}  {'KIND':<14}  {'BYTES':>15}  {'RATIO':>7}  SERVED BY"
     for row in rows:
         sizes = f"{row['bytes']:>15,}  {row['ratio']:>7,.1f}"
         served = ", ".join(row["served_by"])
         yield f"{row['version']:>10}  {row['step']:>7}  {row['kind']:<14}  {sizes}  {served}".rstrip()
-    yield from (f"{name:>10}  {_UNREADABLE}" for name in published.unreadable)
-    for version, workers in sorted(published.served_by.items()):
-        if version not in published.manifests:
+    yield from (f"{name:>10}  {_UNREADABLE}" for name in found.unreadable)
+    for version, workers in sorted(served_by.items()):
+        if version not in found.by_version:
             yield f"{show(version):>10}  is kept no longer; still served by {', '.join(workers)}"
 
 
@@ -121,10 +114,9 @@ def show_version(target: Target, wanted: str, as_json: bool) -> None:
     """Print what one version consists of: its blobs, and which tensors changed most."""
     from streamrl.weights.published import changed_by_tensor
 
-    with _published(target) as published:
-        manifest = published.pick(wanted)
-        row = _row(manifest, published)
-    row |= {
+    with _published(target) as (opened, found):
+        manifest = _pick(found.by_version, wanted)
+    row = _row(manifest, _served_by(opened)) | {
         "run_uid": manifest.run_uid,
         "tensors": [
             {"name": t.name, "dtype": t.dtype, "shape": list(t.shape), "elements": t.num_elements, "changed": count}
@@ -161,11 +153,12 @@ def verify(target: Target, wanted: str | None, as_json: bool) -> int:
     """
     from streamrl.weights.published import check_blobs
 
-    with _published(target) as published:
-        chosen = [published.pick(wanted)] if wanted else list(published.manifests.values())
-        unreadable = () if wanted else published.unreadable
-        checked = {manifest.version: list(check_blobs(manifest, published.store)) for manifest in chosen}
-    blobs = [(show(version), blob) for version, found in checked.items() for blob in found]
+    with _published(target) as (opened, found):
+        chosen = [_pick(found.by_version, wanted)] if wanted else list(found.by_version.values())
+        unreadable = () if wanted else found.unreadable
+        store = _store(opened)
+        checked = {manifest.version: list(check_blobs(manifest, store)) for manifest in chosen}
+    blobs = [(show(version), blob) for version, of_version in checked.items() for blob in of_version]
     faults = [{"version": version, "blob": one.name, "fault": one.fault} for version, one in blobs if one.fault]
     broken = [{"version": name, "blob": None, "fault": _UNREADABLE} for name in unreadable]
     told = {"versions": len(checked), "blobs": len(blobs), "faults": [*faults, *broken]}
@@ -195,16 +188,16 @@ def pull(target: Target, wanted: str, to: Path, model: Path | None, as_json: boo
     from streamrl.weights.published import full_bytes
     from streamrl.weights.published import pull as pull_version
 
-    with _published(target) as published:
-        manifest = published.pick(wanted)
-        base = model or Path(published.config.model.path)
-        pull_version(manifest.version, published.manifests, published.store, model=base, folder=to)
+    with _published(target) as (opened, found):
+        manifest = _pick(found.by_version, wanted)
+        base = model or Path(opened.config.model.path)
+        pull_version(manifest.version, found.by_version, _store(opened), model=base, folder=to)
     version, step = show(manifest.version), manifest.step
     told = {"version": version, "step": step, "folder": str(to), "bytes": full_bytes(manifest)}
     tell(told, [f"version {version}, after step {step}, is in {to}"], as_json=as_json, indent=None)
 
 
-def _row(manifest: Manifest, published: _Published) -> dict[str, Any]:
+def _row(manifest: Manifest, served_by: Mapping[int, list[str]]) -> dict[str, Any]:
     from streamrl.weights.published import full_bytes
 
     kind = "anchor" if manifest.base == 0 else "delta + anchor" if manifest.anchor else "delta"
@@ -218,7 +211,7 @@ def _row(manifest: Manifest, published: _Published) -> dict[str, Any]:
         "anchor_bytes": sum(shard.num_bytes for shard in manifest.anchor),
         "model_bytes": whole,
         "ratio": whole / max(1, manifest.num_bytes),
-        "served_by": sorted(published.served_by.get(manifest.version, [])),
+        "served_by": sorted(served_by.get(manifest.version, [])),
     }
 
 
