@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -11,10 +11,8 @@ from streamrl.cli.arguments import takes_json, takes_timeout, tell
 from streamrl.cli.target import open_run, operator, takes_run
 from streamrl.errors import ResourceError
 from streamrl.monitor.opening import Target
-
-if TYPE_CHECKING:
-    from streamrl.transport.operate import Obedience
-    from streamrl.transport.types import Control
+from streamrl.transport.operate import Obedience, await_obedience, set_control
+from streamrl.transport.types import Control
 
 _ENDS_A_RUN = ("drain", "stop")
 
@@ -66,8 +64,6 @@ def stop(target: Target, timeout_s: float, as_json: bool) -> int:
 
 
 def _order(target: Target, mode: Control, *, timeout_s: float, as_json: bool) -> int:
-    from streamrl.transport.operate import await_obedience, set_control
-
     with open_run(target) as opened:
         state = opened.info.state
         running = state == "running"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -14,9 +14,8 @@ from streamrl.cli.target import OpenRun, open_run, operator, takes_run
 from streamrl.errors import ConfigError, DataError
 from streamrl.monitor.opening import Target
 from streamrl.monitor.units import plural
-
-if TYPE_CHECKING:
-    from streamrl.transport.dead import DeadLetter
+from streamrl.transport.dead import DeadLetter, read_letters, read_requests, read_retried, request_retries
+from streamrl.transport.dead import purge as purge_letters
 
 _LOOK_EVERY_S = 0.2
 _SHOWN_CHARS = 60
@@ -64,8 +63,6 @@ def retry(target: Target, numbers: tuple[int, ...], everything: bool, as_json: b
     when it has room for tickets; asking twice is asking once. Exits with 0 when all are issued, with 1 when some are
     not in time: the requests stand.
     """
-    from streamrl.transport.dead import read_requests, read_retried, request_retries
-
     _refuse_nothing(numbers, everything)
     with open_run(target) as opened:
         letters, issued_before = _letters(opened), read_retried(opened.client, opened.keys)
@@ -87,8 +84,6 @@ def retry(target: Target, numbers: tuple[int, ...], everything: bool, as_json: b
 @_takes_tickets
 def purge(target: Target, numbers: tuple[int, ...], everything: bool, as_json: bool) -> None:
     """Throw dead letters away. Their tickets have ended, and stay so."""
-    from streamrl.transport.dead import purge as purge_letters
-
     _refuse_nothing(numbers, everything)
     with open_run(target) as opened:
         chosen = [letter for letter in _letters(opened) if everything or letter.number in numbers]
@@ -103,8 +98,6 @@ def _refuse_nothing(numbers: Sequence[int], everything: bool) -> None:
 
 def _letters(opened: OpenRun) -> list[DeadLetter]:
     """This run's; a forged entry without a number is nobody's."""
-    from streamrl.transport.dead import read_letters
-
     letters = read_letters(opened.client, opened.keys)
     return [one for one in letters if one.number >= 0 and (one.ticket is None or one.ticket.run_uid == opened.info.uid)]
 

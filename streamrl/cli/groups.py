@@ -7,22 +7,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from rich.console import Console
 
 from streamrl.cli.target import open_run, takes_server
 from streamrl.errors import ConfigError, WireError
 from streamrl.monitor.opening import find_target
+from streamrl.record.export import to_json
+from streamrl.record.read import open_group
+from streamrl.record.sources import LiveGroups, RecordedGroups, Source, is_entry_id
+from streamrl.record.view import lines_of
+from streamrl.record.words import Words, choose_words
 from streamrl.terminal import printable
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from streamrl.record.sources import Source
-    from streamrl.record.words import Words
-    from streamrl.transport.types import Entry
-    from streamrl.wire.ticket import Purpose
+from streamrl.transport.types import Entry
+from streamrl.wire.ticket import Purpose
 
 _NARROWEST = 20
 
@@ -101,8 +101,6 @@ def show(words: tuple[str, ...], **options: Any) -> None:
     """
     if len(words) > 2:
         raise ConfigError(f"{len(words)} words given: write the folder of a run or a recording, and one ticket or id")
-    from streamrl.record.sources import is_entry_id
-
     look = Look(**options)
     is_entry_id(words[-1])  # a mistake shows before anything is opened
     with _opened(Path(words[0]) if len(words) == 2 else None, look) as (source, decoder):
@@ -111,9 +109,6 @@ def show(words: tuple[str, ...], **options: Any) -> None:
 
 @contextmanager
 def _opened(folder: Path | None, look: Look) -> Iterator[tuple[Source, Words | None]]:
-    from streamrl.record.sources import LiveGroups, RecordedGroups
-    from streamrl.record.words import choose_words
-
     if folder is not None and _is_recording(folder):
         recorded = RecordedGroups(folder)
         yield recorded, choose_words(look.tokenizer, recorded.model)
@@ -129,10 +124,6 @@ def _is_recording(folder: Path) -> bool:
 
 
 def _print(entry: Entry, words: Words | None, look: Look, *, max_lines: int | None) -> None:
-    from streamrl.record.export import to_json
-    from streamrl.record.read import open_group
-    from streamrl.record.view import lines_of
-
     try:
         group = open_group(entry)
     except WireError as error:
@@ -151,8 +142,6 @@ def _print(entry: Entry, words: Words | None, look: Look, *, max_lines: int | No
 
 def _console(colour: bool | None) -> Console:
     """As wide as the terminal, and 80 columns where there is none."""
-    from rich.console import Console
-
     plain = Console(no_color=True, color_system=None)
     if colour is False or (colour is None and not plain.is_terminal):
         return plain

@@ -7,19 +7,23 @@ import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from streamrl.cli.arguments import MovingLine, OutputFile, takes_json, tell
 from streamrl.cli.target import open_run, takes_run
 from streamrl.errors import ConfigError
+from streamrl.launch.interrupts import Interrupts
 from streamrl.monitor.opening import Target
 from streamrl.monitor.units import size
+from streamrl.record.export import check_parquet, write_jsonl, write_parquet, write_whole
+from streamrl.record.frames import Origin, is_intact
+from streamrl.record.read import Recording
+from streamrl.record.session import record as run_session
+from streamrl.record.tap import Tap
+from streamrl.record.words import choose_words
+from streamrl.record.write import RecordingWriter, Written
 from streamrl.terminal import printable
-
-if TYPE_CHECKING:
-    from streamrl.record.write import RecordingWriter, Written
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)i?B?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
@@ -80,12 +84,6 @@ def record() -> None:
 @takes_json
 def live(target: Target, output: Path, file_bytes: int, max_bytes: int, once: bool, as_json: bool) -> None:
     """Record a run."""
-    from streamrl.launch.interrupts import Interrupts
-    from streamrl.record.frames import Origin
-    from streamrl.record.session import record as run_session
-    from streamrl.record.tap import Tap
-    from streamrl.record.write import RecordingWriter
-
     if max_bytes < 2 * file_bytes:
         raise ConfigError(f"--max-bytes {max_bytes}: must be at least twice --file-bytes = {file_bytes}")
     with open_run(target) as opened, Interrupts() as interrupts:
@@ -135,10 +133,6 @@ def export_to(folder: Path, kind: str, output: Path | None, tokenizer: str | Non
     With prompts and responses as text where the model's tokenizer can be found; how many groups went out, and how many
     could not be read, is told on stderr.
     """
-    from streamrl.record.export import check_parquet, write_jsonl, write_parquet, write_whole
-    from streamrl.record.read import Recording
-    from streamrl.record.words import choose_words
-
     if kind == "parquet":
         check_parquet()
         if output is None:
@@ -161,9 +155,6 @@ def info(folder: Path, verify: bool, as_json: bool) -> int:
 
     Exits with 1 when --verify finds a damaged group.
     """
-    from streamrl.record.frames import is_intact
-    from streamrl.record.read import Recording
-
     recording = Recording.open(folder)
     numbers = recording.numbers()
     damaged = [place.entry_id for place in recording.places if not is_intact(place)] if verify else []

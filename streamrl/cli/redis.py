@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from streamrl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from streamrl.transport.acl import Role
-
-_ROLES = ("worker", "learner", "monitor", "operator")
+from streamrl.transport.acl import ANY_RUN, ROLES, WEAKER_BEFORE_7, Role, rules
 
 
 @click.group()
@@ -22,7 +17,7 @@ def redis() -> None:
 
 
 @redis.command()
-@click.option("--role", "roles", type=click.Choice(_ROLES), multiple=True, help="Only this role; may be repeated.")
+@click.option("--role", "roles", type=click.Choice(ROLES), multiple=True, help="Only this role; may be repeated.")
 @click.option("--run", metavar="NAME", help="Only the keys of this run; by default of every run.")
 @click.option("--server", type=click.Choice(["7", "6.2"]), default="7", help="At least this Redis.")
 @click.option(
@@ -47,8 +42,6 @@ def acl(roles: tuple[Role, ...], run: str | None, server: str, passwords: Path |
     Printed for all roles, the default user is switched off. With --server 6.2 the rules are weaker; what follows from
     that is said on stderr.
     """
-    from streamrl.transport.acl import ANY_RUN, ROLES, WEAKER_BEFORE_7, rules
-
     for role in roles or ROLES:
         password = "" if passwords is None else f"#{_digest(passwords / role)} "
         granted = rules(role, run=run or ANY_RUN, selectors=server != "6.2")

@@ -6,18 +6,17 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 import click
 
 from streamrl.cli.arguments import takes_json, tell
 from streamrl.errors import ConfigError, ResourceError
-from streamrl.monitor.opening import URL_VARIABLE
+from streamrl.monitor.opening import URL_VARIABLE, open_server
+from streamrl.monitor.runs import Listing, list_runs
 from streamrl.monitor.units import age, plural
 from streamrl.terminal import printable
-
-if TYPE_CHECKING:
-    from streamrl.monitor.runs import Listing
+from streamrl.transport.keys import Keys
+from streamrl.transport.operate import remove_run
 
 _redis = click.option("--redis", "url", metavar="URL", help=f"The server; by default {URL_VARIABLE}.")
 
@@ -36,9 +35,6 @@ def ls(url: str | None, as_json: bool) -> None:
     It goes through the keys page by page for 10 seconds at most, and says so when that was not enough. --json prints
     {complete, runs [{name state is_live epoch step parts created_at}]}.
     """
-    from streamrl.monitor.opening import open_server
-    from streamrl.monitor.runs import list_runs
-
     with open_server(_server(url)) as client:
         found = list_runs(client)
     told = {"complete": found.is_complete, "runs": [asdict(run) for run in found.runs]}
@@ -51,10 +47,6 @@ def ls(url: str | None, as_json: bool) -> None:
 @click.option("--live", "even_live", is_flag=True, help="Even one that a learner holds.")
 def rm(url: str | None, run: str, even_live: bool) -> None:
     """Remove a run from Redis: streams, weights, metrics. Its folder stays; its workers and learner leave."""
-    from streamrl.monitor.opening import open_server
-    from streamrl.transport.keys import Keys
-    from streamrl.transport.operate import remove_run
-
     keys = Keys(run)
     with open_server(_server(url)) as client:
         if client.exists(keys.lease) and not even_live:

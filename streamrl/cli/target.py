@@ -17,17 +17,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import redis
 
 from streamrl.errors import ResourceError
 from streamrl.monitor.opening import URL_VARIABLE, Target, find_target
+from streamrl.telemetry.progress import Report
+from streamrl.transport.address import server_name
+from streamrl.transport.connection import connect
+from streamrl.transport.keys import Keys
+from streamrl.transport.snapshot import snapshot
+from streamrl.transport.types import RunInfo
 
 if TYPE_CHECKING:
-    import redis
-
     from streamrl.config.schema import Config
-    from streamrl.telemetry.progress import Report
-    from streamrl.transport.keys import Keys
-    from streamrl.transport.types import RunInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +74,7 @@ def takes_run(command: Callable[..., Any]) -> Callable[..., Any]:
 def open_run(target: Target) -> Iterator[OpenRun]:
     """With the patience of a part, for who changes the run or reads much of it; `monitor.opening.opened` is for a look.
     ResourceError when the server does not answer, or knows nothing of the run."""
-    from streamrl.config import schema
-    from streamrl.transport.address import server_name
-    from streamrl.transport.connection import connect
-    from streamrl.transport.keys import Keys
-    from streamrl.transport.snapshot import snapshot
+    from streamrl.config import schema  # with pydantic, which who only looks starts faster without
 
     with connect(target.server(), schema.Redis()) as client:
         keys = Keys(target.run)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -15,11 +15,10 @@ from streamrl.cli.target import OpenRun, open_run, takes_run
 from streamrl.errors import ConfigError, DataError
 from streamrl.monitor.opening import Target
 from streamrl.versions import parse, show
-
-if TYPE_CHECKING:
-    from streamrl.weights.manifest import Manifest
-    from streamrl.weights.published import Manifests
-    from streamrl.weights.stores import BlobStore
+from streamrl.weights.manifest import Manifest
+from streamrl.weights.published import Manifests, changed_by_tensor, check_blobs, full_bytes, read_manifests
+from streamrl.weights.published import pull as pull_version
+from streamrl.weights.stores import BlobStore, open_store
 
 _NUM_TENSORS_SHOWN = 10
 _LATEST = "latest"
@@ -41,15 +40,11 @@ def weights() -> None:
 
 @contextmanager
 def _published(target: Target) -> Iterator[tuple[OpenRun, Manifests]]:
-    from streamrl.weights.published import read_manifests
-
     with open_run(target) as opened:
         yield opened, read_manifests(opened.client, opened.keys)
 
 
 def _store(opened: OpenRun) -> BlobStore:
-    from streamrl.weights.stores import open_store
-
     return open_store(opened.config.weights.store, opened.client, opened.keys)
 
 
@@ -112,8 +107,6 @@ def _table(rows: Sequence[Mapping[str, Any]], found: Manifests, served_by: Mappi
 @takes_json
 def show_version(target: Target, wanted: str, as_json: bool) -> None:
     """Print what one version consists of: its blobs, and which tensors changed most."""
-    from streamrl.weights.published import changed_by_tensor
-
     with _published(target) as (opened, found):
         manifest = _pick(found.by_version, wanted)
     row = _row(manifest, _served_by(opened)) | {
@@ -151,8 +144,6 @@ def verify(target: Target, wanted: str | None, as_json: bool) -> int:
     Exits with 0 when all agree, with 1 when one is missing or damaged. Workers refuse such a blob, whatever this says,
     and take another way; a damaged anchor is mended by the next one.
     """
-    from streamrl.weights.published import check_blobs
-
     with _published(target) as (opened, found):
         chosen = [_pick(found.by_version, wanted)] if wanted else list(found.by_version.values())
         unreadable = () if wanted else found.unreadable
@@ -185,9 +176,6 @@ def pull(target: Target, wanted: str, to: Path, model: Path | None, as_json: boo
     streamrl weights pull runs/big --to big-newest
     streamrl weights pull --redis redis://host:6379 --run big --version 6.103 --model ./sft --to big-6.103
     """
-    from streamrl.weights.published import full_bytes
-    from streamrl.weights.published import pull as pull_version
-
     with _published(target) as (opened, found):
         manifest = _pick(found.by_version, wanted)
         base = model or Path(opened.config.model.path)
@@ -198,8 +186,6 @@ def pull(target: Target, wanted: str, to: Path, model: Path | None, as_json: boo
 
 
 def _row(manifest: Manifest, served_by: Mapping[int, list[str]]) -> dict[str, Any]:
-    from streamrl.weights.published import full_bytes
-
     kind = "anchor" if manifest.base == 0 else "delta + anchor" if manifest.anchor else "delta"
     whole = full_bytes(manifest)
     return {

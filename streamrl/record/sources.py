@@ -1,6 +1,6 @@
 """Where `streamrl groups` takes groups from: a live run, or a recording. Both only read.
 
-A live run holds what was delivered and is not committed yet. Blocks on Redis, at most `give_up_after_s`, or the disk.
+A live run holds what was delivered and is not committed yet. Blocks on Redis, at most half a minute, or the disk.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import redis
 from streamrl.errors import ConfigError, DataError
 from streamrl.record.read import Recording
 from streamrl.record.tap import Tap, to_entry
-from streamrl.transport.connection import Attempts, repeat
 from streamrl.transport.keys import Keys
 from streamrl.transport.types import START, Entry, entry_order
 from streamrl.wire.ticket import Purpose
@@ -42,11 +41,9 @@ class Source(Protocol):
 
 
 class LiveGroups:
-    def __init__(
-        self, client: redis.Redis, keys: Keys, *, run_uid: str, purpose: Purpose, give_up_after_s: float = 30.0
-    ) -> None:
-        self._client, self._stream, self._give_up_after_s = client, keys.groups(purpose), give_up_after_s
-        self._tap = Tap(client, keys, run_uid=run_uid, purpose=purpose, give_up_after_s=give_up_after_s)
+    def __init__(self, client: redis.Redis, keys: Keys, *, run_uid: str, purpose: Purpose) -> None:
+        self._client, self._stream = client, keys.groups(purpose)
+        self._tap = Tap(client, keys, run_uid=run_uid, purpose=purpose)
 
     def latest(self, count: int) -> list[Entry]:
         found = list(islice(self._backwards(min(_PAGE, max(1, count))), max(1, count)))
@@ -78,8 +75,7 @@ class LiveGroups:
             below = f"({page[-1].id}"
 
     def _range(self, high: str, low: str, count: int) -> list[Entry]:
-        attempts = Attempts(self._client, "read groups", give_up_after_s=self._give_up_after_s)
-        found: Any = repeat(lambda: self._client.xrevrange(self._stream, high, low, count=count), attempts=attempts)
+        found: Any = self._tap.ask("read groups", lambda: self._client.xrevrange(self._stream, high, low, count=count))
         return [to_entry(entry_id, fields) for entry_id, fields in found]
 
 
