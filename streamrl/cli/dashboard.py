@@ -10,7 +10,7 @@ import click
 from streamrl.cli.target import takes_run
 from streamrl.errors import ConfigError
 from streamrl.extras import need
-from streamrl.monitor.opening import Target
+from streamrl.monitor.opening import Target, opened
 from streamrl.ports import LOOPBACK, address_of, bind
 
 
@@ -39,7 +39,6 @@ def dashboard(target: Target, host: str, port: int, makes_token: bool, token_fil
     if not only_loopback and token is None:
         raise ConfigError(f"--host {host}: others may reach it, so a token is needed; add --token or --token-file FILE")
     need("the dashboard", "starlette", "uvicorn", extra="monitor")
-    from streamrl.monitor.opening import opened
     from streamrl.monitor.web.server import Dashboard, serve
 
     with opened(target) as there, bind(host, port, what="dashboard") as listener:

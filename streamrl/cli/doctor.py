@@ -8,6 +8,8 @@ from dataclasses import asdict
 import click
 
 from streamrl.cli.arguments import takes_config, takes_json
+from streamrl.config.load import load_config
+from streamrl.terminal import printable
 
 _MARKS = {"ok": "ok     ", "warning": "warning", "error": "ERROR  "}
 _EXIT_CODES = {"ok": 0, "warning": 3, "error": 2}
@@ -31,9 +33,7 @@ def doctor(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
     Exits with 0 when nothing is wrong, 2 with an error, 3 with warnings only.
     --json prints {worst, findings [{name level evidence remedy}]}; level is ok, warning or error.
     """
-    from streamrl.config.load import load_config
     from streamrl.monitor.doctor import examine
-    from streamrl.terminal import printable
 
     worst = "ok"
     told = []

@@ -13,8 +13,14 @@ import click
 
 from streamrl.cli.arguments import MovingLine, OutputFile, takes_json, takes_overrides, tell
 from streamrl.config import schema
+from streamrl.config.check import check_config
+from streamrl.config.load import load_config
+from streamrl.config.places import reward_code, reward_hosts
 from streamrl.durable import write_durably
 from streamrl.errors import ConfigError, DataError
+from streamrl.extras import need
+from streamrl.held_folder import scratch_folder
+from streamrl.telemetry.logs import configure_logging
 
 if TYPE_CHECKING:
     from learner.checkpoints.checkpoint import Checkpoint
@@ -115,7 +121,6 @@ def _table(name: str, prompts: str, result: Result) -> Iterator[str]:
 def _find(text: str, file: Path | None, overrides: Sequence[str]) -> _Subject:
     """A run's checkpoint, or a model; the configuration is that of the run which it belongs to, or the one given."""
     from learner.checkpoints.resume import find_checkpoint
-    from streamrl.config.load import load_config
 
     if _is_model(text):
         beside = Path(text).parent / "config.yaml"  # runs/mine/export lies beside it
@@ -139,13 +144,8 @@ def _is_model(text: str) -> bool:
 
 
 def _evaluate(subject: _Subject, local_reward_url: str | None) -> tuple[Result, list[EvalPrompt]]:
-    from streamrl.extras import need
-
     need("an evaluation", "torch", "transformers", "safetensors", extra="learner")
     from learner.checkpoints.weights_file import write_weights
-    from streamrl.config.check import check_config
-    from streamrl.held_folder import scratch_folder
-    from streamrl.telemetry.logs import configure_logging
     from workers.evaluate import evaluate as run_evaluation
     from workers.model import read_model
     from workers.rewards.base import build_rewards
@@ -187,7 +187,6 @@ def _read_prompts(config: schema.Config, tokenizer: Any) -> list[EvalPrompt]:
 
 def permissions(config: schema.Config) -> Permissions:
     """Whoever starts this has named the configuration: what that names is their word."""
-    from streamrl.config.places import reward_code, reward_hosts
     from workers.permissions import Permissions
 
     return Permissions(reward_code=tuple(reward_code(config)), hosts=tuple(reward_hosts(config)))

@@ -7,7 +7,8 @@ import json
 import click
 
 from streamrl.cli.target import takes_run
-from streamrl.monitor.opening import Target
+from streamrl.monitor.opening import Target, opened
+from streamrl.ports import address_of, bind
 
 
 @click.group()
@@ -25,9 +26,7 @@ def prometheus(target: Target, host: str, port: int) -> None:
     It holds numbers and names of parts only, no text of rollouts; it listens on loopback unless --host says otherwise.
     `streamrl dashboard` serves the same at its own /metrics.
     """
-    from streamrl.monitor.opening import opened
     from streamrl.monitor.scrape import serve_metrics
-    from streamrl.ports import address_of, bind
 
     with opened(target) as there, bind(host, port, what="exporter") as bound:
         url = f"http://{address_of(bound, host=host)}/metrics"

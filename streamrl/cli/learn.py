@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from streamrl.cli.arguments import takes_config
+from streamrl.config.changes import check_changes
+from streamrl.config.load import load_config
+from streamrl.config.schema import Config
+from streamrl.errors import ConfigError
+from streamrl.launch.learn import Wanted, become, build, joins, prepare, shown
 from streamrl.terminal import printable
-
-if TYPE_CHECKING:
-    from streamrl.config.schema import Config
-    from streamrl.launch.learn import Wanted
 
 
 @click.command()
@@ -58,10 +58,6 @@ def learn(
     The exit code is 0 when the run has ended well, 2 after a mistake that only you can mend, else torchrun's. An error
     that no restart can mend is in the run's folder, in learner.error.
     """
-    from streamrl.config.load import load_config
-    from streamrl.errors import ConfigError
-    from streamrl.launch.learn import Wanted, become, build, prepare, shown
-
     if replay is not None and redis_url is not None:
         raise ConfigError("--replay needs no Redis: give one of --replay and --redis")
     if replay is not None and source is not None:
@@ -87,7 +83,6 @@ def learn(
 def _check_resume(config: Config, wanted: Wanted) -> None:
     """A machine that joins others does not start the run."""
     from learner.checkpoints.resume import check_resume
-    from streamrl.launch.learn import joins
 
     if not config.checkpoint.resume and not joins(config, wanted):
         check_resume(config)
@@ -96,7 +91,6 @@ def _check_resume(config: Config, wanted: Wanted) -> None:
 def _show_changes(config: Config) -> None:
     """Against the checkpoint that the run would go on from; refused ones end it here, before anything starts."""
     from learner.checkpoints.resume import changed_since_checkpoint
-    from streamrl.config.changes import check_changes
 
     found = changed_since_checkpoint(config)
     check_changes(found, folder=str(config.folder))

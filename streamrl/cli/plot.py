@@ -9,8 +9,9 @@ import click
 from streamrl.cli.arguments import OutputFile
 from streamrl.cli.target import takes_place
 from streamrl.errors import ConfigError, DataError
+from streamrl.launch.summary import read_lines
 from streamrl.monitor.history import History
-from streamrl.monitor.opening import find_target
+from streamrl.monitor.opening import find_target, opened
 
 
 @click.command()
@@ -36,8 +37,6 @@ def plot(folder: Path | None, url: str | None, run: str | None, output: Path | N
 
 
 def _from_folder(folder: Path) -> tuple[str, History]:
-    from streamrl.launch.summary import read_lines
-
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise ConfigError(f"{folder} holds no metrics.jsonl: it is not the folder of a run, or no step was made yet")
@@ -47,8 +46,6 @@ def _from_folder(folder: Path) -> tuple[str, History]:
 
 
 def _from_redis(folder: Path | None, url: str | None, run: str | None) -> tuple[str, History]:
-    from streamrl.monitor.opening import opened
-
     target = find_target(folder, url, run)
     history = History()
     with opened(target) as there:

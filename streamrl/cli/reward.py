@@ -11,9 +11,11 @@ import click
 
 from streamrl.cli.arguments import OutputFile
 from streamrl.config import schema
+from streamrl.data.dialogues import convert
 from streamrl.durable import write_durably
 from streamrl.errors import ConfigError
 from streamrl.extras import need
+from streamrl.ports import address_of, bind
 
 _POSITIVE, _ABOVE_0 = click.IntRange(min=1), click.FloatRange(min=0, min_open=True)
 _FILE, _PORT = click.Path(path_type=Path), click.IntRange(0, 65535)
@@ -74,7 +76,6 @@ def serve(**options: Any) -> None:
     configuration's rewards.NAME.replicas.
     """
     need("the reward server", "torch", "transformers", "starlette", "uvicorn", extra="rewards")
-    from streamrl.ports import address_of, bind
     from workers.rewards import serving
     from workers.rewards.bearer import read_token
 
@@ -182,8 +183,6 @@ def read_hh(source: Path, pairs: Path, prompts: Path) -> None:
 
     SOURCE holds dialogues as in Anthropic's HH: JSONL of {"chosen": ..., "rejected": ...}, .gz or not.
     """
-    from streamrl.data.dialogues import convert
-
     done = convert(source, pairs=pairs, prompts=prompts)
     click.echo(
         f"{source}: {done.num_pairs} pairs to {pairs}, {done.num_prompts} prompts to {prompts}; "

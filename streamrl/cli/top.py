@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from streamrl.cli.target import takes_run
-from streamrl.monitor.opening import Target
+from streamrl.monitor.opening import Target, opened
 
 
 @click.command()
@@ -25,7 +25,6 @@ def top(target: Target, every_s: float) -> None:
     Keys: q quit  s sort  r reverse  / filter  f freeze  arrows choose, enter opens a worker or a group, esc goes back
           g groups  w why  ? help
     """
-    from streamrl.monitor.opening import opened
     from streamrl.monitor.top.loop import run
 
     with opened(target) as there:
