@@ -11,8 +11,7 @@ from streamrl.cli.arguments import takes_config, takes_json
 from streamrl.config.load import load_config
 from streamrl.terminal import printable
 
-_MARKS = {"ok": "ok     ", "warning": "warning", "error": "ERROR  "}
-_EXIT_CODES = {"ok": 0, "warning": 3, "error": 2}
+_LEVELS = {"ok": ("ok     ", 0), "warning": ("warning", 3), "error": ("ERROR  ", 2)}  # mark, exit code
 
 
 @click.command()
@@ -39,11 +38,11 @@ def doctor(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
     told = []
     for finding in examine(load_config(file, overrides)):
         told.append(asdict(finding))
-        worst = max(worst, finding.level, key=list(_MARKS).index)
+        worst = max(worst, finding.level, key=list(_LEVELS).index)
         if not as_json:
-            click.echo(printable(f"{_MARKS[finding.level]}  {finding.name:<18} {finding.evidence}"))
+            click.echo(printable(f"{_LEVELS[finding.level][0]}  {finding.name:<18} {finding.evidence}"))
             if finding.remedy:
                 click.echo(printable(f"{'':<28}{finding.remedy}"))
     if as_json:
         click.echo(json.dumps({"worst": worst, "findings": told}, indent=2))
-    return _EXIT_CODES[worst]
+    return _LEVELS[worst][1]

@@ -32,7 +32,7 @@ MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + (2 << 20)  # a body, a header, and the map
 _MAGIC = b"streamrl recording 1\n"
 _LENGTH = struct.Struct("<IQ")  # payload's bytes, digest
 _PLACE = struct.Struct("<QQq")
-_PREFIX_BYTES = _LENGTH.size + _PLACE.size  # of a frame, before its payload
+_PREFIX = struct.Struct("<IQQQq")  # both, which stand before a frame's payload
 _NAME = re.compile(r"\d{8}\.groups")
 
 
@@ -101,7 +101,7 @@ def survey(path: Path) -> Contents:
             frames.append(frame)
             end = frame.offset + frame.num_bytes
         while frames and not is_intact(frames[-1]):  # a last frame that only looks whole is a tear, too
-            end = frames.pop().offset - _PREFIX_BYTES
+            end = frames.pop().offset - _PREFIX.size
         origin = _to_origin(_payload(file, frames[0])) if frames else None
     torn_bytes = size - end if frames else size
     return Contents(path=path, origin=origin, places=tuple(frames[1:]), torn_bytes=torn_bytes)
@@ -153,12 +153,11 @@ def _frame(entry_id: str, number: int, payload: bytes) -> bytes:
 
 def _next(file: BinaryIO, path: Path, at: int, size: int) -> Place | None:
     """The frame that begins here; None when it is not whole, or when nothing is left."""
-    offset = at + _PREFIX_BYTES
+    offset = at + _PREFIX.size
     if offset > size:
         return None
     file.seek(at)
-    num_bytes, digest = _LENGTH.unpack(file.read(_LENGTH.size))
-    milliseconds, sequence, number = _PLACE.unpack(file.read(_PLACE.size))
+    num_bytes, digest, milliseconds, sequence, number = _PREFIX.unpack(file.read(_PREFIX.size))
     # A length of nothing is what a file system leaves behind where it lost the data.
     if not 0 < num_bytes <= MAX_FRAME_BYTES or offset + num_bytes > size:
         return None

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.errors import DataError, ResourceError
-from streamrl.record.frames import Origin, files_of
+from streamrl.record.frames import Origin, begin_file, file_name, files_of
 from streamrl.record.read import Recording, open_group
 from streamrl.record.write import RecordingWriter
 from streamrl.transport.types import Entry
@@ -134,6 +134,17 @@ def test_zeros_that_a_file_system_left_at_the_end_are_a_tear(tmp_path: Path) -> 
 
     assert recorded(tmp_path) == [0, 1]
     assert Recording.open(tmp_path).tears == {path: 500}
+
+
+def test_a_beginning_that_only_looks_whole_is_a_tear(tmp_path: Path) -> None:
+    (tmp_path / file_name(1)).write_bytes(begin_file(ORIGIN)[:-1] + b"?")
+    with pytest.raises(DataError, match="holds no recording"):
+        Recording.open(tmp_path)
+
+    record(tmp_path, range(2))
+
+    assert recorded(tmp_path) == [0, 1]
+    assert list(Recording.open(tmp_path).tears) == [tmp_path / file_name(1)]
 
 
 def test_a_flipped_bit_in_the_middle_is_found_when_the_group_is_read(tmp_path: Path) -> None:
