@@ -17,13 +17,12 @@ from streamrl.transport.types import Control
 _ENDS_A_RUN = ("drain", "stop")
 
 
-def _takes_order(command: Callable[..., Any]) -> Callable[..., Any]:
-    """A run, how long to listen for those concerned, and --json."""
-    return takes_run(takes_timeout("listen for those concerned")(takes_json(command)))
+def _order_of(command: Callable[..., Any]) -> click.Command:
+    """A command about a run, with how long to listen for those concerned, and --json."""
+    return click.command(takes_run(takes_timeout("listen for those concerned")(takes_json(command))))
 
 
-@click.command()
-@_takes_order
+@_order_of
 def pause(target: Target, timeout_s: float, as_json: bool) -> int:
     """Make no more steps and take no more tickets, until `resume`.
 
@@ -34,15 +33,13 @@ def pause(target: Target, timeout_s: float, as_json: bool) -> int:
     return _order(target, "pause", timeout_s=timeout_s, as_json=as_json)
 
 
-@click.command()
-@_takes_order
+@_order_of
 def resume(target: Target, timeout_s: float, as_json: bool) -> int:
     """Go on after a pause; take back a `drain` that is not done yet."""
     return _order(target, "run", timeout_s=timeout_s, as_json=as_json)
 
 
-@click.command()
-@_takes_order
+@_order_of
 def drain(target: Target, timeout_s: float, as_json: bool) -> int:
     """Send out no more tickets, train what is under way, write a checkpoint, and stop.
 
@@ -52,8 +49,7 @@ def drain(target: Target, timeout_s: float, as_json: bool) -> int:
     return _order(target, "drain", timeout_s=timeout_s, as_json=as_json)
 
 
-@click.command()
-@_takes_order
+@_order_of
 def stop(target: Target, timeout_s: float, as_json: bool) -> int:
     """Finish the step, write a checkpoint, and stop; what is under way waits in Redis for the next start.
 
