@@ -166,8 +166,8 @@ def _check(recording: Recording, config: schema.Config, fingerprint: str) -> Non
             f"model.path = {config.model.path!r}: its tokenizer or vocabulary is not that of the recorded run, which "
             f"used {recording.origin.model!r}; token ids would mean something else"
         )
-    for tear in recording.tears:
-        log.warning("the recording is torn", file=str(tear.path), left_out_bytes=tear.num_bytes)
+    for path, num_bytes in recording.tears.items():
+        log.warning("the recording is torn", file=str(path), left_out_bytes=num_bytes)
 
 
 def _mark(folder: Path, recording: Recording) -> None:

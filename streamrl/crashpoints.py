@@ -90,6 +90,7 @@ Point = Literal[
 POINTS: Final[frozenset[Point]] = frozenset(get_args(Point))
 
 Action = Callable[[Point], object]
+_ENDS: Final = {"": signal.SIGKILL, "kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
 class SimulatedCrash(BaseException):
@@ -114,29 +115,19 @@ def armed(action: Action) -> Iterator[None]:
 
 
 class CrashAt:
-    """Crash at the nth passing of a point: raise SimulatedCrash, unless another end is given."""
+    """Crash at the nth passing of a point: by SimulatedCrash, or by a signal to this process."""
 
-    def __init__(self, point: Point, *, nth: int = 1, end: Callable[[Point], object] | None = None) -> None:
+    def __init__(self, point: Point, *, nth: int = 1, by: signal.Signals | None = None) -> None:
         assert point in POINTS, f"no crash point: {point}"
         assert nth >= 1, f"the first passing is 1, not {nth}"
-        self._point, self._nth, self._end = point, nth, end or _raise
+        self._point, self._nth, self._by = point, nth, by
         self._passings = itertools.count(1)  # its increment is atomic, so threads may pass together
 
     def __call__(self, point: Point) -> None:
         if point == self._point and next(self._passings) == self._nth:
-            self._end(point)
-
-
-def _raise(point: Point) -> None:
-    raise SimulatedCrash(point)
-
-
-def _kill(point: Point) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _stop(point: Point) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
+            if self._by is None:
+                raise SimulatedCrash(point)
+            os.kill(os.getpid(), self._by)
 
 
 _armed: Final[ContextVar[Action | None]] = ContextVar("armed crash point", default=None)
@@ -157,6 +148,6 @@ def parse(word: str) -> CrashAt:
     if point is None:
         near = difflib.get_close_matches(name, POINTS, n=1, cutoff=0.0)[0]
         raise ConfigError(f"{VARIABLE}={word}: no crash point is called {name!r}; do you mean {near}?")
-    if not (nth or "1").isdecimal() or int(nth or 1) < 1 or end not in ("", "kill", "stop"):
+    if not (nth or "1").isdecimal() or int(nth or 1) < 1 or end not in _ENDS:
         raise ConfigError(f"{VARIABLE}={word}: write POINT, POINT:N or POINT:N:stop, with N from 1 on")
-    return CrashAt(point, nth=int(nth or 1), end=_stop if end == "stop" else _kill)
+    return CrashAt(point, nth=int(nth or 1), by=_ENDS[end])

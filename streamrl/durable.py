@@ -1,5 +1,5 @@
 """Files and folders that are there whole or not at all, also after a power cut: write aside, fsync, rename, fsync the
-folder.
+folder. And locks on them.
 
 Blocks on the disk only. Whoever announces a file (in Redis, or by the name of a folder) calls one of these first.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import shutil
 import uuid
@@ -21,22 +22,22 @@ _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # what NFS and ol
 
 def fsync_file(path: Path) -> None:
     """Wait until the file's contents are on the disk."""
-    _fsync(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def fsync_folder(folder: Path) -> None:
     """Wait until the names in this folder are on the disk: a rename is not durable before that."""
-    _fsync(folder, os.O_RDONLY | os.O_DIRECTORY)
+    fsync_file(folder)
 
 
 def fsync_tree(folder: Path) -> None:
     """Wait until all that the folder holds, at any depth, is on the disk."""
-    for path in folder.rglob("*"):
-        if path.is_dir():
-            fsync_folder(path)
-        else:
-            fsync_file(path)
-    fsync_folder(folder)
+    for path in (*folder.rglob("*"), folder):
+        fsync_file(path)
 
 
 def replace_folder(made: Path, folder: Path) -> None:
@@ -117,9 +118,13 @@ def _write_aside(path: Path, data: bytes) -> Path:
     return aside
 
 
-def _fsync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
+def take_lock(path: Path) -> int | None:
+    """The lock of a file, or of a folder, for as long as this descriptor is open: the kernel frees it with the process,
+    however that ends. None where another process holds it."""
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        os.fsync(descriptor)
-    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
         os.close(descriptor)
+        return None
+    return descriptor

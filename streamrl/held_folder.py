@@ -13,17 +13,18 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import secrets
 import shutil
 import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import IO
 
 import structlog
 
+from streamrl.durable import take_lock
 from streamrl.errors import ResourceError
 
 _MIRROR = "streamrl-mirror-"
@@ -37,35 +38,18 @@ _LONGEST_WAIT_S = 5.0
 _PAUSE_S = 0.02
 
 
-@contextmanager
-def mirror_folder(run_uid: str, worker: str, *, root: Path | None = None) -> Iterator[Path]:
+def mirror_folder(run_uid: str, worker: str, *, root: Path | None = None) -> AbstractContextManager[Path]:
     """Of this name, so that two workers that are called the same do not patch one mirror."""
-    root = root or _memory()
-    folder = root / (_MIRROR + re.sub(r"[^A-Za-z0-9._-]", "_", f"{run_uid}-{worker}"))
-    with _one_at_a_time(root):
-        _remove_those_of_the_dead(root)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        lock = _locked(folder)
-    if lock is None:
-        raise ResourceError(
-            f"another worker of this run is alive on this machine under the name {worker!r}: give each worker a "
-            "--worker-id of its own"
-        )
-    with _held(folder, lock):
-        yield folder
+    name = _MIRROR + re.sub(r"[^A-Za-z0-9._-]", "_", f"{run_uid}-{worker}")
+    taken = f"another worker of this run is alive on this machine under the name {worker!r}: give each worker a "
+    return _held((root or _memory()) / name, taken=f"{taken}--worker-id of its own")
 
 
-@contextmanager
-def scratch_folder(*, in_memory: bool = False, root: Path | None = None) -> Iterator[Path]:
+def scratch_folder(*, in_memory: bool = False, root: Path | None = None) -> AbstractContextManager[Path]:
     """Of a new and short name, on a memory file system where there is one and that is asked for."""
     root = root or (_memory() if in_memory else _temporary())
-    with _one_at_a_time(root):
-        _remove_those_of_the_dead(root)
-        folder = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=root))
-        lock = _locked(folder)
-    assert lock is not None, "nobody else knows of it"
-    with _held(folder, lock):
-        yield folder
+    name = _SCRATCH + secrets.token_hex(4)
+    return _held(root / name, taken=f"{root / name} is another process's: begin again")
 
 
 def remove_those_of_the_dead() -> None:
@@ -85,12 +69,18 @@ def _temporary() -> Path:
 
 
 @contextmanager
-def _held(folder: Path, lock: IO[str]) -> Iterator[None]:
-    with lock:
-        try:
-            yield
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+def _held(folder: Path, *, taken: str) -> Iterator[Path]:
+    with _one_at_a_time(folder.parent):
+        _remove_those_of_the_dead(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        lock = take_lock(folder / _LOCK)
+    if lock is None:
+        raise ResourceError(taken)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
 
 
 @contextmanager
@@ -113,10 +103,10 @@ def _one_at_a_time(root: Path) -> Iterator[None]:
 def _remove_those_of_the_dead(root: Path) -> None:
     for folder in (*root.glob(f"{_MIRROR}*"), *root.glob(f"{_SCRATCH}*")):
         with suppress(OSError):  # gone by now
-            lock = _locked(folder) if _is_ours(folder) else None
+            lock = take_lock(folder / _LOCK) if _is_ours(folder) else None
             if lock is not None:
-                with lock:
-                    shutil.rmtree(folder, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
                 structlog.get_logger().info("removed the folder of a process that was killed", folder=str(folder))
 
 
@@ -124,14 +114,3 @@ def _is_ours(folder: Path) -> bool:
     """No other user's, and no link of theirs to somewhere else."""
     found = folder.lstat()
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-
-
-def _locked(folder: Path) -> IO[str] | None:
-    """Its lock, or None where a living process holds it."""
-    lock = (folder / _LOCK).open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        return None
-    return lock

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.audit.commit import Commit
-from streamrl.audit.journal import TRAINED, Chain
+from streamrl.audit.journal import TRAINED, Chain, Line
 from streamrl.audit.streams import Streams
 
 DEAD = "dead"
@@ -29,36 +29,30 @@ Counts = npt.NDArray[np.int32]  # [issued]
 
 
 class Books:
-    def __init__(self, commit: Commit, chain: Chain, streams: Streams | None) -> None:
-        self._commit, self._chain = commit, chain
-        self._looked = streams is not None
-        self._asked = streams.tickets if streams else ()
-        self._groups = streams.groups if streams else ()
-        self._pending = [number for at, number in self._groups if at > commit.cursor or at in commit.carry]
-        self.issued = commit.issued
-        if streams and streams.issued is not None:
+    def __init__(self, commit: Commit, chain: Chain, streams: Streams) -> None:
+        self._commit, self._chain, self._streams = commit, chain, streams
+        self._pending = [number for at, number in streams.groups if at > commit.cursor or at in commit.carry]
+        if streams.issued is not None:
             self.issued = max(commit.issued, streams.issued)
-        elif streams:
-            self.issued = _guess_issued(commit.issued, (*self._asked, *self._pending), window=streams.window)
-        self._issued_since = streams.issued_since if streams else 0
+        else:
+            self.issued = _guess_issued(commit.issued, (*streams.tickets, *self._pending), window=streams.window)
         self._ended: Counts = np.zeros(self.issued, np.int32)  # how often
         self._trained: Counts = np.zeros(self.issued, np.int32)
         self._by_outcome: dict[str, Mask] = {}
         for line in chain.lines:
-            self._enter(line.outcome, line.ranges)
+            self._enter(line)
         self._resolved = self._mask(commit.resolved)
-        self._is_asked = self._mask((number, number + 1) for number in self._asked)
+        self._is_asked = self._mask((number, number + 1) for number in streams.tickets)
         self._is_pending = self._mask((number, number + 1) for number in self._pending)
         self._open: Mask = (self._ended == 0) & ~self._resolved
         self._untold: Mask = (self._ended == 0) & self._resolved
 
-    def _enter(self, outcome: str, ranges: Iterable[tuple[int, int]]) -> None:
-        mask = self._by_outcome.setdefault(outcome, np.zeros(self.issued, np.bool_))
-        for start, end in ranges:
+    def _enter(self, line: Line) -> None:
+        mask = self._by_outcome.setdefault(line.outcome, self._mask(()))
+        for start, end in line.ranges:
             mask[start:end] = True
             self._ended[start:end] += 1
-            if outcome == TRAINED:
-                self._trained[start:end] += 1
+            self._trained[start:end] += line.outcome == TRAINED
 
     # Every ticket is in one of these
 
@@ -81,7 +75,7 @@ class Books:
 
     @property
     def outstanding(self) -> Mask:
-        return self.waiting | self.delivered if self._looked else self._open
+        return self.waiting | self.delivered if self._streams.server is not None else self._open
 
     @property
     def waiting(self) -> Mask:
@@ -130,17 +124,17 @@ class Books:
 
     @property
     def num_leftover_tickets(self) -> int:
-        return self._num_ended(self._asked)
+        return self._num_ended(self._streams.tickets)
 
     @property
     def num_leftover_groups(self) -> int:
-        num_read = len(self._groups) - len(self._pending)
+        num_read = len(self._streams.groups) - len(self._pending)
         return num_read + self._num_ended(self._pending)
 
     def never_issued(self) -> Mapping[str, int]:
         """Entries about tickets that do not exist."""
-        first = self.issued + self._issued_since
-        entries = {"tickets/never_issued": self._asked, "groups/never_issued": self._pending}
+        first = self.issued + self._streams.issued_since
+        entries = {"tickets/never_issued": self._streams.tickets, "groups/never_issued": self._pending}
         found = {name: sum(number >= first for number in numbers) for name, numbers in entries.items()}
         return {name: count for name, count in found.items() if count}
 
@@ -149,7 +143,7 @@ class Books:
 
     def _ended_as(self, outcome: str) -> Mask:
         """A ticket that was also trained counts as trained."""
-        return self._by_outcome.get(outcome, np.zeros(self.issued, np.bool_)) & ~self.trained
+        return self._by_outcome.get(outcome, self._mask(())) & ~self.trained
 
     def _mask(self, ranges: Iterable[tuple[int, int]]) -> Mask:
         mask = np.zeros(self.issued, np.bool_)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ class Commit:
     step: int = 0
     issued: int = 0
     resolved: tuple[tuple[int, int], ...] = ()  # ranges [start, end) of tickets that have ended, the ledger says
-    outcomes: Mapping[str, int]  # tickets by how they ended, the ledger says
+    outcomes: Mapping[str, int] = field(default_factory=dict)  # tickets by how they ended, the ledger says
     cursor: EntryId = (0, 0)
     carry: frozenset[EntryId] = frozenset()
     journal: str | None = None  # its newest file
@@ -68,9 +68,9 @@ def read_commit(folder: Path) -> Commit:
     """DataError when this is not a run's folder, or no checkpoint of those that were made can be read."""
     run_uid = str(_read_record(folder / "run.json", "run_uid")["run_uid"])
     lineage = _read_lineage(folder)
-    epoch = max(lineage, default=0)
+    beginning = Commit(run_uid=run_uid, epoch=max(lineage, default=0), lineage=lineage)
     damaged: list[str] = []
-    for name in _names(folder, lineage):
+    for name in _names(folder, beginning):
         checkpoint = folder / "checkpoints" / name
         try:
             state = _read_state(checkpoint)
@@ -79,12 +79,10 @@ def read_commit(folder: Path) -> Commit:
                 return read_commit(folder)  # pruned while we looked, so that a newer one is there by now
             damaged.append(str(error))
             continue
-        return _to_commit(name, state, run_uid=run_uid, epoch=epoch, lineage=lineage, damaged=tuple(damaged))
+        return replace(_with_state(beginning, state), checkpoint=name, damaged=tuple(damaged))
     if damaged or len(lineage) > 1:
-        raise DataError(
-            f"{folder}: no checkpoint of the surviving lineage can be read" + "".join(f"; {d}" for d in damaged)
-        )
-    return Commit(run_uid=run_uid, epoch=epoch, lineage=lineage, outcomes={})
+        raise DataError("; ".join([f"{folder}: no checkpoint of the surviving lineage can be read", *damaged]))
+    return beginning
 
 
 def _read_lineage(folder: Path) -> dict[int, int | None]:
@@ -105,14 +103,13 @@ def _read_lineage(folder: Path) -> dict[int, int | None]:
     return lineage
 
 
-def _names(folder: Path, lineage: Mapping[int, int | None]) -> Iterator[str]:
+def _names(folder: Path, commit: Commit) -> Iterator[str]:
     """Checkpoints of the lineage, the newest first."""
     checkpoints = folder / "checkpoints"
     paths = checkpoints.iterdir() if checkpoints.is_dir() else ()
     found = [parse_checkpoint(path.name) for path in paths if path.is_dir()]
     for epoch, step in sorted((place for place in found if place), reverse=True):
-        last = lineage.get(epoch, -1)
-        if last is None or step <= last:
+        if commit.holds(epoch, step):
             yield f"e{epoch:06d}-s{step:08d}"
 
 
@@ -143,22 +140,11 @@ def _size(path: Path) -> int | None:
         return None
 
 
-def _to_commit(
-    name: str,
-    state: Mapping[str, Any],
-    *,
-    run_uid: str,
-    epoch: int,
-    lineage: Mapping[int, int | None],
-    damaged: tuple[str, ...],
-) -> Commit:
+def _with_state(beginning: Commit, state: Mapping[str, Any]) -> Commit:
     stream, ledger = state["stream"], state["stream"]["ledger"]
     below = [(0, ledger["watermark"])] if ledger["watermark"] else []
-    return Commit(
-        run_uid=run_uid,
-        epoch=epoch,
-        lineage=lineage,
-        checkpoint=name,
+    return replace(
+        beginning,
         step=state["step"],
         issued=ledger["issued"],
         resolved=tuple((start, end) for start, end in (*below, *ledger["exceptions"])),
@@ -166,7 +152,6 @@ def _to_commit(
         cursor=parse_id(stream["cursor"]),
         carry=frozenset(parse_id(entry_id) for entry_id in stream["carry"]),
         journal=stream["journal"],
-        damaged=damaged,
     )
 
 

@@ -15,7 +15,7 @@ import redis
 from streamrl.audit.books import Books, Mask
 from streamrl.audit.commit import Commit, read_commit
 from streamrl.audit.journal import read_chain, read_waste
-from streamrl.audit.report import Audit
+from streamrl.audit.report import WRONG, Audit
 from streamrl.audit.streams import Streams, open_server, read_streams
 from streamrl.errors import TransportError
 from streamrl.transport.keys import Keys
@@ -37,47 +37,38 @@ def audit_folder(folder: Path, *, redis_url: str | None = None, run: str | None 
     chain = read_chain(folder, commit)
     waste = read_waste(folder, commit, chain)
     books = Books(commit, chain, streams)
-    wrong = {
-        "lost": books.lost,
-        "twice": books.twice,
-        "contradictory": books.contradictory,
-        "unproven": books.unproven,
-    }
+    wrong = {kind: getattr(books, kind) for kind in WRONG}
+    counted = {kind: getattr(books, kind) for kind in ("trained", "dead", "outstanding", "waiting", "delivered")}
     return Audit(
         run=name,
         run_uid=commit.run_uid,
         folder=str(folder),
-        redis=streams.server if streams else None,
-        learner_is_live=streams is not None and streams.learner_is_live,
+        redis=streams.server,
+        learner_is_live=streams.learner_is_live,
         epoch=commit.epoch,
         checkpoint=commit.checkpoint,
         step=commit.step,
         issued=books.issued,
-        trained=_count(books.trained),
         dropped={reason: _count(mask) for reason, mask in books.dropped.items()},
-        dead=_count(books.dead),
-        outstanding=_count(books.outstanding),
-        waiting=_count(books.waiting),
-        delivered=_count(books.delivered),
-        **{kind: _count(mask) for kind, mask in wrong.items()},
+        **{kind: _count(mask) for kind, mask in (counted | wrong).items()},
         examples={kind: _some(mask) for kind, mask in wrong.items() if mask.any()},
         wasted_steps=waste.num_steps,
         wasted_tickets=waste.num_tickets,
         leftover_tickets=books.num_leftover_tickets,
         leftover_groups=books.num_leftover_groups,
-        malformed={**(streams.malformed if streams else {}), **books.never_issued()},
-        dead_letters=streams.dead_letters if streams else 0,
-        eval_tickets=streams.eval_tickets if streams else 0,
-        eval_groups=streams.eval_groups if streams else 0,
+        malformed={**streams.malformed, **books.never_issued()},
+        dead_letters=streams.dead_letters,
+        eval_tickets=streams.eval_tickets,
+        eval_groups=streams.eval_groups,
         problems=(*commit.damaged, *chain.breaks, *books.disagreements()),
         unchecked=(*waste.unreadable, *_unchecked(streams, num_outstanding=_count(books.outstanding))),
     )
 
 
-def _look(folder: Path, client: redis.Redis | None, keys: Keys) -> tuple[Commit, Streams | None]:
+def _look(folder: Path, client: redis.Redis | None, keys: Keys) -> tuple[Commit, Streams]:
     for _ in range(_LOOKS):
         commit = read_commit(folder)
-        streams = None if client is None else read_streams(client, keys, run_uid=commit.run_uid)
+        streams = Streams() if client is None else read_streams(client, keys, run_uid=commit.run_uid)
         if read_commit(folder) == commit:
             return commit, streams
     raise TransportError(
@@ -85,8 +76,8 @@ def _look(folder: Path, client: redis.Redis | None, keys: Keys) -> tuple[Commit,
     )
 
 
-def _unchecked(streams: Streams | None, *, num_outstanding: int) -> tuple[str, ...]:
-    if streams is not None:
+def _unchecked(streams: Streams, *, num_outstanding: int) -> tuple[str, ...]:
+    if streams.server is not None:
         return ()
     missing = f"that {num_outstanding} outstanding tickets are there, and " if num_outstanding else ""
     return (f"without Redis: {missing}what lies in the streams (malformed, left over, dead letters, evaluation)",)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+WRONG = ("lost", "twice", "contradictory", "unproven")  # of these there may be none
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
@@ -58,8 +60,7 @@ class Audit:
     @property
     def clean(self) -> bool:
         """Every ticket is accounted for, exactly once."""
-        found = self.lost + self.twice + self.contradictory + self.unproven
-        return found == 0 and self.balanced and not self.problems
+        return self.balanced and not self.problems and not any(getattr(self, kind) for kind in WRONG)
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "balanced": self.balanced, "clean": self.clean}

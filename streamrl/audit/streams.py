@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import redis
@@ -34,17 +34,17 @@ RawEntry = tuple[EntryId, Mapping[bytes, bytes]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streams:
-    server: str
-    learner_is_live: bool
-    issued: int | None  # the number of the next training ticket, by the learner's own word; None: none has looked yet
-    issued_since: int  # how many more it has issued while the streams were read
-    window: int  # how many tickets the run keeps outstanding at most
-    tickets: tuple[int, ...]  # numbers of the entries that ask for a training group
-    groups: tuple[tuple[EntryId, int], ...]  # the entries that answer a ticket, or say that it failed
-    malformed: Mapping[str, int]
-    dead_letters: int
-    eval_tickets: int
-    eval_groups: int
+    server: str | None = None  # None: nobody has looked, and nothing is known
+    learner_is_live: bool = False
+    issued: int | None = None  # the number of the next training ticket, by the learner's word; None: none has looked
+    issued_since: int = 0  # how many more it has issued while the streams were read
+    window: int = _WIDEST_WINDOW  # how many tickets the run keeps outstanding at most
+    tickets: tuple[int, ...] = ()  # numbers of the entries that ask for a training group
+    groups: tuple[tuple[EntryId, int], ...] = ()  # the entries that answer a ticket, or say that it failed
+    malformed: Mapping[str, int] = field(default_factory=dict)
+    dead_letters: int = 0
+    eval_tickets: int = 0
+    eval_groups: int = 0
 
 
 @contextmanager
@@ -81,8 +81,8 @@ def read_streams(client: redis.Redis, keys: Keys, *, run_uid: str) -> Streams:
             f"and that of the folder is {run_uid}"
         )
     malformed: Counter[str] = Counter()
-    tickets = tuple(_read_tickets(client, keys, run_uid, malformed))
-    groups = tuple(_read_groups(client, keys, run_uid, malformed))
+    tickets = [number for _, number in _read(client, keys.tickets("train"), "tickets", run_uid, malformed)]
+    groups = list(_read(client, keys.groups("train"), "groups", run_uid, malformed))
     issued, issued_since = _read_counters(meta, read_meta(client, keys), malformed)
     return Streams(
         server=server_name(client),
@@ -90,8 +90,8 @@ def read_streams(client: redis.Redis, keys: Keys, *, run_uid: str) -> Streams:
         issued=issued,
         issued_since=issued_since,
         window=_window(meta.get(b"config", b"")),
-        tickets=tickets,
-        groups=groups,
+        tickets=tuple(tickets),
+        groups=tuple(groups),
         malformed=malformed,
         dead_letters=client.xlen(keys.dead),
         eval_tickets=client.xlen(keys.tickets("eval")),
@@ -99,43 +99,38 @@ def read_streams(client: redis.Redis, keys: Keys, *, run_uid: str) -> Streams:
     )
 
 
-def _read_tickets(client: redis.Redis, keys: Keys, run_uid: str, malformed: Counter[str]) -> Iterator[int]:
-    for _, fields in _entries(client, keys.tickets("train")):
-        number = _number(fields, run_uid)
-        if isinstance(number, str):
-            malformed[f"tickets/{number}"] += 1
-            continue
-        yield number
-        try:
-            ticket = decode_ticket(fields.get(b"b", b""))
-        except WireError:
-            malformed["tickets/body"] += 1
-        else:
-            if (ticket.number, ticket.run_uid, ticket.purpose) != (number, run_uid, "train"):
-                malformed["tickets/body"] += 1
-
-
-def _read_groups(
-    client: redis.Redis, keys: Keys, run_uid: str, malformed: Counter[str]
+def _read(
+    client: redis.Redis, stream: str, what: str, run_uid: str, malformed: Counter[str]
 ) -> Iterator[tuple[EntryId, int]]:
-    for entry_id, fields in _entries(client, keys.groups("train")):
-        number = _number(fields, run_uid)
-        if isinstance(number, str):
-            malformed[f"groups/{number}"] += 1
-            continue
-        yield entry_id, number
-        try:
-            header = decode_header(fields.get(b"h", b""))
-        except WireError:
-            malformed["groups/header"] += 1
-            continue
-        if (header.ticket, header.run_uid, header.purpose) != (number, run_uid, "train"):
-            malformed["groups/header"] += 1
-            continue
-        try:
-            decode_body(header, fields.get(b"b", b""))
-        except WireError:
-            malformed["groups/body"] += 1
+    """The entries about tickets of this run, with the numbers of these."""
+    for entry_id, fields in _entries(client, stream):
+        number = flaw = _number(fields, run_uid)
+        if isinstance(number, int):
+            yield entry_id, number
+            flaw = (_ticket_flaw if what == "tickets" else _group_flaw)(fields, (number, run_uid, "train"))
+        if flaw:
+            malformed[f"{what}/{flaw}"] += 1
+
+
+def _ticket_flaw(fields: Mapping[bytes, bytes], expected: tuple[int, str, str]) -> str:
+    try:
+        ticket = decode_ticket(fields.get(b"b", b""))
+    except WireError:
+        return "body"
+    return "" if (ticket.number, ticket.run_uid, ticket.purpose) == expected else "body"
+
+
+def _group_flaw(fields: Mapping[bytes, bytes], expected: tuple[int, str, str]) -> str:
+    part = "header"
+    try:
+        header = decode_header(fields.get(b"h", b""))
+        if (header.ticket, header.run_uid, header.purpose) != expected:
+            return part
+        part = "body"
+        decode_body(header, fields.get(b"b", b""))
+    except WireError:
+        return part
+    return ""
 
 
 def _number(fields: Mapping[bytes, bytes], run_uid: str) -> int | str:

@@ -9,56 +9,53 @@ from pathlib import Path
 import click
 
 from streamrl.audit import Audit, audit_folder
+from streamrl.audit.report import WRONG
 from streamrl.audit.streams import open_server, read_meta
+from streamrl.cli.arguments import takes_json, tell
+from streamrl.cli.target import takes_place
 from streamrl.errors import ResourceError
-from streamrl.monitor.opening import URL_VARIABLE, find_target
+from streamrl.monitor.opening import find_target
 from streamrl.transport.keys import Keys
 
-_HELP = """Account for every ticket of a run: issued = trained + dropped + dead + outstanding.
 
-\b
-    streamrl audit runs/quickstart              with its Redis, if that still runs
-    streamrl audit runs/big --redis redis://host:6379
-    streamrl audit --redis redis://host:6379 --run big
-
-Reads the run's checkpoints and journal and the raw entries of its streams, changes nothing and starts nothing. lost:
-tickets that have neither ended nor are anywhere to be found. twice: tickets trained more than once. Both are found
-ticket by ticket, in the lineage of the newest checkpoint. On a live run, what ended since then counts as outstanding,
-and what Redis has lost counts as lost until the learner has issued it again.
-
-Exits with 0 when every ticket is accounted for, 1 when one is lost, trained twice or in doubt, 2 when there is nothing
-to audit.
-
-\b
---json prints one object:
-  run, run_uid, folder, redis (null: not looked at), learner_is_live
-  epoch, checkpoint (null: none yet), step            the newest commit
-  issued, trained, dropped {reason: n}, dead, outstanding (= waiting + delivered when Redis was looked at)
-  lost, twice, contradictory, unproven                all 0 unless something is wrong; examples {kind: [ticket]}
-  wasted_steps, wasted_tickets                        committed by learners that had been replaced
-  leftover_tickets, leftover_groups                   harmless entries about tickets that have ended
-  malformed {what: n}, dead_letters, eval_tickets, eval_groups
-  problems [text], unchecked [text], balanced, clean
-"""
-
-
-@click.command(help=_HELP)
-@click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[RUN_FOLDER]")
-@click.option("--redis", "url", metavar="URL", help=f"The run's Redis; by default the folder's, or {URL_VARIABLE}.")
-@click.option("--run", metavar="NAME", help="The run's name in Redis; by default that of the folder.")
+@click.command()
+@takes_place
 @click.option("--folder-only", is_flag=True, help="Do not look for Redis.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@takes_json
 def audit(folder: Path | None, url: str | None, run: str | None, folder_only: bool, as_json: bool) -> int:
+    """Account for every ticket of a run: issued = trained + dropped + dead + outstanding.
+
+    \b
+        streamrl audit runs/quickstart              with its Redis, if that still runs
+        streamrl audit runs/big --redis redis://host:6379
+        streamrl audit --redis redis://host:6379 --run big
+
+    Reads the run's checkpoints and journal and the raw entries of its streams, changes nothing and starts nothing.
+    lost: tickets that have neither ended nor are anywhere to be found. twice: tickets trained more than once. Both are
+    found ticket by ticket, in the lineage of the newest checkpoint. On a live run, what ended since then counts as
+    outstanding, and what Redis has lost counts as lost until the learner has issued it again.
+
+    Exits with 0 when every ticket is accounted for, 1 when one is lost, trained twice or in doubt, 2 when there is
+    nothing to audit.
+
+    \b
+    --json prints one object:
+      run, run_uid, folder, redis (null: not looked at), learner_is_live
+      epoch, checkpoint (null: none yet), step            the newest commit
+      issued, trained, dropped {reason: n}, dead, outstanding (= waiting + delivered when Redis was looked at)
+      lost, twice, contradictory, unproven                all 0 unless something is wrong; examples {kind: [ticket]}
+      wasted_steps, wasted_tickets                        committed by learners that had been replaced
+      leftover_tickets, leftover_groups                   harmless entries about tickets that have ended
+      malformed {what: n}, dead_letters, eval_tickets, eval_groups
+      problems [text], unchecked [text], balanced, clean
+    """
     if folder is None:
         target = find_target(None, url, run)
         url, folder = target.server(), _folder_of(target.server(), target.run)
     elif url is None and not folder_only and (folder / "config.yaml").is_file():
         url = find_target(folder, None, run).url  # None: its embedded server has ended
     found = audit_folder(folder, redis_url=None if folder_only else url, run=run)
-    if as_json:
-        click.echo(json.dumps(found.to_json(), indent=2))
-    else:
-        click.echo("\n".join(_lines(found)))
+    tell(found.to_json(), _lines(found), as_json=as_json)
     return 0 if found.clean else 1
 
 
@@ -86,7 +83,7 @@ def _lines(found: Audit) -> Iterator[str]:
     yield _row("dead", found.dead)
     seen = f"waiting {found.waiting}, delivered {found.delivered}" if found.redis and found.outstanding else ""
     yield _row("outstanding", found.outstanding, seen)
-    for kind in ("lost", "twice", "contradictory", "unproven"):
+    for kind in WRONG:
         if getattr(found, kind) or kind in ("lost", "twice"):
             yield _row(kind, getattr(found, kind), _examples(found, kind))
     yield ""

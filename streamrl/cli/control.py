@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from streamrl.cli.target import OpenRun, open_run, operator, takes_run
+from streamrl.cli.arguments import takes_json, takes_timeout, tell
+from streamrl.cli.target import open_run, operator, takes_run
 from streamrl.errors import ResourceError
 from streamrl.monitor.opening import Target
-from streamrl.terminal import printable
-
-if TYPE_CHECKING:
-    from streamrl.transport.operate import Obedience
-    from streamrl.transport.types import Control
+from streamrl.transport.operate import Obedience, await_obedience, set_control
+from streamrl.transport.types import Control
 
 _ENDS_A_RUN = ("drain", "stop")
 
 
-def _takes_order(command: Callable[..., Any]) -> Callable[..., Any]:
-    """A run, how long to listen for those concerned, and --json."""
-    timeout = click.option(
-        "--timeout-s",
-        type=click.FloatRange(min=0),
-        default=30.0,
-        show_default=True,
-        help="How long to listen for those concerned.",
-    )
-    return takes_run(timeout(click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)))
+def _order_of(command: Callable[..., Any]) -> click.Command:
+    """A command about a run, with how long to listen for those concerned, and --json."""
+    return click.command(takes_run(takes_timeout("listen for those concerned")(takes_json(command))))
 
 
-@click.command()
-@_takes_order
+@_order_of
 def pause(target: Target, timeout_s: float, as_json: bool) -> int:
     """Make no more steps and take no more tickets, until `resume`.
 
@@ -44,15 +33,13 @@ def pause(target: Target, timeout_s: float, as_json: bool) -> int:
     return _order(target, "pause", timeout_s=timeout_s, as_json=as_json)
 
 
-@click.command()
-@_takes_order
+@_order_of
 def resume(target: Target, timeout_s: float, as_json: bool) -> int:
     """Go on after a pause; take back a `drain` that is not done yet."""
     return _order(target, "run", timeout_s=timeout_s, as_json=as_json)
 
 
-@click.command()
-@_takes_order
+@_order_of
 def drain(target: Target, timeout_s: float, as_json: bool) -> int:
     """Send out no more tickets, train what is under way, write a checkpoint, and stop.
 
@@ -62,8 +49,7 @@ def drain(target: Target, timeout_s: float, as_json: bool) -> int:
     return _order(target, "drain", timeout_s=timeout_s, as_json=as_json)
 
 
-@click.command()
-@_takes_order
+@_order_of
 def stop(target: Target, timeout_s: float, as_json: bool) -> int:
     """Finish the step, write a checkpoint, and stop; what is under way waits in Redis for the next start.
 
@@ -74,27 +60,18 @@ def stop(target: Target, timeout_s: float, as_json: bool) -> int:
 
 
 def _order(target: Target, mode: Control, *, timeout_s: float, as_json: bool) -> int:
-    from streamrl.transport.operate import await_obedience, set_control
-
     with open_run(target) as opened:
-        _refuse_where_nobody_can_follow(opened, mode)
-        running = opened.info.state == "running"
+        state = opened.info.state
+        running = state == "running"
+        if not running and mode not in _ENDS_A_RUN:
+            raise ResourceError(f"run {opened.info.name!r} has ended ({state}); `streamrl up` takes it up again")
         # A word to a run that has ended would meet the learner that takes it up again.
         changed = running and set_control(opened.client, opened.keys, mode, by=operator())
         found = await_obedience(opened.client, opened.keys, mode, timeout_s=timeout_s)
-    if as_json:
-        told = {"run": target.run, "mode": mode, "changed": changed, "state": found.state}
-        told |= {"acknowledged": found.complete, "obeying": found.obeying, "waiting_for": dict(found.waiting_for)}
-        click.echo(json.dumps(told, indent=2))
-    else:
-        click.echo(printable(_line(target.run, mode, changed, found)))
+    told = {"run": target.run, "mode": mode, "changed": changed, "state": found.state}
+    told |= {"acknowledged": found.complete, "obeying": found.obeying, "waiting_for": dict(found.waiting_for)}
+    tell(told, [_line(target.run, mode, changed, found)], as_json=as_json)
     return 0 if found.complete else 1
-
-
-def _refuse_where_nobody_can_follow(opened: OpenRun, mode: Control) -> None:
-    state = opened.info.state
-    if state != "running" and mode not in _ENDS_A_RUN:
-        raise ResourceError(f"run {opened.info.name!r} has ended ({state}); `streamrl up` takes it up again")
 
 
 def _line(run: str, mode: Control, changed: bool, found: Obedience) -> str:

@@ -5,22 +5,20 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from streamrl.cli.arguments import takes_json, takes_timeout, tell
 from streamrl.cli.target import OpenRun, open_run, operator, takes_run
 from streamrl.errors import ConfigError, DataError
 from streamrl.monitor.opening import Target
-from streamrl.terminal import printable
-
-if TYPE_CHECKING:
-    from streamrl.transport.dead import DeadLetter
+from streamrl.monitor.units import plural
+from streamrl.transport.dead import DeadLetter, read_letters, read_requests, read_retried, request_retries
+from streamrl.transport.dead import purge as purge_letters
 
 _LOOK_EVERY_S = 0.2
 _SHOWN_CHARS = 60
-
-_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 @click.group()
@@ -30,19 +28,13 @@ def dead() -> None:
 
 @dead.command()
 @takes_run
-@_as_json
+@takes_json
 def ls(target: Target, as_json: bool) -> None:
     """List the dead letters, the oldest first."""
     with open_run(target) as opened:
         letters = _letters(opened)
-    if as_json:
-        click.echo(json.dumps([_to_json(letter) for letter in letters], indent=2))
-        return
-    for letter in letters:
-        prompt = letter.ticket.prompt if letter.ticket else "(cannot be read)"
-        asked = "  (retry asked for)" if letter.retry_requested else ""
-        click.echo(printable(f"{letter.number:>8}  {_short(letter.error):<{_SHOWN_CHARS}}  {_short(prompt)}{asked}"))
-    click.echo(f"{len(letters)} dead letter{'' if len(letters) == 1 else 's'}")
+    lines = [*map(_line, letters), plural(len(letters), "dead letter")]
+    tell([_to_json(letter) for letter in letters], lines, as_json=as_json)
 
 
 @dead.command()
@@ -51,25 +43,19 @@ def ls(target: Target, as_json: bool) -> None:
 def show(target: Target, number: int) -> None:
     """Print all that is known of one dead ticket, as JSON."""
     with open_run(target) as opened:
-        [letter] = _chosen(_letters(opened), [number], everything=False)
+        [letter] = _chosen(_letters(opened), [number])
     click.echo(json.dumps(_to_json(letter), indent=2, ensure_ascii=False))
 
 
 def _takes_tickets(command: Callable[..., Any]) -> Callable[..., Any]:
     tickets = click.option("--ticket", "numbers", type=int, multiple=True, metavar="N", help="Its number; repeatable.")
     everything = click.option("--all", "everything", is_flag=True, help="All of them.")
-    return takes_run(tickets(everything(_as_json(command))))
+    return takes_run(tickets(everything(takes_json(command))))
 
 
 @dead.command()
 @_takes_tickets
-@click.option(
-    "--timeout-s",
-    type=click.FloatRange(min=0),
-    default=30.0,
-    show_default=True,
-    help="How long to wait for the learner to issue them.",
-)
+@takes_timeout("wait for the learner to issue them")
 def retry(target: Target, numbers: tuple[int, ...], everything: bool, as_json: bool, timeout_s: float) -> int:
     """Have the learner issue dead tickets anew.
 
@@ -77,13 +63,10 @@ def retry(target: Target, numbers: tuple[int, ...], everything: bool, as_json: b
     when it has room for tickets; asking twice is asking once. Exits with 0 when all are issued, with 1 when some are
     not in time: the requests stand.
     """
-    from streamrl.transport.dead import read_requests, read_retried, request_retries
-
     _refuse_nothing(numbers, everything)
     with open_run(target) as opened:
         letters, issued_before = _letters(opened), read_retried(opened.client, opened.keys)
-        again = [number for number in numbers if number not in issued_before]
-        chosen = _chosen(letters, again, everything=everything)
+        chosen = letters if everything else _chosen(letters, [n for n in numbers if n not in issued_before])
         requested = request_retries(opened.client, opened.keys, chosen, by=operator())
         wanted = {letter.number for letter in chosen}
         # Nobody takes requests up in a run that has ended, until it is taken up itself.
@@ -92,11 +75,8 @@ def retry(target: Target, numbers: tuple[int, ...], everything: bool, as_json: b
             time.sleep(_LOOK_EVERY_S)
         issued = read_retried(opened.client, opened.keys)
     told = {n: max(issued[n]) if n in issued else None for n in sorted({*wanted, *numbers})}
-    if as_json:
-        click.echo(json.dumps({"requested": requested, "issued": told}, indent=2))
-    else:
-        for number, new in told.items():
-            click.echo(f"{number} -> {'not yet: the request stands' if new is None else new}")
+    lines = (f"{number} -> {'not yet: the request stands' if new is None else new}" for number, new in told.items())
+    tell({"requested": requested, "issued": told}, lines, as_json=as_json)
     return 1 if None in told.values() else 0
 
 
@@ -104,15 +84,11 @@ def retry(target: Target, numbers: tuple[int, ...], everything: bool, as_json: b
 @_takes_tickets
 def purge(target: Target, numbers: tuple[int, ...], everything: bool, as_json: bool) -> None:
     """Throw dead letters away. Their tickets have ended, and stay so."""
-    from streamrl.transport.dead import purge as purge_letters
-
     _refuse_nothing(numbers, everything)
     with open_run(target) as opened:
-        letters = _letters(opened)
-        there = {letter.number for letter in letters}
-        chosen = _chosen(letters, [number for number in numbers if number in there], everything=everything)
+        chosen = [letter for letter in _letters(opened) if everything or letter.number in numbers]
         purged = purge_letters(opened.client, opened.keys, chosen, by=operator())
-    click.echo(json.dumps({"purged": purged}) if as_json else f"{purged} dead letters purged")
+    tell({"purged": purged}, [f"{purged} dead letters purged"], as_json=as_json)
 
 
 def _refuse_nothing(numbers: Sequence[int], everything: bool) -> None:
@@ -122,15 +98,11 @@ def _refuse_nothing(numbers: Sequence[int], everything: bool) -> None:
 
 def _letters(opened: OpenRun) -> list[DeadLetter]:
     """This run's; a forged entry without a number is nobody's."""
-    from streamrl.transport.dead import read_letters
-
     letters = read_letters(opened.client, opened.keys)
     return [one for one in letters if one.number >= 0 and (one.ticket is None or one.ticket.run_uid == opened.info.uid)]
 
 
-def _chosen(letters: Sequence[DeadLetter], numbers: Sequence[int], *, everything: bool) -> list[DeadLetter]:
-    if everything:
-        return list(letters)
+def _chosen(letters: Sequence[DeadLetter], numbers: Sequence[int]) -> list[DeadLetter]:
     there = {letter.number: letter for letter in letters}
     missing = [number for number in numbers if number not in there]
     if missing:
@@ -159,6 +131,12 @@ def _to_json(letter: DeadLetter) -> dict[str, Any]:
             "fields": dict(ticket.fields),
         }
     return told
+
+
+def _line(letter: DeadLetter) -> str:
+    prompt = letter.ticket.prompt if letter.ticket else "(cannot be read)"
+    asked = "  (retry asked for)" if letter.retry_requested else ""
+    return f"{letter.number:>8}  {_short(letter.error):<{_SHOWN_CHARS}}  {_short(prompt)}{asked}"
 
 
 def _short(text: str) -> str:

@@ -4,46 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from streamrl.cli.arguments import OutputFile
+from streamrl.cli.arguments import MovingLine, OutputFile, takes_json, takes_overrides, tell
+from streamrl.config import schema
+from streamrl.config.check import check_config
+from streamrl.config.load import load_config
+from streamrl.config.places import reward_code, reward_hosts
 from streamrl.durable import write_durably
 from streamrl.errors import ConfigError, DataError
-from streamrl.terminal import printable
+from streamrl.extras import need
+from streamrl.held_folder import scratch_folder
+from streamrl.telemetry.logs import configure_logging
 
 if TYPE_CHECKING:
     from learner.checkpoints.checkpoint import Checkpoint
-    from streamrl.config.schema import Config
     from workers.evaluate import EvalPrompt, Result
     from workers.permissions import Permissions
 
-_HELP = """Score a checkpoint, or any model, on a file of prompts.
-
-\b
-    streamrl eval runs/mine                                  its newest checkpoint
-    streamrl eval runs/mine@120        runs/mine@best        another one
-    streamrl eval runs/mine/export                           what the run has exported
-    streamrl eval ./sft --config conf/mine.yaml              any model folder or hub name
-    streamrl eval runs/mine validation.sampling.num_samples=8 validation.sampling.greedy=false
-
-Samples as validation does, by validation.sampling, and scores with the rewards of the configuration: that of the run,
-or --config. Prompts are those of data.validation, or --prompts. KEY.SUB=VALUE changes a setting. It needs no Redis and
-no workers, and does not touch the run; validation.timeout_s bounds it.
-
-\b
---json prints one object:
-  checkpoint, step (null: a model), prompts, engine
-  num_prompts, num_answered, num_failed (the rest ran out of time), num_samples, num_tokens, duration_s
-  reward, reward_error (standard error over prompts), rewards {source: mean}, response_length, finished (share)
-
-Exits with 1 when not every prompt was answered.
-"""
+_ENGINES = sorted(get_args(schema.Worker.model_fields["engine"].annotation))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,20 +35,20 @@ class _Subject:
     """What is scored, and by which settings."""
 
     name: str
-    config: Config
+    config: schema.Config
     checkpoint: Checkpoint | None  # None: the model at model.path
 
 
-@click.command("eval", help=_HELP)
+@click.command("eval")
 @click.argument("checkpoint")
-@click.argument("overrides", nargs=-1, metavar="[KEY.SUB=VALUE]...")
+@takes_overrides
 @click.option("--config", "file", type=click.Path(path_type=Path), help="By default, that of the checkpoint's run.")
 @click.option("--prompts", type=click.Path(), help="Prompts as JSON Lines; by default data.validation.")
 @click.option("--max-prompts", type=click.IntRange(min=1), help="At most so many; by default validation.max_prompts.")
-@click.option("--engine", type=click.Choice(["transformers", "vllm"]), default="transformers", show_default=True)
+@click.option("--engine", type=click.Choice(_ENGINES), default="transformers")
 @click.option("--local-reward-url", metavar="URL", help="The reward server that the configuration calls `local`.")
 @click.option("--output", type=OutputFile(), help="Write prompts and answers here, JSONL.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@takes_json
 def evaluate(
     checkpoint: str,
     overrides: tuple[str, ...],
@@ -76,6 +60,27 @@ def evaluate(
     output: Path | None,
     as_json: bool,
 ) -> int:
+    """Score a checkpoint, or any model, on a file of prompts.
+
+    \b
+        streamrl eval runs/mine                                  its newest checkpoint
+        streamrl eval runs/mine@120        runs/mine@best        another one
+        streamrl eval runs/mine/export                           what the run has exported
+        streamrl eval ./sft --config conf/mine.yaml              any model folder or hub name
+        streamrl eval runs/mine validation.sampling.num_samples=8 validation.sampling.greedy=false
+
+    Samples as validation does, by validation.sampling, and scores with the rewards of the configuration: that of the
+    run, or --config. Prompts are those of data.validation, or --prompts. KEY.SUB=VALUE changes a setting. It needs no
+    Redis and no workers, and does not touch the run; validation.timeout_s bounds it.
+
+    \b
+    --json prints one object:
+      checkpoint, step (null: a model), prompts, engine
+      num_prompts, num_answered, num_failed (the rest ran out of time), num_samples, num_tokens, duration_s
+      reward, reward_error (standard error over prompts), rewards {source: mean}, response_length, finished (share)
+
+    Exits with 1 when not every prompt was answered.
+    """
     chosen = [*overrides, f"worker.engine={engine}"]
     chosen += [f"data.validation={json.dumps(prompts)}"] if prompts is not None else []
     chosen += [f"validation.max_prompts={max_prompts}"] if max_prompts is not None else []
@@ -91,29 +96,31 @@ def evaluate(
         write_durably(output, "".join(lines).encode())
     step = subject.checkpoint.state.step if subject.checkpoint else None
     told = {"checkpoint": subject.name, "step": step, "prompts": texts, "engine": engine, **result.to_json()}
-    click.echo(json.dumps(told, indent=2) if as_json else printable_table(subject.name, texts, result))
+    tell(told, _table(subject.name, texts, result), as_json=as_json)
     return 0 if result.num_answered == result.num_prompts else 1
 
 
-def printable_table(name: str, prompts: str, result: Result) -> str:
-    rows = [("reward", f"{_number(result.reward)}{_error(result.reward_error)}")]
-    rows += [(f"  {source}", _number(mean)) for source, mean in result.rewards.items()]
-    rows += [
-        ("response length", f"{_number(result.response_length)} tokens"),
-        ("ended by itself", "-" if result.finished is None else f"{result.finished:.1%}"),
-        ("prompts answered", f"{result.num_answered} of {result.num_prompts}"),
-        ("samples", str(result.num_samples)),
-        ("took", f"{result.duration_s:.1f} s, {result.num_tokens / max(result.duration_s, 1e-9):.0f} tokens/s"),
-    ]
+def _table(name: str, prompts: str, result: Result) -> Iterator[str]:
+    yield f"{name} on {prompts}"
+    error = "" if result.reward_error is None else f" ± {result.reward_error:.2g}"
+    speed = result.num_tokens / max(result.duration_s, 1e-9)
+    rows = {
+        "reward": f"{_number(result.reward)}{error}",
+        **{f"  {source}": _number(mean) for source, mean in result.rewards.items()},
+        "response length": f"{_number(result.response_length)} tokens",
+        "ended by itself": "-" if result.finished is None else f"{result.finished:.1%}",
+        "prompts answered": f"{result.num_answered} of {result.num_prompts}",
+        "samples": str(result.num_samples),
+        "took": f"{result.duration_s:.1f} s, {speed:.0f} tokens/s",
+    }
     if result.num_failed:
-        rows.append(("failed", f"{result.num_failed} prompts had no sample with a score"))
-    return "\n".join([printable(f"{name} on {prompts}"), *(printable(f"{key:<18}{value}") for key, value in rows)])
+        rows["failed"] = f"{result.num_failed} prompts had no sample with a score"
+    yield from (f"{key:<18}{value}" for key, value in rows.items())
 
 
 def _find(text: str, file: Path | None, overrides: Sequence[str]) -> _Subject:
     """A run's checkpoint, or a model; the configuration is that of the run which it belongs to, or the one given."""
     from learner.checkpoints.resume import find_checkpoint
-    from streamrl.config.load import load_config
 
     if _is_model(text):
         beside = Path(text).parent / "config.yaml"  # runs/mine/export lies beside it
@@ -125,9 +132,8 @@ def _find(text: str, file: Path | None, overrides: Sequence[str]) -> _Subject:
     path = file or found.folder.parent.parent / "config.yaml"
     if not path.is_file():
         raise DataError(f"{path}: the run's configuration is not there; give one with --config FILE")
-    return _Subject(
-        name=f"{text} (step {found.state.step})", config=load_config(path, overrides).config, checkpoint=found
-    )
+    config = load_config(path, overrides).config
+    return _Subject(name=f"{text} (step {found.state.step})", config=config, checkpoint=found)
 
 
 def _is_model(text: str) -> bool:
@@ -138,13 +144,8 @@ def _is_model(text: str) -> bool:
 
 
 def _evaluate(subject: _Subject, local_reward_url: str | None) -> tuple[Result, list[EvalPrompt]]:
-    from streamrl.extras import need
-
     need("an evaluation", "torch", "transformers", "safetensors", extra="learner")
     from learner.checkpoints.weights_file import write_weights
-    from streamrl.config.check import check_config
-    from streamrl.held_folder import scratch_folder
-    from streamrl.telemetry.logs import configure_logging
     from workers.evaluate import evaluate as run_evaluation
     from workers.model import read_model
     from workers.rewards.base import build_rewards
@@ -159,16 +160,20 @@ def _evaluate(subject: _Subject, local_reward_url: str | None) -> tuple[Result, 
         weights = folder / "weights.safetensors"
         write_weights(config, weights, checkpoint=subject.checkpoint)
         step = subject.checkpoint.state.step if subject.checkpoint else 0
-        show = _Progress(len(prompts))
+        line = MovingLine()
+
+        def show(num_done: int) -> None:
+            line.show(f"{num_done} of {len(prompts)} prompts")
+
         work = run_evaluation(
             prompts, config=config, model=model, weights=weights, step=step, rewards=rewards, show=show
         )
         result = asyncio.run(work)
-        show.end()
+        line.end()
     return result, prompts
 
 
-def _read_prompts(config: Config, tokenizer: Any) -> list[EvalPrompt]:
+def _read_prompts(config: schema.Config, tokenizer: Any) -> list[EvalPrompt]:
     from learner.stream.data import PromptSet
     from workers.evaluate import EvalPrompt
 
@@ -180,9 +185,8 @@ def _read_prompts(config: Config, tokenizer: Any) -> list[EvalPrompt]:
     return [EvalPrompt(text=row.text, token_ids=row.token_ids, fields=row.fields) for row in rows]
 
 
-def permissions(config: Config) -> Permissions:
+def permissions(config: schema.Config) -> Permissions:
     """Whoever starts this has named the configuration: what that names is their word."""
-    from streamrl.config.places import reward_code, reward_hosts
     from workers.permissions import Permissions
 
     return Permissions(reward_code=tuple(reward_code(config)), hosts=tuple(reward_hosts(config)))
@@ -203,26 +207,5 @@ def _answers(prompts: Sequence[EvalPrompt], result: Result) -> Iterator[dict[str
         yield {"prompt": prompt.text, "fields": dict(prompt.fields), "error": error, "samples": samples}
 
 
-class _Progress:
-    """One line that moves on a terminal."""
-
-    def __init__(self, num_prompts: int) -> None:
-        self._num_prompts = num_prompts
-        self._shown = False
-
-    def __call__(self, num_done: int) -> None:
-        if sys.stderr.isatty():
-            self._shown = True
-            click.echo(f"\r{num_done} of {self._num_prompts} prompts   ", nl=False, err=True)
-
-    def end(self) -> None:
-        if self._shown:
-            click.echo("", err=True)
-
-
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
-
-
-def _error(value: float | None) -> str:
-    return "" if value is None else f" ± {value:.2g}"

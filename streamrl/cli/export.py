@@ -7,7 +7,8 @@ import json
 import click
 
 from streamrl.cli.target import takes_run
-from streamrl.monitor.opening import Target
+from streamrl.monitor.opening import Target, opened
+from streamrl.ports import address_of, bind
 
 
 @click.group()
@@ -17,17 +18,15 @@ def export() -> None:
 
 @export.command()
 @takes_run
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=9464, show_default=True, help="0: any free one.")
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=9464, help="0: any free one.")
 def prometheus(target: Target, host: str, port: int) -> None:
     """Serve GET /metrics of one run, until Ctrl-C.
 
     It holds numbers and names of parts only, no text of rollouts; it listens on loopback unless --host says otherwise.
     `streamrl dashboard` serves the same at its own /metrics.
     """
-    from streamrl.monitor.opening import opened
     from streamrl.monitor.scrape import serve_metrics
-    from streamrl.ports import address_of, bind
 
     with opened(target) as there, bind(host, port, what="exporter") as bound:
         url = f"http://{address_of(bound, host=host)}/metrics"

@@ -4,43 +4,22 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from streamrl.cli.arguments import takes_config
+from streamrl.config.changes import check_changes
+from streamrl.config.load import load_config
+from streamrl.config.schema import Config
+from streamrl.errors import ConfigError
+from streamrl.launch.learn import Wanted, become, build, joins, prepare, shown
 from streamrl.terminal import printable
 
-if TYPE_CHECKING:
-    from streamrl.config.schema import Config
-    from streamrl.launch.learn import Wanted
 
-_HELP = """Run the learner: builds the torchrun line for this configuration, shows it, and runs it.
-
-\b
-    streamrl learn conf/mine.yaml redis.url=redis://host:6379
-    streamrl learn conf/mine.yaml --dry-run
-    streamrl learn conf/mine.yaml --nodes 1:4 --rendezvous trainer-0:29400      (the same on every machine)
-    streamrl learn conf/mine.yaml name=again --replay recording
-    streamrl learn conf/mine.yaml name=hotter optimizer.lr=2e-6 --fork runs/mine@120
-
-Each machine starts learner.processes ranks, one a GPU. Started again, it goes on from the newest checkpoint in the
-run's folder, dir/name, which all machines must see. Settings that a run may not change half-way are refused, with what
-to do instead. Workers come by themselves: `python -m workers --redis URL --run NAME`.
-
-With --nodes MIN:MAX machines may leave and come; each time the ranks start again from the newest checkpoint. A machine
-that is told to end (SIGTERM) leaves in good order, after a checkpoint; `streamrl stop` ends the run. The machine of
---rendezvous must stay.
-
-The exit code is 0 when the run has ended well, 2 after a mistake that only you can mend, else torchrun's. An error that
-no restart can mend is in the run's folder, in learner.error.
-"""
-
-
-@click.command(help=_HELP)
+@click.command()
 @takes_config
 @click.option("--redis", "redis_url", metavar="URL", help="The run's Redis, instead of redis.url.")
-@click.option("--nodes", default="1", metavar="N|MIN:MAX", show_default=True, help="Machines that train together.")
+@click.option("--nodes", default="1", metavar="N|MIN:MAX", help="Machines that train together.")
 @click.option("--rendezvous", metavar="HOST:PORT", help="Where these machines meet: one of them, any free port.")
 @click.option("--takeover", is_flag=True, help="Replace a learner that still holds the run.")
 @click.option("--replay", type=click.Path(path_type=Path), metavar="DIR", help="Learn from a recording, without Redis.")
@@ -59,10 +38,26 @@ def learn(
     new_data: bool,
     dry_run: bool,
 ) -> None:
-    from streamrl.config.load import load_config
-    from streamrl.errors import ConfigError
-    from streamrl.launch.learn import Wanted, become, build, prepare, shown
+    """Run the learner: builds the torchrun line for this configuration, shows it, and runs it.
 
+    \b
+        streamrl learn conf/mine.yaml redis.url=redis://host:6379
+        streamrl learn conf/mine.yaml --dry-run
+        streamrl learn conf/mine.yaml --nodes 1:4 --rendezvous trainer-0:29400      (the same on every machine)
+        streamrl learn conf/mine.yaml name=again --replay recording
+        streamrl learn conf/mine.yaml name=hotter optimizer.lr=2e-6 --fork runs/mine@120
+
+    Each machine starts learner.processes ranks, one a GPU. Started again, it goes on from the newest checkpoint in the
+    run's folder, dir/name, which all machines must see. Settings that a run may not change half-way are refused, with
+    what to do instead. Workers come by themselves: `python -m workers --redis URL --run NAME`.
+
+    With --nodes MIN:MAX machines may leave and come; each time the ranks start again from the newest checkpoint. A
+    machine that is told to end (SIGTERM) leaves in good order, after a checkpoint; `streamrl stop` ends the run. The
+    machine of --rendezvous must stay.
+
+    The exit code is 0 when the run has ended well, 2 after a mistake that only you can mend, else torchrun's. An error
+    that no restart can mend is in the run's folder, in learner.error.
+    """
     if replay is not None and redis_url is not None:
         raise ConfigError("--replay needs no Redis: give one of --replay and --redis")
     if replay is not None and source is not None:
@@ -88,7 +83,6 @@ def learn(
 def _check_resume(config: Config, wanted: Wanted) -> None:
     """A machine that joins others does not start the run."""
     from learner.checkpoints.resume import check_resume
-    from streamrl.launch.learn import joins
 
     if not config.checkpoint.resume and not joins(config, wanted):
         check_resume(config)
@@ -97,7 +91,6 @@ def _check_resume(config: Config, wanted: Wanted) -> None:
 def _show_changes(config: Config) -> None:
     """Against the checkpoint that the run would go on from; refused ones end it here, before anything starts."""
     from learner.checkpoints.resume import changed_since_checkpoint
-    from streamrl.config.changes import check_changes
 
     found = changed_since_checkpoint(config)
     check_changes(found, folder=str(config.folder))

@@ -23,23 +23,7 @@ from streamrl.errors import StreamrlError, UserError
 EXIT_INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
 # What a disk may answer to any path at any time; a path that is not there is for each command to tell.
 _REFUSALS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ENOTDIR}
-
-_HELP = """Asynchronous, off-policy, streaming reinforcement learning for language models.
-
-\b
-Watch it learn, on any machine with two cores:
-    streamrl quickstart
-Run a configuration on this machine, with some settings changed:
-    streamrl up conf/pretrained.yaml model.path=./sft data.train=prompts.jsonl
-Watch it from anywhere, and ask what holds it back:
-    streamrl top RUN_FOLDER
-    streamrl why --redis redis://host:6379 --run NAME
-See what a configuration amounts to, and where each value comes from:
-    streamrl config show conf/quickstart.yaml optimizer.lr=1e-4
-
-Settings are given as KEY.SUB=VALUE on every command that takes a configuration; conf/reinforce.yaml
-explains them all. `streamrl COMMAND --help` tells the rest.
-"""
+_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
 
 
 class LazyGroup(click.Group):
@@ -75,14 +59,27 @@ class LazyGroup(click.Group):
 
 def main(argv: Sequence[str] | None = None, *, commands: Mapping[str, Entry] = COMMANDS) -> int:
     """Run the command line; the exit code. Raises for defects only."""
-    group = LazyGroup(
-        entries=commands,
-        name="streamrl",
-        help=_HELP,
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-        callback=lambda: None,
-    )
-    click.version_option(__version__, prog_name="streamrl")(group)
+
+    @click.group("streamrl", cls=LazyGroup, entries=commands, context_settings=_SETTINGS)
+    @click.version_option(__version__, prog_name="streamrl")
+    def group() -> None:
+        """Asynchronous, off-policy, streaming reinforcement learning for language models.
+
+        \b
+        Watch it learn, on any machine with two cores:
+            streamrl quickstart
+        Run a configuration on this machine, with some settings changed:
+            streamrl up conf/pretrained.yaml model.path=./sft data.train=prompts.jsonl
+        Watch it from anywhere, and ask what holds it back:
+            streamrl top RUN_FOLDER
+            streamrl why --redis redis://host:6379 --run NAME
+        See what a configuration amounts to, and where each value comes from:
+            streamrl config show conf/quickstart.yaml optimizer.lr=1e-4
+
+        Settings are given as KEY.SUB=VALUE on every command that takes a configuration; conf/reinforce.yaml
+        explains them all. `streamrl COMMAND --help` tells the rest.
+        """
+
     try:
         result = group.main(args=None if argv is None else list(argv), prog_name="streamrl", standalone_mode=False)
     except click.ClickException as error:

@@ -7,25 +7,24 @@ from pathlib import Path
 import click
 
 from streamrl.cli.arguments import OutputFile
+from streamrl.cli.target import takes_place
 from streamrl.errors import ConfigError, DataError
+from streamrl.launch.summary import read_lines
 from streamrl.monitor.history import History
-from streamrl.monitor.opening import find_target
-
-_HELP = """Draw reward, KL, lag, throughput, time, correction, loss and length of a run into one PNG.
-
-\b
-    streamrl plot runs/quickstart                     from the folder: every step, also without Redis
-    streamrl plot --redis redis://host:6379 --run big -o big.png
-                                                      from Redis: recent steps in full, older ones thinned
-"""
+from streamrl.monitor.opening import find_target, opened
 
 
-@click.command(help=_HELP)
-@click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[RUN_FOLDER]")
-@click.option("--redis", "url", metavar="URL", help="The run's Redis; by default STREAMRL_REDIS.")
-@click.option("--run", metavar="NAME", help="The run's name.")
+@click.command()
+@takes_place
 @click.option("-o", "--output", type=OutputFile(suffix=".png"), help="The file; by default NAME.png, here.")
 def plot(folder: Path | None, url: str | None, run: str | None, output: Path | None) -> None:
+    """Draw reward, KL, lag, throughput, time, correction, loss and length of a run into one PNG.
+
+    \b
+        streamrl plot runs/quickstart                     from the folder: every step, also without Redis
+        streamrl plot --redis redis://host:6379 --run big -o big.png
+                                                          from Redis: recent steps in full, older ones thinned
+    """
     from streamrl.monitor.plot import save_report
 
     name, history = _from_folder(folder) if folder is not None and url is None else _from_redis(folder, url, run)
@@ -38,8 +37,6 @@ def plot(folder: Path | None, url: str | None, run: str | None, output: Path | N
 
 
 def _from_folder(folder: Path) -> tuple[str, History]:
-    from streamrl.launch.summary import read_lines
-
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise ConfigError(f"{folder} holds no metrics.jsonl: it is not the folder of a run, or no step was made yet")
@@ -49,8 +46,6 @@ def _from_folder(folder: Path) -> tuple[str, History]:
 
 
 def _from_redis(folder: Path | None, url: str | None, run: str | None) -> tuple[str, History]:
-    from streamrl.monitor.opening import opened
-
     target = find_target(folder, url, run)
     history = History()
     with opened(target) as there:

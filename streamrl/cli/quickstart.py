@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import click
 
+from streamrl.cli.arguments import takes_overrides
+
 
 @click.command()
-@click.argument("overrides", nargs=-1, metavar="[KEY.SUB=VALUE]...")
+@takes_overrides
 @click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON, in the last line.")
 def quickstart(overrides: tuple[str, ...], as_json: bool) -> int:
     """Make a small model and train it by reinforcement learning, with all that a large run has, in some minutes.

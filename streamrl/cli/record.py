@@ -2,44 +2,39 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 
-from streamrl.cli.arguments import OutputFile
-from streamrl.cli.target import OpenRun, open_run, takes_run
+from streamrl.cli.arguments import MovingLine, OutputFile, takes_json, tell
+from streamrl.cli.target import open_run, takes_run
 from streamrl.errors import ConfigError
+from streamrl.launch.interrupts import Interrupts
 from streamrl.monitor.opening import Target
+from streamrl.monitor.units import size
+from streamrl.record.export import check_parquet, write_jsonl, write_parquet, write_whole
+from streamrl.record.frames import Origin, is_intact
+from streamrl.record.read import Recording
+from streamrl.record.session import record as run_session
+from streamrl.record.tap import Tap
+from streamrl.record.words import choose_words
+from streamrl.record.write import RecordingWriter, Written
 from streamrl.terminal import printable
-
-if TYPE_CHECKING:
-    from streamrl.record.export import Exported
-    from streamrl.record.read import Recording
-    from streamrl.record.tap import Tap
-    from streamrl.record.words import Words
-    from streamrl.record.write import RecordingWriter
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)i?B?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _LIVE = "live"  # the command that stands for `streamrl record RUN_FOLDER` itself
 
-_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
-
-class Size(click.ParamType[int]):
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        match = _SIZE.fullmatch(str(value).strip())
-        if match is None:
-            self.fail(f"{value!r} is no size; write bytes, or 500MB, 2GB", param, ctx)
-        return int(float(match[1]) * _UNITS[match[2].lower()])
+def _num_bytes(text: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise click.BadParameter(f"{text!r} is no size; write bytes, or 500MB, 2GB")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 class _Record(click.Group):
@@ -54,74 +49,64 @@ class _Record(click.Group):
         return [name for name in super().list_commands(ctx) if name != _LIVE]
 
 
-_HELP = """Save the groups of a live run as they pass: prompts, samples, log-probs, versions, rewards.
+@click.group(cls=_Record)
+def record() -> None:
+    """Save the groups of a live run as they pass: prompts, samples, log-probs, versions, rewards.
 
-\b
-    streamrl record runs/big --output recording
-    streamrl record --redis redis://host:6379 --run big --output recording
-    streamrl record info recording
-    streamrl record export recording --format parquet --output rollouts.parquet
-    streamrl learn conf/mine.yaml name=again --replay recording
+    \b
+        streamrl record runs/big --output recording
+        streamrl record --redis redis://host:6379 --run big --output recording
+        streamrl record info recording
+        streamrl record export recording --format parquet --output rollouts.parquet
+        streamrl learn conf/mine.yaml name=again --replay recording
 
-The run is only read, and does not notice. Recording ends with the run, or with Ctrl-C, and goes on where it stopped
-when it is started again with the same folder.
+    The run is only read, and does not notice. Recording ends with the run, or with Ctrl-C, and goes on where it stopped
+    when it is started again with the same folder.
 
-\b
-Options of `streamrl record [RUN_FOLDER]`:
-  --output DIR         Where the recording goes; it may hold the beginning of it.
-  --redis URL, --run   The run, where it is not given by its folder.
-  --file-bytes SIZE    Begin a new file when one is so large.   [default: 256MB]
-  --max-bytes SIZE     Of all files together: then the oldest go, and it says how many groups went with them.
-                       [default: 20GB]
-  --once               Save what is in Redis now, and end.
-  --json               At the end, print JSON: groups, bytes, dropped, missed (null: the server does not tell).
-"""
-
-
-@click.group(cls=_Record, help=_HELP)
-def record() -> None: ...
+    \b
+    Options of `streamrl record [RUN_FOLDER]`:
+      --output DIR         Where the recording goes; it may hold the beginning of it.
+      --redis URL, --run   The run, where it is not given by its folder.
+      --file-bytes SIZE    Begin a new file when one is so large.   [default: 256MB]
+      --max-bytes SIZE     Of all files together: then the oldest go, and it says how many groups went with them.
+                           [default: 20GB]
+      --once               Save what is in Redis now, and end.
+      --json               At the end, print JSON: groups, bytes, dropped, missed (null: the server does not tell).
+    """
 
 
 @record.command(_LIVE, hidden=True)
 @takes_run
 @click.option("--output", type=click.Path(file_okay=False, path_type=Path), required=True, metavar="DIR")
-@click.option("--file-bytes", type=Size(), default="256MB")
-@click.option("--max-bytes", type=Size(), default="20GB")
+@click.option("--file-bytes", type=_num_bytes, metavar="SIZE", default="256MB")
+@click.option("--max-bytes", type=_num_bytes, metavar="SIZE", default="20GB")
 @click.option("--once", is_flag=True)
-@_as_json
+@takes_json
 def live(target: Target, output: Path, file_bytes: int, max_bytes: int, once: bool, as_json: bool) -> None:
     """Record a run."""
-    from streamrl.launch.interrupts import Interrupts
-    from streamrl.record.frames import Origin
-    from streamrl.record.session import record as run_session
-    from streamrl.record.tap import Tap
-    from streamrl.record.write import RecordingWriter
-
     if max_bytes < 2 * file_bytes:
         raise ConfigError(f"--max-bytes {max_bytes}: must be at least twice --file-bytes = {file_bytes}")
     with open_run(target) as opened, Interrupts() as interrupts:
         info = opened.info
-        origin = Origin(run=info.name, run_uid=info.uid, fingerprint=info.fingerprint, model=_model_of(opened))
+        model = opened.config.model.path
+        origin = Origin(run=info.name, run_uid=info.uid, fingerprint=info.fingerprint, model=model)
         tap = Tap(opened.client, opened.keys, run_uid=info.uid)
         with RecordingWriter(output, origin, file_bytes=file_bytes, max_bytes=max_bytes) as writer:
-            show = _Progress(writer, tap)
-            show.begin(info.name, output)
+            goes_on = f", behind {writer.last_id}" if writer.num_files else ""
+            click.echo(printable(f"recording run {info.name} into {output}{goes_on}; Ctrl-C ends it"), err=True)
+            show = _Progress(writer)
             run_session(tap, writer, stopped=lambda: interrupts.count > 0, follow=not once, show=show)
             show.end()
-    told = {"run": info.name, "output": str(output), **_told(writer, tap)}
-    click.echo(json.dumps(told) if as_json else printable(_line(writer, tap, output)))
+    told = {"run": info.name, "output": str(output), "missed": tap.num_missed}
+    told |= {name.removeprefix("num_"): value for name, value in asdict(writer.written).items()}
+    told |= {"files": writer.num_files, "files_bytes": writer.num_bytes}
+    tell(told, [_line(writer.written, tap.num_missed, output)], as_json=as_json, indent=None)
 
 
 class _Progress:
-    """One line that moves on a terminal, and nothing where nobody looks."""
-
-    def __init__(self, writer: RecordingWriter, tap: Tap) -> None:
-        self._writer, self._tap = writer, tap
+    def __init__(self, writer: RecordingWriter) -> None:
+        self._writer, self._line = writer, MovingLine()
         self._num_dropped = 0
-
-    def begin(self, run: str, output: Path) -> None:
-        goes_on = f", behind {self._writer.last_id}" if self._writer.num_files else ""
-        click.echo(printable(f"recording run {run} into {output}{goes_on}; Ctrl-C ends it"), err=True)
 
     def __call__(self) -> None:
         written = self._writer.written
@@ -129,18 +114,16 @@ class _Progress:
             gone = written.num_dropped - self._num_dropped
             self._num_dropped = written.num_dropped
             click.echo(f"\rdropped the oldest file with {gone} groups: --max-bytes is reached", err=True)
-        if sys.stderr.isatty():
-            click.echo(f"\r{written.num_groups} groups, {_size(written.num_bytes)}   ", nl=False, err=True)
+        self._line.show(f"{written.num_groups} groups, {size(written.num_bytes)}")
 
     def end(self) -> None:
         self()
-        if sys.stderr.isatty():
-            click.echo("", err=True)
+        self._line.end()
 
 
 @record.command("export")
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
-@click.option("--format", "kind", type=click.Choice(["jsonl", "parquet"]), default="jsonl", show_default=True)
+@click.option("--format", "kind", type=click.Choice(["jsonl", "parquet"]), default="jsonl")
 @click.option("--output", type=OutputFile(), help="The file; by default stdout for jsonl.")
 @click.option("--tokenizer", metavar="MODEL", help="Folder of the model whose tokenizer gives the texts.")
 @click.option("--no-text", is_flag=True, help="Token ids alone, also where the run's own model is at hand.")
@@ -150,36 +133,28 @@ def export_to(folder: Path, kind: str, output: Path | None, tokenizer: str | Non
     With prompts and responses as text where the model's tokenizer can be found; how many groups went out, and how many
     could not be read, is told on stderr.
     """
-    from streamrl.record.export import check_parquet, write_jsonl, write_parquet, write_whole
-    from streamrl.record.read import Recording
-
     if kind == "parquet":
         check_parquet()
         if output is None:
             raise ConfigError("--format parquet writes a file: name it with --output FILE")
     recording = Recording.open(folder)
     words = None if no_text else choose_words(tokenizer, recording.origin.model)
-    if output is None:
-        exported = write_jsonl(recording, sys.stdout, words=words)
-    elif kind == "parquet":
-        exported = write_whole(output, lambda path: write_parquet(recording, path, words=words))
-    else:
-        exported = write_whole(output, lambda path: _to_file(recording, path, words))
-    click.echo(_exported(recording, exported), err=True)
+    form = write_parquet if kind == "parquet" else write_jsonl
+    write = partial(form, recording, words=words)
+    exported = write(sys.stdout.buffer) if output is None else write_whole(output, write)
+    torn = sum(recording.tears.values())
+    click.echo(f"{exported}; {torn} bytes at a tear are left out" if torn else str(exported), err=True)
 
 
 @record.command()
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
 @click.option("--verify", is_flag=True, help="Read every group, and check its digest.")
-@_as_json
+@takes_json
 def info(folder: Path, verify: bool, as_json: bool) -> int:
     """What a recording holds, whether it is whole, and which tickets it has no answer to.
 
     Exits with 1 when --verify finds a damaged group.
     """
-    from streamrl.record.frames import is_intact
-    from streamrl.record.read import Recording
-
     recording = Recording.open(folder)
     numbers = recording.numbers()
     damaged = [place.entry_id for place in recording.places if not is_intact(place)] if verify else []
@@ -194,79 +169,23 @@ def info(folder: Path, verify: bool, as_json: bool) -> int:
         "tickets": len(numbers),
         "highest_ticket": max(numbers, default=None),
         "tickets_without_answer": max(numbers, default=-1) + 1 - len(numbers),
-        "torn_bytes": sum(tear.num_bytes for tear in recording.tears),
+        "torn_bytes": sum(recording.tears.values()),
         "damaged": damaged if verify else None,
     }
-    if as_json:
-        click.echo(json.dumps(told, indent=2))
-    else:
-        for name, value in told.items():
-            if value is not None:
-                click.echo(printable(f"{name.replace('_', ' '):<24}{_shown(value)}"))
+    lines = [f"{name.replace('_', ' '):<24}{_shown(value)}" for name, value in told.items() if value is not None]
+    tell(told, lines, as_json=as_json)
     return 1 if damaged else 0
 
 
-def choose_words(tokenizer: str | None, model: str) -> Words | None:
-    """By the user's word, else by the run's own model where that is on this machine."""
-    from streamrl.record.words import find_words, load_words
-
-    return load_words(tokenizer) if tokenizer is not None else find_words(model)
-
-
-def _model_of(opened: OpenRun) -> str:
-    from streamrl.config.dump import config_from_json
-
-    return config_from_json(opened.info.config_json).model.path
-
-
-def _to_file(recording: Recording, path: Path, words: Words | None) -> Exported:
-    from streamrl.record.export import write_jsonl
-
-    with path.open("w", encoding="utf-8") as out:
-        return write_jsonl(recording, out, words=words)
-
-
-def _exported(recording: Recording, exported: Exported) -> str:
-    line = f"{exported.num_groups} groups with {exported.num_samples} samples"
-    if exported.num_failed:
-        line += f", {exported.num_failed} of them reports of failures"
-    if exported.num_unreadable:
-        line += f"; {exported.num_unreadable} could not be read and are left out"
-    torn = sum(tear.num_bytes for tear in recording.tears)
-    return line + (f"; {torn} bytes at a tear are left out" if torn else "")
-
-
-def _told(writer: RecordingWriter, tap: Tap) -> dict[str, int | None]:
-    written = writer.written
-    return {
-        "groups": written.num_groups,
-        "bytes": written.num_bytes,
-        "too_large": written.num_too_large,
-        "dropped": written.num_dropped,
-        "dropped_bytes": written.num_dropped_bytes,
-        "missed": tap.num_missed,
-        "files": writer.num_files,
-        "files_bytes": writer.num_bytes,
-    }
-
-
-def _line(writer: RecordingWriter, tap: Tap, output: Path) -> str:
-    written = writer.written
-    line = f"{written.num_groups} groups, {_size(written.num_bytes)}, in {output}"
+def _line(written: Written, num_missed: int | None, output: Path) -> str:
+    line = f"{written.num_groups} groups, {size(written.num_bytes)}, in {output}"
     if written.num_dropped:
         line += f"; {written.num_dropped} older ones dropped for --max-bytes"
     if written.num_too_large:
         line += f"; {written.num_too_large} entries too large for a group left out"
-    if tap.num_missed:
-        line += f"; {tap.num_missed} went by unseen, trained before they could be read"
+    if num_missed:
+        line += f"; {num_missed} went by unseen, trained before they could be read"
     return line
-
-
-def _size(num_bytes: int) -> str:
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes} bytes"
 
 
 def _shown(value: object) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,25 +11,27 @@ import click
 
 from streamrl.cli.arguments import OutputFile
 from streamrl.config import schema
+from streamrl.data.dialogues import convert
 from streamrl.durable import write_durably
 from streamrl.errors import ConfigError
 from streamrl.extras import need
+from streamrl.ports import address_of, bind
 
-_POSITIVE = click.IntRange(min=1)
-_DEFAULTS = {name: field.default for name, field in schema.RewardServer.model_fields.items()}
-
-
-class _Numbers(click.ParamType[tuple[float, ...]]):
-    name = "numbers"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
-        try:
-            return tuple(float(word) for word in value.split(",") if word) if isinstance(value, str) else tuple(value)
-        except ValueError:
-            self.fail(f"{value!r} is no list of numbers, as 0.5,0,1 is", param, ctx)
+_POSITIVE, _ABOVE_0 = click.IntRange(min=1), click.FloatRange(min=0, min_open=True)
+_FILE, _PORT = click.Path(path_type=Path), click.IntRange(0, 65535)
 
 
-_NUMBERS = _Numbers()
+def _setting(name: str, kind: Any, meaning: str) -> Callable[..., Any]:
+    """As `reward_server.NAME` of a configuration, with its default."""
+    default = schema.RewardServer.model_fields[name].default
+    return click.option(f"--{name.replace('_', '-')}", type=kind, default=default, help=meaning)
+
+
+def _numbers(_: click.Context, __: click.Parameter, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(word) for word in text.split(",") if word)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is no list of numbers, as 0.5,0,1 is") from None
 
 
 @click.group()
@@ -38,57 +41,27 @@ def reward() -> None:
 
 @reward.command()
 @click.option("--model", required=True, help="Folder or hub name of a sequence-classification model.")
-@click.option("--host", default=_DEFAULTS["host"], show_default=True, help="Address to listen on.")
-@click.option(
-    "--port", type=click.IntRange(0, 65535), default=_DEFAULTS["port"], show_default=True, help="0: any free one."
-)
-@click.option(
-    "--max-delay-ms",
-    type=click.FloatRange(min=0),
-    default=_DEFAULTS["max_delay_ms"],
-    show_default=True,
-    help="How long a request may wait for others to share its batch.",
-)
-@click.option(
-    "--max-batch-tokens",
-    type=_POSITIVE,
-    default=_DEFAULTS["max_batch_tokens"],
-    show_default=True,
-    help="Tokens of one forward pass, padding included.",
-)
-@click.option(
-    "--pool",
-    type=click.Choice(["last", "average"]),
-    default=_DEFAULTS["pool"],
-    show_default=True,
-    help="Whose reward counts: the last token's, or the mean of all tokens'.",
+@_setting("host", str, "Address to listen on.")
+@_setting("port", _PORT, "0: any free one.")
+@_setting("max_delay_ms", click.FloatRange(min=0), "How long a request may wait for others to share its batch.")
+@_setting("max_batch_tokens", _POSITIVE, "Tokens of one forward pass, padding included.")
+@_setting(
+    "pool", click.Choice(["last", "average"]), "Whose reward counts: the last token's, or the mean of all tokens'."
 )
 @click.option(
     "--attribute-weights",
-    type=_NUMBERS,
-    default=(),
+    default="",
+    show_default=False,
+    callback=_numbers,
     metavar="X,Y,...",
     help="Of a model with several outputs: the reward is their sum with these weights.",
 )
-@click.option(
-    "--reward-mean",
-    type=float,
-    default=_DEFAULTS["reward_mean"],
-    show_default=True,
-    help="Of the model's own rewards, to standardise them.",
-)
-@click.option(
-    "--reward-std",
-    type=click.FloatRange(min=0, min_open=True),
-    default=_DEFAULTS["reward_std"],
-    show_default=True,
-    help="Their deviation: the server answers (reward - mean) / std.",
-)
+@_setting("reward_mean", float, "Of the model's own rewards, to standardise them.")
+@_setting("reward_std", _ABOVE_0, "Their deviation: the server answers (reward - mean) / std.")
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16"]),
     default="float32",
-    show_default=True,
     help="Of the model's weights and its computing.",
 )
 @click.option("--threads", type=_POSITIVE, help="CPU threads of the model; torch's choice by default.")
@@ -103,7 +76,6 @@ def serve(**options: Any) -> None:
     configuration's rewards.NAME.replicas.
     """
     need("the reward server", "torch", "transformers", "starlette", "uvicorn", extra="rewards")
-    from streamrl.ports import address_of, bind
     from workers.rewards import serving
     from workers.rewards.bearer import read_token
 
@@ -118,7 +90,7 @@ def serve(**options: Any) -> None:
             click.echo(f"reward server: {options['model']} at {url}")
 
         app = serving.build_app(
-            schema.RewardServer.model_validate({name: options[name] for name in _DEFAULTS}),
+            schema.RewardServer.model_validate({name: options[name] for name in schema.RewardServer.model_fields}),
             dtype=options["dtype"],
             threads=options["threads"],
             token=token,
@@ -131,41 +103,28 @@ def serve(**options: Any) -> None:
 @click.option("--model", required=True, help="What to start from: folder or hub name of a model.")
 @click.option(
     "--pairs",
-    type=click.Path(path_type=Path),
+    type=_FILE,
     help='Preferences (Bradley-Terry): JSONL of {"prompt": ..., "chosen": ..., "rejected": ...}.',
 )
 @click.option(
     "--ratings",
-    type=click.Path(path_type=Path),
+    type=_FILE,
     help='Instead of pairs (regression): JSONL of {"prompt": ..., "completion": ..., "score": number or list}.',
 )
-@click.option("--output", required=True, type=click.Path(path_type=Path), help="Folder for the trained model.")
-@click.option("--epochs", type=_POSITIVE, default=1, show_default=True, help="Times that all is learned from.")
-@click.option("--batch-size", type=_POSITIVE, default=32, show_default=True, help="Pairs or ratings of one step.")
-@click.option(
-    "--lr", type=click.FloatRange(min=0, min_open=True), default=1e-5, show_default=True, help="Learning rate of AdamW."
-)
-@click.option("--weight-decay", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Of AdamW.")
-@click.option(
-    "--clip-norm",
-    type=click.FloatRange(min=0, min_open=True),
-    default=1.0,
-    show_default=True,
-    help="Largest norm of a step's gradient.",
-)
+@click.option("--output", required=True, type=_FILE, help="Folder for the trained model.")
+@click.option("--epochs", type=_POSITIVE, default=1, help="Times that all is learned from.")
+@click.option("--batch-size", type=_POSITIVE, default=32, help="Pairs or ratings of one step.")
+@click.option("--lr", type=_ABOVE_0, default=1e-5, help="Learning rate of AdamW.")
+@click.option("--weight-decay", type=click.FloatRange(min=0), default=0.0, help="Of AdamW.")
+@click.option("--clip-norm", type=_ABOVE_0, default=1.0, help="Largest norm of a step's gradient.")
 @click.option(
     "--held-out",
     type=click.FloatRange(0, 1, min_open=True, max_open=True),
     default=0.1,
-    show_default=True,
     help="Share of the data that only measures.",
 )
-@click.option(
-    "--max-tokens", type=_POSITIVE, default=2048, show_default=True, help="What has a longer text is left out."
-)
-@click.option(
-    "--seed", type=int, default=1234, show_default=True, help="Of the order, the held-out share and the new head."
-)
+@click.option("--max-tokens", type=_POSITIVE, default=2048, help="What has a longer text is left out.")
+@click.option("--seed", type=int, default=1234, help="Of the order, the held-out share and the new head.")
 @click.option("--threads", type=_POSITIVE, help="CPU threads; torch's choice by default.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that the model brings along.")
 def train(threads: int | None, pairs: Path | None, ratings: Path | None, **options: Any) -> None:
@@ -216,7 +175,7 @@ def _make_folder(output: Path) -> None:
 
 
 @reward.command("read-hh")
-@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("source", type=_FILE)
 @click.option("--pairs", required=True, type=OutputFile(), help="JSONL for `streamrl reward train`.")
 @click.option("--prompts", required=True, type=OutputFile(), help="JSONL for data.train of a run.")
 def read_hh(source: Path, pairs: Path, prompts: Path) -> None:
@@ -224,8 +183,6 @@ def read_hh(source: Path, pairs: Path, prompts: Path) -> None:
 
     SOURCE holds dialogues as in Anthropic's HH: JSONL of {"chosen": ..., "rejected": ...}, .gz or not.
     """
-    from streamrl.data.dialogues import convert
-
     done = convert(source, pairs=pairs, prompts=prompts)
     click.echo(
         f"{source}: {done.num_pairs} pairs to {pairs}, {done.num_prompts} prompts to {prompts}; "

@@ -17,15 +17,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import redis
 
 from streamrl.errors import ResourceError
 from streamrl.monitor.opening import URL_VARIABLE, Target, find_target
+from streamrl.telemetry.progress import Report
+from streamrl.transport.address import server_name
+from streamrl.transport.connection import connect
+from streamrl.transport.keys import Keys
+from streamrl.transport.snapshot import snapshot
+from streamrl.transport.types import RunInfo
 
 if TYPE_CHECKING:
-    import redis
-
-    from streamrl.transport.keys import Keys
-    from streamrl.transport.types import RunInfo
+    from streamrl.config.schema import Config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +37,32 @@ class OpenRun:
     client: redis.Redis
     keys: Keys
     info: RunInfo
+    reports: tuple[Report, ...]  # of its parts
+
+    @property
+    def config(self) -> Config:
+        from streamrl.config.dump import config_from_json
+
+        return config_from_json(self.info.config_json)
+
+
+def takes_place(command: Callable[..., Any]) -> Callable[..., Any]:
+    """[RUN_FOLDER] --redis URL --run NAME: the command is called with `folder`, `url` and `run`."""
+    folder = click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[RUN_FOLDER]")
+    return folder(takes_server(command))
+
+
+def takes_server(command: Callable[..., Any]) -> Callable[..., Any]:
+    url = click.option(
+        "--redis", "url", metavar="URL", help=f"The run's Redis; by default the folder's, or {URL_VARIABLE}."
+    )
+    return url(click.option("--run", metavar="NAME", help="The run's name; by default the folder's.")(command))
 
 
 def takes_run(command: Callable[..., Any]) -> Callable[..., Any]:
-    """[RUN_FOLDER] --redis URL --run NAME: the command is called with `target`."""
+    """The same: the command is called with `target`."""
 
-    @click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[RUN_FOLDER]")
-    @click.option("--redis", "url", metavar="URL", help=f"The run's Redis; by default the folder's, or {URL_VARIABLE}.")
-    @click.option("--run", metavar="NAME", help="The run's name; by default the folder's.")
+    @takes_place
     @functools.wraps(command)
     def with_target(folder: Path | None, url: str | None, run: str | None, **rest: Any) -> Any:
         return command(target=find_target(folder, url, run), **rest)
@@ -52,18 +74,14 @@ def takes_run(command: Callable[..., Any]) -> Callable[..., Any]:
 def open_run(target: Target) -> Iterator[OpenRun]:
     """With the patience of a part, for who changes the run or reads much of it; `monitor.opening.opened` is for a look.
     ResourceError when the server does not answer, or knows nothing of the run."""
-    from streamrl.config import schema
-    from streamrl.transport.address import server_name
-    from streamrl.transport.connection import connect
-    from streamrl.transport.keys import Keys
-    from streamrl.transport.snapshot import snapshot
+    from streamrl.config import schema  # with pydantic, which who only looks starts faster without
 
     with connect(target.server(), schema.Redis()) as client:
         keys = Keys(target.run)
-        info = snapshot(client, keys).run
-        if info is None:
+        seen = snapshot(client, keys)
+        if seen.run is None:
             raise ResourceError(f"Redis at {server_name(client)} holds no run {target.run!r}")
-        yield OpenRun(client=client, keys=keys, info=info)
+        yield OpenRun(client=client, keys=keys, info=seen.run, reports=seen.reports)
 
 
 def operator() -> str:

@@ -7,6 +7,7 @@ import json
 import click
 
 from streamrl.cli.arguments import takes_config
+from streamrl.config.load import load_config
 
 
 @click.command()
@@ -22,7 +23,6 @@ def up(file: str, overrides: tuple[str, ...], takeover: bool, as_json: bool) -> 
     from rich.console import Console
 
     from learner.checkpoints.resume import check_resume
-    from streamrl.config.load import load_config
     from streamrl.launch.display import make_display
     from streamrl.launch.summary import summary_lines
     from streamrl.launch.up import up as run_up

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from streamrl.cli.target import open_run, takes_run
+from streamrl.cli.arguments import takes_json, tell
+from streamrl.cli.target import OpenRun, open_run, takes_run
 from streamrl.errors import ConfigError, DataError
 from streamrl.monitor.opening import Target
-from streamrl.terminal import printable
 from streamrl.versions import parse, show
-
-if TYPE_CHECKING:
-    from streamrl.config.schema import Config
-    from streamrl.weights.manifest import Manifest
-    from streamrl.weights.stores import BlobStore
+from streamrl.weights.manifest import Manifest
+from streamrl.weights.published import Manifests, changed_by_tensor, check_blobs, full_bytes, read_manifests
+from streamrl.weights.published import pull as pull_version
+from streamrl.weights.stores import BlobStore, open_store
 
 _NUM_TENSORS_SHOWN = 10
 _LATEST = "latest"
 _UNREADABLE = "its manifest cannot be read"
 
-_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _version = click.option(
-    "--version", "wanted", default=_LATEST, show_default=True, metavar="EPOCH.NUMBER", help="As `weights ls` shows it."
+    "--version", "wanted", default=_LATEST, metavar="EPOCH.NUMBER", help="As `weights ls` shows it."
 )
 
 
@@ -42,56 +38,43 @@ def weights() -> None:
     """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Published:
-    config: Config
-    store: BlobStore
-    manifests: dict[int, Manifest]
-    unreadable: tuple[str, ...]  # versions whose manifests are there and cannot be read
-    served_by: Mapping[int, list[str]]  # version -> workers
-
-    def pick(self, wanted: str) -> Manifest:
-        if not self.manifests:
-            raise DataError("the run has published no weights yet")
-        if wanted == _LATEST:
-            return self.manifests[max(self.manifests)]
-        try:
-            version = parse(wanted)
-        except ValueError as error:
-            raise ConfigError(f"--version: {error}; or {_LATEST}") from None
-        if version not in self.manifests:
-            kept = ", ".join(show(one) for one in (min(self.manifests), max(self.manifests)))
-            raise DataError(f"version {wanted} is not there (any more); the oldest and the newest are {kept}")
-        return self.manifests[version]
-
-
 @contextmanager
-def _published(target: Target) -> Iterator[_Published]:
-    from streamrl.config.dump import config_from_json
-    from streamrl.transport.snapshot import snapshot
-    from streamrl.weights.published import read_manifests
-    from streamrl.weights.stores import open_store
-
+def _published(target: Target) -> Iterator[tuple[OpenRun, Manifests]]:
     with open_run(target) as opened:
-        config = config_from_json(opened.info.config_json)
-        served_by = defaultdict(list)
-        for report in snapshot(opened.client, opened.keys).reports:
-            version = report.detail.get("version")
-            if report.role == "worker" and isinstance(version, int):
-                served_by[version].append(report.part.partition("/")[2])
-        found = read_manifests(opened.client, opened.keys)
-        yield _Published(
-            config=config,
-            store=open_store(config.weights.store, opened.client, opened.keys),
-            manifests=found.by_version,
-            unreadable=found.unreadable,
-            served_by=served_by,
-        )
+        yield opened, read_manifests(opened.client, opened.keys)
+
+
+def _store(opened: OpenRun) -> BlobStore:
+    return open_store(opened.config.weights.store, opened.client, opened.keys)
+
+
+def _served_by(opened: OpenRun) -> Mapping[int, list[str]]:
+    """By version, the workers that serve it."""
+    served_by = defaultdict(list)
+    for report in opened.reports:
+        version = report.detail.get("version")
+        if report.role == "worker" and isinstance(version, int):
+            served_by[version].append(report.part.partition("/")[2])
+    return served_by
+
+
+def _pick(manifests: Mapping[int, Manifest], wanted: str) -> Manifest:
+    if not manifests:
+        raise DataError("the run has published no weights yet")
+    oldest, newest = min(manifests), max(manifests)
+    try:
+        version = newest if wanted == _LATEST else parse(wanted)
+    except ValueError as error:
+        raise ConfigError(f"--version: {error}; or {_LATEST}") from None
+    if version not in manifests:
+        kept = f"{show(oldest)}, {show(newest)}"
+        raise DataError(f"version {wanted} is not there (any more); the oldest and the newest are {kept}")
+    return manifests[version]
 
 
 @weights.command()
 @takes_run
-@_as_json
+@takes_json
 def ls(target: Target, as_json: bool) -> None:
     """List the versions that are kept, the oldest first, and which workers serve each.
 
@@ -99,87 +82,82 @@ def ls(target: Target, as_json: bool) -> None:
     the delta, one that comes late an anchor and the deltas after it. In JSON, versions whose manifests cannot be read
     come last, of the kind `unreadable`.
     """
-    with _published(target) as published:
-        rows = [_row(manifest, published) for manifest in published.manifests.values()]
-        elsewhere = {v: who for v, who in sorted(published.served_by.items()) if v not in published.manifests}
-    if as_json:
-        click.echo(json.dumps([*rows, *map(_unreadable_row, published.unreadable)], indent=2))
-        return
-    click.echo(f"{'VERSION':>10}  {'STEP':>7}  {'KIND':<14}  {'BYTES':>15}  {'RATIO':>7}  SERVED BY")
+    with _published(target) as (opened, found):
+        served_by = _served_by(opened)
+    rows = [_row(manifest, served_by) for manifest in found.by_version.values()]
+    unreadable = [_unreadable_row(name) for name in found.unreadable]
+    tell([*rows, *unreadable], _table(rows, found, served_by), as_json=as_json)
+
+
+def _table(rows: Sequence[Mapping[str, Any]], found: Manifests, served_by: Mapping[int, list[str]]) -> Iterator[str]:
+    yield f"{'VERSION':>10}  {'STEP':>7}  {'KIND':<14}  {'BYTES':>15}  {'RATIO':>7}  SERVED BY"
     for row in rows:
         sizes = f"{row['bytes']:>15,}  {row['ratio']:>7,.1f}"
-        served = printable(", ".join(row["served_by"]))
-        click.echo(f"{row['version']:>10}  {row['step']:>7}  {row['kind']:<14}  {sizes}  {served}".rstrip())
-    for name in published.unreadable:
-        click.echo(printable(f"{name:>10}  {_UNREADABLE}"))
-    for version, workers in elsewhere.items():
-        click.echo(printable(f"{show(version):>10}  is kept no longer; still served by {', '.join(workers)}"))
+        served = ", ".join(row["served_by"])
+        yield f"{row['version']:>10}  {row['step']:>7}  {row['kind']:<14}  {sizes}  {served}".rstrip()
+    yield from (f"{name:>10}  {_UNREADABLE}" for name in found.unreadable)
+    for version, workers in sorted(served_by.items()):
+        if version not in found.by_version:
+            yield f"{show(version):>10}  is kept no longer; still served by {', '.join(workers)}"
 
 
 @weights.command("show")
 @takes_run
 @_version
-@_as_json
+@takes_json
 def show_version(target: Target, wanted: str, as_json: bool) -> None:
     """Print what one version consists of: its blobs, and which tensors changed most."""
-    from streamrl.weights.published import changed_by_tensor
-
-    with _published(target) as published:
-        manifest = published.pick(wanted)
-        row = _row(manifest, published)
-    changed = changed_by_tensor(manifest)
-    row |= {
+    with _published(target) as (opened, found):
+        manifest = _pick(found.by_version, wanted)
+    row = _row(manifest, _served_by(opened)) | {
+        "run_uid": manifest.run_uid,
         "tensors": [
             {"name": t.name, "dtype": t.dtype, "shape": list(t.shape), "elements": t.num_elements, "changed": count}
-            for t, count in changed.items()
+            for t, count in changed_by_tensor(manifest).items()
         ],
         "blobs": [{"name": s.blob_name, "bytes": s.num_bytes, "digest": s.digest.hex()} for s in manifest.shards],
         "anchor_blobs": [{"name": s.blob_name, "bytes": s.num_bytes} for s in manifest.anchor],
         "canary_tokens": len(manifest.canary_ids),
     }
-    if as_json:
-        click.echo(json.dumps(row, indent=2))
-        return
+    tell(row, _version_lines(row), as_json=as_json)
+
+
+def _version_lines(row: Mapping[str, Any]) -> Iterator[str]:
     base = f" on {row['base']}" if row["base"] else ""
-    click.echo(f"version {row['version']}, after step {row['step']}: {row['kind']}{base}, of run {manifest.run_uid}")
-    click.echo(f"  {row['bytes']:,} bytes, {row['ratio']:,.1f} times smaller than the model; served by {_names(row)}")
-    for blob in [*row["blobs"], *row["anchor_blobs"]]:
-        click.echo(printable(f"  {blob['bytes']:>15,}  {blob['name']}"))
-    click.echo(f"  most changed of {len(changed)} tensors:")
-    for tensor, count in list(changed.items())[:_NUM_TENSORS_SHOWN]:
-        share = 100 * count / max(1, tensor.num_elements)
-        click.echo(printable(f"  {share:>14.3f}%  {tensor.name} {tensor.dtype} {list(tensor.shape)}"))
+    yield f"version {row['version']}, after step {row['step']}: {row['kind']}{base}, of run {row['run_uid']}"
+    served = ", ".join(row["served_by"]) or "no worker"
+    yield f"  {row['bytes']:,} bytes, {row['ratio']:,.1f} times smaller than the model; served by {served}"
+    yield from (f"  {blob['bytes']:>15,}  {blob['name']}" for blob in [*row["blobs"], *row["anchor_blobs"]])
+    yield f"  most changed of {len(row['tensors'])} tensors:"
+    for tensor in row["tensors"][:_NUM_TENSORS_SHOWN]:
+        share = 100 * tensor["changed"] / max(1, tensor["elements"])
+        yield f"  {share:>14.3f}%  {tensor['name']} {tensor['dtype']} {tensor['shape']}"
 
 
 @weights.command()
 @takes_run
 @click.option("--version", "wanted", metavar="EPOCH.NUMBER", help="Only this one, or `latest`; by default all.")
-@_as_json
+@takes_json
 def verify(target: Target, wanted: str | None, as_json: bool) -> int:
     """Fetch the blobs of all versions that are kept and compare them with the digests in the manifests.
 
     Exits with 0 when all agree, with 1 when one is missing or damaged. Workers refuse such a blob, whatever this says,
     and take another way; a damaged anchor is mended by the next one.
     """
-    from streamrl.weights.published import check_blobs
-
-    with _published(target) as published:
-        chosen = [published.pick(wanted)] if wanted else list(published.manifests.values())
-        unreadable = () if wanted else published.unreadable
-        checked = {manifest.version: list(check_blobs(manifest, published.store)) for manifest in chosen}
-    faults = [(version, one) for version, blobs in checked.items() for one in blobs if one.fault is not None]
-    num_blobs = sum(map(len, checked.values()))
-    if as_json:
-        told = [{"version": show(version), "blob": one.name, "fault": one.fault} for version, one in faults]
-        told += [{"version": name, "blob": None, "fault": _UNREADABLE} for name in unreadable]
-        click.echo(json.dumps({"versions": len(checked), "blobs": num_blobs, "faults": told}, indent=2))
-        return 1 if told else 0
-    for version, one in faults:
-        click.echo(printable(f"{show(version):>10}  {one.name}: {one.fault}"))
-    for name in unreadable:
-        click.echo(printable(f"{name:>10}  {_UNREADABLE}"))
-    num_bytes = sum(one.num_bytes for blobs in checked.values() for one in blobs)
-    click.echo(f"{len(checked)} versions, {num_blobs} blobs, {num_bytes:,} bytes: {len(faults)} missing or damaged")
+    with _published(target) as (opened, found):
+        chosen = [_pick(found.by_version, wanted)] if wanted else list(found.by_version.values())
+        unreadable = () if wanted else found.unreadable
+        store = _store(opened)
+        checked = {manifest.version: list(check_blobs(manifest, store)) for manifest in chosen}
+    blobs = [(show(version), blob) for version, of_version in checked.items() for blob in of_version]
+    faults = [{"version": version, "blob": one.name, "fault": one.fault} for version, one in blobs if one.fault]
+    broken = [{"version": name, "blob": None, "fault": _UNREADABLE} for name in unreadable]
+    told = {"versions": len(checked), "blobs": len(blobs), "faults": [*faults, *broken]}
+    lines = [f"{fault['version']:>10}  {fault['blob']}: {fault['fault']}" for fault in faults]
+    lines += [f"{name:>10}  {_UNREADABLE}" for name in unreadable]
+    num_bytes = sum(one.num_bytes for _, one in blobs)
+    counts = f"{len(checked)} versions, {len(blobs)} blobs, {num_bytes:,} bytes: {len(faults)} missing or damaged"
+    tell(told, [*lines, counts], as_json=as_json)
     return 1 if faults or unreadable else 0
 
 
@@ -188,7 +166,7 @@ def verify(target: Target, wanted: str | None, as_json: bool) -> int:
 @_version
 @click.option("--to", "to", required=True, type=click.Path(path_type=Path), help="The folder to make.")
 @click.option("--model", type=click.Path(path_type=Path), help="The base model's folder; by default the run's.")
-@_as_json
+@takes_json
 def pull(target: Target, wanted: str, to: Path, model: Path | None, as_json: bool) -> None:
     """Write one version as a Hugging Face folder.
 
@@ -198,28 +176,16 @@ def pull(target: Target, wanted: str, to: Path, model: Path | None, as_json: boo
     streamrl weights pull runs/big --to big-newest
     streamrl weights pull --redis redis://host:6379 --run big --version 6.103 --model ./sft --to big-6.103
     """
-    from streamrl.weights.published import full_bytes
-    from streamrl.weights.published import pull as pull_version
-
-    with _published(target) as published:
-        manifest = published.pick(wanted)
-        base = model or Path(published.config.model.path)
-        pull_version(manifest.version, published.manifests, published.store, model=base, folder=to)
-    told = {
-        "version": show(manifest.version),
-        "step": manifest.step,
-        "folder": str(to),
-        "bytes": full_bytes(manifest),
-    }
-    if as_json:
-        click.echo(json.dumps(told))
-    else:
-        click.echo(printable(f"version {told['version']}, after step {told['step']}, is in {to}"))
+    with _published(target) as (opened, found):
+        manifest = _pick(found.by_version, wanted)
+        base = model or Path(opened.config.model.path)
+        pull_version(manifest.version, found.by_version, _store(opened), model=base, folder=to)
+    version, step = show(manifest.version), manifest.step
+    told = {"version": version, "step": step, "folder": str(to), "bytes": full_bytes(manifest)}
+    tell(told, [f"version {version}, after step {step}, is in {to}"], as_json=as_json, indent=None)
 
 
-def _row(manifest: Manifest, published: _Published) -> dict[str, Any]:
-    from streamrl.weights.published import full_bytes
-
+def _row(manifest: Manifest, served_by: Mapping[int, list[str]]) -> dict[str, Any]:
     kind = "anchor" if manifest.base == 0 else "delta + anchor" if manifest.anchor else "delta"
     whole = full_bytes(manifest)
     return {
@@ -231,7 +197,7 @@ def _row(manifest: Manifest, published: _Published) -> dict[str, Any]:
         "anchor_bytes": sum(shard.num_bytes for shard in manifest.anchor),
         "model_bytes": whole,
         "ratio": whole / max(1, manifest.num_bytes),
-        "served_by": sorted(published.served_by.get(manifest.version, [])),
+        "served_by": sorted(served_by.get(manifest.version, [])),
     }
 
 
@@ -239,7 +205,3 @@ def _unreadable_row(name: str) -> dict[str, Any]:
     """With the keys of the others, of which nothing is known."""
     unknown = dict.fromkeys(("step", "base", "bytes", "anchor_bytes", "model_bytes", "ratio"))
     return {"version": name, "kind": "unreadable", **unknown, "served_by": []}
-
-
-def _names(row: Mapping[str, Any]) -> str:
-    return printable(", ".join(row["served_by"])) or "no worker"

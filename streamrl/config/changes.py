@@ -22,52 +22,33 @@ _SAMPLED = "groups under way were sampled with it, and their log-probs would mea
 _SCORED = "groups under way were scored with it, and rewards would not be comparable"
 _SERVED = "workers that run were started with it"
 
+_FREE = ("redis", "optimizer", "training", "lag", "checkpoint", "validation", "metrics", "worker", "learner")
+_OF_A_REQUEST = ("url", "replicas", "timeout_s", "attempts", "outage_s", "max_concurrency", "token_file")
+_OF_A_PROCESS = ("processes", "memory_mb")
+
 # The first pattern that fits decides; None: it may change. Every setting is decided, which a test holds.
 RULES: tuple[tuple[str, str | None], ...] = (
     ("name", "it names the run's folder and its streams"),
     ("dir", None),
     ("seed", _TICKETS),
-    ("redis.*", None),
     ("model.path", _WEIGHTS),
     ("model.lora.dropout", None),
     ("model.lora*", _WEIGHTS),
-    ("model.dtype", None),
-    ("model.attention", None),
-    ("model.gradient_checkpointing", None),
-    ("model.reference", None),
+    *((f"model.{name}", None) for name in ("dtype", "attention", "gradient_checkpointing", "reference")),
     ("data.shuffle", _TICKETS),
     ("data.train.*.weight", _TICKETS),
     ("data.*", None),  # what the files hold is compared by itself
     ("sampling.accept_mismatch", None),
     ("sampling.*", _SAMPLED),
-    ("rewards.*.url", None),
-    ("rewards.*.replicas", None),
-    ("rewards.*.timeout_s", None),
-    ("rewards.*.attempts", None),
-    ("rewards.*.outage_s", None),
-    ("rewards.*.max_concurrency", None),
-    ("rewards.*.token_file", None),
-    ("rewards.*.processes", None),
-    ("rewards.*.memory_mb", None),
+    *((f"rewards.*.{name}", None) for name in (*_OF_A_REQUEST, *_OF_A_PROCESS)),
     ("rewards*", _SCORED),
-    ("reward_server.model", _SCORED),
-    ("reward_server.reward_*", _SCORED),
-    ("reward_server.pool", _SCORED),
-    ("reward_server.attribute_weights", _SCORED),
+    *((f"reward_server.{name}", _SCORED) for name in ("model", "reward_*", "pool", "attribute_weights")),
     ("reward_server*", None),
     ("algorithm.name", "the optimizer's state is that of another objective"),
     ("algorithm.*", None),
-    ("optimizer.*", None),
-    ("training.*", None),
-    ("lag.*", None),
-    ("weights.store", _SERVED),
-    ("weights.dtype", _SERVED),
+    *((f"weights.{name}", _SERVED) for name in ("store", "dtype")),
     ("weights.*", None),
-    ("checkpoint.*", None),
-    ("validation.*", None),
-    ("metrics*", None),
-    ("worker.*", None),
-    ("learner.*", None),
+    *((f"{section}.*", None) for section in _FREE),
 )
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import reduce
+from operator import getitem
+from typing import Any
 
 from streamrl.config import places
 from streamrl.config.explain import show
@@ -27,7 +29,8 @@ def check_config(config: Config, where: Where = lambda _key: None) -> None:
     """Refuse settings that contradict each other; `where` is `Loaded.origin`, so that errors name the line."""
     problems = [problem for rule in _RULES for problem in rule(config)]
     if problems:
-        raise ConfigError("\n".join(_line(problem, where) for problem in problems))
+        settings = config.model_dump(mode="json")
+        raise ConfigError("\n".join(_line(problem, settings, where) for problem in problems))
 
 
 def max_time_s(text: str) -> int:
@@ -39,38 +42,41 @@ def max_time_s(text: str) -> int:
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def _line(problem: Problem, where: Where) -> str:
-    origin = where(problem.key)
-    return f"{origin + ': ' if origin else ''}{problem.key} = {show(problem.value)}: {problem.remedy}"
+def _line(problem: Problem, settings: Any, where: Where) -> str:
+    origin, value = where(problem.key), problem.value
+    if value is None:
+        value = reduce(getitem, problem.key.split("."), settings)
+    return f"{origin + ': ' if origin else ''}{problem.key} = {show(value)}: {problem.remedy}"
+
+
+def _samplings(config: Config) -> tuple[tuple[str, Sampling], ...]:
+    return ("sampling", config.sampling), ("validation.sampling", config.validation.sampling)
 
 
 def _sampling(config: Config) -> Iterator[Problem]:
-    yield from _lengths("sampling", config.sampling)
-    yield from _lengths("validation.sampling", config.validation.sampling)
+    for section, sampling in _samplings(config):
+        if sampling.min_tokens > sampling.max_tokens:
+            remedy = f"must not exceed {section}.max_tokens = {sampling.max_tokens}"
+            yield Problem(key=f"{section}.min_tokens", remedy=remedy)
     if config.sampling.greedy:
-        yield Problem(
-            key="sampling.greedy",
-            value=True,
-            remedy="greedy samples of a prompt are all alike and teach nothing; it is for validation.sampling",
-        )
+        remedy = "greedy samples of a prompt are all alike and teach nothing; it is for validation.sampling"
+        yield Problem(key="sampling.greedy", remedy=remedy)
     if config.algorithm.name == "reinforce" and not config.sampling.accept_mismatch:
-        yield from _mismatch(config.sampling)
-
-
-def _lengths(section: str, sampling: Sampling) -> Iterator[Problem]:
-    if sampling.min_tokens > sampling.max_tokens:
-        yield Problem(
-            key=f"{section}.min_tokens",
-            value=sampling.min_tokens,
-            remedy=f"must not exceed {section}.max_tokens = {sampling.max_tokens}",
-        )
+        # What changes the distribution in a way that the learner's log-probs do not follow.
+        for name, off in (("top_k", 0), ("top_p", 1.0), ("repetition_penalty", 1.0)):
+            if getattr(config.sampling, name) != off:
+                yield Problem(
+                    key=f"sampling.{name}",
+                    remedy="the learner cannot reproduce this distribution, so its importance ratios would be wrong; "
+                    f"set it to {off}, or accept that with sampling.accept_mismatch=true",
+                )
 
 
 def _messages(config: Config) -> Iterator[Problem]:
     """What no ticket could ask for, or no group could carry: workers would refuse it, or their work be thrown away."""
     num_prompt_tokens = config.data.max_prompt_tokens
     yield from _at_most("data.max_prompt_tokens", num_prompt_tokens, MAX_TOKENS)
-    for section, sampling in (("sampling", config.sampling), ("validation.sampling", config.validation.sampling)):
+    for section, sampling in _samplings(config):
         yield from _at_most(f"{section}.num_samples", sampling.num_samples, MAX_SAMPLES)
         left = MAX_GROUP_TOKENS - min(num_prompt_tokens, MAX_TOKENS)
         limit = min(MAX_TOKENS, left // min(sampling.num_samples, MAX_SAMPLES))
@@ -84,47 +90,26 @@ def _at_most(key: str, value: int, limit: int) -> Iterator[Problem]:
         yield Problem(key=key, value=value, remedy=remedy)
 
 
-def _mismatch(sampling: Sampling) -> Iterator[Problem]:
-    """Settings that change the distribution in a way that the learner's log-probs do not follow."""
-    for name, off in (("top_k", 0), ("top_p", 1.0), ("repetition_penalty", 1.0)):
-        value = getattr(sampling, name)
-        if value != off:
-            yield Problem(
-                key=f"sampling.{name}",
-                value=value,
-                remedy="the learner cannot reproduce this distribution, so its importance ratios would be wrong; "
-                f"set it to {off}, or accept that with sampling.accept_mismatch=true",
-            )
-
-
 def _groups(config: Config) -> Iterator[Problem]:
-    num_samples, survivors, top_n = config.sampling.num_samples, config.worker.min_survivors, config.algorithm.top_n
+    num_samples, survivors, algorithm = config.sampling.num_samples, config.worker.min_survivors, config.algorithm
     baseline = "the leave-one-out baseline of reinforce compares samples of one prompt; must be at least 2"
-    if config.algorithm.name == "reinforce" and num_samples < 2:
-        yield Problem(key="sampling.num_samples", value=num_samples, remedy=baseline)
-    elif config.algorithm.name == "reinforce" and survivors < 2:
-        yield Problem(key="worker.min_survivors", value=survivors, remedy=baseline)
+    limit = f"must not exceed sampling.num_samples = {num_samples}"
+    if algorithm.name == "reinforce" and num_samples < 2:
+        yield Problem(key="sampling.num_samples", remedy=baseline)
+    elif algorithm.name == "reinforce" and survivors < 2:
+        yield Problem(key="worker.min_survivors", remedy=baseline)
     elif survivors > num_samples:
-        yield Problem(
-            key="worker.min_survivors",
-            value=survivors,
-            remedy=f"must not exceed sampling.num_samples = {num_samples}: no group could ever be delivered",
-        )
-    if config.algorithm.name == "rejection_sampling" and top_n > num_samples:
-        yield Problem(
-            key="algorithm.top_n", value=top_n, remedy=f"must not exceed sampling.num_samples = {num_samples}"
-        )
+        yield Problem(key="worker.min_survivors", remedy=f"{limit}: no group could ever be delivered")
+    if algorithm.name == "rejection_sampling" and algorithm.top_n > num_samples:
+        yield Problem(key="algorithm.top_n", remedy=limit)
 
 
 def _kl(config: Config) -> Iterator[Problem]:
     kl = config.algorithm.kl
     allowed = {"reward": ("k1",), "loss": ("k2", "k3")}.get(kl.placement)
     if config.algorithm.name == "reinforce" and allowed is not None and kl.estimator not in allowed:
-        yield Problem(
-            key="algorithm.kl.estimator",
-            value=kl.estimator,
-            remedy=f"with algorithm.kl.placement={kl.placement} it must be {' or '.join(allowed)}",
-        )
+        remedy = f"with algorithm.kl.placement={kl.placement} it must be {' or '.join(allowed)}"
+        yield Problem(key="algorithm.kl.estimator", remedy=remedy)
 
 
 def _losses(config: Config) -> Iterator[Problem]:
@@ -132,40 +117,28 @@ def _losses(config: Config) -> Iterator[Problem]:
     if settings.name == "rejection_sampling":
         yield from _of_reinforce_only(settings)
         return
-    default = DEFAULTS[settings.correction]
-    if settings.ratio_clamp is not None and default.clamp is None:
+    correction = f"algorithm.correction={settings.correction}"
+    if settings.ratio_clamp is not None and DEFAULTS[settings.correction].clamp is None:
         having = ", ".join(name for name, limits in DEFAULTS.items() if limits.clamp is not None)
-        yield Problem(
-            key="algorithm.ratio_clamp",
-            value=settings.ratio_clamp,
-            remedy=f"algorithm.correction={settings.correction} clamps no ratio; set it to null (used by {having})",
-        )
+        remedy = f"{correction} clamps no ratio; set it to null (used by {having})"
+        yield Problem(key="algorithm.ratio_clamp", remedy=remedy)
     if settings.ratio_bounds is not None:
-        yield from _bounds(settings, settings.ratio_bounds)
+        if DEFAULTS[settings.correction].bounds is None:
+            having = ", ".join(name for name, limits in DEFAULTS.items() if limits.bounds is not None)
+            remedy = f"{correction} has no bounds; set it to null (used by {having})"
+            yield Problem(key="algorithm.ratio_bounds", remedy=remedy)
+        elif not settings.ratio_bounds[0] <= 1 <= settings.ratio_bounds[1]:
+            remedy = "must be [low, high] with low <= 1 <= high: 1 is the ratio of a sample that is not stale"
+            yield Problem(key="algorithm.ratio_bounds", remedy=remedy)
     if settings.reinforce_epochs > 1 and settings.correction == "none":
         yield Problem(
             key="algorithm.reinforce_epochs",
-            value=settings.reinforce_epochs,
             remedy="after the first pass the samples are another policy's, which algorithm.correction=none ignores; "
             "choose another correction, or set this to 1",
         )
     if settings.discount_factor < 1 and settings.correction == "gspo":
-        yield Problem(
-            key="algorithm.discount_factor",
-            value=settings.discount_factor,
-            remedy="gspo judges a response as a whole, so its tokens cannot have advantages of their own; must be 1",
-        )
-
-
-def _bounds(settings: Algorithm, bounds: tuple[float, float]) -> Iterator[Problem]:
-    problem = partial(Problem, key="algorithm.ratio_bounds", value=list(bounds))
-    if DEFAULTS[settings.correction].bounds is None:
-        having = ", ".join(name for name, limits in DEFAULTS.items() if limits.bounds is not None)
-        yield problem(
-            remedy=f"algorithm.correction={settings.correction} has no bounds; set it to null (used by {having})"
-        )
-    elif not bounds[0] <= 1 <= bounds[1]:
-        yield problem(remedy="must be [low, high] with low <= 1 <= high: 1 is the ratio of a sample that is not stale")
+        remedy = "gspo judges a response as a whole, so its tokens cannot have advantages of their own; must be 1"
+        yield Problem(key="algorithm.discount_factor", remedy=remedy)
 
 
 def _of_reinforce_only(settings: Algorithm) -> Iterator[Problem]:
@@ -181,7 +154,6 @@ def _of_reinforce_only(settings: Algorithm) -> Iterator[Problem]:
     for name in (name for name, is_asked in asked.items() if is_asked):
         yield Problem(
             key=f"algorithm.{name}",
-            value=getattr(settings, name),
             remedy="rejection_sampling trains its winners as given answers, without ratios or advantages; "
             "take it away, or set algorithm.name=reinforce",
         )
@@ -190,39 +162,29 @@ def _of_reinforce_only(settings: Algorithm) -> Iterator[Problem]:
 def _optimizer(config: Config) -> Iterator[Problem]:
     optimizer = config.optimizer
     if optimizer.schedule == "cosine" and optimizer.min_lr > optimizer.lr:
-        yield Problem(
-            key="optimizer.min_lr",
-            value=optimizer.min_lr,
-            remedy=f"the schedule falls from optimizer.lr = {optimizer.lr} to it, so it must not be larger",
-        )
+        remedy = f"the schedule falls from optimizer.lr = {optimizer.lr} to it, so it must not be larger"
+        yield Problem(key="optimizer.min_lr", remedy=remedy)
     if max(optimizer.betas) >= 1:
-        yield Problem(key="optimizer.betas", value=list(optimizer.betas), remedy="both must be less than 1")
+        yield Problem(key="optimizer.betas", remedy="both must be less than 1")
 
 
 def _training(config: Config) -> Iterator[Problem]:
     text = config.training.max_time
-    if text is None:
-        return
     try:
-        seconds = max_time_s(text)
+        is_duration = text is None or max_time_s(text) > 0
     except ValueError:
-        seconds = 0
-    if seconds == 0:
-        yield Problem(key="training.max_time", value=text, remedy="must be a duration DD:HH:MM:SS, such as 00:03:50:00")
+        is_duration = False
+    if not is_duration:
+        yield Problem(key="training.max_time", remedy="must be a duration DD:HH:MM:SS, such as 00:03:50:00")
 
 
 def _lag(config: Config) -> Iterator[Problem]:
-    lag, every = config.lag, config.weights.publish_every
+    lag = config.lag
     if lag.max_steps > lag.hard_limit_steps:
-        yield Problem(
-            key="lag.max_steps",
-            value=lag.max_steps,
-            remedy=f"must not exceed lag.hard_limit_steps = {lag.hard_limit_steps}",
-        )
-    if every > lag.max_steps + 1:
+        yield Problem(key="lag.max_steps", remedy=f"must not exceed lag.hard_limit_steps = {lag.hard_limit_steps}")
+    if config.weights.publish_every > lag.max_steps + 1:
         yield Problem(
             key="weights.publish_every",
-            value=every,
             remedy=f"weights published so rarely are older than lag.max_steps = {lag.max_steps} allows; "
             f"must be at most {lag.max_steps + 1}",
         )
@@ -230,11 +192,8 @@ def _lag(config: Config) -> Iterator[Problem]:
 
 def _validation(config: Config) -> Iterator[Problem]:
     if config.validation.every_steps and config.data.validation is None:
-        yield Problem(
-            key="validation.every_steps",
-            value=config.validation.every_steps,
-            remedy="there are no prompts to validate on; name them in data.validation, or set this to 0",
-        )
+        remedy = "there are no prompts to validate on; name them in data.validation, or set this to 0"
+        yield Problem(key="validation.every_steps", remedy=remedy)
 
 
 def _names(config: Config) -> Iterator[Problem]:

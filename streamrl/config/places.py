@@ -18,6 +18,7 @@ LOCAL_REWARD_SERVER = "local"  # the url of an http source that means the run's 
 EMBEDDED_REDIS = "embedded"
 
 _SENTINELS = re.compile(r"(?P<scheme>[a-z]+\+sentinel)://[^/]+/+[^/]")  # several hosts, and a service
+_NO_PASSWORD = "a configuration is written to disk and into Redis, so it must not hold a password"
 _OBJECT_STORE = re.compile(r"(?P<scheme>[a-z][a-z0-9+-]*)://[^/\s]\S*\Z")
 
 
@@ -44,17 +45,11 @@ def check_rewards(config: Config) -> Iterator[Problem]:
         if isinstance(source, HttpReward):
             yield from _check_service(config, name, source)
         elif ":" not in source.target and not source.target.isidentifier():
-            yield Problem(
-                key=f"rewards.{name}.target",
-                value=source.target,
-                remedy="must be the name of a built-in, package.module:function or path/to/file.py:function",
-            )
+            remedy = "must be the name of a built-in, package.module:function or path/to/file.py:function"
+            yield Problem(key=f"rewards.{name}.target", value=source.target, remedy=remedy)
     if config.reward_server is not None and not any(isinstance(r, HttpReward) for r in config.rewards.values()):
-        yield Problem(
-            key="reward_server.model",
-            value=config.reward_server.model,
-            remedy=f"no reward source asks this server; add one of type http with url: {LOCAL_REWARD_SERVER}",
-        )
+        remedy = f"no reward source asks this server; add one of type http with url: {LOCAL_REWARD_SERVER}"
+        yield Problem(key="reward_server.model", remedy=remedy)
 
 
 def _check_service(config: Config, name: str, source: HttpReward) -> Iterator[Problem]:
@@ -81,31 +76,20 @@ def check_redis(config: Config) -> Iterator[Problem]:
     if url == EMBEDDED_REDIS:
         return
     if not _is_server(url):
-        yield Problem(key="redis.url", value=url, remedy=f"must be {FORMS}, or {EMBEDDED_REDIS}")
+        yield Problem(key="redis.url", remedy=f"must be {FORMS}, or {EMBEDDED_REDIS}")
     elif split_password(url)[1] is not None:
-        yield Problem(
-            key="redis.url",
-            value=url,
-            remedy="a configuration is written to disk and into Redis, so it must not hold a password; leave the user "
-            f"only, and name a file that holds the password in the environment: {PASSWORD}_FILE",
-        )
+        remedy = f"{_NO_PASSWORD}; leave the user only, and name a file that holds the password in the environment: "
+        yield Problem(key="redis.url", remedy=f"{remedy}{PASSWORD}_FILE")
 
 
 def check_store(config: Config) -> Iterator[Problem]:
     store = config.weights.store
     if store != "redis:" and not store.removeprefix("file:").startswith("/") and not is_object_store(store):
-        yield Problem(
-            key="weights.store",
-            value=store,
-            remedy="must be redis:, file:/a/path that all machines share, or an object store such as s3://bucket/folder",
-        )
+        remedy = "must be redis:, file:/a/path that all machines share, or an object store such as s3://bucket/folder"
+        yield Problem(key="weights.store", remedy=remedy)
     elif masked(store) != store:
-        yield Problem(
-            key="weights.store",
-            value=store,
-            remedy="a configuration is written to disk and into Redis, so it must not hold a password; each machine's "
-            "environment has the credentials of the store",
-        )
+        remedy = f"{_NO_PASSWORD}; each machine's environment has the credentials of the store"
+        yield Problem(key="weights.store", remedy=remedy)
 
 
 def _is_server(url: str) -> bool:

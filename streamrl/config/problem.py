@@ -9,5 +9,5 @@ from typing import Any
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     key: str
-    value: Any
     remedy: str  # what is wrong with it and what would be right
+    value: Any = None  # what to show in the place of the setting's own value

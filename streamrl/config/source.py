@@ -7,9 +7,8 @@ shares what is common.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +99,7 @@ def _node(node: yaml.Node, place: Place) -> Node:
         return Node(value=_map(node, place), origin=origin)
     if isinstance(node, yaml.SequenceNode):
         return Node(value=[_node(item, place) for item in node.value], origin=origin)
-    return Node(value=_scalar(node.tag, node.value), origin=origin)
+    return Node(value=_READ.get(node.tag, str)(node.value), origin=origin)
 
 
 def _map(node: yaml.MappingNode, place: Place) -> dict[str, Node]:
@@ -118,20 +117,9 @@ def _map(node: yaml.MappingNode, place: Place) -> dict[str, Node]:
     return entries
 
 
-def _scalar(tag: str, text: str) -> Scalar:
-    if tag == _NULL:
-        return None
-    if tag == _BOOL:
-        return text.lower() == "true"
-    if tag == _INT:
-        return int(text)
-    if tag == _FLOAT:
-        return _float(text)
-    return text
-
-
-def _float(text: str) -> float:
-    text = text.lower()
-    if text.endswith((".inf", ".nan")):
-        return math.nan if text == ".nan" else float(text.replace(".inf", "inf"))
-    return float(text)
+_READ: Mapping[str, Callable[[str], Scalar]] = {
+    _NULL: lambda _: None,
+    _BOOL: lambda text: text.lower() == "true",
+    _INT: int,
+    _FLOAT: lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
+}

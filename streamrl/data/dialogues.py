@@ -13,7 +13,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from streamrl.durable import write_durably
 from streamrl.errors import DataError
@@ -52,19 +51,14 @@ def split(chosen: str, rejected: str) -> dict[str, str] | None:
 
 
 def _dialogues(source: Path) -> Iterator[tuple[str, str]]:
+    open_text = gzip.open if source.suffix == ".gz" else open
     try:
-        with _open(source) as file:
+        with open_text(source, "rt", encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield _dialogue(line, f"{source}:{number}")
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read the dialogues {str(source)!r}: {error}") from None
-
-
-def _open(source: Path) -> IO[str]:
-    if source.suffix == ".gz":
-        return gzip.open(source, "rt", encoding="utf-8")
-    return source.open(encoding="utf-8")
 
 
 def _dialogue(line: str, place: str) -> tuple[str, str]:

@@ -9,7 +9,6 @@ killed demo leaves of it has another name, and the next one removes it. Blocks o
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import importlib.util
 import json
@@ -18,7 +17,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from streamrl.durable import replace_folder, write_durably
+from streamrl.durable import replace_folder, take_lock, write_durably
 from streamrl.errors import ResourceError
 from streamrl.showcase.making import program, run_all
 
@@ -103,13 +102,10 @@ def _aside(folder: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def _alone(models: Path) -> Iterator[None]:
     """Inside, no other demo makes this model."""
-    descriptor = os.open(models, os.O_RDONLY)
+    lock = take_lock(models)
+    if lock is None:
+        raise ResourceError(f"another demo makes the model in {models} now; begin again when it is there")
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            remedy = "begin again when it is there"
-            raise ResourceError(f"another demo makes the model in {models} now; {remedy}") from None
         yield
     finally:
-        os.close(descriptor)
+        os.close(lock)

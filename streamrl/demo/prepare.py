@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from streamrl.config.schema import Config
 from streamrl.demo import model, sums
 from streamrl.extras import need
+from streamrl.showcase.making import as_overrides, write_rows
 
 _NUM_HELD_OUT = 160
 _NUM_TRAIN = 2_000  # of the 4200 sums there are
@@ -32,7 +32,7 @@ def prepare(config: Config, say: Callable[[str], None]) -> list[str]:
         "data.train": folder / "data" / "train.jsonl",
         "data.validation": folder / "data" / "validation.jsonl",
     }
-    return [f"{key}={json.dumps(str(path))}" for key, path in settings.items()]
+    return as_overrides({key: str(path) for key, path in settings.items()})
 
 
 def write_data(
@@ -51,10 +51,8 @@ def write_data(
         held_out.setdefault(entry["question"], entry)
     train = list(islice((entry for entry in entries if entry["question"] not in held_out), num_train))
     assert held_out.keys().isdisjoint(entry["question"] for entry in train), "what is held out is not trained"
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in (("validation", held_out.values()), ("train", train)):
-        lines = (json.dumps(_row(entry)) + "\n" for entry in rows)
-        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    write_rows(folder / "validation.jsonl", map(_row, held_out.values()))
+    write_rows(folder / "train.jsonl", map(_row, train))
 
 
 def _row(entry: Mapping[str, Any]) -> dict[str, Any]:

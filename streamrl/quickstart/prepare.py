@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from streamrl.config.schema import Config
 from streamrl.launch.processes import Command
 from streamrl.quickstart.base_model import write_base_model
-from streamrl.quickstart.task import Example, demonstrate, examples, spoil
-from streamrl.showcase.making import program, run_all
+from streamrl.quickstart.task import demonstrate, examples, spoil
+from streamrl.showcase.making import as_overrides, program, run_all, write_rows
 
 _NUM_TRAIN = 16_384
 _NUM_HELD_OUT = 400
@@ -49,56 +51,36 @@ def overrides(folder: Path) -> list[str]:
     if summary.exists():
         found = json.loads(summary.read_text())
         settings |= {f"reward_server.{name}": float(found[name]) for name in ("reward_mean", "reward_std")}
-    return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    return as_overrides(settings)
 
 
 def write_data(folder: Path, *, seed: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     held_out = list({example.prompt: example for example in islice(examples(rng), _NUM_HELD_OUT)}.values())
     unseen = {example.prompt for example in held_out}
     rest = (example for example in examples(rng) if example.prompt not in unseen)
-    _write(folder / "validation.jsonl", map(_to_prompt, held_out))
-    _write(folder / "train.jsonl", map(_to_prompt, islice(rest, _NUM_TRAIN)))
-    demonstrations = islice(rest, _NUM_DEMONSTRATIONS)
-    _write(
+    write_rows(folder / "validation.jsonl", map(asdict, held_out))
+    write_rows(folder / "train.jsonl", map(asdict, islice(rest, _NUM_TRAIN)))
+    write_rows(
         folder / "demonstrations.jsonl",
-        ({"prompt": one.prompt, "completion": demonstrate(one, rng)} for one in demonstrations),
+        ({"prompt": one.prompt, "completion": demonstrate(one, rng)} for one in islice(rest, _NUM_DEMONSTRATIONS)),
     )
-    pairs = islice(rest, _NUM_PAIRS)
-    _write(
+    write_rows(
         folder / "pairs.jsonl",
-        ({"prompt": one.prompt, "chosen": one.answer, "rejected": spoil(one, rng)} for one in pairs),
+        ({"prompt": one.prompt, "chosen": one.answer, "rejected": spoil(one, rng)} for one in islice(rest, _NUM_PAIRS)),
     )
-
-
-def _to_prompt(example: Example) -> dict[str, str]:
-    return {"prompt": example.prompt, "answer": example.answer}
-
-
-def _write(path: Path, rows: Iterable[dict[str, str]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def _warm_up(folder: Path, seed: int) -> Command:
-    options = {
-        "--model": folder / "base",
-        "--data": folder / "data" / "demonstrations.jsonl",
-        "--output": folder / "sft",
-        "--seed": seed,
-        "--threads": 1,
-    }
-    return program("warm-up", ["-m", "learner.sft"], options, logs=folder / "logs")
+    options = {"--data": folder / "data" / "demonstrations.jsonl", "--output": folder / "sft"}
+    return _training("warm-up", ["-m", "learner.sft"], options, folder, seed)
 
 
 def _train_reward_model(folder: Path, seed: int) -> Command:
-    options = {
-        "--model": folder / "base",
-        "--pairs": folder / "data" / "pairs.jsonl",
-        "--output": folder / "reward-model",
-        "--lr": 1e-3,
-        "--seed": seed,
-        "--threads": 1,
-    }
-    words = ["-m", "streamrl.cli.main", "reward", "train"]
-    return program("reward model", words, options, logs=folder / "logs")
+    options = {"--pairs": folder / "data" / "pairs.jsonl", "--output": folder / "reward-model", "--lr": 1e-3}
+    return _training("reward model", ["-m", "streamrl.cli.main", "reward", "train"], options, folder, seed)
+
+
+def _training(name: str, words: list[str], options: dict[str, Any], folder: Path, seed: int) -> Command:
+    shared = {"--model": folder / "base", "--seed": seed, "--threads": 1}
+    return program(name, words, shared | options, logs=folder / "logs")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -30,6 +30,11 @@ class Exported:
     num_samples: int = 0
     num_failed: int = 0  # groups that say that their ticket failed; JSON Lines only, for they have no samples
     num_unreadable: int = 0
+
+    def __str__(self) -> str:
+        line = f"{self.num_groups} groups with {self.num_samples} samples"
+        line += f", {self.num_failed} of them reports of failures" if self.num_failed else ""
+        return line + (f"; {self.num_unreadable} could not be read and are left out" if self.num_unreadable else "")
 
 
 def to_json(entry: Entry, group: Group, words: Words | None) -> dict[str, Any]:
@@ -54,23 +59,21 @@ def to_json(entry: Entry, group: Group, words: Words | None) -> dict[str, Any]:
     return told
 
 
-def write_jsonl(recording: Recording, out: IO[str], *, words: Words | None) -> Exported:
-    """To a stream that is open."""
+def write_jsonl(recording: Recording, out: IO[bytes], words: Words | None) -> Exported:
     exported = Exported()
     for entry, group in _groups(recording, exported):
-        out.write(json.dumps(to_json(entry, group, words), ensure_ascii=False) + "\n")
+        out.write(json.dumps(to_json(entry, group, words), ensure_ascii=False).encode() + b"\n")
     return exported
 
 
-def write_parquet(recording: Recording, path: Path, *, words: Words | None) -> Exported:
-    """ResourceError when pyarrow is not installed."""
-    check_parquet()
+def write_parquet(recording: Recording, out: IO[bytes], words: Words | None) -> Exported:
+    """Asks for pyarrow, which `check_parquet` has looked for."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     exported = Exported()
     schema = _parquet_schema(pa, with_text=words is not None)
-    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+    with pq.ParquetWriter(out, schema, compression="zstd") as writer:
         rows: list[dict[str, Any]] = []
         for entry, group in _groups(recording, exported):
             rows += _rows(entry, group, words)
@@ -85,14 +88,13 @@ def check_parquet() -> None:
     need("--format parquet", "pyarrow", extra="parquet")
 
 
-def write_whole(path: Path, write: Callable[[Path], Exported]) -> Exported:
+def write_whole(path: Path, write: Callable[[IO[bytes]], Exported]) -> Exported:
     """The file gets its name when `write` has filled it."""
     aside = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
-        exported = write(aside)
+        with aside.open("wb") as out:
+            exported = write(out)
         aside.rename(path)
-    except FileNotFoundError:
-        raise ResourceError(f"{path} cannot be written: there is no folder {path.parent}") from None
     except OSError as error:
         raise ResourceError(f"{path} cannot be written: {error.strerror or error}") from None
     finally:
@@ -128,18 +130,13 @@ def _sample(sample: Sample, words: Words | None) -> dict[str, Any]:
     return told
 
 
-def _rows(entry: Entry, group: Group, words: Words | None) -> Sequence[dict[str, Any]]:
-    prompt_ids = group.prompt_ids.tolist()
-    shared = {"id": entry.id, "ticket": group.header.ticket, "run_uid": group.header.run_uid}
-    shared |= {"worker": group.header.worker, "prompt_ids": prompt_ids}
-    if words is not None:
-        shared["prompt"] = words.decode(group.prompt_ids)
-    rows = []
-    for at, sample in enumerate(group.samples):
-        row = {**shared, **_sample(sample, words), "sample": at, "logprobs": sample.logprobs.tolist()}
-        row["rewards"] = list(sample.rewards.items())  # a map's entries
-        rows.append(row)
-    return rows
+def _rows(entry: Entry, group: Group, words: Words | None) -> Iterator[dict[str, Any]]:
+    told = to_json(entry, group, words)
+    of_group = ("id", "ticket", "run_uid", "worker", "prompt_ids", "prompt")
+    shared = {name: value for name, value in told.items() if name in of_group}
+    for at, (row, sample) in enumerate(zip(told["samples"], group.samples, strict=True)):
+        rewards = list(sample.rewards.items())  # a map's entries
+        yield {**shared, **row, "sample": at, "logprobs": sample.logprobs.tolist(), "rewards": rewards}
 
 
 def _parquet_schema(pa: Any, *, with_text: bool) -> Any:

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -33,8 +32,8 @@ MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + (2 << 20)  # a body, a header, and the map
 _MAGIC = b"streamrl recording 1\n"
 _LENGTH = struct.Struct("<IQ")  # payload's bytes, digest
 _PLACE = struct.Struct("<QQq")
-PREFIX_BYTES = _LENGTH.size + _PLACE.size  # of a frame, before its payload
-_NAME = re.compile(r"(\d{8})\.groups")
+_PREFIX = struct.Struct("<IQQQq")  # both, which stand before a frame's payload
+_NAME = re.compile(r"\d{8}\.groups")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,27 +59,29 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tear:
+class Contents:
+    """What is whole in a file."""
+
     path: Path
-    num_bytes: int  # from the tear to the end of the file
+    origin: Origin | None  # None: the file's beginning is torn off
+    places: tuple[Place, ...]  # in order
+    torn_bytes: int  # from a tear to the end of the file
 
 
 def file_name(number: int) -> str:
     return f"{number:08d}.groups"
 
 
-def files_of(folder: Path) -> list[tuple[int, Path]]:
-    """The recording's files by number; an unreadable folder is a DataError."""
+def files_of(folder: Path) -> list[Path]:
+    """The recording's files in order; an unreadable folder is a DataError."""
     try:
-        found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+        return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
     except OSError as error:
         raise DataError(f"{folder} is not a recording: {error.strerror}") from None
-    return sorted(found)
 
 
 def begin_file(origin: Origin) -> bytes:
-    fields = {"run": origin.run, "run_uid": origin.run_uid, "fingerprint": origin.fingerprint, "model": origin.model}
-    return _MAGIC + _frame("0-0", -1, pack(fields))
+    return _MAGIC + _frame("0-0", -1, pack(asdict(origin)))
 
 
 def group_frame(entry: Entry) -> bytes:
@@ -88,13 +89,26 @@ def group_frame(entry: Entry) -> bytes:
     return _frame(entry.id, entry.number, payload)
 
 
-def read_origin(path: Path) -> Origin | None:
-    """None when the file's beginning is torn off; DataError when it is something else."""
+def survey(path: Path) -> Contents:
+    """What the file holds, without what the groups hold; DataError when it is something else."""
+    size = path.stat().st_size
+    frames: list[Place] = []
     with path.open("rb") as file:
-        place = _after_magic(file, path)
-        if place is None:
-            return None
-        f = unpack(_payload(file, place))
+        if not _MAGIC.startswith(file.read(len(_MAGIC))):
+            raise DataError(f"{path} is not a file of a recording, or of one that a newer streamrl has made")
+        end = len(_MAGIC)
+        while (frame := _next(file, path, end, size)) is not None:
+            frames.append(frame)
+            end = frame.offset + frame.num_bytes
+        while frames and not is_intact(frames[-1]):  # a last frame that only looks whole is a tear, too
+            end = frames.pop().offset - _PREFIX.size
+        origin = _to_origin(_payload(file, frames[0])) if frames else None
+    torn_bytes = size - end if frames else size
+    return Contents(path=path, origin=origin, places=tuple(frames[1:]), torn_bytes=torn_bytes)
+
+
+def _to_origin(payload: bytes) -> Origin:
+    f = unpack(payload)
     origin = Origin(
         run=f.text("run", max_chars=64),
         run_uid=f.text("run_uid", max_chars=64),
@@ -103,21 +117,6 @@ def read_origin(path: Path) -> Origin | None:
     )
     f.done()
     return origin
-
-
-def scan(path: Path) -> Iterator[Place | Tear]:
-    """The groups of a file in order, without their contents; last of all its tear, if it has one."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        place = _after_magic(file, path)
-        at = 0
-        while place is not None:
-            if at:  # the first frame is the origin
-                yield place
-            at = place.offset + place.num_bytes
-            place = _next(file, path, at, size)
-    if at < size:
-        yield Tear(path=path, num_bytes=size - at)
 
 
 def read_group(file: BinaryIO, place: Place) -> Entry:
@@ -152,22 +151,13 @@ def _frame(entry_id: str, number: int, payload: bytes) -> bytes:
     return _LENGTH.pack(len(payload), xxhash.xxh3_64_intdigest(rest)) + rest
 
 
-def _after_magic(file: BinaryIO, path: Path) -> Place | None:
-    """The first frame, which is the origin's; None when it is not whole."""
-    begin = file.read(len(_MAGIC))
-    if not _MAGIC.startswith(begin):
-        raise DataError(f"{path} is not a file of a recording, or of one that a newer streamrl has made")
-    return _next(file, path, len(_MAGIC), path.stat().st_size)
-
-
 def _next(file: BinaryIO, path: Path, at: int, size: int) -> Place | None:
     """The frame that begins here; None when it is not whole, or when nothing is left."""
-    offset = at + PREFIX_BYTES
+    offset = at + _PREFIX.size
     if offset > size:
         return None
     file.seek(at)
-    num_bytes, digest = _LENGTH.unpack(file.read(_LENGTH.size))
-    milliseconds, sequence, number = _PLACE.unpack(file.read(_PLACE.size))
+    num_bytes, digest, milliseconds, sequence, number = _PREFIX.unpack(file.read(_PREFIX.size))
     # A length of nothing is what a file system leaves behind where it lost the data.
     if not 0 < num_bytes <= MAX_FRAME_BYTES or offset + num_bytes > size:
         return None

@@ -23,17 +23,16 @@ def record(
     stopped: Callable[[], bool],
     follow: bool,
     show: Callable[[], None],
-    clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """`follow=False`: only what is there now. `show` is called about once a second."""
     tap.after = writer.last_id
-    looked_at = shown_at = clock()
+    looked_at = shown_at = time.monotonic()
     writer.append(tap.look_back())
     while not stopped():
         ended = not follow or tap.run_state() not in ("running", None)
         entries = tap.read(wait_s=0.0 if ended else _SLICE_S)
         writer.append(entries)
-        now = clock()
+        now = time.monotonic()
         if now - looked_at >= _LOOK_BACK_EVERY_S:
             writer.append(tap.look_back())
             looked_at = now

@@ -1,6 +1,6 @@
 """Where `streamrl groups` takes groups from: a live run, or a recording. Both only read.
 
-A live run holds what was delivered and is not committed yet. Blocks on Redis, at most `give_up_after_s`, or the disk.
+A live run holds what was delivered and is not committed yet. Blocks on Redis, at most half a minute, or the disk.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
-from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +17,6 @@ import redis
 from streamrl.errors import ConfigError, DataError
 from streamrl.record.read import Recording
 from streamrl.record.tap import Tap
-from streamrl.transport.connection import repeat
 from streamrl.transport.keys import Keys
 from streamrl.transport.types import START, Entry, entry_order, to_entry
 from streamrl.wire.ticket import Purpose
@@ -42,14 +41,12 @@ class Source(Protocol):
 
 
 class LiveGroups:
-    def __init__(
-        self, client: redis.Redis, keys: Keys, *, run_uid: str, purpose: Purpose, give_up_after_s: float = 30.0
-    ) -> None:
-        self._client, self._stream, self._give_up_after_s = client, keys.groups(purpose), give_up_after_s
-        self._tap = Tap(client, keys, run_uid=run_uid, purpose=purpose, give_up_after_s=give_up_after_s)
+    def __init__(self, client: redis.Redis, keys: Keys, *, run_uid: str, purpose: Purpose) -> None:
+        self._client, self._stream = client, keys.groups(purpose)
+        self._tap = Tap(client, keys, run_uid=run_uid, purpose=purpose)
 
     def latest(self, count: int) -> list[Entry]:
-        found = list(self._backwards(at_most=max(1, count)))
+        found = list(islice(self._backwards(min(_PAGE, max(1, count))), max(1, count)))
         if found:
             self._tap.after = found[0].id
         return found[:count][::-1]
@@ -63,7 +60,7 @@ class LiveGroups:
         if is_entry_id(wanted):
             found = self._range(wanted, wanted, 1)
         else:
-            found = [entry for entry in self._backwards() if entry.number == int(wanted)][:1]
+            found = list(islice((entry for entry in self._backwards(_PAGE) if entry.number == int(wanted)), 1))
         if not found:
             raise DataError(
                 f"no group {wanted} is in Redis now: it was not delivered yet, or trained and let go. `streamrl "
@@ -71,19 +68,14 @@ class LiveGroups:
             )
         return found[0]
 
-    def _backwards(self, *, at_most: int | None = None) -> Iterator[Entry]:
-        below, num_left = "+", at_most
-        while num_left is None or num_left > 0:
-            page = self._range(below, "-", _PAGE if num_left is None else min(_PAGE, num_left))
+    def _backwards(self, num_a_page: int) -> Iterator[Entry]:
+        below = "+"
+        while page := self._range(below, "-", num_a_page):
             yield from page
-            if not page:
-                return
             below = f"({page[-1].id}"
-            num_left = None if num_left is None else num_left - len(page)
 
     def _range(self, high: str, low: str, count: int) -> list[Entry]:
-        read = partial(self._client.xrevrange, self._stream, high, low, count=count)
-        found: Any = repeat(self._client, "read groups", read, give_up_after_s=self._give_up_after_s)
+        found: Any = self._tap.ask("read groups", lambda: self._client.xrevrange(self._stream, high, low, count=count))
         return [to_entry(entry_id, fields) for entry_id, fields in found]
 
 
@@ -98,19 +90,15 @@ class RecordedGroups:
 
     def latest(self, count: int) -> list[Entry]:
         places = self._recording.places
-        if places:
-            self._after = places[-1].entry_id
-        return list(self._recording.entries(places[-count:])) if count else []
+        self._after = places[-1].entry_id if places else START
+        return list(self._recording.entries(places[len(places) - min(count, len(places)) :]))
 
     def more(self) -> list[Entry] | None:
         """A recorder may be at work; nobody says when it will not be any more."""
         time.sleep(_POLL_S)
         self._recording = Recording.open(self._recording.folder)
         after = entry_order(self._after)
-        places = [place for place in self._recording.places if entry_order(place.entry_id) > after]
-        if places:
-            self._after = places[-1].entry_id
-        return list(self._recording.entries(places))
+        return self.latest(sum(entry_order(place.entry_id) > after for place in self._recording.places))
 
     def find(self, wanted: str) -> Entry:
         by_id = is_entry_id(wanted)

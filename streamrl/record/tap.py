@@ -2,7 +2,7 @@
 
 The learner trims what it has committed, so a listener that falls behind misses groups. How many is exact where the
 server counts what was ever added (Redis 7, Valkey), and unknown on Redis 6.2. Blocks at most as long as it is told, and
-while Redis is away at most `give_up_after_s`.
+while Redis is away at most half a minute.
 """
 
 from __future__ import annotations
@@ -20,24 +20,15 @@ from streamrl.wire.ticket import Purpose
 
 T = TypeVar("T")
 
+_GIVE_UP_AFTER_S = 30.0
 _ENTRIES_A_READ = 16  # groups may be large, and a long answer holds up everybody else on the server
 
 
 class Tap:
-    def __init__(
-        self,
-        client: redis.Redis,
-        keys: Keys,
-        *,
-        run_uid: str,
-        purpose: Purpose = "train",
-        after: str = START,
-        give_up_after_s: float = 30.0,
-    ) -> None:
-        """Groups beyond the entry id `after`."""
+    def __init__(self, client: redis.Redis, keys: Keys, *, run_uid: str, purpose: Purpose = "train") -> None:
         self._client, self._keys, self._run_uid = client, keys, run_uid
-        self._stream, self._give_up_after_s = keys.groups(purpose), give_up_after_s
-        self.after = after
+        self._stream = keys.groups(purpose)
+        self.after = START  # groups beyond this entry id are read
         self.num_missed: int | None = None  # since the first `look_back`; None: the server does not tell
         self._num_read = 0  # since the last look back
         self._num_added: int | None = None  # what the server had ever added by then
@@ -45,7 +36,7 @@ class Tap:
     def read(self, *, wait_s: float = 0.0) -> list[Entry]:
         """The next groups; none when none came within `wait_s`."""
         block = bounded_block_ms(self._client, int(wait_s * 1000)) if wait_s > 0 else None
-        reply: Any = self._ask(
+        reply: Any = self.ask(
             "read groups",
             lambda: self._client.xread({self._stream: self.after}, count=_ENTRIES_A_READ, block=block),
         )
@@ -60,7 +51,7 @@ class Tap:
                 pipe.xinfo_stream(self._stream)
                 return pipe.execute(raise_on_error=False)
 
-        reply, info = self._ask("look back", ask)
+        reply, info = self.ask("look back", ask)
         entries = [] if isinstance(reply, Exception) else self._take(reply)
         added = info.get("entries-added") if isinstance(info, dict) else None
         if len(entries) < _ENTRIES_A_READ:  # else more is there, and it is not known how much
@@ -69,7 +60,7 @@ class Tap:
 
     def run_state(self) -> RunState | None:
         """None: the server knows nothing of the run at the moment. RunGone: its name is another run's now."""
-        uid, state = self._ask("read the run", lambda: self._client.hmget(self._keys.meta, ["uid", "state"]))
+        uid, state = self.ask("read the run", lambda: self._client.hmget(self._keys.meta, ["uid", "state"]))
         if not (isinstance(uid, bytes) and isinstance(state, bytes)):
             return None
         if uid != self._run_uid.encode():
@@ -89,5 +80,6 @@ class Tap:
         self._num_read += len(entries)
         return entries
 
-    def _ask(self, what: str, call: Callable[[], T]) -> T:
-        return repeat(self._client, what, call, give_up_after_s=self._give_up_after_s)
+    def ask(self, what: str, call: Callable[[], T]) -> T:
+        """Whatever else there is to be read."""
+        return repeat(self._client, what, call, give_up_after_s=_GIVE_UP_AFTER_S)

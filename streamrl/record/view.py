@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from rich.console import Console
 from rich.text import Text
 
 from streamrl.record.words import Words
 from streamrl.terminal import printable
 from streamrl.transport.types import Entry
 from streamrl.versions import show
-from streamrl.wire.group import Group, GroupHeader, Sample, Span
+from streamrl.wire.group import Group, GroupHeader, Sample
 
 _COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")  # one after the other, version by version
 _INDENT = "  "
@@ -25,40 +26,35 @@ def lines_of(
     entry: Entry, group: Group, words: Words | None, *, width: int, colour: bool, max_lines: int | None
 ) -> Iterator[Text]:
     """`max_lines` of each text; None: all of them."""
+    for text, is_heading in _parts(entry, group, words, colour=colour):
+        if is_heading:
+            text.truncate(width, overflow="ellipsis")
+            yield text
+        else:
+            yield from _wrapped(text, width, max_lines)
+
+
+def _parts(entry: Entry, group: Group, words: Words | None, *, colour: bool) -> Iterator[tuple[Text, bool]]:
+    """Each text, and whether it is a heading."""
     header = group.header
-    yield _fit(Text(_title(entry, header), style="bold"), width)
+    yield Text(_title(entry, header), style="bold"), True
     if header.failed:
-        yield from _wrapped(Text(printable(f"failed: {header.error}"), style="red"), width, max_lines)
+        yield Text(printable(f"failed: {header.error}"), style="red"), False
         return
-    yield Text(f"prompt, {_count(len(group.prompt_ids), 'token')}", style="dim")
-    yield from _wrapped(_prompt(group, words), width, max_lines)
+    yield Text(f"prompt, {_count(len(group.prompt_ids), 'token')}", style="dim"), True
+    yield Text(_plain(words.decode(group.prompt_ids) if words else _ids(group.prompt_ids))), False
     styles = _styles(group.samples)
     for at, sample in enumerate(group.samples, start=1):
-        yield from _sample_lines(at, sample, words, styles, width=width, colour=colour, max_lines=max_lines)
-
-
-def _sample_lines(
-    at: int,
-    sample: Sample,
-    words: Words | None,
-    styles: dict[int, str],
-    *,
-    width: int,
-    colour: bool,
-    max_lines: int | None,
-) -> Iterator[Text]:
-    yield _fit(Text(_verdict(at, sample), style="bold"), width)
-    legend = Text(_INDENT + "versions", style="dim")
-    for span in sample.spans:
-        legend.append(f" {show(span.version)}", style=styles[span.version])
-        legend.append(f" ({_count(span.end - span.start, 'token')})")
-    yield from _wrapped(legend, width, max_lines, indent="")
-    response = Text()
-    for span, piece in zip(sample.spans, _pieces(sample, words), strict=True):
-        if span.start and not colour:
-            response.append(f"⟨{show(span.version)}⟩")
-        response.append(piece, style=styles[span.version])
-    yield from _wrapped(response, width, max_lines)
+        yield Text(_verdict(at, sample), style="bold"), True
+        legend, response = Text("versions", style="dim"), Text()
+        for span, piece in zip(sample.spans, _pieces(sample, words), strict=True):
+            legend.append(f" {show(span.version)}", style=styles[span.version])
+            legend.append(f" ({_count(span.end - span.start, 'token')})")
+            if span.start and not colour:
+                response.append(f"⟨{show(span.version)}⟩")
+            response.append(piece, style=styles[span.version])
+        yield legend, False
+        yield response, False
 
 
 def _title(entry: Entry, header: GroupHeader) -> str:
@@ -82,10 +78,6 @@ def _styles(samples: Sequence[Sample]) -> dict[int, str]:
     return {version: _COLOURS[at % len(_COLOURS)] for at, version in enumerate(versions)}
 
 
-def _prompt(group: Group, words: Words | None) -> Text:
-    return Text(_plain(words.decode(group.prompt_ids) if words else _ids(group.prompt_ids)))
-
-
 def _pieces(sample: Sample, words: Words | None) -> Iterator[str]:
     """The text of each span. A tokenizer may decode a piece otherwise than the whole, so each is what it adds."""
     before = ""
@@ -94,13 +86,9 @@ def _pieces(sample: Sample, words: Words | None) -> Iterator[str]:
             yield _ids(sample.token_ids[span.start : span.end]) + " "
             continue
         so_far = words.decode(sample.token_ids[: span.end])
-        whole = so_far.startswith(before)
-        yield _plain(so_far[len(before) :] if whole else _alone(sample, span, words))
+        alone = sample.token_ids[span.start : span.end]
+        yield _plain(so_far[len(before) :] if so_far.startswith(before) else words.decode(alone))
         before = so_far
-
-
-def _alone(sample: Sample, span: Span, words: Words) -> str:
-    return words.decode(sample.token_ids[span.start : span.end])
 
 
 def _ids(token_ids: Any) -> str:
@@ -112,32 +100,13 @@ def _plain(text: str) -> str:
     return "\n".join(printable(line) for line in text.split("\n"))
 
 
-def _wrapped(text: Text, width: int, max_lines: int | None, *, indent: str = _INDENT) -> Iterator[Text]:
-    room = max(10, width - len(indent))
-    lines = [piece for line in text.split("\n", allow_blank=True) for piece in _cut(line, room)]
-    shown = lines if max_lines is None else lines[:max_lines]
-    for line in shown:
+def _wrapped(text: Text, width: int, max_lines: int | None) -> Iterator[Text]:
+    lines = list(text.wrap(Console(), max(10, width - len(_INDENT))))
+    for line in lines[:max_lines]:
         line.rstrip()
-        yield Text(indent).append_text(line)
-    if len(lines) > len(shown):
-        yield Text(f"{indent}… {_count(len(lines) - len(shown), 'more line')}", style="dim")
-
-
-def _cut(line: Text, room: int) -> Iterator[Text]:
-    """At spaces where there are some, as people's eyes want it; by cells, since some letters take two."""
-    while line.cell_len > room:
-        head = line.copy()
-        head.truncate(room)
-        at = head.plain.rfind(" ")
-        at = at + 1 if at > room // 2 else max(1, len(head.plain))
-        yield line[:at]
-        line = line[at:]
-    yield line
-
-
-def _fit(line: Text, width: int) -> Text:
-    line.truncate(width, overflow="ellipsis")
-    return line
+        yield Text(_INDENT).append_text(line)
+    if max_lines is not None and len(lines) > max_lines:
+        yield Text(f"{_INDENT}… {_count(len(lines) - max_lines, 'more line')}", style="dim")
 
 
 def _count(number: int, what: str) -> str:

@@ -32,15 +32,17 @@ def find_words(model: str) -> Words | None:
     return _load(path)
 
 
-def load_words(model: str) -> Words:
-    """The same for a model that the user has named: what is missing is an error."""
+def choose_words(named: str | None, model: str) -> Words | None:
+    """Of the model that the user has named, where what is missing is an error; else of the run's own."""
+    if named is None:
+        return find_words(model)
     if importlib.util.find_spec("tokenizers") is None:
         raise ResourceError(
             "--tokenizer needs the package tokenizers, which is not installed: `pip install tokenizers`"
         )
-    words = find_words(model)
+    words = find_words(named)
     if words is None:
-        raise DataError(f"--tokenizer {model}: there is no {_FILE}; give the folder of a model")
+        raise DataError(f"--tokenizer {named}: there is no {_FILE}; give the folder of a model")
     return words
 
 

@@ -7,28 +7,15 @@ appended is on the disk after `sync`. Blocks on the disk only.
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
-from streamrl.durable import fsync_folder
+from streamrl.durable import fsync_folder, take_lock
 from streamrl.errors import DataError, ResourceError
-from streamrl.record.frames import (
-    MAX_FRAME_BYTES,
-    Origin,
-    Place,
-    begin_file,
-    file_name,
-    files_of,
-    group_frame,
-    is_intact,
-    read_origin,
-    scan,
-)
+from streamrl.record.frames import MAX_FRAME_BYTES, Origin, begin_file, file_name, files_of, group_frame, survey
 from streamrl.transport.types import START, Entry, entry_order
 
 LOCK = "recording.lock"
@@ -61,7 +48,10 @@ class RecordingWriter:
         self.written = Written()
         self.last_id = START  # of the last group that is recorded, by whomever
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(folder)
+        lock = take_lock(folder / LOCK)
+        if lock is None:
+            raise ResourceError(f"another process records into {folder}; end it, or choose another folder")
+        self._lock = lock
         try:
             self._files = self._survey()
         except BaseException:
@@ -72,9 +62,7 @@ class RecordingWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._finish_file()
         os.close(self._lock)
 
@@ -151,27 +139,14 @@ class RecordingWriter:
     def _survey(self) -> list[_File]:
         """What is there already; sets `last_id`."""
         files: list[_File] = []
-        for _, path in files_of(self._folder):
-            origin = read_origin(path)
-            if origin is not None and origin.run_uid != self._origin.run_uid:
+        for path in files_of(self._folder):
+            found = survey(path)
+            if found.origin is not None and found.origin.run_uid != self._origin.run_uid:
                 raise DataError(
-                    f"{self._folder} holds a recording of another run ({origin.run}, uid {origin.run_uid}); "
-                    "give this one a folder of its own"
+                    f"{self._folder} holds a recording of another run ({found.origin.run}, uid {found.origin.run_uid})"
+                    "; give this one a folder of its own"
                 )
-            places = [found for found in scan(path) if isinstance(found, Place)]
-            while places and not is_intact(places[-1]):
-                places.pop()
-            if places:
-                self.last_id = places[-1].entry_id
-            files.append(_File(path=path, num_bytes=path.stat().st_size, num_groups=len(places)))
+            if found.places:
+                self.last_id = found.places[-1].entry_id
+            files.append(_File(path=path, num_bytes=path.stat().st_size, num_groups=len(found.places)))
         return files
-
-
-def _lock(folder: Path) -> int:
-    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise ResourceError(f"another process records into {folder}; end it, or choose another folder") from None
-    return descriptor

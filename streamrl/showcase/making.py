@@ -1,14 +1,17 @@
-"""Programs that make what a demonstration needs, side by side, each with a log; blocks until all have ended.
+"""What a demonstration needs is made here: files, and programs that run side by side, each with a log. Blocks until all
+have ended.
 
 The last line that each has written about its steps is shown while they work.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from streamrl.errors import PartError
 from streamrl.launch.processes import Command, Process, end_all
@@ -23,6 +26,16 @@ def program(name: str, words: Sequence[str], options: Mapping[str, object], *, l
     arguments = [*words, *(f"{option}={value}" for option, value in options.items())]
     log = logs / f"{name.replace(' ', '-')}.log"
     return Command(name=name, arguments=(sys.executable, *arguments), log=log)
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """As JSON Lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def as_overrides(settings: Mapping[str, object]) -> list[str]:
+    return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
 
 
 def run_all(commands: Sequence[Command], say: Callable[[str], None]) -> None:

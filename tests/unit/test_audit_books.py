@@ -11,6 +11,7 @@ import numpy as np
 from streamrl.audit.books import Books, Mask
 from streamrl.audit.commit import Commit
 from streamrl.audit.journal import Chain, Line
+from streamrl.audit.streams import Streams
 from tests.run_folder import make_commit, make_streams
 
 AUDIT = Path(__file__).parents[2] / "streamrl" / "audit"
@@ -91,7 +92,7 @@ def test_a_ticket_the_checkpoint_calls_ended_and_the_journal_does_not_know_is_lo
 
 
 def test_without_a_look_at_the_streams_open_tickets_are_taken_to_be_there() -> None:
-    found = Books(make_commit(), TRAINED, None)
+    found = Books(make_commit(), TRAINED, Streams())
     assert (numbers(found.outstanding), numbers(found.lost), numbers(found.waiting)) == ([4, 5], [], [])
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.errors import DataError, ResourceError
-from streamrl.record.frames import Origin, files_of
+from streamrl.record.frames import Origin, begin_file, file_name, files_of
 from streamrl.record.read import Recording, open_group
 from streamrl.record.write import RecordingWriter
 from streamrl.transport.types import Entry
@@ -52,7 +52,7 @@ def test_what_is_recorded_is_read_as_it_lay_in_the_stream(tmp_path: Path) -> Non
 
     assert list(recording.entries()) == [make_entry(number) for number in range(3)]
     assert recording.origin == ORIGIN
-    assert recording.tears == ()
+    assert recording.tears == {}
     assert [open_group(entry).header.ticket for entry in recording.entries()] == [0, 1, 2]
 
 
@@ -67,7 +67,7 @@ def test_any_group_can_be_read_by_its_place(tmp_path: Path) -> None:
 def test_a_full_file_is_followed_by_another(tmp_path: Path) -> None:
     record(tmp_path, range(20), file_bytes=2000)
 
-    sizes = [path.stat().st_size for _, path in files_of(tmp_path)]
+    sizes = [path.stat().st_size for path in files_of(tmp_path)]
     assert len(sizes) > 2
     assert max(sizes) <= 2000
     assert recorded(tmp_path) == list(range(20))
@@ -79,7 +79,7 @@ def test_beyond_the_cap_the_oldest_file_goes_and_its_groups_are_counted(tmp_path
     left = recorded(tmp_path)
     assert left == list(range(40 - len(left), 40))
     assert writer.written.num_dropped == 40 - len(left) > 0
-    assert sum(path.stat().st_size for _, path in files_of(tmp_path)) <= 6000
+    assert sum(path.stat().st_size for path in files_of(tmp_path)) <= 6000
 
 
 def test_a_second_session_goes_on_behind_the_first(tmp_path: Path) -> None:
@@ -95,12 +95,11 @@ def test_a_second_session_goes_on_behind_the_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_lost", [1, 50, 300])
 def test_a_torn_file_is_read_up_to_the_tear_and_gone_on_with(tmp_path: Path, num_lost: int) -> None:
     record(tmp_path, range(3))
-    [(_, path)] = files_of(tmp_path)
+    [path] = files_of(tmp_path)
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size - num_lost)
     assert recorded(tmp_path) == [0, 1]
-    [tear] = Recording.open(tmp_path).tears
-    assert tear.num_bytes > 0
+    assert list(Recording.open(tmp_path).tears) == [path]
 
     with writing(tmp_path) as writer:
         assert writer.last_id == make_entry(1).id
@@ -115,7 +114,7 @@ def test_a_file_cut_anywhere_gives_its_whole_groups_or_one_clear_error(
 ) -> None:
     folder = tmp_path_factory.mktemp("cut")
     record(folder, range(4))
-    [(_, path)] = files_of(folder)
+    [path] = files_of(folder)
     with path.open("r+b") as file:
         file.truncate(min(num_left, path.stat().st_size))
     nothing = num_left < 200  # the beginning alone is as long
@@ -129,12 +128,23 @@ def test_a_file_cut_anywhere_gives_its_whole_groups_or_one_clear_error(
 
 def test_zeros_that_a_file_system_left_at_the_end_are_a_tear(tmp_path: Path) -> None:
     record(tmp_path, range(2))
-    [(_, path)] = files_of(tmp_path)
+    [path] = files_of(tmp_path)
     with path.open("ab") as file:
         file.write(bytes(500))
 
     assert recorded(tmp_path) == [0, 1]
-    assert [tear.num_bytes for tear in Recording.open(tmp_path).tears] == [500]
+    assert Recording.open(tmp_path).tears == {path: 500}
+
+
+def test_a_beginning_that_only_looks_whole_is_a_tear(tmp_path: Path) -> None:
+    (tmp_path / file_name(1)).write_bytes(begin_file(ORIGIN)[:-1] + b"?")
+    with pytest.raises(DataError, match="holds no recording"):
+        Recording.open(tmp_path)
+
+    record(tmp_path, range(2))
+
+    assert recorded(tmp_path) == [0, 1]
+    assert list(Recording.open(tmp_path).tears) == [tmp_path / file_name(1)]
 
 
 def test_a_flipped_bit_in_the_middle_is_found_when_the_group_is_read(tmp_path: Path) -> None:
