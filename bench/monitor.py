@@ -30,12 +30,12 @@ from streamrl.monitor.top.draw import draw
 from streamrl.monitor.top.screen import Screen
 from streamrl.monitor.watcher import Watcher
 from streamrl.telemetry.progress import Report
-from streamrl.telemetry.thinning import history_streams
 from streamrl.transport.connection import connect, server_name
 from streamrl.transport.embedded import EmbeddedRedis
 from streamrl.transport.keys import Keys
 from streamrl.transport.learner import LearnerStream
 from streamrl.transport.report_codec import encode_report
+from streamrl.transport.thinning import history_streams
 from streamrl.transport.types import START
 from streamrl.versions import make_version
 

@@ -1,4 +1,5 @@
-"""The curves of a run: read once in full from what Redis keeps of them (`telemetry.thinning`), then only what is new.
+"""The curves of a run: read once in full from what Redis keeps of them (`transport.thinning`), then only what is new;
+or from the run's folder.
 
 Steps that were made again after a crash count as the later epoch made them; what the earlier one made beyond is dead.
 Blocks as long as its caller's client does.
@@ -6,20 +7,26 @@ Blocks as long as its caller's client does.
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 import redis
 
 from streamrl.errors import TransportError
-from streamrl.telemetry.thinning import LONGEST_RECENT, NUM_LEVELS, is_validation
 from streamrl.transport.address import server_name
 from streamrl.transport.gleaning import to_records
 from streamrl.transport.keys import Keys
+from streamrl.transport.thinning import LONGEST_RECENT, NUM_LEVELS, is_validation
 from streamrl.transport.types import START, Record, entry_order
 
+T = TypeVar("T")
+
+HELD_OUT = "val_rollouts/rewards"
 _NEW_A_LOOK = 500
+_EVERY_RECORD = 1_000_000  # what a folder holds is read in full
 
 
 class Curve:
@@ -60,6 +67,32 @@ class History:
         self._longest = longest
         self._forget()
 
+    @classmethod
+    def of(cls, records: Iterable[Record]) -> History:
+        """In the order in which they were written."""
+        history = cls(longest=_EVERY_RECORD)
+        for record in records:
+            history.add(record)
+        return history
+
+    @classmethod
+    def read(cls, folder: Path) -> History:
+        """Of a run's folder: its metrics.jsonl."""
+        return cls.of(
+            Record(
+                id=START,
+                step=line["step"],
+                epoch=line["epoch"],
+                at=line["at"],
+                values={name: value for name, value in line.items() if name not in ("step", "epoch", "at")},
+            )
+            for line in read_lines(folder / "metrics.jsonl")
+        )
+
+    def curve(self, metric: str) -> tuple[list[int], list[float]]:
+        """(steps, values), of training or of validation as the metric is."""
+        return (self.validations if is_validation([metric]) else self.steps).values(metric)
+
     def _forget(self) -> None:
         self.steps, self.validations = Curve(), Curve()
         self._last_id: str | None = None  # of the recent ones; None: nothing was read yet
@@ -83,12 +116,6 @@ class History:
         if entries:
             self._last_id = entries[-1][0].decode()
         return self._take(to_records(entries))
-
-    def read_records(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Of a run's folder: the lines of its metrics.jsonl."""
-        for line in records:
-            values = {name: v for name, v in line.items() if name not in ("step", "epoch", "at")}
-            self.add(Record(id=START, step=line["step"], epoch=line["epoch"], at=line["at"], values=values))
 
     def _read_all(self, client: redis.Redis, keys: Keys) -> bool:
         older = [keys.validations, *(keys.thinned(level) for level in range(NUM_LEVELS, 0, -1))]
@@ -121,7 +148,18 @@ class History:
             curve.thin_older_half()
 
 
-def thin(values: Sequence[Any], most: int) -> Sequence[Any]:
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """JSON lines; the last one may be cut off by a crash."""
+    if not path.exists():
+        return
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            continue
+
+
+def thin(values: Sequence[T], most: int) -> Sequence[T]:
     """At most so many, evenly taken, with the first and the last."""
     if len(values) <= most:
         return values

@@ -9,7 +9,8 @@ from typing import Any
 
 from streamrl.config.schema import Config
 from streamrl.data.prompts import PromptRow, read_prompts
-from streamrl.launch.summary import History, Summary, read_lines, summary_lines
+from streamrl.launch.summary import Summary, summary_lines
+from streamrl.monitor.history import History, read_lines
 from streamrl.showcase.plot import HELD_OUT_MARK, TRAIN_MARK, Points, save_png, terminal_plot
 from streamrl.terminal import printable
 
@@ -78,8 +79,8 @@ class Report:
 def make_report(config: Config, task: Task, summary: Summary, *, prepare_s: float, total_s: float) -> Report:
     """Of a run that has finished; draws the PNG."""
     history = History.read(config.folder)
-    train = [(r["step"], r[f"train_rollouts/rewards/{task.source}"]) for r in history.steps]
-    held_out = [(r["step"], r[f"val_rollouts/rewards/{task.source}"]) for r in history.validations]
+    train = list(zip(*history.curve(f"train_rollouts/rewards/{task.source}"), strict=True))
+    held_out = list(zip(*history.curve(f"val_rollouts/rewards/{task.source}"), strict=True))
     plot = config.folder / "plot.png"
     save_png(plot, train, held_out)
     before, after = summary.held_out[task.source]

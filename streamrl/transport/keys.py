@@ -121,7 +121,7 @@ class Keys:
         return f"{self.prefix}metrics"
 
     def thinned(self, level: int) -> str:
-        """Bounded stream: of the same records, every 4^level-th (`streamrl.telemetry.thinning`)."""
+        """Bounded stream: of the same records, every 4^level-th (`streamrl.transport.thinning`)."""
         return f"{self.prefix}metrics:{level}"
 
     @property

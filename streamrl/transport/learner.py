@@ -21,7 +21,6 @@ import structlog
 from streamrl.crashpoints import crashpoint
 from streamrl.errors import Fenced, RunGone, ServerFull, TransportError, WireError
 from streamrl.telemetry.progress import Report
-from streamrl.telemetry.thinning import history_streams, is_validation
 from streamrl.transport.ahead import PagedReader
 from streamrl.transport.connection import bounded_block_ms
 from streamrl.transport.keys import LONGEST_EVENTS, Keys
@@ -30,6 +29,7 @@ from streamrl.transport.scripts import for_learner as scripts
 from streamrl.transport.scripts.call import Argument, Call, run
 from streamrl.transport.scripts.fence import Fence
 from streamrl.transport.tenure import Tenure
+from streamrl.transport.thinning import history_streams, is_validation
 from streamrl.transport.types import (
     START,
     Announcement,

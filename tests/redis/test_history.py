@@ -12,9 +12,9 @@ import redis
 from streamrl.cli.main import main
 from streamrl.monitor.history import History
 from streamrl.monitor.runs import list_runs
-from streamrl.telemetry.thinning import LONGEST_RECENT, LONGEST_THINNED, NUM_LEVELS, history_streams
 from streamrl.transport.keys import Keys
 from streamrl.transport.learner import LearnerStream
+from streamrl.transport.thinning import LONGEST_RECENT, LONGEST_THINNED, NUM_LEVELS, history_streams
 from tests.redis.conftest import MakeLearner
 
 REWARD = "train_rollouts/rewards"

@@ -135,7 +135,7 @@ def workers_starting(view: View) -> Told | None:
 
 
 def _is_starting(part: Part) -> bool:
-    return part.state == "starting" or part.doing in ("load the tokenizer", "start the engine", "engine", "run")
+    return part.state == "starting" or part.doing in (Wait.ENGINE, Wait.RUN)
 
 
 def workers_without_weights(view: View) -> Told | None:
