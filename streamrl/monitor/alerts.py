@@ -1,92 +1,14 @@
-"""Alert rules for Prometheus and a dashboard for Grafana, as data. Both ask only for what `exporter` writes."""
+"""Alert rules for Prometheus and a dashboard for Grafana. Both ask only for what `exporter` writes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
+import yaml
 
-class Alert(NamedTuple):
-    expr: str
-    for_: str
-    severity: str
-    summary: str
-
-
-_NOT_PAUSED = 'unless on(run) streamrl_cause{cause="paused"} == 1'  # nobody is woken for what an operator wants
-ALERTS: Mapping[str, Alert] = {
-    "StreamrlRedisGone": Alert("streamrl_up == 0", "1m", "critical", "Redis of run {{ $labels.run }} does not answer"),
-    "StreamrlStalled": Alert(
-        f"streamrl_health == 4 {_NOT_PAUSED}",
-        "5m",
-        "critical",
-        "Run {{ $labels.run }} stands still; `streamrl why` says what holds it",
-    ),
-    "StreamrlNoProgress": Alert(
-        f"streamrl_running == 1 and on(run) streamrl_learner_progress_age_seconds > 900 {_NOT_PAUSED}",
-        "1m",
-        "critical",
-        "The learner of run {{ $labels.run }} has not got on for 15 minutes",
-    ),
-    "StreamrlLearnerGone": Alert(
-        "streamrl_running == 1 and on(run) streamrl_learner_up == 0",
-        "3m",
-        "critical",
-        "The learner of run {{ $labels.run }} is gone",
-    ),
-    "StreamrlNoWorkers": Alert(
-        'streamrl_running == 1 and on(run) streamrl_cause{cause="no_workers"} == 1',
-        "3m",
-        "critical",
-        "Run {{ $labels.run }} has no workers",
-    ),
-    "StreamrlAllWorkersReject": Alert(
-        'streamrl_running == 1 and on(run) streamrl_cause{cause="all_workers_reject"} == 1',
-        "1m",  # in three the run ends
-        "critical",
-        "All workers of run {{ $labels.run }} reject its weights; `streamrl why` says by how much they are off",
-    ),
-    "StreamrlSomeWorkersReject": Alert(
-        'streamrl_running == 1 and on(run) streamrl_cause{cause="some_workers_reject"} == 1',
-        "5m",
-        "warning",
-        "Some workers of run {{ $labels.run }} reject its weights and deliver nothing; `streamrl why` names them",
-    ),
-    "StreamrlFailed": Alert(
-        'streamrl_cause{cause="failed"} == 1',
-        "0m",
-        "critical",
-        "Run {{ $labels.run }} has ended with an error; `streamrl why` says with which",
-    ),
-    "StreamrlLag": Alert(
-        'streamrl_metric{name="lag/mean"} > 16',
-        "15m",
-        "warning",
-        "Tokens of run {{ $labels.run }} are {{ $value }} steps old",
-    ),
-    "StreamrlEngineDisagrees": Alert(
-        'streamrl_running == 1 and on(run) streamrl_cause{cause="engine_disagrees"} == 1',
-        "15m",
-        "warning",
-        "Engines of run {{ $labels.run }} give other log-probs than the learner, on samples of the same weights",
-    ),
-    "StreamrlDrops": Alert(
-        "sum by (run) (rate(streamrl_groups_dropped_total[15m]))"
-        " > 3 * sum by (run) (rate(streamrl_groups_trained_total[15m]))",
-        "15m",
-        "warning",
-        "Run {{ $labels.run }} drops over three quarters of its groups",
-    ),
-    "StreamrlDeadLetters": Alert(
-        "delta(streamrl_dead_letters[15m]) > 0", "0m", "warning", "Run {{ $labels.run }} has given up tickets"
-    ),
-    "StreamrlRedisFull": Alert(
-        "streamrl_redis_max_bytes > 0 and on(run) streamrl_redis_used_bytes / streamrl_redis_max_bytes > 0.85",
-        "5m",
-        "warning",
-        "Redis of run {{ $labels.run }} is nearly full",
-    ),
-}
+_RULES = "k8s/components/prometheus/rules.yaml"  # in a checkout; a wheel has them beside the configurations
 
 _PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ("Health (0 healthy, 3 degraded, 4 stalled, 5 ended)", "short", (("streamrl_health", "health"),)),
@@ -123,18 +45,12 @@ _PANEL_WIDTH, _PANEL_HEIGHT, _GRID = 12, 8, 24
 
 
 def alert_rules() -> dict[str, Any]:
-    """A rule file of Prometheus, as YAML would hold it."""
-    rules = [
-        {
-            "alert": name,
-            "expr": alert.expr,
-            "for": alert.for_,
-            "labels": {"severity": alert.severity},
-            "annotations": {"summary": alert.summary},
-        }
-        for name, alert in ALERTS.items()
-    ]
-    return {"groups": [{"name": "streamrl", "rules": rules}]}
+    """A rule file of Prometheus: what the manifest for Kubernetes hands to its operator."""
+    package = Path(__file__).parents[1]
+    installed = package / "conf" / "prometheus-rules.yaml"
+    manifest = installed if installed.exists() else package.parent / _RULES
+    rules: dict[str, Any] = yaml.safe_load(manifest.read_text(encoding="utf-8"))["spec"]
+    return rules
 
 
 def grafana_dashboard() -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import redis
 import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
@@ -131,7 +132,8 @@ class Dashboard:
 
     async def _metrics(self, request: Request) -> Response:
         seen = self._looker.seen
-        return PlainTextResponse(prometheus_text(seen.view, self._there.keys.name, is_up=not seen.error))
+        text = prometheus_text(seen.view, self._there.keys.name, is_up=not seen.error)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     def _open(self, entry_id: str) -> Any:
         with self._lock:  # one tokenizer, loaded once
