@@ -124,32 +124,38 @@ def bounded_block_ms(client: AnyClient, wanted_ms: int) -> int:
 def check_server(client: redis.Redis, *, max_backlog_bytes: int = 0, max_store_bytes: int = 0) -> None:
     """ResourceError when the server is too old, would evict keys of a run, or may not hold what the settings allow."""
     info = repeat(client.info, attempts=Attempts(client, "say what it is"))
-    _check_info(server_name(client), info)
-    limit, needed = info.get("maxmemory", 0), needed_memory(max_backlog_bytes, max_store_bytes)
+    for fault in server_faults(server_name(client), info, max_backlog_bytes, max_store_bytes).values():
+        raise ResourceError(fault)
+
+
+def server_faults(
+    server: str, info: Mapping[str, Any], max_backlog_bytes: int = 0, max_store_bytes: int = 0
+) -> dict[str, str]:
+    """What no run can be on: by version, policy and memory, with the remedy."""
+    faults = {}
+    version = str(info["redis_version"])
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_SERVER:
+        faults["version"] = f"Redis at {server} is version {version}; streamrl needs 6.2 or newer"
+    limit, policy = info.get("maxmemory", 0), info.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction" and limit:
+        faults["policy"] = (
+            f"Redis at {server} has maxmemory-policy {policy}: it would throw rollouts away; "
+            "set it to noeviction (redis-cli CONFIG SET maxmemory-policy noeviction)"
+        )
+    needed = needed_memory(max_backlog_bytes, max_store_bytes)
     if limit and needed > limit:
         weights = f" and weights.max_store_bytes = {max_store_bytes}" if max_store_bytes else ""
-        raise ResourceError(
-            f"redis.max_backlog_bytes = {max_backlog_bytes}{weights}: Redis at {server_name(client)} may use {limit} "
+        faults["memory"] = (
+            f"redis.max_backlog_bytes = {max_backlog_bytes}{weights}: Redis at {server} may use {limit} "
             f"bytes in all (maxmemory), and takes a quarter more than is put into it, {needed}; lower them, or raise "
             "maxmemory"
         )
+    return faults
 
 
 def needed_memory(max_backlog_bytes: int, max_store_bytes: int = 0) -> int:
     """Bytes of a server's memory that hold so many of groups and of weights."""
     return (max_backlog_bytes + max_store_bytes) * 5 // 4
-
-
-def _check_info(server: str, info: Mapping[str, Any]) -> None:
-    version = tuple(int(part) for part in str(info["redis_version"]).split(".")[:2])
-    if version < OLDEST_SERVER:
-        raise ResourceError(f"Redis at {server} is version {info['redis_version']}; streamrl needs 6.2 or newer")
-    policy = info.get("maxmemory_policy", "noeviction")
-    if policy != "noeviction" and info.get("maxmemory", 0):
-        raise ResourceError(
-            f"Redis at {server} has maxmemory-policy {policy}: it would throw rollouts away; "
-            "set it to noeviction (redis-cli CONFIG SET maxmemory-policy noeviction)"
-        )
 
 
 class Attempts:

@@ -1,4 +1,4 @@
-"""This machine: packages, GPUs, memory, shared memory, disk, limits. What it would need is estimated from the model."""
+"""This machine: GPUs, memory, shared memory, disk, limits. What it would need is estimated from the model."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from pathlib import Path
 
 from streamrl.config.load import Loaded
 from streamrl.config.schema import Config
-from streamrl.errors import ResourceError
-from streamrl.launch.preflight import check_packages as check_installed
 from streamrl.monitor.doctor.finding import Finding, error, ok, warning
 from streamrl.monitor.doctor.model import count_parameters
 from streamrl.monitor.units import plural, size
@@ -22,15 +20,6 @@ _MASTER_BYTES = 4 + 4 + 8  # fp32 weights, gradients, and AdamW's two moments
 _CHECKPOINT_BYTES = 4 + 8  # fp32 weights and the moments
 _FEWEST_FILES = 4096
 _TIMEOUT_S = 15.0
-
-
-def check_packages(loaded: Loaded) -> Iterator[Finding]:
-    try:
-        check_installed(loaded.config)
-    except ResourceError as missing:
-        yield error("packages", str(missing), "install it in this environment")
-    else:
-        yield ok("packages", "all that this configuration needs is installed")
 
 
 def check_gpus(loaded: Loaded) -> Iterator[Finding]:
