@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from textwrap import wrap
 from typing import NamedTuple
 
 from rich.text import Text
 
 from streamrl.monitor import text as words
-from streamrl.monitor.rollouts import OpenRollout
 from streamrl.monitor.top.screen import HELP, Page, Screen
 from streamrl.monitor.units import age, number
 from streamrl.monitor.view import View, Worker
@@ -176,25 +174,9 @@ def _groups(view: View, screen: Screen, width: int, space: int) -> list[Text]:
 
 
 def _group(view: View, screen: Screen, width: int, space: int) -> list[Text]:
-    if screen.group is None:
+    if not screen.group:
         return [Text("that group has been committed meanwhile (esc: back)", style="yellow")]
-    return _scrolled(list(_open_group(screen.group, width)), screen, space)
-
-
-def _open_group(group: OpenRollout, width: int) -> Iterator[Text]:
-    rollout = group.rollout
-    yield Text(f"ticket {rollout.ticket} by {printable(rollout.worker)}", style="bold")
-    yield from (Text(line) for line in _paragraphs(group.prompt, width))
-    if rollout.error:
-        yield Text(printable(rollout.error), style="red")
-    for place, sample in enumerate(group.completions, start=1):
-        sources = "  ".join(f"{name} {number(value)}" for name, value in sample.by_source.items())
-        head = (
-            f"{place}. reward {number(sample.reward)}  ({sources})  {sample.num_tokens} tokens, {sample.finish_reason}"
-        )
-        yield Text()
-        yield Text(printable(f"{head}, by {' then '.join(sample.versions)}"), style="cyan")
-        yield from (Text(line) for line in _paragraphs(sample.text, width))
+    return _scrolled(list(screen.group), screen, space)
 
 
 def _causes(view: View, screen: Screen, width: int, space: int) -> list[Text]:
@@ -208,11 +190,6 @@ def _help(view: View, screen: Screen, width: int, space: int) -> list[Text]:
 def _scrolled(lines: list[Text], screen: Screen, space: int) -> list[Text]:
     first = max(0, min(screen.scroll, len(lines) - space))
     return lines[first:]
-
-
-def _paragraphs(text: str, width: int) -> Iterator[str]:
-    for line in text.splitlines() or [""]:
-        yield from wrap(printable(line), width=max(20, width - 1)) or [""]
 
 
 _PAGES: Mapping[Page, Callable[[View, Screen, int, int], Sequence[Text]]] = {

@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from streamrl.monitor.rollouts import OpenRollout, Rollout
+from rich.text import Text
+
+from streamrl.monitor.rollouts import Rollout
 from streamrl.monitor.view import View, Worker
 
 Page = Literal["workers", "worker", "groups", "group", "causes", "help"]
@@ -41,7 +43,7 @@ class Screen:
     selected: int = 0  # row of the page's list
     scroll: int = 0  # first line of a page of text
     worker: str = ""  # that is open
-    group: OpenRollout | None = None  # that is open
+    group: Sequence[Text] = ()  # the lines of the one that is open; none: it is gone
     groups: Sequence[Rollout] = field(default=())
     wants_group: str = ""  # entry id, to be opened by whoever can read Redis
     wants_groups: bool = False

@@ -74,6 +74,10 @@ class Terminal:
         size = os.get_terminal_size(self._output.fileno())
         return size.columns, size.lines
 
+    @property
+    def has_colour(self) -> bool:
+        return not self._console.no_color
+
     def show(self, lines: Sequence[Text]) -> None:
         """One frame; only what differs from the last one is sent."""
         size = self.size

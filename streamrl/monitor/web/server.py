@@ -12,7 +12,7 @@ import hmac
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,12 @@ from streamrl.monitor.exporter import prometheus_text
 from streamrl.monitor.history import History, thin
 from streamrl.monitor.looker import Looker, Seen
 from streamrl.monitor.opening import Opened
-from streamrl.monitor.rollouts import Decode, find_decoder, list_rollouts, open_rollout
+from streamrl.monitor.rollouts import find_words_of_run, list_rollouts, open_rollout
 from streamrl.monitor.watcher import Watcher
 from streamrl.monitor.web.trace import Trace
 from streamrl.ports import LOOPBACK
+from streamrl.record.export import to_json
+from streamrl.record.words import Words
 
 _POINTS = 400  # of a curve: more than a phone or a screen has columns for
 _HEADERS = {
@@ -58,7 +60,7 @@ class Dashboard:
         self._looker = Looker(self._watcher, period_s=period_s, on_look=self._seen)
         self._history: bytes = b"{}"  # as it is sent; encoded when something is new, not for every reader
         self._history_of: tuple[int, str, int] | None = None  # what of the history is in it
-        self._decode: Decode | None = None
+        self._words: Words | None = None
         self._page = Path(__file__).with_name("index.html").read_text(encoding="utf-8")
         self._lock = threading.Lock()
 
@@ -128,22 +130,22 @@ class Dashboard:
 
     async def _rollout(self, request: Request) -> Response:
         found = await run_in_threadpool(self._open, request.path_params["entry_id"])
-        return _json(asdict(found)) if found else _json({"error": "it has been committed meanwhile"}, status=404)
+        return _json(found) if found else _json({"error": "it has been committed meanwhile"}, status=404)
 
     async def _metrics(self, request: Request) -> Response:
         seen = self._looker.seen
         text = prometheus_text(seen.view, self._there.keys.name, is_up=not seen.error)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
-    def _open(self, entry_id: str) -> Any:
-        with self._lock:  # one tokenizer, loaded once
-            if self._decode is None:
-                config = self._there.client.hget(self._there.keys.meta, "config")
-                self._decode = find_decoder(config.decode() if isinstance(config, bytes) else "")
+    def _open(self, entry_id: str) -> Mapping[str, Any] | None:
         try:
-            return open_rollout(self._there.client, self._there.keys, entry_id, self._decode)
+            with self._lock:  # one tokenizer, loaded once
+                if self._words is None:
+                    self._words = find_words_of_run(self._there.client, self._there.keys)
+            found = open_rollout(self._there.client, self._there.keys, entry_id)
         except redis.RedisError:
             return None
+        return to_json(*found, self._words) if found else None
 
 
 def curves(history: History) -> dict[str, Any]:
