@@ -28,7 +28,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from streamrl.monitor.charts import CHARTS
+from streamrl.monitor.charts import CHARTS, Chart
 from streamrl.monitor.exporter import prometheus_text
 from streamrl.monitor.history import History, thin
 from streamrl.monitor.looker import Looker, Seen
@@ -153,12 +153,11 @@ def curves(history: History) -> dict[str, Any]:
     return {"charts": [_chart(history, chart) for chart in CHARTS]}
 
 
-def _chart(history: History, chart: Any) -> dict[str, Any]:
+def _chart(history: History, chart: Chart) -> dict[str, Any]:
     series: dict[str, list[tuple[int, float]]] = {}
     for label, metric in chart.series.items():
-        curve = history.validations if metric.startswith("val_rollouts/") else history.steps
-        records = thin([record for record in list(curve.records) if metric in record.values], _POINTS)
-        series[label] = [(record.step, float(f"{record.values[metric]:.6g}")) for record in records]
+        points = thin(list(zip(*history.curve(metric), strict=True)), _POINTS)
+        series[label] = [(step, float(f"{value:.6g}")) for step, value in points]
     return {"name": chart.name, "title": chart.title, "unit": chart.unit, "stacked": chart.is_stacked, "series": series}
 
 
