@@ -11,26 +11,33 @@ prometheus_client is loaded here and in `scrape`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from streamrl.monitor.looker import Seen
 from streamrl.monitor.view import EXIT_CODES, View
 
 
-class RunFigures(Collector):
-    """Of one moment: a View, or none while Redis has never answered."""
+def make_registry(run: str, look: Callable[[], Seen]) -> CollectorRegistry:
+    """Of what was last seen whenever somebody asks."""
+    registry = CollectorRegistry()
+    registry.register(_RunFigures(run, look))
+    return registry
 
-    def __init__(self, view: View | None, run: str, *, is_up: bool) -> None:
-        self._view, self._run, self._is_up = view, run, is_up
+
+class _RunFigures(Collector):
+    def __init__(self, run: str, look: Callable[[], Seen]) -> None:
+        self._run, self._look = run, look
 
     def collect(self) -> Iterator[Metric]:
-        yield self._one("streamrl_up", "Redis answers", self._is_up)
-        if self._view is not None:
-            yield from self._parts(self._view)
-            yield from self._flow(self._view)
+        seen = self._look()
+        yield self._one("streamrl_up", "Redis answers", not seen.error)
+        if seen.view is not None:
+            yield from self._parts(seen.view)
+            yield from self._flow(seen.view)
 
     def _parts(self, view: View) -> Iterator[Metric]:
         run, lead, workers = view.run, view.learner.lead, view.workers
@@ -94,10 +101,3 @@ class RunFigures(Collector):
 
 def _family(name: str) -> type[CounterMetricFamily] | type[GaugeMetricFamily]:
     return CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-
-
-def prometheus_text(view: View | None, run: str, *, is_up: bool) -> bytes:
-    """Everything in Prometheus's text format."""
-    registry = CollectorRegistry()
-    registry.register(RunFigures(view, run, is_up=is_up))
-    return generate_latest(registry)

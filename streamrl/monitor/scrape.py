@@ -1,52 +1,29 @@
-"""GET /metrics over plain HTTP, by the standard library: a scrape every few seconds needs no more.
+"""GET /metrics over plain HTTP: a scrape every few seconds needs no more than the server of the standard library.
 
-Blocks until it is interrupted. Redis is looked at when somebody asks, at most once a second.
+Blocks until it is interrupted. A scrape never waits for Redis: a thread looks at it once a second.
 """
 
 from __future__ import annotations
 
 import socket
-import threading
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from http.server import ThreadingHTTPServer
 
 from prometheus_client import CollectorRegistry, MetricsHandler
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
-from streamrl.errors import TransportError
-from streamrl.monitor.exporter import RunFigures
+from streamrl.monitor.exporter import make_registry
+from streamrl.monitor.looker import Looker
 from streamrl.monitor.opening import Opened
 from streamrl.monitor.watcher import Watcher
 
-_FRESH_S = 1.0
+_LOOK_EVERY_S = 1.0
 _SILENCE_S = 10.0
 
 
-class Scraped(Collector):
-    def __init__(self, there: Opened, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._watcher = Watcher(there.client, there.keys, server=there.server)
-        self._run, self._clock = there.keys.name, clock
-        self._lock = threading.Lock()
-        self._is_up, self._until = False, 0.0
-
-    def collect(self) -> Iterable[Metric]:
-        with self._lock:
-            if self._clock() >= self._until:
-                try:
-                    self._watcher.look()
-                    self._is_up = True
-                except TransportError:
-                    self._is_up = False
-                self._until = self._clock() + _FRESH_S
-            return RunFigures(self._watcher.view, self._run, is_up=self._is_up).collect()
-
-
-def make_server(scraped: Scraped, bound: socket.socket, *, silence_s: float = _SILENCE_S) -> ThreadingHTTPServer:
+def make_server(
+    figures: CollectorRegistry, bound: socket.socket, *, silence_s: float = _SILENCE_S
+) -> ThreadingHTTPServer:
     """On a socket that is bound, which it closes. A connection may say nothing for `silence_s`."""
-    figures = CollectorRegistry()
-    figures.register(scraped)
 
     class Handler(MetricsHandler):
         registry = figures
@@ -60,6 +37,9 @@ def make_server(scraped: Scraped, bound: socket.socket, *, silence_s: float = _S
 
 
 def serve_metrics(there: Opened, bound: socket.socket, *, ready: Callable[[], None]) -> None:
-    with make_server(Scraped(there), bound) as server:
+    looker = Looker(Watcher(there.client, there.keys, server=there.server), period_s=_LOOK_EVERY_S)
+    looker.look()
+    figures = make_registry(there.keys.name, lambda: looker.seen)
+    with looker.looking(), make_server(figures, bound) as server:
         ready()
         server.serve_forever()

@@ -13,12 +13,16 @@ import pytest
 import redis
 import redis.asyncio
 import yaml
+from prometheus_client import generate_latest
 
 from streamrl.cli.main import main
 from streamrl.monitor.alerts import alert_rules, grafana_dashboard
-from streamrl.monitor.exporter import prometheus_text
+from streamrl.monitor.exporter import make_registry
+from streamrl.monitor.looker import Looker, Seen
 from streamrl.monitor.opening import Target, opened
-from streamrl.monitor.scrape import Scraped, make_server
+from streamrl.monitor.scrape import make_server
+from streamrl.monitor.view import View
+from streamrl.monitor.watcher import Watcher
 from streamrl.ports import address_of, bind
 from streamrl.transport.keys import Keys
 from streamrl.transport.operate import set_control
@@ -33,6 +37,11 @@ _NAME = re.compile(r"streamrl_[a-z_]+")
 @pytest.fixture
 def run(tmp_path: Path, client: redis.Redis, async_client: redis.asyncio.Redis, keys: Keys, redis_url: str) -> Watched:
     return Watched(RunWorld(tmp_path, client=client, async_client=async_client, keys=keys, url=redis_url))
+
+
+def prometheus_text(view: View | None, run: str, *, is_up: bool) -> bytes:
+    seen = Seen(view=view, error="" if is_up else "it is gone")
+    return generate_latest(make_registry(run, lambda: seen))
 
 
 def parse(told: bytes) -> dict[tuple[str, str], float]:
@@ -119,13 +128,13 @@ def get(url: str) -> bytes:
         return bytes(reply.read())
 
 
-def test_a_scrape_over_http_is_fresh_and_cheap(run: Watched) -> None:
+def test_a_scrape_over_http_tells_what_was_last_seen_and_asks_redis_nothing(run: Watched) -> None:
     run.worker()
-    now = 0.0
     with opened(Target(url=run.world.url, run=run.world.keys.name)) as there:
-        scraped = Scraped(there, clock=lambda: now)
+        looker = Looker(Watcher(there.client, there.keys, server=there.server), period_s=1.0)
+        looker.look()
         bound = bind("127.0.0.1", 0, what="test")
-        with make_server(scraped, bound, silence_s=0.2) as server:
+        with make_server(make_registry(there.keys.name, lambda: looker.seen), bound, silence_s=0.2) as server:
             thread = threading.Thread(target=server.serve_forever, name="exporter")
             thread.start()
             url = f"http://{address_of(bound)}/metrics"
@@ -133,7 +142,7 @@ def test_a_scrape_over_http_is_fresh_and_cheap(run: Watched) -> None:
                 first = get(url)
                 run.worker(name="another")
                 assert get(url) == first
-                now = 5.0
+                looker.look()
                 assert b"another" in get(url)
                 with socket.create_connection(bound.getsockname(), timeout=10) as silent:
                     assert silent.recv(1) == b""  # closed: who says nothing holds no thread

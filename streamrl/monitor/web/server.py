@@ -19,7 +19,7 @@ from typing import Any
 
 import redis
 import uvicorn
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
@@ -29,7 +29,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from streamrl.monitor.charts import CHARTS, Chart
-from streamrl.monitor.exporter import prometheus_text
+from streamrl.monitor.exporter import make_registry
 from streamrl.monitor.history import History, thin
 from streamrl.monitor.looker import Looker, Seen
 from streamrl.monitor.opening import Opened
@@ -58,6 +58,7 @@ class Dashboard:
         self._watcher = Watcher(there.client, there.keys, server=there.server)
         self._trace = Trace()
         self._looker = Looker(self._watcher, period_s=period_s, on_look=self._seen)
+        self._figures = make_registry(there.keys.name, lambda: self._looker.seen)
         self._history: bytes = b"{}"  # as it is sent; encoded when something is new, not for every reader
         self._history_of: tuple[int, str, int] | None = None  # what of the history is in it
         self._words: Words | None = None
@@ -133,9 +134,7 @@ class Dashboard:
         return _json(found) if found else _json({"error": "it has been committed meanwhile"}, status=404)
 
     async def _metrics(self, request: Request) -> Response:
-        seen = self._looker.seen
-        text = prometheus_text(seen.view, self._there.keys.name, is_up=not seen.error)
-        return Response(text, media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(self._figures), media_type=CONTENT_TYPE_LATEST)
 
     def _open(self, entry_id: str) -> Mapping[str, Any] | None:
         try:
