@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING
 
 from streamrl.errors import ResourceError
-
-if TYPE_CHECKING:
-    from streamrl.config.schema import Config
 
 
 def need(what: str, *packages: str, extra: str, or_extra: str | None = None) -> None:
@@ -17,15 +13,6 @@ def need(what: str, *packages: str, extra: str, or_extra: str | None = None) -> 
     if missing:
         remedy = " or ".join(f"`pip install 'streamrl[{one}]'`" for one in (extra, or_extra) if one)
         raise ResourceError(f"{what} needs {' and '.join(missing)}, not installed here: {remedy}")
-
-
-def check_packages(config: Config) -> None:
-    """That what this configuration needs is installed."""
-    check_learner()
-    if config.worker.count and config.worker.engine == "vllm":
-        need("worker.engine = 'vllm'", "vllm", extra="worker-cpu", or_extra="worker-gpu")
-    if config.reward_server is not None:
-        need("reward_server", "starlette", "uvicorn", extra="rewards")
 
 
 def check_learner() -> None:

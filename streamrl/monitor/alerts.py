@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from streamrl.monitor.charts import CHARTS
+
 _RULES = "k8s/components/prometheus/rules.yaml"  # in a checkout; a wheel has them beside the configurations
 
-_PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
+Panel = tuple[str, str, tuple[tuple[str, str], ...]]  # title, unit, and each expression with its legend
+
+_OF_THE_RUN: tuple[Panel, ...] = (
     ("Health (0 healthy, 3 degraded, 4 stalled, 5 ended)", "short", (("streamrl_health", "health"),)),
     ("What holds it back", "short", (("streamrl_cause", "{{cause}}"),)),
     ("Steps", "short", (("streamrl_step", "step"),)),
-    ("Reward", "short", (('streamrl_metric{name=~"train_rollouts/rewards"}', "trained"),)),
-    ("KL to the reference", "short", (('streamrl_metric{name="train_rollouts/init_policy_kl"}', "KL"),)),
-    ("Lag of trained tokens", "short", (('streamrl_metric{name=~"lag/(mean|max)"}', "{{name}}"),)),
-    (
-        "Engine against learner, on fresh samples",
-        "short",
-        (('streamrl_metric{name="policy/fresh_mismatch"}', "mean difference"),),
-    ),
     ("Generated tokens/s", "short", (("sum(streamrl_worker_tokens_per_second)", "all workers"),)),
-    ("Trained tokens/s", "short", (('streamrl_metric{name="throughput/tokens_per_s"}', "trained"),)),
     ("Workers", "short", (("streamrl_workers", "{{state}}"),)),
     (
         "Tickets and groups",
@@ -31,7 +27,6 @@ _PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         (("streamrl_tickets", "{{purpose}} tickets"), ("streamrl_groups", "{{purpose}} groups")),
     ),
     ("Drops per second", "short", (("rate(streamrl_groups_dropped_total[5m])", "{{reason}}"),)),
-    ("Where a step's time goes", "s", (('streamrl_metric{name=~"timers/.*"}', "{{name}}"),)),
     ("Reward sources: latency", "s", (("streamrl_reward_latency_seconds", "{{source}}"),)),
     ("Dead letters", "short", (("streamrl_dead_letters", "dead"),)),
     (
@@ -40,6 +35,14 @@ _PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         (("streamrl_redis_used_bytes", "used"), ("streamrl_group_bytes", "{{purpose}} groups")),
     ),
     ("Steps behind, by worker", "short", (("streamrl_worker_lag_steps", "{{worker}}"),)),
+)
+_OF_THE_STEPS: tuple[Panel, ...] = tuple(
+    (
+        chart.title,
+        "s" if chart.unit == "s" else "short",
+        tuple((f'streamrl_metric{{name="{metric}"}}', label) for label, metric in chart.series.items()),
+    )
+    for chart in CHARTS
 )
 _PANEL_WIDTH, _PANEL_HEIGHT, _GRID = 12, 8, 24
 
@@ -69,7 +72,7 @@ def grafana_dashboard() -> dict[str, Any]:
                 {"name": "run", "type": "query", "datasource": source, "query": "label_values(streamrl_up, run)"},
             ]
         },
-        "panels": [_panel(place, *panel, source=source) for place, panel in enumerate(_PANELS)],
+        "panels": [_panel(place, *panel, source=source) for place, panel in enumerate((*_OF_THE_RUN, *_OF_THE_STEPS))],
     }
 
 
@@ -98,8 +101,6 @@ def _panel(
 
 def _of_the_run(expr: str) -> str:
     """The same, of the run that was chosen."""
-    start = expr.index("streamrl_")
-    end = next((at for at in range(start, len(expr)) if not (expr[at].isalnum() or expr[at] == "_")), len(expr))
-    name, rest = expr[start:end], expr[end:]
-    chosen = 'run="$run"'
-    return expr[:start] + (f"{name}{{{chosen},{rest[1:]}" if rest.startswith("{") else f"{name}{{{chosen}}}{rest}")
+    if "{" in expr:
+        return expr.replace("{", '{run="$run",')
+    return re.sub(r"streamrl_\w+", r'\g<0>{run="$run"}', expr)

@@ -25,13 +25,13 @@ from streamrl.monitor.view import (
 )
 from streamrl.telemetry.liveness import GONE_S
 from streamrl.telemetry.progress import Report
+from streamrl.transport.keys import LEADER
 from streamrl.transport.report_codec import LARGEST
 from streamrl.transport.snapshot import Snapshot, StreamCounts
 from streamrl.transport.types import Record
 from streamrl.versions import show
 from streamrl.weights.rejected import rejects
 
-LEAD = "learner/0"
 _RECENT = 400  # steps, for what is told of the last ones
 _CURVE = 400  # points
 _FRESH_STEPS = 20  # engine and learner are compared over so many
@@ -66,7 +66,7 @@ def build_view(
         limits=_limits(config),
         learner=learner,
         workers=workers,
-        others=tuple(part for part in parts.values() if part.role != "worker" and part.name != LEAD),
+        others=tuple(part for part in parts.values() if part.role != "worker" and part.name != LEADER),
         restarts=sum(_integer(r.detail, "restarts") or 0 for r in snapshot.reports if r.role == "launcher"),
         rewards=tuple(_rewards(config, learner.metrics, workers)),
         streams=tuple(_stream(purpose, counts) for purpose, counts in snapshot.streams.items()),
@@ -186,10 +186,10 @@ def _part(report: Report, *, at: float, age_s: float | None, silent_s: float) ->
 
 def _learner(snapshot: Snapshot, parts: Mapping[str, Part], history: History, steps: Sequence[Record]) -> Learner:
     ranks = [part for part in parts.values() if part.role == "learner" and part.alive]
-    details = (report.detail for report in snapshot.reports if report.part == LEAD)
+    details = (report.detail for report in snapshot.reports if report.part == LEADER)
     fresh = (record.values.get("policy/fresh_mismatch") for record in steps)
     return Learner(
-        lead=parts.get(LEAD),
+        lead=parts.get(LEADER),
         ranks=len(ranks),
         holder=snapshot.holder,
         lease_left_s=snapshot.lease_left_s,

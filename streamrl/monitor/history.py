@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,25 +35,22 @@ class Curve:
 
     def __init__(self) -> None:
         self.records: list[Record] = []
-        self._steps: list[int] = []
 
     def add(self, record: Record) -> None:
         """In the order in which they were written."""
-        place = bisect_left(self._steps, record.step)
-        if place < len(self._steps) and self.records[place].epoch > record.epoch:
+        place = bisect_left(self.records, record.step, key=attrgetter("step"))
+        later = self.records[place] if place < len(self.records) else None
+        if later is not None and later.epoch > record.epoch:
             return  # of a learner that had been replaced
-        # An earlier record of the same epoch and a later step was read from another stream: it stays.
-        if place < len(self._steps) and self.records[place].epoch < record.epoch:
-            del self.records[place:], self._steps[place:]
-        elif place < len(self._steps) and self._steps[place] == record.step:
-            self.records[place] = record
-            return
+        # A later record of the same epoch was read from another stream: it stays.
+        if later is not None and later.epoch < record.epoch:
+            del self.records[place:]
+        elif later is not None and later.step == record.step:
+            del self.records[place]
         self.records.insert(place, record)
-        self._steps.insert(place, record.step)
 
     def thin_older_half(self) -> None:
-        half = len(self.records) // 2
-        del self.records[1:half:2], self._steps[1:half:2]
+        del self.records[1 : len(self.records) // 2 : 2]
 
     def values(self, metric: str) -> tuple[list[int], list[float]]:
         """(steps, values) of those that have it."""

@@ -11,9 +11,19 @@ from streamrl.config.check import check_config
 from streamrl.config.files import check_files
 from streamrl.config.load import Loaded
 from streamrl.config.places import is_object_store
-from streamrl.extras import check_packages
+from streamrl.config.schema import Config
+from streamrl.extras import check_learner, need
 from streamrl.ports import bind
 from streamrl.weights.object_store import ObjectStore
+
+
+def check_packages(config: Config) -> None:
+    """That what this configuration needs is installed."""
+    check_learner()
+    if config.worker.count and config.worker.engine == "vllm":
+        need("worker.engine = 'vllm'", "vllm", extra="worker-cpu", or_extra="worker-gpu")
+    if config.reward_server is not None:
+        need("reward_server", "starlette", "uvicorn", extra="rewards")
 
 
 def _store(loaded: Loaded) -> None:

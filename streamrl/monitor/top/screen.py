@@ -12,14 +12,6 @@ from streamrl.monitor.rollouts import Rollout
 from streamrl.monitor.view import View, Worker
 
 Page = Literal["workers", "worker", "groups", "group", "causes", "help"]
-_BACK: Mapping[Page, Page] = {
-    "workers": "workers",
-    "worker": "workers",
-    "groups": "workers",
-    "group": "groups",
-    "causes": "workers",
-    "help": "workers",
-}
 _STATES = ("working", "waiting", "starting", "stopping", "silent")
 
 SORTS: Mapping[str, Callable[[Worker], tuple[float | str, ...]]] = {
@@ -88,7 +80,8 @@ class Screen:
     def back(self) -> Screen:
         if self.page == "workers" and self.filter:
             return replace(self, filter="", selected=0)
-        return replace(self, page=_BACK[self.page], scroll=0, selected=0 if self.page == "groups" else self.selected)
+        before: Page = "groups" if self.page == "group" else "workers"
+        return replace(self, page=before, scroll=0, selected=0 if self.page == "groups" else self.selected)
 
 
 def _haystack(worker: Worker) -> str:
