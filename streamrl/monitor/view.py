@@ -170,7 +170,7 @@ class Redis:
 class Cause:
     """Something that holds the run back, or explains why it does nothing."""
 
-    name: str
+    name: str = ""  # what `causes.TABLE` calls it
     level: Level
     title: str
     evidence: str
