@@ -123,13 +123,13 @@ class Supervisor:
         if self._drain_by is None:
             self._look_after_workers()
         self._give_up_where_nothing_helps()
-        self._show()
+        self.show()
         time.sleep(_TICK_S)
 
     def _look_after_workers(self) -> None:
         if self._workers is not None:
             if any(worker.process.poll() == 0 for worker in self._workers):
-                self._look()  # they leave when the run has ended, which is not to be mistaken
+                self.look()  # they leave when the run has ended, which is not to be mistaken
             for worker in self._workers:
                 worker.look(is_needed=not self.watcher.is_over)
         elif self._reward is None or self._reward.url is not None:
@@ -175,7 +175,7 @@ class Supervisor:
 
     def _dismiss_workers(self) -> None:
         """They leave by themselves when the run is over; those that do not are asked, and then made to."""
-        self._look()
+        self.look()
         processes = [worker.process for worker in self._workers or ()]
         end_all(processes, within_s=self._config.worker.grace_s + _LEAVE_S)
 
@@ -187,12 +187,12 @@ class Supervisor:
         log.warning("notice", text=text)
         self._display.say(text)
 
-    def _show(self) -> None:
+    def show(self) -> None:
         now = time.monotonic()
         if now < self._next_show:
             return
         self._next_show = now + _SHOW_EVERY_S
-        self._look()
+        self.look()
         self._progress.advanced(restarts=sum(self.restarts.values()))
         shown = Shown(
             title=self._config.name,
@@ -210,7 +210,7 @@ class Supervisor:
             return f"paused: `streamrl resume {self._folder.path}` lets it go on"
         return self._phase
 
-    def _look(self) -> None:
+    def look(self) -> None:
         try:
             view = self.watcher.look()
             self._redis_is_away = False
