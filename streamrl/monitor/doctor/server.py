@@ -11,7 +11,6 @@ import redis
 
 from streamrl.config.load import Loaded
 from streamrl.config.places import EMBEDDED_REDIS
-from streamrl.errors import ResourceError
 from streamrl.monitor.doctor.finding import Finding, error, ok, warning
 from streamrl.monitor.units import size
 from streamrl.transport.address import server_name
@@ -28,12 +27,7 @@ def check_redis(loaded: Loaded) -> Iterator[Finding]:
     if settings.url == EMBEDDED_REDIS:
         yield ok("redis", f"embedded: {find_server()} will serve the run's folder")
         return
-    try:
-        client = connect(settings.url, settings)
-    except ResourceError as gone:
-        yield error("redis", str(gone), "start it, or mend redis.url")
-        return
-    with client:
+    with connect(settings.url, settings) as client:
         try:
             info: Any = client.info()
             latency = _latency(client)
