@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from statistics import mean
 
-from streamrl.launch.summary import History, read_lines
+from streamrl.monitor.history import History, read_lines
 
 TRL_STEPS = "steps.jsonl"
 _READY = "version_loaded"  # the worker's first word that it has weights
@@ -89,14 +89,14 @@ def read_streamrl(folder: Path) -> Curve:
 
 
 def _steps(folder: Path) -> Iterator[Step]:
-    for record in History.read(folder).steps:
-        num_samples = round(record["train_rollouts/rollout_size"])
+    for record in History.read(folder).steps.records:
+        num_samples = round(record.values["train_rollouts/rollout_size"])
         yield Step(
-            number=round(record["step"]),
-            at=record["at"],
-            reward=record["train_rollouts/rewards"],
+            number=record.step,
+            at=record.at,
+            reward=record.values["train_rollouts/rewards"],
             num_samples=num_samples,
-            num_tokens=round(record["train_rollouts/response_lengths"] * num_samples),
+            num_tokens=round(record.values["train_rollouts/response_lengths"] * num_samples),
         )
 
 

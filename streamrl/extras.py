@@ -13,3 +13,7 @@ def need(what: str, *packages: str, extra: str, or_extra: str | None = None) -> 
     if missing:
         remedy = " or ".join(f"`pip install 'streamrl[{one}]'`" for one in (extra, or_extra) if one)
         raise ResourceError(f"{what} needs {' and '.join(missing)}, not installed here: {remedy}")
+
+
+def check_learner() -> None:
+    need("the learner", "torch", "transformers", extra="learner")

@@ -1,14 +1,15 @@
-"""What the launcher's tests share: a run as seen from outside, made of whatever a test says."""
+"""What the tests of the launcher and of monitors share: a run as seen from outside, made of whatever a test says."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+import json
+from dataclasses import replace
+from typing import Any
 
-import redis
-
-from streamrl.launch.watch import Watch
+from streamrl.monitor.build import build_view
+from streamrl.monitor.history import History
+from streamrl.monitor.view import View
 from streamrl.telemetry.progress import Report
-from streamrl.transport.keys import Keys
 from streamrl.transport.snapshot import Snapshot, StreamCounts
 from streamrl.transport.types import Record, RunInfo
 from streamrl.versions import make_version
@@ -39,11 +40,15 @@ def make_report(part: str, **changes: Any) -> Report:
     return Report(**{**fields, **changes})
 
 
+def make_run(**config: Any) -> RunInfo:
+    return RunInfo(uid="uid", name="run", epoch=1, config_json=json.dumps(config), fingerprint="f", state="running")
+
+
 def make_snapshot(**changes: Any) -> Snapshot:
     counts = StreamCounts(num_tickets=0, num_leased=0, leased_by={}, num_groups=0)
     fields: dict[str, Any] = {
         "at": NOW,
-        "run": RunInfo(uid="uid", name="run", epoch=1, config_json="{}", fingerprint="f", state="running"),
+        "run": make_run(),
         "created_at": NOW,
         "step": 0,
         "holder": "me",
@@ -61,10 +66,8 @@ def make_snapshot(**changes: Any) -> Snapshot:
     return Snapshot(**{**fields, **changes})
 
 
-def make_watch(*records: Record, max_steps: int | None = 100, snapshot: Snapshot | None = None) -> Watch:
-    """As if it had read these; it has no server."""
-    watch = Watch(cast(redis.Redis, None), Keys("run"), max_steps=max_steps)
-    for record in records:
-        watch.history.add(record)
-    watch.now = snapshot or make_snapshot()
-    return watch
+def make_view(*records: Record, max_steps: int = 100, snapshot: Snapshot | None = None) -> View:
+    """As of a watcher that has read these."""
+    config = make_run(training={"max_steps": max_steps})
+    seen = replace(snapshot or make_snapshot(), run=config)
+    return build_view(seen, run_name="run", server="here", history=History.of(records))

@@ -38,7 +38,7 @@ def dashboard(target: Target, host: str, port: int, makes_token: bool, token_fil
     only_loopback = host in LOOPBACK
     if not only_loopback and token is None:
         raise ConfigError(f"--host {host}: others may reach it, so a token is needed; add --token or --token-file FILE")
-    need("the dashboard", "starlette", "uvicorn", extra="monitor")
+    need("the dashboard", "starlette", "uvicorn", "prometheus_client", extra="monitor")
     from streamrl.monitor.web.server import Dashboard, serve
 
     with opened(target) as there, bind(host, port, what="dashboard") as listener:

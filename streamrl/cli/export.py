@@ -7,6 +7,7 @@ import json
 import click
 
 from streamrl.cli.target import takes_run
+from streamrl.extras import need
 from streamrl.monitor.opening import Target, opened
 from streamrl.ports import address_of, bind
 
@@ -26,6 +27,7 @@ def prometheus(target: Target, host: str, port: int) -> None:
     It holds numbers and names of parts only, no text of rollouts; it listens on loopback unless --host says otherwise.
     `streamrl dashboard` serves the same at its own /metrics.
     """
+    need("the exporter", "prometheus_client", extra="monitor")
     from streamrl.monitor.scrape import serve_metrics
 
     with opened(target) as there, bind(host, port, what="exporter") as bound:

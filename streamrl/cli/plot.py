@@ -40,9 +40,7 @@ def _from_folder(folder: Path) -> tuple[str, History]:
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise ConfigError(f"{folder} holds no metrics.jsonl: it is not the folder of a run, or no step was made yet")
-    history = History(longest=1_000_000)
-    history.read_records(read_lines(path))
-    return folder.resolve().name, history
+    return folder.resolve().name, History.read(folder)
 
 
 def _from_redis(folder: Path | None, url: str | None, run: str | None) -> tuple[str, History]:

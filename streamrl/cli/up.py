@@ -23,14 +23,14 @@ def up(file: str, overrides: tuple[str, ...], takeover: bool, as_json: bool) -> 
     from rich.console import Console
 
     from learner.checkpoints.resume import check_resume
-    from streamrl.launch.display import make_display
+    from streamrl.launch.display import Display
     from streamrl.launch.summary import summary_lines
     from streamrl.launch.up import up as run_up
 
     loaded = load_config(file, overrides)
     check_resume(loaded.config)
     console = Console(stderr=as_json)
-    outcome = run_up(loaded, display=make_display(console), takeover=takeover)
+    outcome = run_up(loaded, display=Display(console), takeover=takeover)
     if outcome.summary is not None:
         for name, value in summary_lines(outcome.summary):
             console.print(f"{name:<18}{value}", markup=False, highlight=False, soft_wrap=True)

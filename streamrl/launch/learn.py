@@ -23,8 +23,9 @@ from streamrl.config.load import Loaded
 from streamrl.config.places import EMBEDDED_REDIS
 from streamrl.durable import write_durably
 from streamrl.errors import ConfigError, ResourceError
+from streamrl.extras import check_learner
 from streamrl.launch.parts import Cluster, RunFolder, holder_of_all, learner_command
-from streamrl.launch.preflight import check_learner, check_redis
+from streamrl.launch.preflight import check_redis
 from streamrl.launch.processes import Command
 from streamrl.transport.connection import connect
 from streamrl.transport.embedded import serving

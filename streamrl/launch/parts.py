@@ -53,10 +53,6 @@ class RunFolder:
     def summary(self) -> Path:
         return self.path / "summary.json"
 
-    @property
-    def export(self) -> Path:
-        return self.path / "export"
-
     def log(self, name: str) -> Path:
         return self.path / "logs" / name
 

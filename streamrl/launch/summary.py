@@ -1,21 +1,22 @@
 """What a run came to: the audit of its tickets, and what its folder and its workers have to say.
 
-metrics.jsonl    lag, versions, held-out rewards      Watch        versions that workers loaded
-audit            trained, dropped, lost, twice        supervisor   what was started again
+metrics.jsonl    lag, versions, held-out rewards      supervisor   what was started again, versions that workers loaded
+audit            trained, dropped, lost, twice
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from streamrl.audit import Audit
-from streamrl.launch.watch import VALIDATION, Loads
-from streamrl.transport.types import RunState
-from streamrl.versions import epoch_of, number_of
+from streamrl.monitor.history import HELD_OUT, History
+from streamrl.transport.types import Record
+from streamrl.versions import epoch_of, number_of, parse
+
+_OF_AUDIT = ("issued", "trained", "dropped", "dead", "outstanding", "lost", "twice", "clean")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,21 +28,20 @@ class Lag:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Loads:
+    """Weight versions that workers took up, all lives of all workers together."""
+
+    loaded: int = 0
+    in_flight: int = 0  # of them with samples being generated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     name: str
     folder: str
-    state: RunState
+    state: str
     seconds: float  # of this launch
-    steps: int
-    issued: int
-    trained: int
-    dropped: Mapping[str, int]
-    dead: int
-    outstanding: int
-    lost: int
-    twice: int
-    clean: bool  # the audit found nothing wrong
-    remarks: tuple[str, ...]  # what the audit found wrong, or could not look at
+    audit: Audit
     versions_published: int
     loads: Loads
     lag: Lag | None  # None before the first step
@@ -49,72 +49,49 @@ class Summary:
     restarts: Mapping[str, int]  # by part
     export: str | None  # the trained model, for plain transformers
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What the audit found wrong, or could not look at."""
+        return (*self.audit.problems, *self.audit.unchecked)
+
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        told = {name: value for name, value in asdict(self).items() if name != "audit"}
+        audit = self.audit.to_json()
+        return {**told, **{n: audit[n] for n in _OF_AUDIT}, "steps": audit["step"], "remarks": self.remarks}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class History:
-    """`metrics.jsonl`: of a step that was made again after a crash, the later record counts."""
-
-    steps: tuple[Mapping[str, float], ...]
-    validations: tuple[Mapping[str, float], ...]
-
-    @staticmethod
-    def read(folder: Path) -> History:
-        steps: dict[float, Mapping[str, float]] = {}
-        validations: dict[float, Mapping[str, float]] = {}
-        for record in read_lines(folder / "metrics.jsonl"):
-            (validations if VALIDATION in record else steps)[record["step"]] = record
-        return History(
-            steps=tuple(steps[step] for step in sorted(steps)),
-            validations=tuple(validations[step] for step in sorted(validations)),
-        )
-
-    def lag(self) -> Lag | None:
-        measured = [record for record in self.steps if "lag/mean" in record]
-        tokens = [_response_tokens(record) for record in measured]
-        if not sum(tokens):
-            return None
-        total = sum(record["lag/mean"] * weight for record, weight in zip(measured, tokens, strict=True))
-        return Lag(mean=total / sum(tokens), max=round(max(record["lag/max"] for record in measured)))
-
-    def num_versions(self, *, latest: int = 0) -> int:
-        """Each learner publishes from number 0 on, in the order of its steps; `latest` may have come after the last."""
-        newest: dict[int, int] = {}
-        for version in (*(int(record.get("weights/version", 0)) for record in self.steps), latest):
-            newest[epoch_of(version)] = max(newest.get(epoch_of(version), 0), number_of(version))
-        return sum(number + 1 for epoch, number in newest.items() if epoch)
-
-    def held_out(self) -> dict[str, tuple[float, float]]:
-        names = sorted({name for record in self.validations for name in record if name.startswith(f"{VALIDATION}/")})
-        curves = {name: [record[name] for record in self.validations if name in record] for name in names}
-        return {name.removeprefix(f"{VALIDATION}/"): (curve[0], curve[-1]) for name, curve in curves.items()}
+def lag_of(steps: list[Record]) -> Lag | None:
+    measured = [record.values for record in steps if "lag/mean" in record.values]
+    tokens = [values["train_rollouts/response_lengths"] * values["train_rollouts/rollout_size"] for values in measured]
+    if not sum(tokens):
+        return None
+    total = sum(values["lag/mean"] * weight for values, weight in zip(measured, tokens, strict=True))
+    return Lag(mean=total / sum(tokens), max=round(max(values["lag/max"] for values in measured)))
 
 
-def _response_tokens(record: Mapping[str, float]) -> float:
-    return record["train_rollouts/response_lengths"] * record["train_rollouts/rollout_size"]
+def num_versions(steps: list[Record], *, latest: str | None = None) -> int:
+    """Each learner publishes from number 0 on, in the order of its steps; `latest` may have come after the last."""
+    newest: dict[int, int] = {}
+    recorded = (int(record.values.get("weights/version", 0)) for record in steps)
+    for version in (*recorded, parse(latest) if latest else 0):
+        newest[epoch_of(version)] = max(newest.get(epoch_of(version), 0), number_of(version))
+    return sum(number + 1 for epoch, number in newest.items() if epoch)
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """JSON lines; the last one may be cut off by a crash."""
-    if not path.exists():
-        return
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            yield json.loads(line)
-        except ValueError:
-            continue
+def held_out_of(history: History) -> dict[str, tuple[float, float]]:
+    names = sorted({name for record in history.validations.records for name in record.values})
+    curves = {name: history.curve(name)[1] for name in names if name.startswith(f"{HELD_OUT}/")}
+    return {name.removeprefix(f"{HELD_OUT}/"): (curve[0], curve[-1]) for name, curve in curves.items()}
 
 
 def summarise(
     *,
     name: str,
     folder: Path,
-    state: RunState,
+    state: str,
     seconds: float,
     audit: Audit,
-    latest_version: int,  # 0: none
+    latest_version: str | None,
     loads: Loads,
     restarts: Mapping[str, int],
 ) -> Summary:
@@ -125,20 +102,11 @@ def summarise(
         folder=str(folder),
         state=state,
         seconds=round(seconds, 1),
-        steps=audit.step,
-        issued=audit.issued,
-        trained=audit.trained,
-        dropped=dict(audit.dropped),
-        dead=audit.dead,
-        outstanding=audit.outstanding,
-        lost=audit.lost,
-        twice=audit.twice,
-        clean=audit.clean,
-        remarks=(*audit.problems, *audit.unchecked),
-        versions_published=history.num_versions(latest=latest_version),
+        audit=audit,
+        versions_published=num_versions(history.steps.records, latest=latest_version),
         loads=loads,
-        lag=history.lag(),
-        held_out=history.held_out(),
+        lag=lag_of(history.steps.records),
+        held_out=held_out_of(history),
         restarts=dict(restarts),
         export=str(export) if state == "finished" and export.is_dir() else None,
     )
@@ -146,14 +114,19 @@ def summarise(
 
 def summary_lines(summary: Summary) -> list[tuple[str, str]]:
     """(name, value) for people."""
-    dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(summary.dropped.items()))
+    audit, loads = summary.audit, summary.loads
+    dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(audit.dropped.items()))
     lines = [
-        ("run", f"{summary.state} after {summary.steps} steps; this launch took {summary.seconds:.0f} s"),
-        ("groups trained", f"{summary.trained} of {summary.issued} tickets"),
-        ("dropped", f"{sum(summary.dropped.values())}" + (f" ({dropped})" if dropped else "")),
-        ("left over", f"{summary.outstanding} outstanding, {summary.dead} dead"),
-        ("lost, twice", f"{summary.lost}, {summary.twice}"),
-        ("weight versions", f"{summary.versions_published} published; {_loads(summary.loads)}"),
+        ("run", f"{summary.state} after {audit.step} steps; this launch took {summary.seconds:.0f} s"),
+        ("groups trained", f"{audit.trained} of {audit.issued} tickets"),
+        ("dropped", f"{sum(audit.dropped.values())}" + (f" ({dropped})" if dropped else "")),
+        ("left over", f"{audit.outstanding} outstanding, {audit.dead} dead"),
+        ("lost, twice", f"{audit.lost}, {audit.twice}"),
+        (
+            "weight versions",
+            f"{summary.versions_published} published; "
+            f"{loads.loaded} loaded by workers, {loads.in_flight} of them while they generated",
+        ),
     ]
     if summary.lag is not None:
         lines.append(("lag of a token", f"{summary.lag.mean:.2f} steps on average, {summary.lag.max} at most"))
@@ -164,7 +137,3 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
     lines += [("remark", remark) for remark in summary.remarks]
     lines.append(("model", summary.export or "not exported: the run has not finished"))
     return lines
-
-
-def _loads(loads: Loads) -> str:
-    return f"{loads.loaded} loaded by workers, {loads.in_flight} of them while they generated"

@@ -22,14 +22,16 @@ import structlog
 from streamrl.config import schema
 from streamrl.errors import PartError, TransportError, UserError
 from streamrl.held_folder import remove_those_of_the_dead
-from streamrl.launch.display import Display, View
+from streamrl.launch.display import Display, Shown
 from streamrl.launch.interrupts import Interrupts
 from streamrl.launch.parts import DRAIN_S, RunFolder, learner_command, worker_command
 from streamrl.launch.processes import Kept, Process, end_all
 from streamrl.launch.redis_part import RedisPart
 from streamrl.launch.reward_part import RewardPart
-from streamrl.launch.watch import Watch
+from streamrl.launch.summary import Loads
+from streamrl.monitor.watcher import Watcher
 from streamrl.telemetry.progress import Progress
+from streamrl.transport.address import server_name
 from streamrl.transport.keys import Keys
 from streamrl.transport.reports import ReportWriter
 
@@ -58,8 +60,8 @@ class Supervisor:
         self._redis_url, self._embedded = redis_url, embedded
         self._client, self._keys = client, Keys(config.name)
         self._display, self._interrupts, self._takeover = display, interrupts, takeover
-        max_steps = config.training.max_steps
-        self.watch = Watch(client, self._keys, max_steps=max_steps if max_steps > 0 else None)
+        self.watcher = Watcher(client, self._keys, server=server_name(client))
+        self._loads: dict[tuple[str, int], Loads] = {}  # by worker and process
         self._progress = Progress(part="launcher", role="launcher")
         self._began = time.time()
         self._next_show = 0.0
@@ -107,6 +109,11 @@ class Supervisor:
             counts["redis"] = self._embedded.num_restarts
         return {name: count for name, count in counts.items() if count}
 
+    @property
+    def loads(self) -> Loads:
+        lives = self._loads.values()
+        return Loads(loaded=sum(life.loaded for life in lives), in_flight=sum(life.in_flight for life in lives))
+
     def _tick(self) -> None:
         self._heed_requests_to_end()
         if self._embedded is not None:
@@ -116,15 +123,15 @@ class Supervisor:
         if self._drain_by is None:
             self._look_after_workers()
         self._give_up_where_nothing_helps()
-        self._show()
+        self.show()
         time.sleep(_TICK_S)
 
     def _look_after_workers(self) -> None:
         if self._workers is not None:
             if any(worker.process.poll() == 0 for worker in self._workers):
-                self._look()  # they leave when the run has ended, which is not to be mistaken
+                self.look()  # they leave when the run has ended, which is not to be mistaken
             for worker in self._workers:
-                worker.look(is_needed=not self.watch.is_over)
+                worker.look(is_needed=not self.watcher.is_over)
         elif self._reward is None or self._reward.url is not None:
             self._workers = self._start_workers(self._reward.url if self._reward else None)
             self._phase = ""
@@ -168,7 +175,7 @@ class Supervisor:
 
     def _dismiss_workers(self) -> None:
         """They leave by themselves when the run is over; those that do not are asked, and then made to."""
-        self._look()
+        self.look()
         processes = [worker.process for worker in self._workers or ()]
         end_all(processes, within_s=self._config.worker.grace_s + _LEAVE_S)
 
@@ -180,33 +187,36 @@ class Supervisor:
         log.warning("notice", text=text)
         self._display.say(text)
 
-    def _show(self) -> None:
+    def show(self) -> None:
         now = time.monotonic()
         if now < self._next_show:
             return
         self._next_show = now + _SHOW_EVERY_S
-        self._look()
+        self.look()
         self._progress.advanced(restarts=sum(self.restarts.values()))
-        view = View(
+        shown = Shown(
             title=self._config.name,
             phase=self._notice(),
             began=self._began,
-            watch=self.watch,
+            view=self.watcher.view,
             footer=f"logs in {self._folder.path}/logs · Ctrl-C ends it in good order",
         )
-        self._display.show(view)
+        self._display.show(shown)
 
     def _notice(self) -> str:
         if self._redis_is_away:
             return "Redis does not answer"
-        if not self._phase and self.watch.now is not None and self.watch.now.control == "pause":
+        if not self._phase and self.watcher.view is not None and self.watcher.view.run.control == "pause":
             return f"paused: `streamrl resume {self._folder.path}` lets it go on"
         return self._phase
 
-    def _look(self) -> None:
+    def look(self) -> None:
         try:
-            self.watch.look()
+            view = self.watcher.look()
             self._redis_is_away = False
+            for worker in view.workers:
+                life = Loads(loaded=worker.loads, in_flight=worker.loads_in_flight)
+                self._loads[worker.part.name, worker.part.pid] = life
         except TransportError as error:
             log.warning("redis_does_not_answer", error=str(error))
             self._redis_is_away = True

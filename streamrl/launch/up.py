@@ -77,17 +77,17 @@ def up(loaded: Loaded, *, display: Display, takeover: bool = False) -> Outcome:
 def _summarise(
     config: schema.Config, folder: RunFolder, supervisor: Supervisor, *, redis_url: str, seconds: float
 ) -> Summary | None:
-    now = supervisor.watch.now
-    if now is None or now.run is None:
+    view = supervisor.watcher.view
+    if view is None or view.run.state == "absent":
         return None
     summary = summarise(
         name=config.name,
         folder=folder.path,
-        state=now.run.state,
+        state=view.run.state,
         seconds=seconds,
         audit=audit_folder(folder.path, redis_url=redis_url, run=config.name),
-        latest_version=now.latest_version or 0,
-        loads=supervisor.watch.loads,
+        latest_version=view.weights.latest,
+        loads=supervisor.loads,
         restarts=supervisor.restarts,
     )
     write_durably(folder.summary, json.dumps(summary.to_json(), indent=2).encode())

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from streamrl.monitor.causes import find_causes, judge
+from streamrl.monitor.history import HELD_OUT, History, thin
 from streamrl.monitor.view import (
     Dead,
     Drops,
@@ -24,6 +25,7 @@ from streamrl.monitor.view import (
 )
 from streamrl.telemetry.liveness import GONE_S
 from streamrl.telemetry.progress import Report
+from streamrl.transport.keys import LEADER
 from streamrl.transport.report_codec import LARGEST
 from streamrl.transport.snapshot import Snapshot, StreamCounts
 from streamrl.transport.thinning import is_validation
@@ -31,9 +33,11 @@ from streamrl.transport.types import Record
 from streamrl.versions import show
 from streamrl.weights.rejected import rejects
 
-LEAD = "learner/0"
+_RECENT = 400  # steps, for what is told of the last ones
+_CURVE = 400  # points
 _FRESH_STEPS = 20  # engine and learner are compared over so many
 _PACE_STEPS = 20  # the time left is told from the pace of so many steps
+_STARTS = ("load the tokenizer", "start the engine")  # what a worker does before it can work
 WELL = "well"  # what workers say of a reward source that can be asked
 
 
@@ -42,19 +46,20 @@ def build_view(
     *,
     run_name: str,
     server: str,
-    records: Sequence[Record] = (),
+    history: History | None = None,
     ages: Mapping[str, float] | None = None,
     silent_s: float = GONE_S,
 ) -> View:
-    """`records`: of training, oldest first; by default those of the snapshot. `ages`: since parts last reported, for
-    who has watched them (`Liveness`); by default what their clocks say."""
+    """`history`: by default of the snapshot's records. `ages`: since parts last reported, for who has watched them
+    (`Liveness`); by default what their clocks say."""
     config = _config(snapshot)
-    steps = [r for r in (records or snapshot.records) if not is_validation(r.values)]
+    history = history or History.of(snapshot.records)
+    steps = history.steps.records[-_RECENT:]
     parts = {
         report.part: _part(report, at=snapshot.at, age_s=(ages or {}).get(report.part), silent_s=silent_s)
         for report in snapshot.reports
     }
-    learner = _learner(snapshot, parts, steps)
+    learner = _learner(snapshot, parts, history, steps)
     workers = tuple(_worker(r, parts[r.part], snapshot) for r in snapshot.reports if r.role == "worker")
     view = View(
         at=snapshot.at,
@@ -62,7 +67,8 @@ def build_view(
         limits=_limits(config),
         learner=learner,
         workers=workers,
-        others=tuple(parts[r.part] for r in snapshot.reports if r.role not in ("worker", "learner")),
+        others=tuple(part for part in parts.values() if part.role != "worker" and part.name != LEADER),
+        restarts=sum(_integer(r.detail, "restarts") or 0 for r in snapshot.reports if r.role == "launcher"),
         rewards=tuple(_rewards(config, learner.metrics, workers)),
         streams=tuple(_stream(purpose, counts) for purpose, counts in snapshot.streams.items()),
         weights=_weights(snapshot, steps, workers),
@@ -171,7 +177,7 @@ def _part(report: Report, *, at: float, age_s: float | None, silent_s: float) ->
         role=report.role,
         host=report.host,
         pid=report.pid,
-        state="silent" if age_s > silent_s else report.state,
+        state="silent" if age_s > silent_s else "starting" if report.doing in _STARTS else report.state,
         doing=report.doing,
         doing_s=doing_s,
         progress_s=progress_s,
@@ -179,21 +185,29 @@ def _part(report: Report, *, at: float, age_s: float | None, silent_s: float) ->
     )
 
 
-def _learner(snapshot: Snapshot, parts: Mapping[str, Part], steps: Sequence[Record]) -> Learner:
+def _learner(snapshot: Snapshot, parts: Mapping[str, Part], history: History, steps: Sequence[Record]) -> Learner:
     ranks = [part for part in parts.values() if part.role == "learner" and part.alive]
-    details = (report.detail for report in snapshot.reports if report.part == LEAD)
-    rewards = (record.values.get("train_rollouts/rewards") for record in steps)
+    details = (report.detail for report in snapshot.reports if report.part == LEADER)
     fresh = (record.values.get("policy/fresh_mismatch") for record in steps)
     return Learner(
-        lead=parts.get(LEAD),
+        lead=parts.get(LEADER),
         ranks=len(ranks),
         holder=snapshot.holder,
         lease_left_s=snapshot.lease_left_s,
         metrics=steps[-1].values if steps else {},
-        rewards=tuple(reward for reward in rewards if reward is not None),
+        rewards=tuple(thin(history.curve("train_rollouts/rewards")[1], _CURVE)),
+        held_out=_held_out(history),
         fresh_mismatch=tuple(mismatch for mismatch in fresh if mismatch is not None)[-_FRESH_STEPS:],
         live={k: float(v) for k, v in next(details, {}).items() if "/" in k and not isinstance(v, str)},
     )
+
+
+def _held_out(history: History) -> dict[str, tuple[float, ...]]:
+    """The weighted sum of the sources, `reward`, only where there are several."""
+    names = {name for record in history.validations.records for name in record.values}
+    sources = sorted(name for name in names if name.startswith(f"{HELD_OUT}/"))
+    shown = sources if len(sources) == 1 else [*sources, *(names & {HELD_OUT})]
+    return {name.rpartition("/")[2]: tuple(thin(history.curve(name)[1], _CURVE)) for name in shown}
 
 
 def _worker(report: Report, part: Part, snapshot: Snapshot) -> Worker:
@@ -215,6 +229,8 @@ def _worker(report: Report, part: Part, snapshot: Snapshot) -> Worker:
         leases=leases,
         delivered=_integer(detail, "groups_delivered") or 0,
         failed=_integer(detail, "groups_failed") or 0,
+        loads=_integer(detail, "loads") or 0,
+        loads_in_flight=_integer(detail, "loads_in_flight") or 0,
         rejected=rejected,
         rejected_version=rejected_version,
         detail=detail,

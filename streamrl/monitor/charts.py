@@ -1,4 +1,4 @@
-"""What is drawn of a run, in one table for the PNG report and for the page."""
+"""What is drawn of a run, in one table for the PNG report, the page and Grafana."""
 
 from __future__ import annotations
 

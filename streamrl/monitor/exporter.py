@@ -1,127 +1,103 @@
-"""A run as Prometheus reads it: the text format, written by hand, since it is forty lines.
+"""A run as Prometheus reads it.
 
     streamrl_up                     Redis answers; all that follows is of the last time that it did
     streamrl_metric{name="lag/mean"} one for every metric of the last step, by its own name (telemetry.metrics)
     streamrl_*                      what a View holds: parts, streams, drops, causes
 
 What is written here and asked for by the alert rules and the Grafana dashboard is held together by a test.
+prometheus_client is loaded here and in `scrape`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
 
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from streamrl.monitor.looker import Seen
 from streamrl.monitor.view import EXIT_CODES, View
 
 
-class Family(NamedTuple):
-    kind: str  # gauge or counter
-    help: str
-    samples: Callable[[View], Iterator[tuple[Mapping[str, str], float]]]
+def make_registry(run: str, look: Callable[[], Seen]) -> CollectorRegistry:
+    """Of what was last seen whenever somebody asks."""
+    registry = CollectorRegistry()
+    registry.register(_RunFigures(run, look))
+    return registry
 
 
-def _one(read: Callable[[View], float | None]) -> Callable[[View], Iterator[tuple[Mapping[str, str], float]]]:
-    def samples(view: View) -> Iterator[tuple[Mapping[str, str], float]]:
-        value = read(view)
+class _RunFigures(Collector):
+    def __init__(self, run: str, look: Callable[[], Seen]) -> None:
+        self._run, self._look = run, look
+
+    def collect(self) -> Iterator[Metric]:
+        seen = self._look()
+        yield self._one("streamrl_up", "Redis answers", not seen.error)
+        if seen.view is not None:
+            yield from self._parts(seen.view)
+            yield from self._flow(seen.view)
+
+    def _parts(self, view: View) -> Iterator[Metric]:
+        run, lead, workers = view.run, view.learner.lead, view.workers
+        health = EXIT_CODES[view.verdict]
+        yield self._one("streamrl_health", "0 healthy, 3 degraded, 4 stalled, 5 ended: the exit code of status", health)
+        causes = GaugeMetricFamily(
+            "streamrl_cause", "1: this holds the run back now (streamrl why)", labels=("run", "cause", "level")
+        )
+        for cause in view.causes:
+            causes.add_metric((self._run, cause.name, cause.level), 1.0)
+        yield causes
+        yield self._one("streamrl_running", "the run has not ended", run.state == "running")
+        yield self._one("streamrl_step", "optimizer steps", run.step)
+        yield self._one("streamrl_epoch", "lives of the learner", run.epoch)
+        yield self._one("streamrl_learner_up", "rank 0 reports", lead is not None and lead.alive)
+        progress_s = lead.progress_s if lead else None
+        yield self._one("streamrl_learner_progress_age_seconds", "since the learner got on", progress_s)
+        doing = Counter(worker.part.state for worker in workers)
+        yield self._by("streamrl_workers", "workers by what they do", "state", doing)
+        speeds = {worker.part.name: worker.tokens_per_s or 0.0 for worker in workers}
+        yield self._by("streamrl_worker_tokens_per_second", "tokens generated", "worker", speeds)
+        lags = {worker.part.name: worker.lag or 0 for worker in workers}
+        yield self._by("streamrl_worker_lag_steps", "steps that its weights are behind", "worker", lags)
+        yield self._one("streamrl_workers_behind", "workers with older weights", view.weights.behind)
+        errors = {source.name: source.errors for source in view.rewards}
+        yield self._by("streamrl_reward_errors_total", "errors of reward sources", "source", errors)
+        latencies = {s.name: s.latency_s for s in view.rewards if s.latency_s is not None}
+        yield self._by("streamrl_reward_latency_seconds", "latency of reward sources", "source", latencies)
+
+    def _flow(self, view: View) -> Iterator[Metric]:
+        tickets = {stream.purpose: stream.tickets for stream in view.streams}
+        yield self._by("streamrl_tickets", "asked for, not delivered", "purpose", tickets)
+        leased = {stream.purpose: stream.leased for stream in view.streams}
+        yield self._by("streamrl_leased_tickets", "of them held by workers", "purpose", leased)
+        groups = {stream.purpose: stream.groups for stream in view.streams}
+        yield self._by("streamrl_groups", "delivered, not committed", "purpose", groups)
+        group_bytes = {stream.purpose: stream.group_bytes for stream in view.streams}
+        yield self._by("streamrl_group_bytes", "memory of those", "purpose", group_bytes)
+        oldest_s = view.train.oldest_s
+        yield self._one("streamrl_oldest_lease_seconds", "since the oldest leased ticket was issued", oldest_s)
+        yield self._one("streamrl_groups_trained_total", "groups trained", view.drops.trained)
+        yield self._by("streamrl_groups_dropped_total", "groups dropped", "reason", view.drops.by_reason)
+        yield self._one("streamrl_dead_letters", "tickets given up", view.dead.count)
+        yield self._one("streamrl_weights_age_seconds", "since the newest version", view.weights.age_s)
+        yield self._one("streamrl_redis_used_bytes", "memory of Redis", view.redis.used_bytes)
+        yield self._one("streamrl_redis_max_bytes", "its limit; 0: none", view.redis.max_bytes)
+        yield self._by("streamrl_metric", "a metric of the last step", "name", view.learner.metrics)
+
+    def _one(self, name: str, help: str, value: float | None) -> Metric:
+        metric = _family(name)(name, help, labels=("run",))
         if value is not None:
-            yield {}, float(value)
+            metric.add_metric((self._run,), float(value))
+        return metric
 
-    return samples
-
-
-def _by(
-    label: str, read: Callable[[View], Mapping[str, float]]
-) -> Callable[..., Iterator[tuple[dict[str, str], float]]]:
-    def samples(view: View) -> Iterator[tuple[dict[str, str], float]]:
-        yield from (({label: name}, float(value)) for name, value in read(view).items())
-
-    return samples
+    def _by(self, name: str, help: str, label: str, values: Mapping[str, float]) -> Metric:
+        metric = _family(name)(name, help, labels=("run", label))
+        for text, value in values.items():
+            metric.add_metric((self._run, text), float(value))
+        return metric
 
 
-def _lead_age(view: View) -> float | None:
-    return view.learner.lead.progress_s if view.learner.lead else None
-
-
-FAMILIES: Mapping[str, Family] = {
-    "streamrl_health": Family(
-        "gauge",
-        "0 healthy, 3 degraded, 4 stalled, 5 ended: as the exit code of status",
-        _one(lambda v: EXIT_CODES[v.verdict]),
-    ),
-    "streamrl_cause": Family(
-        "gauge",
-        "1: this holds the run back now (streamrl why)",
-        lambda v: (({"cause": cause.name, "level": cause.level}, 1.0) for cause in v.causes),
-    ),
-    "streamrl_running": Family("gauge", "the run has not ended", _one(lambda v: v.run.state == "running")),
-    "streamrl_step": Family("counter", "optimizer steps", _one(lambda v: v.run.step)),
-    "streamrl_epoch": Family("counter", "lives of the learner", _one(lambda v: v.run.epoch)),
-    "streamrl_learner_up": Family(
-        "gauge", "rank 0 reports", _one(lambda v: bool(v.learner.lead and v.learner.lead.alive))
-    ),
-    "streamrl_learner_progress_age_seconds": Family("gauge", "since the learner got on", _one(_lead_age)),
-    "streamrl_workers": Family(
-        "gauge", "workers by what they do", _by("state", lambda v: Counter(w.part.state for w in v.workers))
-    ),
-    "streamrl_worker_tokens_per_second": Family(
-        "gauge", "tokens generated", _by("worker", lambda v: {w.part.name: w.tokens_per_s or 0.0 for w in v.workers})
-    ),
-    "streamrl_worker_lag_steps": Family(
-        "gauge",
-        "steps that its weights are behind",
-        _by("worker", lambda v: {w.part.name: w.lag or 0 for w in v.workers}),
-    ),
-    "streamrl_tickets": Family(
-        "gauge", "asked for, not delivered", _by("purpose", lambda v: {s.purpose: s.tickets for s in v.streams})
-    ),
-    "streamrl_leased_tickets": Family(
-        "gauge", "of them held by workers", _by("purpose", lambda v: {s.purpose: s.leased for s in v.streams})
-    ),
-    "streamrl_groups": Family(
-        "gauge", "delivered, not committed", _by("purpose", lambda v: {s.purpose: s.groups for s in v.streams})
-    ),
-    "streamrl_group_bytes": Family(
-        "gauge", "memory of those", _by("purpose", lambda v: {s.purpose: s.group_bytes for s in v.streams})
-    ),
-    "streamrl_oldest_lease_seconds": Family(
-        "gauge", "since the oldest leased ticket was issued", _one(lambda v: v.train.oldest_s)
-    ),
-    "streamrl_groups_trained_total": Family("counter", "groups trained", _one(lambda v: v.drops.trained)),
-    "streamrl_groups_dropped_total": Family("counter", "groups dropped", _by("reason", lambda v: v.drops.by_reason)),
-    "streamrl_dead_letters": Family("gauge", "tickets given up", _one(lambda v: v.dead.count)),
-    "streamrl_weights_age_seconds": Family("gauge", "since the newest version", _one(lambda v: v.weights.age_s)),
-    "streamrl_workers_behind": Family("gauge", "workers with older weights", _one(lambda v: v.weights.behind)),
-    "streamrl_reward_errors_total": Family(
-        "counter", "errors of reward sources", _by("source", lambda v: {s.name: s.errors for s in v.rewards})
-    ),
-    "streamrl_reward_latency_seconds": Family(
-        "gauge",
-        "latency of reward sources",
-        _by("source", lambda v: {s.name: s.latency_s for s in v.rewards if s.latency_s is not None}),
-    ),
-    "streamrl_redis_used_bytes": Family("gauge", "memory of Redis", _one(lambda v: v.redis.used_bytes)),
-    "streamrl_redis_max_bytes": Family("gauge", "its limit; 0: none", _one(lambda v: v.redis.max_bytes)),
-    "streamrl_metric": Family("gauge", "a metric of the last step", _by("name", lambda v: v.learner.metrics)),
-}
-
-
-def prometheus_text(view: View | None, run: str, *, is_up: bool) -> str:
-    """Everything in Prometheus's text format, version 0.0.4."""
-    lines = ["# HELP streamrl_up Redis answers", "# TYPE streamrl_up gauge"]
-    lines.append(_line("streamrl_up", {"run": run}, float(is_up)))
-    for name, family in FAMILIES.items() if view is not None else ():
-        assert view is not None
-        lines += [f"# HELP {name} {family.help}", f"# TYPE {name} {family.kind}"]
-        lines += [_line(name, {"run": run, **labels}, value) for labels, value in family.samples(view)]
-    return "\n".join(lines) + "\n"
-
-
-def _line(name: str, labels: Mapping[str, str], value: float) -> str:
-    told = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
-    return f"{name}{{{told}}} {value:.17g}"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+def _family(name: str) -> type[CounterMetricFamily] | type[GaugeMetricFamily]:
+    return CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily

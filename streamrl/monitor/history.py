@@ -1,4 +1,5 @@
-"""The curves of a run: read once in full from what Redis keeps of them (`telemetry.thinning`), then only what is new.
+"""The curves of a run: read once in full from what Redis keeps of them (`transport.thinning`), then only what is new;
+or from the run's folder.
 
 Steps that were made again after a crash count as the later epoch made them; what the earlier one made beyond is dead.
 Blocks as long as its caller's client does.
@@ -6,9 +7,12 @@ Blocks as long as its caller's client does.
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, TypeVar
 
 import redis
 
@@ -19,7 +23,11 @@ from streamrl.transport.keys import Keys
 from streamrl.transport.thinning import LONGEST_RECENT, NUM_LEVELS, is_validation
 from streamrl.transport.types import START, Record, entry_order
 
+T = TypeVar("T")
+
+HELD_OUT = "val_rollouts/rewards"
 _NEW_A_LOOK = 500
+_EVERY_RECORD = 1_000_000  # what a folder holds is read in full
 
 
 class Curve:
@@ -27,25 +35,22 @@ class Curve:
 
     def __init__(self) -> None:
         self.records: list[Record] = []
-        self._steps: list[int] = []
 
     def add(self, record: Record) -> None:
         """In the order in which they were written."""
-        place = bisect_left(self._steps, record.step)
-        if place < len(self._steps) and self.records[place].epoch > record.epoch:
+        place = bisect_left(self.records, record.step, key=attrgetter("step"))
+        later = self.records[place] if place < len(self.records) else None
+        if later is not None and later.epoch > record.epoch:
             return  # of a learner that had been replaced
-        # An earlier record of the same epoch and a later step was read from another stream: it stays.
-        if place < len(self._steps) and self.records[place].epoch < record.epoch:
-            del self.records[place:], self._steps[place:]
-        elif place < len(self._steps) and self._steps[place] == record.step:
-            self.records[place] = record
-            return
+        # A later record of the same epoch was read from another stream: it stays.
+        if later is not None and later.epoch < record.epoch:
+            del self.records[place:]
+        elif later is not None and later.step == record.step:
+            del self.records[place]
         self.records.insert(place, record)
-        self._steps.insert(place, record.step)
 
     def thin_older_half(self) -> None:
-        half = len(self.records) // 2
-        del self.records[1:half:2], self._steps[1:half:2]
+        del self.records[1 : len(self.records) // 2 : 2]
 
     def values(self, metric: str) -> tuple[list[int], list[float]]:
         """(steps, values) of those that have it."""
@@ -59,6 +64,32 @@ class History:
     def __init__(self, *, longest: int = 12_000) -> None:
         self._longest = longest
         self._forget()
+
+    @classmethod
+    def of(cls, records: Iterable[Record]) -> History:
+        """In the order in which they were written."""
+        history = cls(longest=_EVERY_RECORD)
+        for record in records:
+            history.add(record)
+        return history
+
+    @classmethod
+    def read(cls, folder: Path) -> History:
+        """Of a run's folder: its metrics.jsonl."""
+        return cls.of(
+            Record(
+                id=START,
+                step=line["step"],
+                epoch=line["epoch"],
+                at=line["at"],
+                values={name: value for name, value in line.items() if name not in ("step", "epoch", "at")},
+            )
+            for line in read_lines(folder / "metrics.jsonl")
+        )
+
+    def curve(self, metric: str) -> tuple[list[int], list[float]]:
+        """(steps, values), of training or of validation as the metric is."""
+        return (self.validations if is_validation([metric]) else self.steps).values(metric)
 
     def _forget(self) -> None:
         self.steps, self.validations = Curve(), Curve()
@@ -83,12 +114,6 @@ class History:
         if entries:
             self._last_id = entries[-1][0].decode()
         return self._take(to_records(entries))
-
-    def read_records(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Of a run's folder: the lines of its metrics.jsonl."""
-        for line in records:
-            values = {name: v for name, v in line.items() if name not in ("step", "epoch", "at")}
-            self.add(Record(id=START, step=line["step"], epoch=line["epoch"], at=line["at"], values=values))
 
     def _read_all(self, client: redis.Redis, keys: Keys) -> bool:
         older = [keys.validations, *(keys.thinned(level) for level in range(NUM_LEVELS, 0, -1))]
@@ -121,7 +146,18 @@ class History:
             curve.thin_older_half()
 
 
-def thin(values: Sequence[Any], most: int) -> Sequence[Any]:
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """JSON lines; the last one may be cut off by a crash."""
+    if not path.exists():
+        return
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            continue
+
+
+def thin(values: Sequence[T], most: int) -> Sequence[T]:
     """At most so many, evenly taken, with the first and the last."""
     if len(values) <= most:
         return values

@@ -1,32 +1,35 @@
-"""A run's curves as one PNG. matplotlib is loaded here alone."""
+"""Curves of a run as one PNG: all that have a chart, or those of a demonstration. matplotlib is loaded here alone."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from streamrl.extras import need
 from streamrl.monitor.charts import CHARTS, Chart
 from streamrl.monitor.history import History
+from streamrl.transport.thinning import is_validation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLUMNS = 2
-_SIZE = (5.2, 2.7)  # inches, of one chart
+_WIDTH, _SHAPE = 10.4, 0.52  # inches, of the whole; height of a chart, as a share of its width
 _SMOOTHING = 0.04  # of the steps: the window of the running mean
 
 
-def save_report(path: Path, history: History, *, title: str) -> None:
+def save_report(path: Path, history: History, *, title: str, charts: Sequence[Chart] = CHARTS) -> None:
     need("a plot", "matplotlib", extra="monitor")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    num_rows = -(-len(CHARTS) // _COLUMNS)
-    figure = Figure(figsize=(_COLUMNS * _SIZE[0], num_rows * _SIZE[1]), dpi=120, layout="constrained")
+    num_columns = min(2, len(charts))
+    num_rows = -(-len(charts) // num_columns)
+    height = num_rows * _SHAPE * _WIDTH / num_columns
+    figure = Figure(figsize=(_WIDTH, height), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title)
-    for chart, axes in zip(CHARTS, figure.subplots(num_rows, _COLUMNS).flat, strict=False):
+    for chart, axes in zip(charts, figure.subplots(num_rows, num_columns, squeeze=False).flat, strict=False):
         _draw(chart, history, axes)
     figure.savefig(path)
 
@@ -41,8 +44,8 @@ def _draw(chart: Chart, history: History, axes: Axes) -> None:
         _draw_stacked(chart, history, axes)
     else:
         for label, metric in chart.series.items():
-            is_held_out = metric.startswith("val_rollouts/")
-            steps, values = (history.validations if is_held_out else history.steps).values(metric)
+            is_held_out = is_validation([metric])
+            steps, values = history.curve(metric)
             if not steps:
                 continue
             if is_held_out or len(steps) < 50:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 import redis
 
 from streamrl.transport.keys import Keys
+from streamrl.transport.snapshot import snapshot
 
 _KEYS_A_PAGE = 2_000
 _META = re.compile(r"^streamrl:\{(.+)\}:meta$")
@@ -49,27 +49,13 @@ def list_runs(client: redis.Redis, *, within_s: float = 10.0) -> Listing:
 
 
 def _read(client: redis.Redis, name: str) -> ListedRun:
-    keys = Keys(name)
-    with client.pipeline(transaction=False) as pipe:
-        pipe.hmget(keys.meta, "state", "epoch", "step", "created_at")
-        pipe.exists(keys.lease)
-        pipe.hlen(keys.progress)
-        (state, epoch, step, created_at), lease, parts = pipe.execute()
+    seen = snapshot(client, Keys(name))
     return ListedRun(
         name=name,
-        state=(state or b"unknown").decode(errors="replace"),
-        is_live=bool(lease),
-        epoch=int(_number(epoch)),
-        step=int(_number(step)),
-        parts=parts,
-        created_at=_number(created_at) or None,
+        state=seen.run.state if seen.run else "unknown",
+        is_live=seen.holder is not None,
+        epoch=seen.run.epoch if seen.run else 0,
+        step=seen.step,
+        parts=len(seen.reports),
+        created_at=seen.created_at,
     )
-
-
-def _number(value: bytes | None) -> float:
-    """0 where there is none: one broken run hides no other."""
-    try:
-        number = float(value or 0)
-    except ValueError:
-        return 0.0
-    return number if math.isfinite(number) else 0.0

@@ -1,4 +1,4 @@
-"""A `View` as plain text: one screen, at most 100 columns, for `streamrl status` and `streamrl why`."""
+"""A `View` as plain text, at most 100 columns: what `streamrl status`, `top`, the launcher and `streamrl why` say."""
 
 from __future__ import annotations
 
@@ -11,27 +11,39 @@ from streamrl.monitor.view import Cause, Part, View, Worker
 from streamrl.terminal import printable, sparkline
 
 WIDTH = 100
-_LABEL = 9
+LABEL = 9  # columns
 _MAX_SHOWN = 3  # reward sources, silent workers
-_CURVE = 24  # columns
+_SHORTEST_CURVE = 8  # columns
 _MARKS = {"blocking": "!!", "attention": "! ", "info": "  "}
 
 
-def status_lines(view: View, *, width: int = WIDTH) -> list[str]:
-    rows = [
+def rows(view: View, *, width: int = WIDTH) -> Iterator[tuple[str, str]]:
+    """(label, line) of all that there is to say; a line that belongs to the one above has no label."""
+    found = [
         ("run", run_line(view)),
         ("health", health_line(view)),
         ("learner", learner_line(view)),
-        ("", metrics_line(view)),
-        ("workers", workers_line(view)),
-        *reward_rows(view),
-        *(("streams" if not place else "", line) for place, line in enumerate(stream_lines(view))),
+        ("", metrics_line(view, width=width)),
+        ("held out", held_out_line(view)),
+        *_labelled("rewards", reward_lines(view)),
+        *_labelled("streams", stream_lines(view)),
         ("weights", weights_line(view)),
         ("drops", drops_line(view)),
         ("dead", dead_line(view)),
         ("redis", redis_line(view)),
+        ("others", others_line(view)),
+        ("restarts", f"{view.restarts} of parts that died" if view.restarts else ""),
+        ("workers", workers_line(view)),
     ]
-    return [f"{name:<{_LABEL}}{printable(text)}"[:width].rstrip() for name, text in rows if text]
+    yield from ((label, printable(line)) for label, line in found if line)
+
+
+def _labelled(label: str, lines: Iterator[str]) -> Iterator[tuple[str, str]]:
+    yield from (("" if place else label, line) for place, line in enumerate(lines))
+
+
+def status_lines(view: View, *, width: int = WIDTH) -> list[str]:
+    return [f"{label:<{LABEL}}{line}"[:width].rstrip() for label, line in rows(view, width=width)]
 
 
 def why_lines(view: View, *, width: int = WIDTH) -> list[str]:
@@ -55,10 +67,13 @@ def _paragraph(label: str, text: str, *, width: int) -> Iterator[str]:
     yield from wrap(printable(text), width=width, initial_indent=first, subsequent_indent=rest)
 
 
+def steps(view: View) -> str:
+    return f"step {view.run.step}" + (f"/{view.run.max_steps}" if view.run.max_steps else "")
+
+
 def run_line(view: View) -> str:
     run = view.run
-    words = [run.name, run.state if run.control == "run" else f"{run.state}, told to {run.control}"]
-    words.append(f"step {run.step}" + (f"/{run.max_steps}" if run.max_steps else ""))
+    words = [run.name, run.state if run.control == "run" else f"{run.state}, told to {run.control}", steps(view)]
     if run.share_done is not None:
         words.append(f"{run.share_done:.0%}")
     if run.eta_s is not None:
@@ -87,33 +102,40 @@ def activity(part: Part) -> str:
 
 
 def learner_line(view: View) -> str:
-    lead = view.learner.lead
+    lead, holder = view.learner.lead, view.learner.holder
+    is_gone = lead is None or not lead.alive or (lead.state == "silent" and not holder)
+    gone = "GONE: " if is_gone and view.run.state == "running" else ""
     if lead is None:
-        return f"not there; {view.learner.holder} holds the lease" if view.learner.holder else "not there"
+        return f"{gone}not there; {holder} holds the lease" if holder else f"{gone}not there"
     ranks = f", {view.learner.ranks} ranks" if view.learner.ranks > 1 else ""
-    return f"{activity(lead)}, progress {age(lead.progress_s)} ago{ranks}"
+    return f"{gone}{activity(lead)}, progress {age(lead.progress_s)} ago{ranks}"
 
 
-METRICS = (
+_METRICS = (
     ("reward", "train_rollouts/rewards"),
     ("KL", "train_rollouts/init_policy_kl"),
     ("loss", "train_optim/loss"),
     ("ratio", "policy/ratio_mean"),
     ("ESS", "policy/ess"),
     ("lag", "lag/mean"),
+    ("max lag", "lag/max"),
     ("tok/s", "throughput/tokens_per_s"),
 )
 
 
-def metric_words(view: View) -> list[str]:
+def metrics_line(view: View, *, width: int = WIDTH) -> str:
+    """The metrics of the last step, and the curve of the reward, as long as there is room for."""
     found = view.learner.metrics
-    return [f"{name} {number(found[metric])}" for name, metric in METRICS if metric in found]
+    words = [f"{name} {number(found[metric])}" for name, metric in _METRICS if metric in found]
+    if not words:
+        return "no step has been made yet"
+    room = width - LABEL - sum(len(word) + 2 for word in words)
+    return "  ".join([words[0], sparkline(view.learner.rewards, max(_SHORTEST_CURVE, room)), *words[1:]])
 
 
-def metrics_line(view: View) -> str:
-    words = metric_words(view)
-    curve = sparkline(view.learner.rewards, _CURVE)
-    return "  ".join([words[0], curve, *words[1:]]) if words else ""
+def held_out_line(view: View) -> str:
+    curves = [(name, values) for name, values in view.learner.held_out.items() if values][:_MAX_SHOWN]
+    return "  ".join(f"{name} {number(values[0])} → {number(values[-1])}" for name, values in curves)
 
 
 def workers_line(view: View) -> str:
@@ -141,15 +163,20 @@ def _names(parts: Sequence[Part]) -> str:
     return ", ".join(part.name.partition("/")[2] or part.name for part in parts[:_MAX_SHOWN]) + more
 
 
-def reward_rows(view: View) -> Iterator[tuple[str, str]]:
-    for place, source in enumerate(view.rewards[:_MAX_SHOWN]):
+def others_line(view: View) -> str:
+    """Whoever only looks at the run, as the launcher does, is not worth a word."""
+    return "; ".join(f"{part.name} {activity(part)}" for part in view.others if part.role != "launcher")
+
+
+def reward_lines(view: View) -> Iterator[str]:
+    for source in view.rewards[:_MAX_SHOWN]:
         words = [source.name, f"mean {number(source.mean)}"]
         if source.latency_s is not None:
             words.append(f"{1000 * source.latency_s:.0f} ms")
         words.append(plural(source.errors, "error"))
         if source.state is not None:
             words.append(source.state)
-        yield "rewards" if not place else "", "  ".join(words)
+        yield "  ".join(words)
 
 
 def stream_lines(view: View) -> Iterator[str]:
@@ -167,11 +194,13 @@ def weights_line(view: View) -> str:
     weights = view.weights
     if weights.latest is None:
         return "none published"
-    words = [f"{weights.latest} (step {weights.step}, {age(weights.age_s)} ago)", f"{weights.kept} kept"]
+    words = [f"{weights.latest} (step {weights.step}, {age(weights.age_s)} ago)"]
+    in_flight = sum(worker.loads_in_flight for worker in view.workers)
+    words.append(f"{plural(sum(worker.loads for worker in view.workers), 'load')}, {in_flight} with samples in flight")
+    words.append(f"{plural(weights.behind, 'worker')} behind, by {weights.worst_lag} steps at most")
     if weights.num_bytes is not None and weights.largest_bytes:
         words.append(f"{size(weights.num_bytes)}, {weights.num_bytes / weights.largest_bytes:.1%} of the largest")
-    words.append(f"{plural(weights.behind, 'worker')} behind, by {weights.worst_lag} steps at most")
-    return "; ".join(words)
+    return "; ".join([*words, f"{weights.kept} kept"])
 
 
 def drops_line(view: View) -> str:
@@ -188,7 +217,7 @@ def drops_line(view: View) -> str:
 
 def dead_line(view: View) -> str:
     if not view.dead.count:
-        return "none"
+        return ""
     latest = f": {view.dead.latest[0]['error']}" if view.dead.latest else ""
     return f"{plural(view.dead.count, 'letter')}{latest}"
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from streamrl.telemetry.liveness import GONE_S
+from streamrl.transport.types import RunState
 
 SCHEMA = 1
 
@@ -24,7 +25,7 @@ EXIT_UNREACHABLE = 6  # Redis does not answer
 class Run:
     name: str
     uid: str | None
-    state: str  # running, finished, stopped, failed; absent
+    state: RunState | Literal["absent"]
     control: str  # the operator's word: run, pause, drain, stop
     epoch: int
     step: int
@@ -77,7 +78,8 @@ class Learner:
     holder: str | None  # who holds the run
     lease_left_s: float | None
     metrics: Mapping[str, float]  # of the last step, by their names (telemetry.metrics)
-    rewards: tuple[float, ...]  # of the last steps, oldest first
+    rewards: tuple[float, ...]  # of the steps that were read, oldest first, thinned
+    held_out: Mapping[str, tuple[float, ...]]  # by reward source, the means of the validations that were read
     fresh_mismatch: tuple[float, ...]  # of the last steps that had fresh samples, oldest first
     live: Mapping[str, float]  # its counters now, also between steps
 
@@ -94,6 +96,8 @@ class Worker:
     leases: int
     delivered: int
     failed: int
+    loads: int  # weight versions that it took up
+    loads_in_flight: int  # of them with samples being generated
     rejected: str  # what the engine failed at when it was to load new weights; "": nothing
     rejected_version: str  # of those weights; "": none
     detail: Mapping[str, int | float | str]  # all that it reports
@@ -166,7 +170,7 @@ class Redis:
 class Cause:
     """Something that holds the run back, or explains why it does nothing."""
 
-    name: str
+    name: str = ""  # what `causes.TABLE` calls it
     level: Level
     title: str
     evidence: str
@@ -181,7 +185,8 @@ class View:
     limits: Limits
     learner: Learner
     workers: tuple[Worker, ...]
-    others: tuple[Part, ...]  # launcher, reward server
+    others: tuple[Part, ...]  # launcher, reward server, further ranks
+    restarts: int  # of parts that died, as the launcher counts them
     rewards: tuple[RewardSource, ...]
     streams: tuple[Stream, ...]
     weights: Weights

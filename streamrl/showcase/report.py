@@ -9,8 +9,11 @@ from typing import Any
 
 from streamrl.config.schema import Config
 from streamrl.data.prompts import PromptRow, read_prompts
-from streamrl.launch.summary import History, Summary, read_lines, summary_lines
-from streamrl.showcase.plot import HELD_OUT_MARK, TRAIN_MARK, Points, save_png, terminal_plot
+from streamrl.launch.summary import Summary, summary_lines
+from streamrl.monitor.charts import Chart
+from streamrl.monitor.history import History, read_lines
+from streamrl.monitor.plot import save_report
+from streamrl.showcase.plot import HELD_OUT_MARK, TRAIN_MARK, Points, terminal_plot
 from streamrl.terminal import printable
 
 _NUM_SHOWN = 3
@@ -78,10 +81,14 @@ class Report:
 def make_report(config: Config, task: Task, summary: Summary, *, prepare_s: float, total_s: float) -> Report:
     """Of a run that has finished; draws the PNG."""
     history = History.read(config.folder)
-    train = [(r["step"], r[f"train_rollouts/rewards/{task.source}"]) for r in history.steps]
-    held_out = [(r["step"], r[f"val_rollouts/rewards/{task.source}"]) for r in history.validations]
+    curves = {
+        "trained groups, sampled (all right or all wrong: dropped)": f"train_rollouts/rewards/{task.source}",
+        "held-out prompts": f"val_rollouts/rewards/{task.source}",
+    }
+    train, held_out = (list(zip(*history.curve(metric), strict=True)) for metric in curves.values())
     plot = config.folder / "plot.png"
-    save_png(plot, train, held_out)
+    chart = Chart(name="right", title="Right answers", unit="share", series=curves)
+    save_report(plot, history, title=summary.name, charts=[chart])
     before, after = summary.held_out[task.source]
     return Report(
         summary=summary,

@@ -18,10 +18,11 @@ from streamrl.config.check import check_config
 from streamrl.config.load import Loaded, load_config
 from streamrl.config.schema import Config
 from streamrl.extras import need
-from streamrl.launch.display import make_display, spinner
+from streamrl.launch.display import Display, spinner
 from streamrl.launch.parts import RunFolder
-from streamrl.launch.preflight import check_packages, only_one
+from streamrl.launch.preflight import only_one
 from streamrl.launch.up import shipped_config, up
+from streamrl.monitor.doctor.musts import check_packages
 from streamrl.showcase.folder import clear
 from streamrl.showcase.report import Task, make_report, report_lines
 
@@ -48,7 +49,7 @@ def run_showcase(case: Showcase, overrides: Sequence[str], *, as_json: bool) -> 
         console.print(line, markup=False)
     loaded = _prepare(case, overrides, console)
     prepare_s = time.monotonic() - began
-    outcome = up(loaded, display=make_display(console))
+    outcome = up(loaded, display=Display(console))
     summary = outcome.summary
     if summary is None or summary.state != "finished":
         console.print(f"The {case.name} was ended before it had finished; it begins anew next time.")

@@ -100,7 +100,7 @@ def test_it_tells_view_curves_rollouts_and_metrics(run: Watched) -> None:
         assert charts["reward"]["series"]["held out"] == [[30, 0.4]]
         first = get(f"{url}api/rollouts")[0]
         opened = get(f"{url}api/rollouts/{first['id']}")
-        assert [len(opened["completions"]), opened["rollout"]["ticket"]] == [2, first["ticket"]]
+        assert [len(opened["samples"]), opened["ticket"]] == [2, first["ticket"]]
         assert status_of(f"{url}api/rollouts/0-1") == 404
         assert f'streamrl_up{{run="{run.world.keys.name}"}} 1' in get(f"{url}metrics")
 

@@ -95,7 +95,7 @@ def test_a_server_that_would_evict_or_is_too_small_is_found(model: Path, redis_u
         client.config_set("maxmemory-policy", "noeviction")
         client.config_set("maxmemory", 0)
     assert (findings["redis policy"].level, findings["redis memory"].level) == ("error", "warning")
-    assert (refused.level, "a run is refused" in refused.evidence) == ("error", True)
+    assert (refused.level, "takes a quarter more" in refused.evidence) == ("error", True)
 
 
 def test_a_tokenizer_of_another_model_is_found(model: Path, redis_url: str) -> None:

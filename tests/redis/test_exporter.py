@@ -8,21 +8,25 @@ import socket
 import threading
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 import pytest
 import redis
 import redis.asyncio
 import yaml
+from prometheus_client import generate_latest
 
 from streamrl.cli.main import main
-from streamrl.monitor.alerts import ALERTS, alert_rules, grafana_dashboard
-from streamrl.monitor.exporter import FAMILIES, prometheus_text
+from streamrl.monitor.alerts import alert_rules, grafana_dashboard
+from streamrl.monitor.exporter import make_registry
+from streamrl.monitor.looker import Looker, Seen
 from streamrl.monitor.opening import Target, opened
-from streamrl.monitor.scrape import Scraper, make_server
+from streamrl.monitor.scrape import make_server
+from streamrl.monitor.view import View
+from streamrl.monitor.watcher import Watcher
 from streamrl.ports import address_of, bind
 from streamrl.transport.keys import Keys
 from streamrl.transport.operate import set_control
+from tests.launch_world import make_view
 from tests.redis.monitor_world import Watched
 from tests.redis.run_world import RunWorld
 
@@ -35,8 +39,14 @@ def run(tmp_path: Path, client: redis.Redis, async_client: redis.asyncio.Redis, 
     return Watched(RunWorld(tmp_path, client=client, async_client=async_client, keys=keys, url=redis_url))
 
 
-def parse(text: str) -> dict[tuple[str, str], float]:
+def prometheus_text(view: View | None, run: str, *, is_up: bool) -> bytes:
+    seen = Seen(view=view, error="" if is_up else "it is gone")
+    return generate_latest(make_registry(run, lambda: seen))
+
+
+def parse(told: bytes) -> dict[tuple[str, str], float]:
     """Every sample by its name and labels; each must be a line of the format, and announced by a TYPE."""
+    text = told.decode()
     announced = set(re.findall(r"^# TYPE (\S+) (?:gauge|counter)$", text, re.MULTILINE))
     samples = {}
     for line in text.splitlines():
@@ -57,7 +67,7 @@ async def test_the_text_has_the_run_in_prometheus_words(run: Watched) -> None:
     found = parse(prometheus_text(run.view(), name, is_up=True))
     assert found["streamrl_up", f'run="{name}"'] == 1
     assert found["streamrl_health", f'run="{name}"'] == 0
-    assert found["streamrl_metric", f'run="{name}",name="lag/mean"'] == 1.5
+    assert found["streamrl_metric", f'name="lag/mean",run="{name}"'] == 1.5
     assert found["streamrl_worker_tokens_per_second", f'run="{name}",worker="worker/w"'] == 80
     assert found["streamrl_workers", f'run="{name}",state="working"'] == 1
     assert found["streamrl_groups_trained_total", f'run="{name}"'] == 3
@@ -72,13 +82,18 @@ def test_without_redis_only_that_is_told() -> None:
     assert parse(prometheus_text(None, "x", is_up=False)) == {("streamrl_up", 'run="x"'): 0.0}
 
 
+def alerts() -> dict[str, str]:
+    """What each looks at, by its name."""
+    return {rule["alert"]: rule["expr"] for rule in alert_rules()["groups"][0]["rules"]}
+
+
 def test_alerts_and_panels_ask_only_for_what_is_exported() -> None:
-    exported = {*FAMILIES, "streamrl_up"}
-    expressions = [alert.expr for alert in ALERTS.values()]
+    exported = set(re.findall(r"^# TYPE (\S+)", prometheus_text(make_view(), "x", is_up=True).decode(), re.MULTILINE))
+    expressions = list(alerts().values())
     expressions += [target["expr"] for panel in grafana_dashboard()["panels"] for target in panel["targets"]]
     asked = {name for expression in expressions for name in _NAME.findall(expression)}
     assert asked <= exported, asked - exported
-    assert {"StreamrlStalled", "StreamrlLag", "StreamrlDrops", "StreamrlDeadLetters"} <= set(ALERTS)
+    assert {"StreamrlStalled", "StreamrlLag", "StreamrlDrops", "StreamrlDeadLetters"} <= set(alerts())
 
 
 @pytest.mark.parametrize("name", ["StreamrlStalled", "StreamrlNoProgress"])
@@ -89,8 +104,8 @@ def test_nobody_is_woken_for_a_pause(run: Watched, name: str) -> None:
     told = parse(prometheus_text(run.view(), "x", is_up=True))
     assert told["streamrl_health", 'run="x"'] == 4
     assert told["streamrl_learner_progress_age_seconds", 'run="x"'] > 900
-    assert told["streamrl_cause", 'run="x",cause="paused",level="blocking"'] == 1
-    assert ALERTS[name].expr.endswith('unless on(run) streamrl_cause{cause="paused"} == 1')
+    assert told["streamrl_cause", 'cause="paused",level="blocking",run="x"'] == 1
+    assert alerts()[name].endswith('unless on(run) streamrl_cause{cause="paused"} == 1')
 
 
 def test_every_panel_is_of_the_run_that_was_chosen() -> None:
@@ -107,24 +122,28 @@ def test_the_files_are_printed_whole(capsys: pytest.CaptureFixture[str]) -> None
     assert json.loads(capsys.readouterr().out) == grafana_dashboard()
 
 
-def test_a_scrape_over_http_is_fresh_and_cheap(run: Watched) -> None:
+def get(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=10) as reply:
+        assert "text/plain; version=" in reply.headers["content-type"]
+        return bytes(reply.read())
+
+
+def test_a_scrape_over_http_tells_what_was_last_seen_and_asks_redis_nothing(run: Watched) -> None:
     run.worker()
-    now = 0.0
     with opened(Target(url=run.world.url, run=run.world.keys.name)) as there:
-        scraper = Scraper(there, clock=lambda: now)
+        looker = Looker(Watcher(there.client, there.keys, server=there.server), period_s=1.0)
+        looker.look()
         bound = bind("127.0.0.1", 0, what="test")
-        with make_server(scraper, bound, silence_s=0.2) as server:
+        with make_server(make_registry(there.keys.name, lambda: looker.seen), bound, silence_s=0.2) as server:
             thread = threading.Thread(target=server.serve_forever, name="exporter")
             thread.start()
             url = f"http://{address_of(bound)}/metrics"
             try:
-                with urllib.request.urlopen(url, timeout=10) as reply:
-                    assert "version=0.0.4" in reply.headers["content-type"]
-                    first: Any = reply.read().decode()
+                first = get(url)
                 run.worker(name="another")
-                assert scraper.text() == first
-                now = 5.0
-                assert "another" in scraper.text()
+                assert get(url) == first
+                looker.look()
+                assert b"another" in get(url)
                 with socket.create_connection(bound.getsockname(), timeout=10) as silent:
                     assert silent.recv(1) == b""  # closed: who says nothing holds no thread
             finally:

@@ -412,6 +412,7 @@ async def test_a_learner_that_waits_for_groups_says_how_fast_they_are_made(run: 
 async def test_an_engine_that_computes_another_model_than_the_learner_is_told_of(run: Watched) -> None:
     await run.world.train_steps(1)
     for _ in range(3):
+        run.world.learner.step += 1
         run.record(**{"policy/fresh_mismatch": 0.3})
     run.healthy()
     assert run.first() == ("engine_disagrees", "degraded")

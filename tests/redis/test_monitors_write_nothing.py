@@ -45,7 +45,7 @@ def session(run: Watched, target: list[str], output: Path) -> None:
         program.press("g")
         program.shows("worker/test")
         program.press("\r")
-        program.shows("1. reward")
+        program.shows("sample 1")
     with dashboard(run) as url:
         for path in ("api/view", "api/history", "api/rollouts", "metrics"):
             urllib.request.urlopen(f"{url}{path}", timeout=10).close()

@@ -134,7 +134,7 @@ async def test_a_group_opens_with_its_samples(run: Watched) -> None:
         program.press("g")
         program.shows("ticket", "0.500", "worker/test")
         program.press("\r")
-        program.shows("ticket 5 by worker/test", "1. reward 0", "(exact 0)", "4 tokens, stop, by 1.0")
+        program.shows("ticket 5   ", "worker/test", "sample 1   reward 0 (exact 0)", "versions 1.0 (4 tokens)")
 
 
 def test_a_worker_that_is_killed_and_comes_back_is_seen_within_3_s(run: Watched) -> None:

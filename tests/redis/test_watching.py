@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from streamrl.config import schema
 from streamrl.errors import TransportError, WireError
-from streamrl.launch.watch import Watch
+from streamrl.monitor.watcher import Watcher
 from streamrl.telemetry.progress import Progress, Wait
 from streamrl.transport.connection import connect
 from streamrl.transport.embedded import EmbeddedRedis
@@ -223,7 +223,7 @@ def test_a_run_is_over_when_it_was_seen_running_and_is_no_more(
 ) -> None:
     before = make_learner()
     before.release("stopped")
-    watch = Watch(client, keys, max_steps=None)
+    watch = Watcher(client, keys, server="here")
     watch.look()
     assert not watch.is_over, "it ended before, and may be taken up any moment"
     learner = make_learner(epoch=2)

@@ -13,6 +13,7 @@ from streamrl.monitor.top.draw import draw
 from streamrl.monitor.top.screen import SORTS, Screen
 from streamrl.monitor.units import age, number, size
 from streamrl.monitor.view import View
+from streamrl.monitor.web.trace import Trace
 from streamrl.telemetry.liveness import Liveness
 from streamrl.transport.snapshot import OldestLease, Snapshot, StreamCounts
 from streamrl.transport.types import RunInfo
@@ -119,3 +120,12 @@ def test_the_status_of_an_empty_run_has_no_gaps() -> None:
 )
 def test_numbers_are_short(shown: str, expected: str) -> None:
     assert shown == expected
+
+
+@pytest.mark.parametrize("doing", ["load the tokenizer", "start the engine"])
+def test_a_worker_that_starts_is_not_counted_at_work(doing: str) -> None:
+    seen = view(configured(reports=(make_report("worker/w", doing=doing), make_report("worker/v", doing="generate"))))
+    trace = Trace()
+    trace.add(seen)
+    assert [worker.part.state for worker in seen.workers] == ["starting", "working"]
+    assert trace.to_json()["idle"]["series"] == {"starting": [1], "works": [1]}

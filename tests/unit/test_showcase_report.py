@@ -9,8 +9,9 @@ from typing import Any
 from streamrl.config.load import load_config
 from streamrl.config.schema import Config
 from streamrl.launch.up import shipped_config
+from streamrl.monitor.plot import running_mean
 from streamrl.quickstart.showcase import TASK
-from streamrl.showcase.plot import HELD_OUT_MARK, TRAIN_MARK, smoothed, terminal_plot
+from streamrl.showcase.plot import HELD_OUT_MARK, TRAIN_MARK, terminal_plot
 from streamrl.showcase.report import count_prompts, make_report, report_lines
 from tests.unit.test_summary import make_summary, step, validation, write
 
@@ -76,7 +77,7 @@ def test_the_terminal_plot_has_its_points_where_they_belong() -> None:
 
 
 def test_smoothing_keeps_a_constant_and_the_number_of_points() -> None:
-    assert smoothed([(step, 2.0) for step in range(30)]) == [(step, 2.0) for step in range(30)]
+    assert running_mean([2.0] * 30) == [2.0] * 30
 
 
 def test_prompts_that_are_trained_and_held_out_are_counted_in_the_files_of_the_run(tmp_path: Path) -> None:

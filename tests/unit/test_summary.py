@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from streamrl.audit import Audit
-from streamrl.launch.summary import History, Lag, Summary, summarise, summary_lines
-from streamrl.launch.watch import Loads
+from streamrl.launch.summary import Lag, Loads, Summary, held_out_of, lag_of, num_versions, summarise, summary_lines
+from streamrl.monitor.history import History
 from streamrl.versions import make_version
 
 
@@ -29,7 +29,7 @@ def step(number: int, **changes: float) -> dict[str, float]:
 
 
 def validation(number: int, exact: float) -> dict[str, float]:
-    return {"step": number, "epoch": 1, "val_rollouts/rewards": exact, "val_rollouts/rewards/exact": exact}
+    return {"step": number, "epoch": 1, "at": 0.0, "val_rollouts/rewards": exact, "val_rollouts/rewards/exact": exact}
 
 
 def write(folder: Path, *records: dict[str, float], torn: str = "") -> Path:
@@ -57,7 +57,7 @@ def make_summary(folder: Path, **audit: Any) -> Summary:
         state="finished",
         seconds=61.26,
         audit=make_audit(**audit),
-        latest_version=make_version(1, 3),
+        latest_version="1.3",
         loads=Loads(loaded=9, in_flight=7),
         restarts={"worker/0": 2},
     )
@@ -66,7 +66,7 @@ def make_summary(folder: Path, **audit: Any) -> Summary:
 def test_the_lag_is_of_tokens_not_of_steps(tmp_path: Path) -> None:
     write(tmp_path, step(1, **{"lag/mean": 0.0}), step(2, **{"lag/mean": 3.0, "train_rollouts/rollout_size": 30.0}))
 
-    assert History.read(tmp_path).lag() == Lag(mean=pytest.approx(2.25), max=2)
+    assert lag_of(History.read(tmp_path).steps.records) == Lag(mean=pytest.approx(2.25), max=2)
 
 
 def test_of_a_step_that_was_made_again_the_later_record_counts(tmp_path: Path) -> None:
@@ -74,26 +74,27 @@ def test_of_a_step_that_was_made_again_the_later_record_counts(tmp_path: Path) -
 
     history = History.read(tmp_path)
 
-    assert history.lag() == Lag(mean=1.0, max=2)
-    assert history.held_out() == {"exact": (0.4, 0.4)}
+    assert lag_of(history.steps.records) == Lag(mean=1.0, max=2)
+    assert held_out_of(history) == {"exact": (0.4, 0.4)}
 
 
 def test_a_line_that_a_crash_cut_off_is_left_out(tmp_path: Path) -> None:
     history = History.read(write(tmp_path, step(1), torn='{"step": 2, "la'))
 
-    assert len(history.steps) == 1
+    assert len(history.steps.records) == 1
 
 
 def test_versions_of_all_learners_are_counted(tmp_path: Path) -> None:
     again = {"epoch": 2, "weights/version": make_version(2, 1)}
     write(tmp_path, step(1), step(2), step(3, **again))
 
-    assert History.read(tmp_path).num_versions() == 3 + 2
-    assert History.read(tmp_path).num_versions(latest=make_version(2, 4)) == 3 + 5
+    steps = History.read(tmp_path).steps.records
+    assert num_versions(steps) == 3 + 2
+    assert num_versions(steps, latest="2.4") == 3 + 5
 
 
 def test_a_run_without_a_step_has_no_lag(tmp_path: Path) -> None:
-    assert History.read(tmp_path).lag() is None
+    assert lag_of(History.read(tmp_path).steps.records) is None
 
 
 def test_the_summary_tells_before_and_after_and_the_fate_of_each_ticket(tmp_path: Path) -> None:

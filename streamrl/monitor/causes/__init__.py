@@ -8,13 +8,13 @@ cause is one pure function of a `View`; all that apply are told, the blocking on
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import replace
 
 from streamrl.monitor.causes import flow, parts, state
-from streamrl.monitor.causes.seen import Told, is_taken_up
+from streamrl.monitor.causes.seen import is_taken_up
 from streamrl.monitor.view import Cause, Level, Verdict, View
 
-TABLE: Mapping[str, Callable[[View], Told | None]] = {
+TABLE: Mapping[str, Callable[[View], Cause | None]] = {
     "redis_full": state.redis_full,
     "redis_refuses_writes": state.redis_refuses_writes,
     "redis_read_only": state.redis_read_only,
@@ -59,11 +59,12 @@ _LEVELS: tuple[Level, ...] = ("blocking", "attention", "info")
 
 
 def find_causes(view: View, *, was_removed: bool = False) -> tuple[Cause, ...]:
+    looks: Mapping[str, Callable[[View], Cause | None]]
     if view.run.state == "absent":
-        told = state.unreadable(view)
-        also = (Cause(name="unreadable", **asdict(told)),) if told else ()
-        return (state.absent(view, was_removed=was_removed), *also)
-    found = [Cause(name=name, **asdict(told)) for name, look in TABLE.items() if (told := look(view)) is not None]
+        looks = {"absent": lambda view: state.absent(view, was_removed=was_removed), "unreadable": state.unreadable}
+    else:
+        looks = TABLE
+    found = [replace(cause, name=name) for name, look in looks.items() if (cause := look(view)) is not None]
     return tuple(sorted(found, key=lambda cause: _LEVELS.index(cause.level)))
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from statistics import median
 
-from streamrl.monitor.causes.seen import Told, alive, is_running, lead, lead_waiting, waiting_for
+from streamrl.monitor.causes.seen import alive, is_running, lead, lead_waiting, waiting_for
 from streamrl.monitor.units import age, plural, size
-from streamrl.monitor.view import View
+from streamrl.monitor.view import Cause, View
 from streamrl.telemetry.progress import Wait
 
 _SLOW_S = 60.0  # without a group, the learner has waited long
@@ -39,7 +39,7 @@ def _count(view: View, name: str) -> float:
     return view.learner.live.get(name, view.learner.metrics.get(name, 0.0))
 
 
-def reward_outage(view: View) -> Told | None:
+def reward_outage(view: View) -> Cause | None:
     """A source of which something is out, or workers that wait for rewards."""
     workers = alive(view)
     waiting = waiting_for(view, Wait.REWARDS)
@@ -50,7 +50,7 @@ def reward_outage(view: View) -> Told | None:
     if waiting:
         longest = max(worker.part.doing_s for worker in waiting)
         told.append(f"{len(waiting)} of {len(workers)} workers wait for rewards, for up to {age(longest)}")
-    return Told(
+    return Cause(
         level="blocking" if waiting and len(waiting) == len(workers) else "attention",
         title="a reward source does not answer",
         evidence="; ".join(told),
@@ -58,7 +58,7 @@ def reward_outage(view: View) -> Told | None:
     )
 
 
-def byte_budget_reached(view: View) -> Told | None:
+def byte_budget_reached(view: View) -> Cause | None:
     budget, train = view.limits.max_backlog_bytes, view.train
     if not budget or not train.groups or train.tickets:
         return None
@@ -66,7 +66,7 @@ def byte_budget_reached(view: View) -> Told | None:
     used = max(_count(view, "stream/backlog_bytes"), train.group_bytes / 1.25)
     if used + used / train.groups < budget or lead_waiting(view, Wait.GROUPS) is None:
         return None
-    return Told(
+    return Cause(
         level="blocking",
         title="the byte budget of the stream is used up",
         evidence=f"{plural(train.groups, 'group')} take {size(used)} of redis.max_backlog_bytes = {size(budget)}: "
@@ -76,7 +76,7 @@ def byte_budget_reached(view: View) -> Told | None:
     )
 
 
-def all_groups_dropped(view: View) -> Told | None:
+def all_groups_dropped(view: View) -> Cause | None:
     """Since the last step: whatever comes is dropped."""
     live, then = view.learner.live, view.learner.metrics
     batch = view.limits.groups_per_step
@@ -91,7 +91,7 @@ def all_groups_dropped(view: View) -> Told | None:
         if name.startswith("stream/dropped/")
     }
     told = ", ".join(f"{why} {count:.0f}" for why, count in sorted(reasons.items(), key=lambda item: -item[1]) if count)
-    return Told(
+    return Cause(
         level="blocking",
         title="groups come, and are dropped",
         evidence=f"{dropped:.0f} since the last step, and a step takes {batch}: {told}",
@@ -99,12 +99,12 @@ def all_groups_dropped(view: View) -> Told | None:
     )
 
 
-def most_groups_dropped(view: View) -> Told | None:
+def most_groups_dropped(view: View) -> Cause | None:
     total = view.drops.trained + view.drops.dropped
     if total < _ENOUGH_GROUPS or view.drops.dropped < _MOST * total:
         return None
     worst = max(view.drops.by_reason, key=lambda why: view.drops.by_reason[why], default="")
-    return Told(
+    return Cause(
         level="attention",
         title="most groups are dropped",
         evidence=f"{view.drops.dropped} of {total}, most of them for {worst or 'reasons unknown'}",
@@ -116,11 +116,11 @@ def _remedy_of_drops(reason: str) -> str:
     return _REMEDIES.get(reason, "the learner's log and `streamrl groups tail` show such groups")
 
 
-def poison_ticket(view: View) -> Told | None:
+def poison_ticket(view: View) -> Cause | None:
     times = view.train.oldest_times
     if times is None or times < _TIMES_POISON or reward_outage(view):  # in an outage, workers hand the oldest back
         return None
-    return Told(
+    return Cause(
         level="attention",
         title="a ticket goes from worker to worker",
         evidence=f"the oldest one, issued {age(view.train.oldest_s)} ago, was leased {times} times and never answered; "
@@ -130,7 +130,7 @@ def poison_ticket(view: View) -> Told | None:
     )
 
 
-def failing_tickets(view: View) -> Told | None:
+def failing_tickets(view: View) -> Cause | None:
     """Workers answer, and only with failures."""
     workers = [worker for worker in alive(view) if worker.failed]
     delivered = sum(worker.delivered for worker in alive(view))
@@ -138,7 +138,7 @@ def failing_tickets(view: View) -> Told | None:
     if failed < _TIMES_POISON or failed < delivered:
         return None
     errors = [letter["error"] for letter in view.dead.latest]
-    return Told(
+    return Cause(
         level="attention" if delivered else "blocking",
         title="workers fail most tickets",
         evidence=f"{failed} failed, {delivered} delivered" + (f"; the last error: {errors[0]:.200}" if errors else ""),
@@ -146,11 +146,11 @@ def failing_tickets(view: View) -> Told | None:
     )
 
 
-def stragglers(view: View) -> Told | None:
+def stragglers(view: View) -> Cause | None:
     part = lead_waiting(view, Wait.STRAGGLERS)
     if part is None:
         return None
-    return Told(
+    return Cause(
         level="blocking" if part.doing_s > _SLOW_S else "info",
         title="a full batch waits for old tickets",
         evidence=f"for {age(part.doing_s)}; the oldest, of {view.train.oldest_worker or 'nobody'}, was issued "
@@ -160,7 +160,7 @@ def stragglers(view: View) -> Told | None:
     )
 
 
-def lag_bound_reached(view: View) -> Told | None:
+def lag_bound_reached(view: View) -> Cause | None:
     """Workers have nothing to take, since the learner has as many groups as it may have asked for."""
     lag, batch, train = view.limits.max_lag_steps, view.limits.groups_per_step, view.train
     idle = waiting_for(view, Wait.TICKETS)
@@ -171,7 +171,7 @@ def lag_bound_reached(view: View) -> Told | None:
         return None
     part = lead(view)
     does = f"{part.doing}, for {age(part.doing_s)}" if part else "not there"
-    return Told(
+    return Cause(
         level="info",
         title="the lag bound is reached: workers wait for the learner",
         evidence=f"no ticket is left to take, {ready} groups wait to be trained, and (lag.max_steps + 1) x "
@@ -181,7 +181,7 @@ def lag_bound_reached(view: View) -> Told | None:
     )
 
 
-def generation_is_slow(view: View) -> Told | None:
+def generation_is_slow(view: View) -> Cause | None:
     part = lead_waiting(view, Wait.GROUPS)
     if part is None or not view.train.tickets:
         return None
@@ -190,7 +190,7 @@ def generation_is_slow(view: View) -> Told | None:
         return None
     slow = part.doing_s > max(_SLOW_S, 10 * view.learner.metrics.get("timers/step", 0.0))
     speed = sum(worker.tokens_per_s or 0.0 for worker in workers)
-    return Told(
+    return Cause(
         level="attention" if slow else "info",
         title="the learner waits for groups",
         evidence=f"for {age(part.doing_s)}; {plural(len(workers), 'worker')} generate {speed:.0f} tokens/s, "
@@ -199,11 +199,11 @@ def generation_is_slow(view: View) -> Told | None:
     )
 
 
-def evaluating(view: View) -> Told | None:
+def evaluating(view: View) -> Cause | None:
     part = lead_waiting(view, Wait.EVALUATION)
     if part is None:
         return None
-    return Told(
+    return Cause(
         level="info",
         title="validation is under way",
         evidence=f"for {age(part.doing_s)}; {plural(view.streams[1].tickets, 'ticket')} of it are unanswered",
@@ -211,7 +211,7 @@ def evaluating(view: View) -> Told | None:
     )
 
 
-def engine_disagrees(view: View) -> Told | None:
+def engine_disagrees(view: View) -> Cause | None:
     """On samples of the very weights that were trained next, a step being one figure; a median, for one odd batch is
     no fault."""
     found, arithmetic = view.learner.fresh_mismatch, view.limits.arithmetic
@@ -221,7 +221,7 @@ def engine_disagrees(view: View) -> Told | None:
     usual = max(_FRESH_MISMATCH[arithmetic], _TIMES_ROUNDING * max(told, default=0.0))
     if (mismatch := median(found)) <= usual:
         return None
-    return Told(
+    return Cause(
         level="attention",
         title="engine and learner disagree on fresh samples",
         evidence=f"their log-probs of tokens that the newest weights made are {mismatch:.2g} apart, in the middle of "
@@ -232,11 +232,11 @@ def engine_disagrees(view: View) -> Told | None:
     )
 
 
-def dead_letters(view: View) -> Told | None:
+def dead_letters(view: View) -> Cause | None:
     if not view.dead.count:
         return None
     latest = f"; the last one: {view.dead.latest[0]['error']:.200}" if view.dead.latest else ""
-    return Told(
+    return Cause(
         level="attention",
         title="tickets were given up",
         evidence=f"{plural(view.dead.count, 'dead letter')}{latest}",
@@ -244,11 +244,11 @@ def dead_letters(view: View) -> Told | None:
     )
 
 
-def steps_skipped(view: View) -> Told | None:
+def steps_skipped(view: View) -> Cause | None:
     skipped = view.learner.metrics.get("train_optim/skipped_steps", 0.0)
     if not skipped:
         return None
-    return Told(
+    return Cause(
         level="attention",
         title="steps were skipped",
         evidence=f"{skipped:.0f} had a loss or gradient that is not finite",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from streamrl.monitor.causes.seen import Told, alive, is_running, lead, lead_waiting, rejecting, waiting_for
+from streamrl.monitor.causes.seen import alive, is_running, lead, lead_waiting, rejecting, waiting_for
 from streamrl.monitor.units import age, plural
-from streamrl.monitor.view import Part, View, Worker
+from streamrl.monitor.view import Cause, Part, View, Worker
 from streamrl.telemetry.progress import Wait
 from streamrl.weights.rejected import REMEDY_OF_ALL
 
@@ -14,13 +14,13 @@ _STUCK_STEPS = 10.0  # or for so many usual steps, where those take long
 _JOIN = "start one: python -m workers --redis URL --run NAME; it may join from any machine"
 
 
-def learner_gone(view: View) -> Told | None:
+def learner_gone(view: View) -> Cause | None:
     seen = view.learner.lead
     reports = seen is not None and seen.state != "silent"
     if not is_running(view) or reports or view.learner.holder:
         return None
     last = f"rank 0 last reported {age(seen.report_s)} ago" if seen else "no rank reports"
-    return Told(
+    return Cause(
         level="blocking",
         title="the learner is gone",
         evidence=f"{last}, and its lease has run out",
@@ -29,10 +29,10 @@ def learner_gone(view: View) -> Told | None:
     )
 
 
-def learner_restarting(view: View) -> Told | None:
+def learner_restarting(view: View) -> Cause | None:
     if not is_running(view) or lead(view) or not view.learner.holder:
         return None
-    return Told(
+    return Cause(
         level="blocking",
         title="the learner is restarting, or has just died",
         evidence=f"{view.learner.holder} holds the run for another {age(view.learner.lease_left_s)}, "
@@ -41,11 +41,11 @@ def learner_restarting(view: View) -> Told | None:
     )
 
 
-def lease_held(view: View) -> Told | None:
+def lease_held(view: View) -> Cause | None:
     part = lead_waiting(view, Wait.LEASE)
     if part is None:
         return None
-    return Told(
+    return Cause(
         level="blocking",
         title="another learner holds the run",
         evidence=f"{part.name} on {part.host} has waited for {age(part.doing_s)}; "
@@ -54,11 +54,11 @@ def lease_held(view: View) -> Told | None:
     )
 
 
-def learner_starting(view: View) -> Told | None:
+def learner_starting(view: View) -> Cause | None:
     part = lead(view)
     if part is None or part.state != "starting":
         return None
-    return Told(
+    return Cause(
         level="blocking" if part.progress_s > _STUCK_S else "info",
         title="the learner is starting",
         evidence=f"{part.doing}, for {age(part.doing_s)}",
@@ -66,11 +66,11 @@ def learner_starting(view: View) -> Told | None:
     )
 
 
-def learner_without_redis(view: View) -> Told | None:
+def learner_without_redis(view: View) -> Cause | None:
     part = lead_waiting(view, Wait.REDIS)
     if part is None:
         return None
-    return Told(
+    return Cause(
         level="blocking",
         title="the learner waits for Redis",
         evidence=f"for {age(part.doing_s)}, though Redis answers here",
@@ -78,11 +78,11 @@ def learner_without_redis(view: View) -> Told | None:
     )
 
 
-def publish_stuck(view: View) -> Told | None:
+def publish_stuck(view: View) -> Cause | None:
     part = lead_waiting(view, Wait.WEIGHTS)
     if part is None:
         return None
-    return Told(
+    return Cause(
         level="blocking",
         title="new weights cannot be stored",
         evidence=f"the learner has tried for {age(part.doing_s)}; the newest version is "
@@ -91,14 +91,14 @@ def publish_stuck(view: View) -> Told | None:
     )
 
 
-def learner_stuck(view: View) -> Told | None:
+def learner_stuck(view: View) -> Cause | None:
     part = lead(view)
     if part is None or part.state not in ("working", "stopping"):
         return None
     usual = view.learner.metrics.get("timers/step", 0.0)
     if part.progress_s < max(_STUCK_S, _STUCK_STEPS * usual):
         return None
-    return Told(
+    return Cause(
         level="blocking",
         title="the learner does not get on",
         evidence=f"{part.doing} for {age(part.progress_s)}; a step usually takes {age(usual or None)}",
@@ -107,13 +107,13 @@ def learner_stuck(view: View) -> Told | None:
     )
 
 
-def no_workers(view: View) -> Told | None:
+def no_workers(view: View) -> Cause | None:
     if not is_running(view) or alive(view):
         return None
     gone = [worker.part for worker in view.workers]
     latest = min(gone, key=lambda part: part.report_s, default=None)
     last = f"; the last one, {latest.name}, reported {age(latest.report_s)} ago" if latest else ""
-    return Told(
+    return Cause(
         level="blocking",
         title="there are no workers",
         evidence=f"{plural(view.train.tickets, 'ticket')} wait and nobody reports{last}",
@@ -121,12 +121,12 @@ def no_workers(view: View) -> Told | None:
     )
 
 
-def workers_starting(view: View) -> Told | None:
+def workers_starting(view: View) -> Cause | None:
     workers = alive(view)
     if not workers or any(not _is_starting(worker.part) for worker in workers):
         return None
     slowest = max(workers, key=lambda worker: worker.part.doing_s).part
-    return Told(
+    return Cause(
         level="info" if slowest.progress_s < _STUCK_S else "blocking",
         title="the workers are starting",
         evidence=f"all {len(workers)} of them; {slowest.name}: {slowest.doing}, for {age(slowest.doing_s)}",
@@ -135,16 +135,16 @@ def workers_starting(view: View) -> Told | None:
 
 
 def _is_starting(part: Part) -> bool:
-    return part.state == "starting" or part.doing in ("load the tokenizer", "start the engine", "engine", "run")
+    return part.state == "starting" or part.doing in (Wait.ENGINE, Wait.RUN)
 
 
-def workers_without_weights(view: View) -> Told | None:
+def workers_without_weights(view: View) -> Cause | None:
     workers = alive(view)
     waiting = waiting_for(view, Wait.WEIGHTS)
     if not workers or len(waiting) < len(workers) or len(rejecting(view)) == len(workers):
         return None
     longest = max(worker.part.doing_s for worker in waiting)
-    return Told(
+    return Cause(
         level="blocking",
         title="the workers wait for weights",
         evidence=f"all {len(workers)} of them, for {age(longest)}; the newest version: {view.weights.latest or 'none'}",
@@ -152,11 +152,11 @@ def workers_without_weights(view: View) -> Told | None:
     )
 
 
-def all_workers_reject(view: View) -> Told | None:
+def all_workers_reject(view: View) -> Cause | None:
     workers, refusing = alive(view), rejecting(view)
     if not is_running(view) or not refusing or len(refusing) < len(workers):
         return None
-    return Told(
+    return Cause(
         level="blocking",
         title="all workers reject the weights",
         evidence=f"{f'all {len(workers)} of them' if len(workers) > 1 else 'the only one'}: {_refusals(refusing)}",
@@ -164,12 +164,12 @@ def all_workers_reject(view: View) -> Told | None:
     )
 
 
-def some_workers_reject(view: View) -> Told | None:
+def some_workers_reject(view: View) -> Cause | None:
     workers, refusing = alive(view), rejecting(view)
     if not is_running(view) or not refusing or len(refusing) == len(workers):
         return None
     others_serve = any(worker.version and not worker.rejected for worker in workers)
-    return Told(
+    return Cause(
         level="attention",
         title="some workers reject the weights",
         evidence=f"{len(refusing)} of {len(workers)} deliver nothing: {_refusals(refusing)}",
@@ -189,7 +189,7 @@ def _refusals(workers: list[Worker]) -> str:
     return f"{first.part.name} on {first.part.host} rejects version {first.rejected_version}{too}: {first.rejected}"
 
 
-def workers_stuck(view: View) -> Told | None:
+def workers_stuck(view: View) -> Cause | None:
     workers = alive(view)
     usual = view.learner.metrics.get("timers/generate", 0.0)
     limit = max(_STUCK_S, _STUCK_STEPS * usual)
@@ -197,7 +197,7 @@ def workers_stuck(view: View) -> Told | None:
     if not stuck:
         return None
     names = ", ".join(part.name for part in stuck[:3])
-    return Told(
+    return Cause(
         level="blocking" if len(stuck) == len(workers) else "attention",
         title="workers do not get on",
         evidence=f"{len(stuck)} of {len(workers)} hold tickets and finished nothing for over {age(limit)}: {names}",
@@ -205,7 +205,7 @@ def workers_stuck(view: View) -> Told | None:
     )
 
 
-def weights_behind(view: View) -> Told | None:
+def weights_behind(view: View) -> Cause | None:
     workers, bound = alive(view), view.limits.max_lag_steps
     if bound is None:
         return None
@@ -213,7 +213,7 @@ def weights_behind(view: View) -> Told | None:
     if not behind:
         return None
     worst = max(behind, key=lambda worker: worker.lag or 0)
-    return Told(
+    return Cause(
         level="attention",
         title="workers are far behind on weights",
         evidence=f"{len(behind)} of {len(workers)} serve weights over {bound + 1} steps old; {worst.part.name} serves "
@@ -223,12 +223,12 @@ def weights_behind(view: View) -> Told | None:
     )
 
 
-def workers_silent(view: View) -> Told | None:
+def workers_silent(view: View) -> Cause | None:
     silent = [worker.part for worker in view.workers if not worker.part.alive]
     if not silent or not alive(view) or not is_running(view):
         return None
     names = ", ".join(f"{part.name} ({age(part.report_s)})" for part in silent[:3])
-    return Told(
+    return Cause(
         level="attention",
         title="some workers have died or cannot reach Redis",
         evidence=f"{len(silent)} of {len(view.workers)} no longer report: {names}",

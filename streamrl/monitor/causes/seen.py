@@ -1,21 +1,9 @@
-"""What causes are told from: who is there, who waits for what; and the form in which each is told."""
+"""What causes are told from: who is there, who waits for what."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from streamrl.monitor.view import Level, Part, View, Worker
+from streamrl.monitor.view import Part, View, Worker
 from streamrl.telemetry.progress import Wait
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """A cause, but for its name, which the table has."""
-
-    level: Level
-    title: str
-    evidence: str
-    remedy: str
 
 
 def alive(view: View) -> list[Worker]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamrl.monitor.causes.seen import Told, is_running, is_taken_up
+from streamrl.monitor.causes.seen import is_running, is_taken_up
 from streamrl.monitor.units import size
 from streamrl.monitor.view import Cause, View
 
@@ -27,15 +27,15 @@ def absent(view: View, *, was_removed: bool) -> Cause:
     else:
         evidence = f"Redis at {view.redis.server} holds nothing of this name"
         remedy = "look for its name with `streamrl runs ls`, or start it with `streamrl up CONFIG`"
-    return Cause(name="absent", level="blocking", title="there is no such run", evidence=evidence, remedy=remedy)
+    return Cause(level="blocking", title="there is no such run", evidence=evidence, remedy=remedy)
 
 
-def redis_full(view: View) -> Told | None:
+def redis_full(view: View) -> Cause | None:
     redis = view.redis
     share = redis.used_bytes / redis.max_bytes if redis.max_bytes else 0.0
     if share < _TIGHT:
         return None
-    return Told(
+    return Cause(
         level="blocking" if share >= _FULL else "attention",
         title="Redis is full" if share >= _FULL else "Redis is nearly full",
         evidence=f"it uses {size(redis.used_bytes)} of the {size(redis.max_bytes)} that maxmemory allows ({share:.0%})",
@@ -44,10 +44,10 @@ def redis_full(view: View) -> Told | None:
     )
 
 
-def redis_refuses_writes(view: View) -> Told | None:
+def redis_refuses_writes(view: View) -> Cause | None:
     if not view.redis.save_error:
         return None
-    return Told(
+    return Cause(
         level="blocking",
         title="Redis cannot save, and refuses writes",
         evidence=view.redis.save_error,
@@ -55,10 +55,10 @@ def redis_refuses_writes(view: View) -> Told | None:
     )
 
 
-def redis_read_only(view: View) -> Told | None:
+def redis_read_only(view: View) -> Cause | None:
     if view.redis.role == "master":
         return None
-    return Told(
+    return Cause(
         level="blocking",
         title="this Redis is a replica",
         evidence=f"its role is {view.redis.role}: it takes no writes, and may lag behind",
@@ -66,10 +66,10 @@ def redis_read_only(view: View) -> Told | None:
     )
 
 
-def redis_evicts(view: View) -> Told | None:
+def redis_evicts(view: View) -> Cause | None:
     if view.redis.policy == "noeviction" or not view.redis.max_bytes:
         return None
-    return Told(
+    return Cause(
         level="attention",
         title="Redis may throw rollouts away",
         evidence=f"maxmemory-policy is {view.redis.policy}",
@@ -77,10 +77,10 @@ def redis_evicts(view: View) -> Told | None:
     )
 
 
-def finished(view: View) -> Told | None:
+def finished(view: View) -> Cause | None:
     if view.run.state != "finished" or is_taken_up(view):
         return None
-    return Told(
+    return Cause(
         level="info",
         title="the run has finished",
         evidence=f"{view.run.step} steps were made",
@@ -88,10 +88,10 @@ def finished(view: View) -> Told | None:
     )
 
 
-def failed(view: View) -> Told | None:
+def failed(view: View) -> Cause | None:
     if view.run.state != "failed" or is_taken_up(view):
         return None
-    return Told(
+    return Cause(
         level="blocking",
         title="the learner ended with an error",
         evidence=f"after step {view.run.step}: {view.run.error or 'the run is marked as failed'}",
@@ -100,10 +100,10 @@ def failed(view: View) -> Told | None:
     )
 
 
-def stopped(view: View) -> Told | None:
+def stopped(view: View) -> Cause | None:
     if view.run.state != "stopped" or is_taken_up(view):
         return None
-    return Told(
+    return Cause(
         level="blocking",
         title="the run was stopped",
         evidence=f"a checkpoint was written at step {view.run.step}, and the learner left in order",
@@ -111,10 +111,10 @@ def stopped(view: View) -> Told | None:
     )
 
 
-def paused(view: View) -> Told | None:
+def paused(view: View) -> Cause | None:
     if view.run.control != "pause" or not is_running(view):
         return None
-    return Told(
+    return Cause(
         level="blocking",
         title="an operator paused the run",
         evidence="the word in Redis is pause",
@@ -122,10 +122,10 @@ def paused(view: View) -> Told | None:
     )
 
 
-def ending(view: View) -> Told | None:
+def ending(view: View) -> Cause | None:
     if view.run.control not in ("drain", "stop") or not is_running(view):
         return None
-    return Told(
+    return Cause(
         level="info",
         title="the run is on its way to an end",
         evidence=f"the operator's word is {view.run.control}; {view.train.tickets} tickets are under way",
@@ -133,11 +133,11 @@ def ending(view: View) -> Told | None:
     )
 
 
-def unreadable(view: View) -> Told | None:
+def unreadable(view: View) -> Cause | None:
     if not view.unreadable:
         return None
     more = f", and {len(view.unreadable) - _MAX_SHOWN} more" if len(view.unreadable) > _MAX_SHOWN else ""
-    return Told(
+    return Cause(
         level="attention",
         title="something in Redis cannot be read",
         evidence="; ".join(view.unreadable[:_MAX_SHOWN]) + more + "; all else is shown without it",

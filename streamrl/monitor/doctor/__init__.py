@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator
 from streamrl.config.load import Loaded
 from streamrl.errors import UserError
 from streamrl.monitor.doctor import machine, model, rewards, server
-from streamrl.monitor.doctor.finding import Finding, error
+from streamrl.monitor.doctor.finding import Finding, error, ok
+from streamrl.monitor.doctor.musts import MUSTS
 
 Check = Callable[[Loaded], Iterator[Finding]]
 
 CHECKS: dict[str, Check] = {
-    "settings": model.check_settings,
-    "packages": machine.check_packages,
     "redis": server.check_redis,
     "model": model.check_models,
     "rewards": rewards.check_rewards,
@@ -29,6 +28,8 @@ CHECKS: dict[str, Check] = {
 
 def examine(loaded: Loaded) -> Iterator[Finding]:
     """One by one, as they are found."""
+    for name, must in MUSTS.items():
+        yield from _told(name, must, loaded)
     for name, check in CHECKS.items():
         try:
             yield from check(loaded)
@@ -36,3 +37,12 @@ def examine(loaded: Loaded) -> Iterator[Finding]:
             yield error(name, str(mistake), "mend it as it says")
         except OSError as refused:
             yield error(name, str(refused), "see to what the machine refuses")
+
+
+def _told(name: str, must: Callable[[Loaded], object], loaded: Loaded) -> Iterator[Finding]:
+    try:
+        must(loaded)
+    except UserError as mistake:
+        yield from (error(name, line, "mend it as it says") for line in str(mistake).splitlines())
+    else:
+        yield ok(name, "sound")

@@ -1,4 +1,4 @@
-"""This machine: packages, GPUs, memory, shared memory, disk, limits. What it would need is estimated from the model."""
+"""This machine: GPUs, memory, shared memory, disk, limits. What it would need is estimated from the model."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from pathlib import Path
 
 from streamrl.config.load import Loaded
 from streamrl.config.schema import Config
-from streamrl.errors import ResourceError
-from streamrl.launch.preflight import check_packages as check_installed
 from streamrl.monitor.doctor.finding import Finding, error, ok, warning
 from streamrl.monitor.doctor.model import count_parameters
 from streamrl.monitor.units import plural, size
@@ -22,15 +20,6 @@ _MASTER_BYTES = 4 + 4 + 8  # fp32 weights, gradients, and AdamW's two moments
 _CHECKPOINT_BYTES = 4 + 8  # fp32 weights and the moments
 _FEWEST_FILES = 4096
 _TIMEOUT_S = 15.0
-
-
-def check_packages(loaded: Loaded) -> Iterator[Finding]:
-    try:
-        check_installed(loaded.config)
-    except ResourceError as missing:
-        yield error("packages", str(missing), "install it in this environment")
-    else:
-        yield ok("packages", "all that this configuration needs is installed")
 
 
 def check_gpus(loaded: Loaded) -> Iterator[Finding]:
@@ -101,14 +90,10 @@ def check_shared_memory(loaded: Loaded) -> Iterator[Finding]:
     if not folder.is_dir():
         yield warning("shared memory", "there is no /dev/shm", "workers use temporary files instead, which is slower")
         return
-    free = shutil.disk_usage(folder).free
     config = loaded.config
     needed = config.worker.count * served_bytes(config, count_parameters(Path(config.model.path)))
-    told = f"{size(free)} free, about {size(needed)} for the workers' mirrors of the weights"
-    if needed > free:
-        yield error("shared memory", told, "mount /dev/shm larger (docker run --shm-size, or an emptyDir of memory)")
-    else:
-        yield ok("shared memory", told)
+    remedy = "mount /dev/shm larger (docker run --shm-size, or an emptyDir of memory)"
+    yield _has_room("shared memory", folder, needed, what="the workers' mirrors of the weights", remedy=remedy)
 
 
 def check_disk(loaded: Loaded) -> Iterator[Finding]:
@@ -119,12 +104,14 @@ def check_disk(loaded: Loaded) -> Iterator[Finding]:
         return
     keep = config.checkpoint.keep_last + config.checkpoint.keep_best + 1  # the one that is being written
     needed = keep * count_parameters(Path(config.model.path)) * _CHECKPOINT_BYTES
+    remedy = "make room, choose another `dir`, or lower checkpoint.keep_last and keep_best"
+    yield _has_room("disk", folder, needed, what=f"{keep} checkpoints", remedy=remedy)
+
+
+def _has_room(name: str, folder: Path, needed: int, *, what: str, remedy: str) -> Finding:
     free = shutil.disk_usage(folder).free
-    told = f"{size(free)} free at {folder}, about {size(needed)} for {keep} checkpoints"
-    if needed > free:
-        yield error("disk", told, "make room, choose another `dir`, or lower checkpoint.keep_last and keep_best")
-    else:
-        yield ok("disk", told)
+    told = f"{size(free)} free at {folder}, about {size(needed)} for {what}"
+    return error(name, told, remedy) if needed > free else ok(name, told)
 
 
 def check_limits(loaded: Loaded) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""The settings among themselves, and the model's folder: its parts agree with each other, and how large it is.
+"""The model's folder: its parts agree with each other, and how large it is.
 
 Read from headers and JSON alone; no tensor is loaded, and no code of a model runs.
 """
@@ -7,33 +7,15 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from streamrl.config.check import check_config
-from streamrl.config.files import check_files
 from streamrl.config.load import Loaded
-from streamrl.errors import UserError
 from streamrl.monitor.doctor.finding import Finding, error, ok, warning
 
 _MAX_HEADER_BYTES = 100 << 20
-
-
-def check_settings(loaded: Loaded) -> Iterator[Finding]:
-    yield from _mistakes("settings", lambda: check_config(loaded.config, loaded.origin))
-    yield from _mistakes("files", lambda: check_files(loaded.config))
-
-
-def _mistakes(name: str, check: Callable[[], object]) -> Iterator[Finding]:
-    try:
-        check()
-    except UserError as mistake:
-        for line in str(mistake).splitlines():
-            yield error(name, line, "mend it; `streamrl config check` looks at nothing else")
-    else:
-        yield ok(name, "sound")
 
 
 def check_models(loaded: Loaded) -> Iterator[Finding]:

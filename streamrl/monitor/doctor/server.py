@@ -11,10 +11,10 @@ import redis
 
 from streamrl.config.load import Loaded
 from streamrl.config.places import EMBEDDED_REDIS
-from streamrl.errors import ResourceError
 from streamrl.monitor.doctor.finding import Finding, error, ok, warning
 from streamrl.monitor.units import size
-from streamrl.transport.connection import OLDEST_SERVER, connect, needed_memory
+from streamrl.transport.address import server_name
+from streamrl.transport.connection import connect, needed_memory, server_faults
 from streamrl.transport.embedded import find_server
 from streamrl.weights.stores import budget_in_redis
 
@@ -27,12 +27,7 @@ def check_redis(loaded: Loaded) -> Iterator[Finding]:
     if settings.url == EMBEDDED_REDIS:
         yield ok("redis", f"embedded: {find_server()} will serve the run's folder")
         return
-    try:
-        client = connect(settings.url, settings)
-    except ResourceError as gone:
-        yield error("redis", str(gone), "start it, or mend redis.url")
-        return
-    with client:
+    with connect(settings.url, settings) as client:
         try:
             info: Any = client.info()
             latency = _latency(client)
@@ -40,46 +35,30 @@ def check_redis(loaded: Loaded) -> Iterator[Finding]:
             remedy = "ask as a user who may; `streamrl redis acl` prints what each may"
             yield error("redis", f"it does not tell of itself: {refused}", remedy)
             return
-        yield _version(info)
-        yield _policy(info)
-        yield _room(info, settings.max_backlog_bytes, budget_in_redis(loaded.config.weights))
+        sizes = settings.max_backlog_bytes, budget_in_redis(loaded.config.weights)
+        faults = server_faults(server_name(client), info, *sizes)
+        for name, finding in _fitness(info, needed_memory(*sizes)).items():
+            yield error(f"redis {name}", faults[name], "mend it as it says") if name in faults else finding
         yield _durability(info)
         yield latency
 
 
-def _version(info: dict[str, Any]) -> Finding:
-    version = str(info["redis_version"])
-    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_SERVER:
-        return error("redis version", version, "streamrl needs Redis 6.2 or newer, or Valkey")
-    return ok("redis version", version)
-
-
-def _policy(info: dict[str, Any]) -> Finding:
-    policy = info.get("maxmemory_policy", "noeviction")
-    if policy == "noeviction":
-        return ok("redis policy", policy)
-    remedy = "redis-cli CONFIG SET maxmemory-policy noeviction"
-    if info.get("maxmemory", 0):
-        return error("redis policy", f"{policy}: it would throw rollouts away", remedy)
-    return warning("redis policy", f"{policy}, harmless only as long as maxmemory is not set", remedy)
-
-
-def _room(info: dict[str, Any], max_backlog_bytes: int, max_store_bytes: int) -> Finding:
+def _fitness(info: dict[str, Any], needed: int) -> dict[str, Finding]:
+    """Of a server without `server_faults`, by what those are of."""
+    policy = str(info.get("maxmemory_policy", "noeviction"))
     limit, used = info.get("maxmemory", 0), info.get("used_memory", 0)
-    told = f"{size(used)} used" + (f" of {size(limit)}" if limit else ", without a limit")
-    if not limit:
-        return ok("redis memory", told)
-    settings = f"redis.max_backlog_bytes = {size(max_backlog_bytes)}"
-    remedy = "raise maxmemory, or lower redis.max_backlog_bytes"
-    if max_store_bytes:
-        settings += f" and weights.max_store_bytes = {size(max_store_bytes)}"
-        remedy += " or weights.max_store_bytes"
-    needed = needed_memory(max_backlog_bytes, max_store_bytes)
-    if needed > limit:
-        return error("redis memory", f"{told}; {settings} may need {size(needed)}, and a run is refused", remedy)
-    if used + needed > limit:
-        return warning("redis memory", f"{told}; {settings} may need {size(used + needed)} in all", remedy)
-    return ok("redis memory", told)
+    found = {
+        "version": ok("redis version", str(info["redis_version"])),
+        "policy": ok("redis policy", policy),
+        "memory": ok("redis memory", f"{size(used)} used" + (f" of {size(limit)}" if limit else ", without a limit")),
+    }
+    if policy != "noeviction":
+        told, remedy = f"{policy}, harmless only as long as maxmemory is not set", "maxmemory-policy noeviction"
+        found["policy"] = warning("redis policy", told, f"redis-cli CONFIG SET {remedy}")
+    if limit and used + needed > limit:
+        told = f"{found['memory'].evidence}; redis.max_backlog_bytes and weights.max_store_bytes may need "
+        found["memory"] = warning("redis memory", f"{told}{size(needed)} more", "raise maxmemory, or lower them")
+    return found
 
 
 def _durability(info: dict[str, Any]) -> Finding:

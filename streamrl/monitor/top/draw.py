@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from textwrap import wrap
 from typing import NamedTuple
 
 from rich.text import Text
 
 from streamrl.monitor import text as words
-from streamrl.monitor.rollouts import OpenRollout
 from streamrl.monitor.top.screen import HELP, Page, Screen
 from streamrl.monitor.units import age, number
 from streamrl.monitor.view import View, Worker
-from streamrl.terminal import printable, sparkline
+from streamrl.terminal import printable
 
-_LABEL = 9
 _STYLES = {"healthy": "bold green", "degraded": "bold yellow", "stalled": "bold red", "ended": "bold red"}
 _KEYS_LINE = "q quit  s sort  r reverse  / filter  f freeze  enter opens  g groups  w why  ?"
 
@@ -74,57 +71,46 @@ def _head(view: View | None, screen: Screen, *, width: int, error: str, server: 
             yield Text(f"waiting for Redis at {printable(server)} ...", style="yellow")
         return
     frozen = Text("FROZEN  ", style="bold cyan") if screen.is_frozen else Text()
-    yield Text.assemble(frozen, (printable(words.run_line(view)), "bold"))
-    yield Text(printable(words.health_line(view)), style=_STYLES[view.verdict])
-    lead = view.learner.lead
-    gone = lead is None or not lead.alive or (lead.state == "silent" and not view.learner.holder)
-    says = "GONE: " if gone and view.run.state == "running" else ""
-    yield _row("learner", says + words.learner_line(view), style="bold red" if says else "")
-    yield _metrics(view, width)
-    for name, line in words.reward_rows(view):
-        yield _row(name, line)
-    for line in words.stream_lines(view):
-        yield _row("stream", line)
-    yield _row("weights", words.weights_line(view))
-    if drops := words.drops_line(view):
-        yield _row("drops", drops)
-    dead = f"{words.dead_line(view)}    redis {words.redis_line(view)}"
-    yield _row("dead", dead, style="yellow" if view.dead.count else "")
-    yield _row("workers", words.workers_line(view))
+    first, *others = draw_rows(view, width=width)
+    yield from (frozen + first, *others)
 
 
-def _row(name: str, text: str, *, style: str = "") -> Text:
-    return Text.assemble((f"{name:<{_LABEL}}", "dim"), (printable(text), style))
-
-
-def _metrics(view: View, width: int) -> Text:
-    shown = words.metric_words(view)
-    if not shown:
-        return _row("", "no step has been made yet")
-    curve = sparkline(view.learner.rewards, max(8, width - _LABEL - sum(len(word) + 2 for word in shown)))
-    first, *rest = shown
-    return Text.assemble((" " * _LABEL), (first, "bold"), "  ", (curve, "cyan"), "  ", "  ".join(rest))
+def draw_rows(view: View, *, width: int) -> Iterator[Text]:
+    """What `status` tells, in colours; run and health speak for themselves."""
+    for label, line in words.rows(view, width=width):
+        if label in ("run", "health"):
+            yield Text(line, style="bold" if label == "run" else _STYLES[view.verdict])
+        else:
+            style = "bold red" if line.startswith("GONE") else "yellow" if label == "dead" else ""
+            yield Text.assemble((f"{label:<{words.LABEL}}", "dim"), (line, style))
 
 
 # Pages
 
 
 def _workers(view: View, screen: Screen, width: int, space: int) -> list[Text]:
+    workers = screen.rows(view)
+    sorted_by = f"by {screen.sort}{', backwards' if screen.backwards else ''}"
+    matching = f", {len(workers)} of {len(view.workers)} match '{screen.filter}'" if screen.filter else ""
+    room = max(0, space - 2)
+    selected = min(screen.selected, max(0, len(workers) - 1))
+    first = max(0, min(selected - room // 2, len(workers) - room))
+    title, *rows = draw_workers(workers[first : first + room], width=width)
+    if rows:
+        rows[selected - first].stylize("reverse")
+    return [title, Text(printable(f"{sorted_by}{matching}"), style="dim"), *rows]
+
+
+def draw_workers(workers: Sequence[Worker], *, width: int) -> list[Text]:
+    """A title, and a line for each."""
     columns = [column for column in COLUMNS if width >= column.min_screen]
     widths = [column.width for column in columns]
     widths[0] = max(10, width - sum(widths) - len(widths))
-    rows = screen.rows(view)
     title = " ".join(_cell(c.title, w, left=_is_text(c)) for c, w in zip(columns, widths, strict=True))
-    sorted_by = f"by {screen.sort}{', backwards' if screen.backwards else ''}"
-    matching = f", {len(rows)} of {len(view.workers)} match '{screen.filter}'" if screen.filter else ""
-    lines = [Text(f"{title}", style="underline"), Text(printable(f"{sorted_by}{matching}"), style="dim")]
-    room = max(0, space - len(lines))
-    selected = min(screen.selected, max(0, len(rows) - 1))
-    first = max(0, min(selected - room // 2, len(rows) - room))
-    for place, worker in enumerate(rows[first : first + room], start=first):
+    lines = [Text(title, style="underline")]
+    for worker in workers:
         cells = (_cell(c.value(worker), w, left=_is_text(c)) for c, w in zip(columns, widths, strict=True))
-        style = _style_of(worker) + (" reverse" if place == selected else "")
-        lines.append(Text(printable(" ".join(cells)), style=style.strip()))
+        lines.append(Text(printable(" ".join(cells)), style=_style_of(worker)))
     return lines
 
 
@@ -188,25 +174,9 @@ def _groups(view: View, screen: Screen, width: int, space: int) -> list[Text]:
 
 
 def _group(view: View, screen: Screen, width: int, space: int) -> list[Text]:
-    if screen.group is None:
+    if not screen.group:
         return [Text("that group has been committed meanwhile (esc: back)", style="yellow")]
-    return _scrolled(list(_open_group(screen.group, width)), screen, space)
-
-
-def _open_group(group: OpenRollout, width: int) -> Iterator[Text]:
-    rollout = group.rollout
-    yield Text(f"ticket {rollout.ticket} by {printable(rollout.worker)}", style="bold")
-    yield from (Text(line) for line in _paragraphs(group.prompt, width))
-    if rollout.error:
-        yield Text(printable(rollout.error), style="red")
-    for place, sample in enumerate(group.completions, start=1):
-        sources = "  ".join(f"{name} {number(value)}" for name, value in sample.by_source.items())
-        head = (
-            f"{place}. reward {number(sample.reward)}  ({sources})  {sample.num_tokens} tokens, {sample.finish_reason}"
-        )
-        yield Text()
-        yield Text(printable(f"{head}, by {' then '.join(sample.versions)}"), style="cyan")
-        yield from (Text(line) for line in _paragraphs(sample.text, width))
+    return _scrolled(list(screen.group), screen, space)
 
 
 def _causes(view: View, screen: Screen, width: int, space: int) -> list[Text]:
@@ -220,11 +190,6 @@ def _help(view: View, screen: Screen, width: int, space: int) -> list[Text]:
 def _scrolled(lines: list[Text], screen: Screen, space: int) -> list[Text]:
     first = max(0, min(screen.scroll, len(lines) - space))
     return lines[first:]
-
-
-def _paragraphs(text: str, width: int) -> Iterator[str]:
-    for line in text.splitlines() or [""]:
-        yield from wrap(printable(line), width=max(20, width - 1)) or [""]
 
 
 _PAGES: Mapping[Page, Callable[[View, Screen, int, int], Sequence[Text]]] = {

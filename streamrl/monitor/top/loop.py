@@ -8,11 +8,12 @@ import redis
 
 from streamrl.monitor.looker import Looker, Seen
 from streamrl.monitor.opening import Opened
-from streamrl.monitor.rollouts import find_decoder, list_rollouts, open_rollout
+from streamrl.monitor.rollouts import find_words_of_run, list_rollouts, open_rollout
 from streamrl.monitor.top.draw import draw
 from streamrl.monitor.top.screen import Screen
 from streamrl.monitor.top.terminal import Terminal
 from streamrl.monitor.watcher import Watcher
+from streamrl.record.view import lines_of
 
 _KEYS_EVERY_S = 0.1
 
@@ -28,19 +29,19 @@ def run(there: Opened, *, period_s: float) -> None:
             width, height = terminal.size
             terminal.show(draw(shown.view, screen, width=width, height=height, error=shown.error, server=there.server))
             if key := terminal.key(_KEYS_EVERY_S):
-                screen = _serve(screen.press(key, shown.view), there)
+                screen = _serve(screen.press(key, shown.view), there, width=width, colour=terminal.has_colour)
 
 
-def _serve(screen: Screen, there: Opened) -> Screen:
+def _serve(screen: Screen, there: Opened, *, width: int, colour: bool) -> Screen:
     """What a page wants from Redis."""
     try:
         if screen.wants_groups:
             return replace(screen, wants_groups=False, groups=list_rollouts(there.client, there.keys))
         if screen.wants_group:
-            config = there.client.hget(there.keys.meta, "config")
-            decode = find_decoder(config.decode() if isinstance(config, bytes) else "")
-            group = open_rollout(there.client, there.keys, screen.wants_group, decode)
-            return replace(screen, wants_group="", page="group", group=group, scroll=0)
+            found = open_rollout(there.client, there.keys, screen.wants_group)
+            words = find_words_of_run(there.client, there.keys)
+            lines = lines_of(*found, words, width=width, colour=colour, max_lines=None) if found else ()
+            return replace(screen, wants_group="", page="group", group=tuple(lines), scroll=0)
     except redis.RedisError:  # the frame says already that Redis is gone
         return replace(screen, wants_groups=False, wants_group="", groups=())
     return screen

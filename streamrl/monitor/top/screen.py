@@ -6,18 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from streamrl.monitor.rollouts import OpenRollout, Rollout
+from rich.text import Text
+
+from streamrl.monitor.rollouts import Rollout
 from streamrl.monitor.view import View, Worker
 
 Page = Literal["workers", "worker", "groups", "group", "causes", "help"]
-_BACK: Mapping[Page, Page] = {
-    "workers": "workers",
-    "worker": "workers",
-    "groups": "workers",
-    "group": "groups",
-    "causes": "workers",
-    "help": "workers",
-}
 _STATES = ("working", "waiting", "starting", "stopping", "silent")
 
 SORTS: Mapping[str, Callable[[Worker], tuple[float | str, ...]]] = {
@@ -41,7 +35,7 @@ class Screen:
     selected: int = 0  # row of the page's list
     scroll: int = 0  # first line of a page of text
     worker: str = ""  # that is open
-    group: OpenRollout | None = None  # that is open
+    group: Sequence[Text] = ()  # the lines of the one that is open; none: it is gone
     groups: Sequence[Rollout] = field(default=())
     wants_group: str = ""  # entry id, to be opened by whoever can read Redis
     wants_groups: bool = False
@@ -86,7 +80,8 @@ class Screen:
     def back(self) -> Screen:
         if self.page == "workers" and self.filter:
             return replace(self, filter="", selected=0)
-        return replace(self, page=_BACK[self.page], scroll=0, selected=0 if self.page == "groups" else self.selected)
+        before: Page = "groups" if self.page == "group" else "workers"
+        return replace(self, page=before, scroll=0, selected=0 if self.page == "groups" else self.selected)
 
 
 def _haystack(worker: Worker) -> str:

@@ -1,4 +1,4 @@
-"""A terminal for one full-screen program: its keys one by one, its lines redrawn where they changed.
+"""A terminal for one full-screen program: its keys one by one, a frame drawn when it is another.
 
 Owns the terminal's mode between entering and leaving, however that happens. `key` blocks as long as it is told.
 """
@@ -10,16 +10,16 @@ import select
 import sys
 import termios
 import tty
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console, ConsoleDimensions
+from rich.console import Console, Group
+from rich.live import Live
 from rich.text import Text
 
 from streamrl.errors import ConfigError
 
-_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l\x1b[2J", "\x1b[?25h\x1b[?1049l"
 _MOST_BYTES = 64  # of a burst of keys
 _SEQUENCES: Mapping[str, str] = {
     "\x1b[A": "up",
@@ -49,8 +49,8 @@ class Terminal:
         if not (os.isatty(self._input) and self._output.isatty()):
             raise ConfigError("streamrl top needs a terminal; `streamrl status` prints one screen anywhere")
         self._console = Console(file=self._output, highlight=False)
-        self._shown: list[str] = []
-        self._size = (0, 0)
+        self._live = Live(console=self._console, screen=True, auto_refresh=False)
+        self._shown: tuple[tuple[int, int], list[Text]] | None = None
         self._pending = ""
 
     def __enter__(self) -> Self:
@@ -59,13 +59,13 @@ class Terminal:
         attributes = termios.tcgetattr(self._input)
         attributes[3] &= ~termios.ISIG  # Ctrl-C is a key: leaving restores the terminal
         termios.tcsetattr(self._input, termios.TCSANOW, attributes)
-        self._write(_ENTER)
+        self._live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._write(_LEAVE)
+        self._live.stop()
         termios.tcsetattr(self._input, termios.TCSADRAIN, self._mode)
 
     @property
@@ -74,22 +74,16 @@ class Terminal:
         size = os.get_terminal_size(self._output.fileno())
         return size.columns, size.lines
 
-    def show(self, lines: Sequence[Text]) -> None:
-        """One frame; only what differs from the last one is sent."""
-        size = self.size
-        if size != self._size:
-            self._size, self._shown = size, []
-            self._console.size = ConsoleDimensions(*size)
-            self._write("\x1b[2J")
-        drawn = [self._ansi(line) for line in lines]
-        changed = [
-            f"\x1b[{place + 1};1H{line}\x1b[K"
-            for place, line in enumerate(drawn)
-            if place >= len(self._shown) or self._shown[place] != line
-        ]
-        self._shown = drawn
-        if changed:
-            self._write("".join(changed))
+    @property
+    def has_colour(self) -> bool:
+        return not self._console.no_color
+
+    def show(self, lines: list[Text]) -> None:
+        """One frame; nothing is sent where it is the last one."""
+        frame = (self.size, lines)
+        if frame != self._shown:
+            self._shown = frame
+            self._live.update(Group(*lines), refresh=True)
 
     def key(self, timeout_s: float) -> str | None:
         """The next key by its name, or None."""
@@ -104,12 +98,3 @@ class Terminal:
                 return name
         first, self._pending = self._pending[:1], self._pending[1:]
         return first or None
-
-    def _ansi(self, line: Text) -> str:
-        with self._console.capture() as captured:
-            self._console.print(line, end="", no_wrap=True, overflow="crop")
-        return captured.get()
-
-    def _write(self, text: str) -> None:
-        self._output.write(text)
-        self._output.flush()

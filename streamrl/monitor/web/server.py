@@ -12,13 +12,14 @@ import hmac
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import redis
 import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
@@ -27,15 +28,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from streamrl.monitor.charts import CHARTS
-from streamrl.monitor.exporter import prometheus_text
+from streamrl.monitor.charts import CHARTS, Chart
+from streamrl.monitor.exporter import make_registry
 from streamrl.monitor.history import History, thin
 from streamrl.monitor.looker import Looker, Seen
 from streamrl.monitor.opening import Opened
-from streamrl.monitor.rollouts import Decode, find_decoder, list_rollouts, open_rollout
+from streamrl.monitor.rollouts import find_words_of_run, list_rollouts, open_rollout
 from streamrl.monitor.watcher import Watcher
 from streamrl.monitor.web.trace import Trace
 from streamrl.ports import LOOPBACK
+from streamrl.record.export import to_json
+from streamrl.record.words import Words
 
 _POINTS = 400  # of a curve: more than a phone or a screen has columns for
 _HEADERS = {
@@ -55,9 +58,10 @@ class Dashboard:
         self._watcher = Watcher(there.client, there.keys, server=there.server)
         self._trace = Trace()
         self._looker = Looker(self._watcher, period_s=period_s, on_look=self._seen)
+        self._figures = make_registry(there.keys.name, lambda: self._looker.seen)
         self._history: bytes = b"{}"  # as it is sent; encoded when something is new, not for every reader
         self._history_of: tuple[int, str, int] | None = None  # what of the history is in it
-        self._decode: Decode | None = None
+        self._words: Words | None = None
         self._page = Path(__file__).with_name("index.html").read_text(encoding="utf-8")
         self._lock = threading.Lock()
 
@@ -127,21 +131,20 @@ class Dashboard:
 
     async def _rollout(self, request: Request) -> Response:
         found = await run_in_threadpool(self._open, request.path_params["entry_id"])
-        return _json(asdict(found)) if found else _json({"error": "it has been committed meanwhile"}, status=404)
+        return _json(found) if found else _json({"error": "it has been committed meanwhile"}, status=404)
 
     async def _metrics(self, request: Request) -> Response:
-        seen = self._looker.seen
-        return PlainTextResponse(prometheus_text(seen.view, self._there.keys.name, is_up=not seen.error))
+        return Response(generate_latest(self._figures), media_type=CONTENT_TYPE_LATEST)
 
-    def _open(self, entry_id: str) -> Any:
-        with self._lock:  # one tokenizer, loaded once
-            if self._decode is None:
-                config = self._there.client.hget(self._there.keys.meta, "config")
-                self._decode = find_decoder(config.decode() if isinstance(config, bytes) else "")
+    def _open(self, entry_id: str) -> Mapping[str, Any] | None:
         try:
-            return open_rollout(self._there.client, self._there.keys, entry_id, self._decode)
+            with self._lock:  # one tokenizer, loaded once
+                if self._words is None:
+                    self._words = find_words_of_run(self._there.client, self._there.keys)
+            found = open_rollout(self._there.client, self._there.keys, entry_id)
         except redis.RedisError:
             return None
+        return to_json(*found, self._words) if found else None
 
 
 def curves(history: History) -> dict[str, Any]:
@@ -149,12 +152,11 @@ def curves(history: History) -> dict[str, Any]:
     return {"charts": [_chart(history, chart) for chart in CHARTS]}
 
 
-def _chart(history: History, chart: Any) -> dict[str, Any]:
+def _chart(history: History, chart: Chart) -> dict[str, Any]:
     series: dict[str, list[tuple[int, float]]] = {}
     for label, metric in chart.series.items():
-        curve = history.validations if metric.startswith("val_rollouts/") else history.steps
-        records = thin([record for record in list(curve.records) if metric in record.values], _POINTS)
-        series[label] = [(record.step, float(f"{record.values[metric]:.6g}")) for record in records]
+        points = thin(list(zip(*history.curve(metric), strict=True)), _POINTS)
+        series[label] = [(step, float(f"{value:.6g}")) for step, value in points]
     return {"name": chart.name, "title": chart.title, "unit": chart.unit, "stacked": chart.is_stacked, "series": series}
 
 

@@ -1,0 +1,66 @@
+"""What the launcher sees of its run, and shows: by the monitors' view of a real Redis."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+import redis
+import redis.asyncio
+from rich.console import Console
+
+from streamrl.launch.display import Display
+from streamrl.launch.interrupts import Interrupts
+from streamrl.launch.parts import RunFolder
+from streamrl.launch.summary import Loads
+from streamrl.launch.supervisor import Supervisor
+from streamrl.transport.keys import Keys
+from streamrl.transport.operate import remove_run
+from tests.redis.monitor_world import Watched, healthy_run
+from tests.redis.run_world import RunWorld
+
+
+@pytest.fixture
+async def run(
+    tmp_path: Path, client: redis.Redis, async_client: redis.asyncio.Redis, keys: Keys, redis_url: str
+) -> Watched:
+    return await healthy_run(RunWorld(tmp_path, client=client, async_client=async_client, keys=keys, url=redis_url))
+
+
+def make_supervisor(run: Watched, out: io.StringIO) -> Supervisor:
+    config = run.world.config.model_copy(update={"name": run.world.keys.name})
+    now = iter(range(0, 1000, 10))  # so that each look is worth a line
+    return Supervisor(
+        config=config,
+        folder=RunFolder(config.folder),
+        redis_url=run.world.url,
+        embedded=None,
+        client=run.world.client,
+        display=Display(Console(file=out, width=300), clock=lambda: next(now)),
+        interrupts=Interrupts(),
+        takeover=False,
+    )
+
+
+def test_it_shows_the_parts_and_counts_the_loads_of_all_lives(run: Watched) -> None:
+    out = io.StringIO()
+    supervisor = make_supervisor(run, out)
+
+    run.worker(pid=1, detail={"loads": 5, "loads_in_flight": 2})
+    supervisor.look()
+    run.worker(pid=2, detail={"loads": 1})
+    supervisor.show()
+
+    assert supervisor.loads == Loads(loaded=6, in_flight=2)
+    assert "workers: 1 generate" in out.getvalue()
+    assert "step 1" in out.getvalue()
+
+
+def test_before_there_is_a_run_it_says_what_it_does(run: Watched, client: redis.Redis) -> None:
+    out = io.StringIO()
+    remove_run(client, run.world.keys)
+
+    make_supervisor(run, out).show()
+
+    assert set(out.getvalue().splitlines()) <= {"starting the parts", "0:00:00  starting the parts"}
