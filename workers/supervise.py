@@ -83,29 +83,32 @@ class Supervisor:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Returns when the rollout is over."""
-        engine: Engine | None = None
-        try:
-            while not stop.is_set():
-                delivered, proved = self._rollout.counts.groups_delivered, self._weights.num_proved
-                try:
-                    if engine is None:
-                        engine = self._make_engine()
-                        self._progress.working("start the engine")
-                        await unless(stop, engine.start())
-                    if not stop.is_set():
-                        await self._rollout.run(engine, stop)
+        while not stop.is_set():
+            engine = self._make_engine()
+            try:
+                if await self._work_with(engine, stop):
                     return
+            finally:
+                await engine.stop()
+            await self._pause(stop)
+
+    async def _work_with(self, engine: Engine, stop: asyncio.Event) -> bool:
+        """Whether the rollout is over; else another engine is needed."""
+        delivered = self._rollout.counts.groups_delivered
+        try:
+            self._progress.working("start the engine")
+            await unless(stop, engine.start())
+            while not stop.is_set():
+                proved = self._weights.num_proved
+                try:
+                    await self._rollout.run(engine, stop)
+                    return True
                 except LoadRejected as error:
-                    if await self._survive_rejection(error, stop, again=self._weights.num_proved == proved):
-                        continue
-                except EngineError as error:
-                    self._note_failure(error, stop, again=self._rollout.counts.groups_delivered == delivered)
-                await engine.stop()
-                engine = None
-                await self._pause(stop)
-        finally:
-            if engine is not None:
-                await engine.stop()
+                    if not await self._survive_rejection(error, stop, again=self._weights.num_proved == proved):
+                        return False
+        except EngineError as error:
+            self._note_failure(error, stop, again=self._rollout.counts.groups_delivered == delivered)
+        return stop.is_set()
 
     def _note_failure(self, error: EngineError, stop: asyncio.Event, *, again: bool) -> None:
         self._failures = self._failures + 1 if again else 1

@@ -149,15 +149,11 @@ class Decoder:
         stop = row.request.sampling.stop
         # A token may hold no whole character, so that a string may be spread over more tokens than it is long.
         tail = row.token_ids[-4 * max(map(len, stop)) - 8 :]
-        before, after = self._decode_text(tail[:-1]), self._decode_text(tail)
+        before, after = self._facts.decode(tail[:-1]), self._facts.decode(tail)
         return next((s for s in stop if after.find(s, max(0, len(before) - len(s) + 1)) >= 0), "")
 
-    def _decode_text(self, token_ids: list[int]) -> str:
-        text: str = self._facts.tokenizer.decode(token_ids, skip_special_tokens=True)
-        return text
-
     def _generated(self, row: Row, reason: FinishReason) -> Generated:
-        text = self._decode_text(row.token_ids)
+        text = self._facts.decode(row.token_ids)
         if row.stop_string:
             text = text[: text.rindex(row.stop_string)]
         return Generated(

@@ -191,7 +191,7 @@ class TransformersEngine:
         for future in waiting:
             self._tell(future, failure)
 
-    def _tell(self, future: asyncio.Future, outcome: object) -> None:
+    def _tell(self, future: asyncio.Future[Any], outcome: object) -> None:
         def set_outcome() -> None:
             if future.done():  # cancelled meanwhile
                 return

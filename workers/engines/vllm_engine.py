@@ -219,8 +219,7 @@ class VllmEngine:
     def _generated(self, output: CompletionOutput, sampling: schema.Sampling) -> Generated:
         token_ids = list(output.token_ids)
         # With stop strings vLLM has made the text already, and knows which of them ended it.
-        decode = self._settings.model.tokenizer.decode
-        text = output.text if sampling.stop else decode(token_ids, skip_special_tokens=True)
+        text = output.text if sampling.stop else self._settings.model.decode(token_ids)
         return Generated(
             token_ids=np.asarray(token_ids, dtype=np.int32),
             logprobs=_sampled_logprobs(output),
@@ -250,10 +249,12 @@ def _canary_params() -> SamplingParams:
     )
 
 
-def _sampled_logprobs(output: CompletionOutput) -> np.ndarray[Any, np.dtype[np.float32]]:  # [T]
+def _sampled_logprobs(output: CompletionOutput) -> npt.NDArray[np.float32]:  # [T]
+    from vllm.logprobs import FlatLogprobs
+
     logprobs = output.logprobs
-    assert logprobs is not None, "log-probs were asked for"
-    # Flat, and one entry a position: the sampled token's.
+    assert isinstance(logprobs, FlatLogprobs), "flat log-probs were asked for"
+    # One entry a position: the sampled token's.
     values = np.asarray(logprobs.logprobs, dtype=np.float32)[: len(output.token_ids)]
     assert len(values) == len(output.token_ids), f"{len(values)} log-probs for {len(output.token_ids)} tokens"
     return np.minimum(values, 0.0)
