@@ -99,4 +99,4 @@ class EngineHere:
         """With the process."""
 
     def stats(self) -> EngineStats:
-        return EngineStats(in_flight=0, num_tokens=0, num_made=0, num_waiting=0, kv_used=0.0)
+        return EngineStats(in_flight=0, num_made=0, num_waiting=0, kv_used=0.0)

@@ -220,12 +220,12 @@ class _Scene:
     async def worker(self, num_groups: int) -> float:
         """Tokens a second from the first ticket's issue to the last group's delivery."""
         tickets = self._tickets(num_groups)
-        tokens_before = self._engine.stats().num_tokens
+        tokens_before = self._engine.stats().num_made
         began = time.perf_counter()
         self._learner.issue(tickets)
         self._num_issued += num_groups
         await asyncio.to_thread(self._await_groups)
-        return (self._engine.stats().num_tokens - tokens_before) / (time.perf_counter() - began)
+        return (self._engine.stats().num_made - tokens_before) / (time.perf_counter() - began)
 
     def _await_groups(self) -> None:
         """Looks at no more than how many there are: reading them is the learner's work."""

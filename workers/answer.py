@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import structlog
 
@@ -20,20 +19,10 @@ from streamrl.errors import RewardError, RewardOutage, SampleError
 from streamrl.wire.group import Group, GroupHeader, Sample
 from streamrl.wire.ticket import Ticket
 from workers.engines.base import Engine, Generated, SampleRequest
-from workers.rewards.base import ScoreItem, Scores
+from workers.rewards.base import Rewards, ScoreItem, Scores
 from workers.tasks import gather_or_cancel
 
 log = structlog.get_logger(__name__)
-
-
-class Scorer(Protocol):
-    """What is used of `workers.rewards.base.Rewards`."""
-
-    async def score(self, item: ScoreItem) -> Scores: ...
-
-    def outage(self) -> str | None: ...
-
-    def facts(self) -> dict[str, int | float | str]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,21 +40,13 @@ class _Failed:
 
 
 class Answerer:
-    def __init__(self, *, rewards: Scorer, config: schema.Config, worker: str, fingerprint: str) -> None:
-        self._rewards = rewards
+    def __init__(self, *, rewards: Rewards, config: schema.Config, worker: str, fingerprint: str) -> None:
+        self.rewards = rewards
         self._config = config
         self._worker = worker
         self._fingerprint = fingerprint
         self._num_requests = 0
         self.num_scored = 0  # samples
-
-    def outage(self) -> str | None:
-        """Why samples could not be scored now; None when they can."""
-        return self._rewards.outage()
-
-    def facts(self) -> dict[str, int | float | str]:
-        """What the monitor shows of the reward sources."""
-        return self._rewards.facts()
 
     async def answer(self, ticket: Ticket, engine: Engine, *, sample_done: Callable[[], None] = lambda: None) -> Group:
         """`sample_done` is called for each sample as it is made and scored, or has failed."""
@@ -92,7 +73,7 @@ class Answerer:
         try:
             generated = await engine.generate(request)
             generated_at = time.monotonic()
-            scores = await self._rewards.score(_score_item(ticket, generated))
+            scores = await self.rewards.score(_score_item(ticket, generated))
         except RewardOutage:
             raise
         except (SampleError, RewardError) as error:

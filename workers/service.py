@@ -37,7 +37,7 @@ from streamrl.weights.stores import open_store
 from workers.answer import Answerer
 from workers.await_run import await_run
 from workers.engines.base import ENGINES, Engine, EngineSettings
-from workers.health import Health, Parts, WatchedRewards
+from workers.health import Health, Parts
 from workers.model import ModelFacts, read_model
 from workers.permissions import Permissions, allowed_model
 from workers.proving import Proof, Prover, Unproved
@@ -164,15 +164,14 @@ class _Service:
             give_up_after_s=config.redis.give_up_after_s,
         )
         async with self._following(stream, model) as weights, _started(rewards):
-            watched = WatchedRewards(rewards)
             rollout = Rollout(
                 tickets=stream,
                 weights=weights,
-                answerer=Answerer(rewards=watched, config=config, worker=options.worker, fingerprint=model.fingerprint),
+                answerer=Answerer(rewards=rewards, config=config, worker=options.worker, fingerprint=model.fingerprint),
                 config=config,
                 progress=self._progress,
             )
-            self._health.parts = Parts(work=rollout, weights=weights, rewards=watched, stall_s=config.worker.stall_s)
+            self._health.parts = Parts(work=rollout, weights=weights, rewards=rewards, stall_s=config.worker.stall_s)
             supervisor = Supervisor(
                 rollout=rollout,
                 weights=weights,

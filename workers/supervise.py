@@ -19,38 +19,18 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import structlog
 
 from streamrl.errors import EngineError, LoadRejected
 from streamrl.telemetry.progress import Progress, Wait
 from workers.engines.base import Engine
-from workers.rollout import Counts
+from workers.roles import Weights, Work
 from workers.tasks import unless
 
 log = structlog.get_logger(__name__)
 
 _MAX_ENGINE_FAILURES = 3  # in a row, without a group delivered in between
-
-
-class Work(Protocol):
-    """What is used of `workers.rollout.Rollout`."""
-
-    counts: Counts
-
-    async def run(self, engine: Engine, stop: asyncio.Event) -> None: ...
-
-
-class Versions(Protocol):
-    """What is used of `workers.weights.WeightFollower`."""
-
-    attempted: int
-    num_proved: int
-
-    def distrust_mirror(self) -> None: ...
-
-    async def announced_beyond(self, version: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +45,7 @@ class Supervisor:
         self,
         *,
         rollout: Work,
-        weights: Versions,
+        weights: Weights,
         make_engine: Callable[[], Engine],
         progress: Progress,
         patience: RestartPatience,

@@ -100,7 +100,6 @@ class EngineDouble:
     def stats(self) -> EngineStats:
         return EngineStats(
             in_flight=self._in_flight,
-            num_tokens=self._finished_tokens,
             num_made=self._finished_tokens,
             num_waiting=max(0, self._in_flight - self._capacity),
             kv_used=self.kv_used,

@@ -51,7 +51,6 @@ class TransformersEngine:
         self._dead: EngineError | None = None
         self._stopping = False
         self._in_flight = 0
-        self._num_tokens = 0
         self._decoder: Decoder | None = None  # the thread's own; others read its counts
 
     async def start(self) -> None:
@@ -94,12 +93,10 @@ class TransformersEngine:
         self._commands.put(row)
         self._check()
         try:
-            generated = await row.done
+            return await row.done
         finally:
             row.abandoned = True
             self._in_flight -= 1
-        self._num_tokens += len(generated.token_ids)
-        return generated
 
     async def check_alive(self) -> None:
         await self._answer(lambda decoder: None, "answer")
@@ -115,7 +112,6 @@ class TransformersEngine:
         at_work = len(decoder.rows) if decoder else 0
         return EngineStats(
             in_flight=self._in_flight,
-            num_tokens=self._num_tokens,
             num_made=decoder.num_made if decoder else 0,
             num_waiting=max(0, self._in_flight - at_work),
             kv_used=0.0,  # memory is taken as it is needed

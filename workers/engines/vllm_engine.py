@@ -61,7 +61,6 @@ class VllmEngine:
         self._salt = ""  # requests read from the cache only what requests of the same salt put there
         self._num_salts = 0
         self._in_flight = 0
-        self._num_tokens = 0
         self._num_canaries = 0
 
     async def start(self) -> None:
@@ -111,7 +110,6 @@ class VllmEngine:
             output = await self._complete(request)
         finally:
             self._in_flight -= 1
-        self._num_tokens += len(output.token_ids)
         return self._generated(output, request.sampling)
 
     async def logprobs(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
@@ -144,7 +142,6 @@ class VllmEngine:
     def stats(self) -> EngineStats:
         return EngineStats(
             in_flight=self._in_flight,
-            num_tokens=self._num_tokens,
             num_made=self._watch.num_made,
             num_waiting=max(0, self._in_flight - self._watch.num_running),
             kv_used=self._watch.kv_used,

@@ -41,9 +41,8 @@ class ScoringModel(Protocol):
     def score(self, rows: Sequence[Row]) -> list[float]: ...
 
 
-class FakeScoringModel:
-    """The double: a token a character, and the score is their sum; remembers its batches, and fails or stops on
-    request."""
+class ScoringModelDouble:
+    """A token a character, and the score is their sum; remembers its batches, and fails or stops on request."""
 
     name = "fake"
     vocab_size = 0x110000
