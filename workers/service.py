@@ -210,10 +210,8 @@ class _Service:
                 ),
                 kv_cache=config.weights.kv_cache,
             )
-            try:
+            with contextlib.closing(weights):
                 yield weights
-            finally:
-                weights.close()
 
     def _proof(self, model: ModelFacts) -> Proof:
         if not self._config.weights.prove:

@@ -20,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 import torch
+from torch import nn
+from transformers.initialization import no_init_weights
 
 from streamrl.errors import DataError, EngineError, ResourceError, SampleError
 from workers.engines.base import EngineSettings, EngineStats, Generated, KvCache, ReadBack, SampleRequest
@@ -135,20 +137,22 @@ class TransformersEngine:
             raise  # of the model's folder
         except Exception as error:
             structlog.get_logger().exception("engine_thread_failed")
-            self._die(EngineError(f"transformers failed: {error}"))
-            raise self._dead from error
+            raise self._die(EngineError(f"transformers failed: {error}")) from error
 
-    def _die(self, error: EngineError) -> None:
+    def _die(self, error: EngineError) -> EngineError:
         self._dead = self._dead or error
         for row in self._rows:
             if not row.done.done():
                 row.done.set_exception(self._dead)
+        return self._dead
 
 
 def _build(settings: EngineSettings) -> Decoder:
     if settings.config.worker.threads:
         torch.set_num_threads(settings.config.worker.threads)
-    model = build_model(
-        settings.model, dtype=settings.config.weights.dtype, trust_remote_code=settings.trust_remote_code
+    dtype = getattr(torch, settings.config.weights.dtype)
+    # With whatever is in its memory: weights are loaded before they are used.
+    model: nn.Module = build_model(
+        settings.model, dtype=dtype, trust_remote_code=settings.trust_remote_code, within=no_init_weights()
     )
     return Decoder(model.to("cuda" if torch.cuda.is_available() else "cpu"), settings)

@@ -153,14 +153,10 @@ class Rewards:
         return f"the last score could not be had: {self._failing}" if self._failing else ""
 
     async def _mix(self, item: ScoreItem) -> Scores:
-        names = list(self._sources)
+        scoring = {name: asyncio.ensure_future(self._score_by(name, item)) for name in self._sources}
         # All are awaited, so that a failed source does not leave the others running behind the sample's back.
-        values = await asyncio.gather(*(self._score_by(name, item) for name in names), return_exceptions=True)
-        rewards: dict[str, float] = {}
-        for name, value in zip(names, values, strict=True):
-            if isinstance(value, BaseException):
-                raise value
-            rewards[name] = value
+        await asyncio.gather(*scoring.values(), return_exceptions=True)
+        rewards = {name: score.result() for name, score in scoring.items()}
         total = sum(self._sources[name].weight * value for name, value in rewards.items())
         if not math.isfinite(total):
             raise RewardError(f"the weighted sum of {rewards} is not finite")

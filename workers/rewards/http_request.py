@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -107,19 +107,13 @@ def _read_scores(form: Form, body: bytes, count: int, max_abs: float) -> list[fl
         scores = form.numbers(answer, count)
     except ValueError as error:
         raise TryAgain(f"answered {error}: {_printable(body)}", answered=True) from None
-    if any(type(score) not in (int, float) or not _is_finite(score) for score in scores):
+    # NaN compares with nothing, and an integer of a thousand digits is no float.
+    if any(type(score) not in (int, float) or not abs(score) <= sys.float_info.max for score in scores):
         raise TryAgain(f"answered rewards that are no finite numbers: {_printable(body)}", answered=True)
     if any(abs(score) > max_abs for score in scores):
         reason = f"answered rewards beyond the source's max_abs of {max_abs:g}: {_printable(body)}"
         raise TryAgain(reason, answered=True)
     return [float(score) for score in scores]
-
-
-def _is_finite(score: float) -> bool:
-    try:
-        return math.isfinite(score)
-    except OverflowError:  # an integer of a thousand digits
-        return False
 
 
 def _printable(body: bytes) -> str:
