@@ -16,11 +16,11 @@ import structlog
 
 from streamrl.config import schema
 from streamrl.errors import RewardError, RewardOutage, SampleError
+from streamrl.tasks import gather_or_cancel
 from streamrl.wire.group import Group, GroupHeader, Sample
 from streamrl.wire.ticket import Ticket
 from workers.engines.base import Engine, Generated, SampleRequest
 from workers.rewards.base import Rewards, ScoreItem, Scores
-from workers.tasks import gather_or_cancel
 
 log = structlog.get_logger(__name__)
 

@@ -21,14 +21,14 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.config import schema
+from streamrl.tasks import cancel_all
 from streamrl.versions import make_version
 from streamrl.wire.group import Group
 from streamrl.wire.ticket import Ticket
 from workers.answer import Answerer
 from workers.engines.base import ENGINES, Engine, EngineSettings
-from workers.model import ModelFacts
+from workers.engines.model import ModelFacts
 from workers.rewards.base import Rewards
-from workers.tasks import cancel_all
 
 _UID = "eval"
 _SHOW_EVERY_S = 1.0

@@ -37,7 +37,7 @@ from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from workers.mapped_file import MappedFile
+from workers.engines.mapped_file import MappedFile
 
 _NUM_COLUMNS = 64  # of each packed layer, at a time
 _PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)  # what they keep is what they were given

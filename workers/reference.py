@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from workers.engines.hf_model import build_model, token_logprobs
-from workers.mapped_file import MappedFile
-from workers.model import ModelFacts
+from workers.engines.mapped_file import MappedFile
+from workers.engines.model import ModelFacts
 
 _ABOVE: Mapping[str, torch.dtype] = {"float32": torch.float64, "bfloat16": torch.float32}
 _SERVED: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -23,6 +23,7 @@ import structlog
 
 from streamrl.config import schema
 from streamrl.errors import RewardOutage, TransportError
+from streamrl.tasks import cancel_all, run_beside, unless
 from streamrl.telemetry.progress import Progress, Wait
 from streamrl.transport.types import Leased
 from streamrl.wire.group import Group, encode_group
@@ -32,7 +33,6 @@ from workers.engines.base import Engine, EngineStats
 from workers.rates import Rate
 from workers.roles import Counts, Weights
 from workers.stall import StallWatch
-from workers.tasks import cancel_all, run_beside, unless
 from workers.tickets import Tickets
 
 log = structlog.get_logger(__name__)

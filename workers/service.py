@@ -25,6 +25,8 @@ from streamrl.config.dump import config_from_json
 from streamrl.errors import ConfigError, RunGone
 from streamrl.extras import need
 from streamrl.held_folder import mirror_folder
+from streamrl.permissions import Permissions, allowed_model
+from streamrl.tasks import cancel_all
 from streamrl.telemetry.progress import Progress
 from streamrl.transport.connection import check_server, connect, connect_async
 from streamrl.transport.keys import Keys
@@ -37,14 +39,12 @@ from streamrl.weights.stores import open_store
 from workers.answer import Answerer
 from workers.await_run import await_run
 from workers.engines.base import ENGINES, Engine, EngineSettings
+from workers.engines.model import ModelFacts, read_model
 from workers.health import Health, Parts
-from workers.model import ModelFacts, read_model
-from workers.permissions import Permissions, allowed_model
 from workers.proving import Proof, Prover, Unproved
 from workers.rewards.base import Rewards, build_rewards
 from workers.rollout import Rollout
 from workers.supervise import RestartPatience, Supervisor
-from workers.tasks import cancel_all
 from workers.weights import Patience, WeightFollower
 
 log = structlog.get_logger(__name__)

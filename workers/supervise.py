@@ -23,10 +23,10 @@ from dataclasses import dataclass
 import structlog
 
 from streamrl.errors import EngineError, LoadRejected
+from streamrl.tasks import unless
 from streamrl.telemetry.progress import Progress, Wait
 from workers.engines.base import Engine
 from workers.roles import Weights, Work
-from workers.tasks import unless
 
 log = structlog.get_logger(__name__)
 

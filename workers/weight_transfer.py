@@ -25,7 +25,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from workers.mapped_file import MappedFile, decoys
+from workers.engines.mapped_file import MappedFile, decoys
 
 
 @dataclass

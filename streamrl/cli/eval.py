@@ -20,8 +20,8 @@ from streamrl.terminal import printable
 if TYPE_CHECKING:
     from learner.checkpoints.checkpoint import Checkpoint
     from streamrl.config.schema import Config
+    from streamrl.permissions import Permissions
     from workers.evaluate import EvalPrompt, Result
-    from workers.permissions import Permissions
 
 _HELP = """Score a checkpoint, or any model, on a file of prompts.
 
@@ -145,8 +145,8 @@ def _evaluate(subject: _Subject, local_reward_url: str | None) -> tuple[Result, 
     from streamrl.config.check import check_config
     from streamrl.held_folder import scratch_folder
     from streamrl.telemetry.logs import configure_logging
+    from workers.engines.model import read_model
     from workers.evaluate import evaluate as run_evaluation
-    from workers.model import read_model
     from workers.rewards.base import build_rewards
 
     config = subject.config
@@ -183,7 +183,7 @@ def _read_prompts(config: Config, tokenizer: Any) -> list[EvalPrompt]:
 def permissions(config: Config) -> Permissions:
     """Whoever starts this has named the configuration: what that names is their word."""
     from streamrl.config.places import reward_code, reward_hosts
-    from workers.permissions import Permissions
+    from streamrl.permissions import Permissions
 
     return Permissions(reward_code=tuple(reward_code(config)), hosts=tuple(reward_hosts(config)))
 

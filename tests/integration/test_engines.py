@@ -28,9 +28,9 @@ from streamrl.wire.group import Span
 from tests.tiny_models import CHARACTERS, Architecture, make_model
 from tests.worker_world import worker_config
 from workers.engines.base import ENGINES, Engine, EngineSettings, Generated, KvCache, SampleRequest
+from workers.engines.model import read_model
 from workers.engines.sampling import RowState, processed_logprobs
 from workers.engines.vllm_engine import VllmEngine
-from workers.model import read_model
 from workers.proving import Prover
 
 pytestmark = [

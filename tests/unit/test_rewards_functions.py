@@ -14,9 +14,9 @@ import pytest
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError, RewardError
+from streamrl.permissions import Permissions
 from tests.helpers import wait_until
 from tests.tiny_rewards import make_item
-from workers.permissions import Permissions
 from workers.rewards.functions import FunctionReward, build_function_reward
 
 Start = Callable[..., Any]
@@ -235,7 +235,7 @@ WORKER = """
 import asyncio, sys
 from streamrl.config import schema
 from tests.tiny_rewards import make_item
-from workers.permissions import Permissions
+from streamrl.permissions import Permissions
 from workers.rewards.functions import build_function_reward
 
 async def main():

@@ -9,8 +9,8 @@ import pytest
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError, RewardError, RewardOutage
+from streamrl.permissions import Permissions
 from tests.tiny_rewards import make_item
-from workers.permissions import Permissions
 from workers.rewards.base import RewardDouble, Rewards, ScoreItem, Scores, Weighted, build_rewards
 
 

@@ -10,11 +10,11 @@ import httpx
 
 from streamrl.config import schema
 from streamrl.errors import RewardOutage
+from streamrl.permissions import Permissions
 from streamrl.transport.types import Leased
 from tests.worker_world import WorkerWorld
 from workers.engines.base import EngineStats
 from workers.engines.double import EngineDouble
-from workers.permissions import Permissions
 from workers.rewards.base import RewardDouble, ScoreItem
 from workers.rewards.http_client import build_http_reward
 

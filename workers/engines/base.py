@@ -31,7 +31,7 @@ import numpy.typing as npt
 from streamrl.config import schema
 from streamrl.errors import ConfigError
 from streamrl.wire.group import FinishReason, Span
-from workers.model import ModelFacts
+from workers.engines.model import ModelFacts
 
 KvCache = Literal["salt", "clear", "keep"]
 

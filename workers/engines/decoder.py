@@ -19,8 +19,8 @@ from streamrl.wire.group import FinishReason, Span
 from workers.engines.base import EngineSettings, Generated, ReadBack, SampleRequest
 from workers.engines.hf_model import load_weights, token_logprobs
 from workers.engines.kv_batch import KvBatch
+from workers.engines.mapped_file import MappedFile, decoys
 from workers.engines.sampling import RowState, choose, processed_logprobs
-from workers.mapped_file import MappedFile, decoys
 
 _MAX_ROWS = 256
 

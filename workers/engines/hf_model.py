@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from streamrl.errors import DataError, WeightsError
-from workers.model import ModelFacts
+from workers.engines.model import ModelFacts
 
 
 def build_model(

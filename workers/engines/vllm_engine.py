@@ -34,9 +34,9 @@ from streamrl.errors import EngineError, ResourceError, SampleError
 from streamrl.held_folder import scratch_folder
 from streamrl.wire.group import FinishReason, Span
 from workers.engines.base import EngineSettings, EngineStats, Generated, KvCache, ReadBack, SampleRequest
+from workers.engines.vllm_names import READ_BACK
 from workers.engines.vllm_start import build_llm, check_installed
 from workers.engines.vllm_watch import StepWatch
-from workers.vllm_plugin import READ_BACK
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

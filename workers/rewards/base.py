@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from streamrl.config import schema
 from streamrl.errors import RewardError
+from streamrl.permissions import Permissions
 from streamrl.wire.group import FinishReason
-from workers.permissions import Permissions
 
 _SCORE_S = 60.0  # a sample that waits so long for its score
 _FORGETTING = 0.05  # the share of the newest in the average latency

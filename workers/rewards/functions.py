@@ -24,7 +24,7 @@ from typing import Any
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError, RewardError
-from workers.permissions import Permissions
+from streamrl.permissions import Permissions
 from workers.rewards.base import Health, ScoreItem
 from workers.rewards.builtin import BUILTINS
 from workers.rewards.child import CallFailed, CannotLoad, Child, ChildLost

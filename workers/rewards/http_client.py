@@ -24,7 +24,7 @@ import httpx
 from streamrl.config import schema
 from streamrl.config.places import LOCAL_REWARD_SERVER
 from streamrl.errors import ConfigError, RewardError, RewardOutage
-from workers.permissions import Permissions
+from streamrl.permissions import Permissions
 from workers.rewards.base import Health, ScoreItem
 from workers.rewards.bearer import read_token
 from workers.rewards.forms import FORMS, Form

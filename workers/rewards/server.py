@@ -24,10 +24,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from streamrl.tasks import run_beside
 from workers.rewards.batcher import Batcher, ScoringFailed, ScoringModel
 from workers.rewards.openapi import document
 from workers.rewards.service_metrics import ServiceMetrics
-from workers.tasks import run_beside
 
 MAX_BODY_BYTES = 8 << 20
 MAX_ROWS = 4096  # of one request
