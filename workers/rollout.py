@@ -14,6 +14,7 @@ handed back, so that nobody waits for a lease to run out.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -156,9 +157,7 @@ class Rollout:
                 self._reap()
 
     async def _lease(self, most: int) -> list[Leased]:
-        if self._groups:
-            return await self._tickets.lease(max_tickets=most, block_ms=_LEASE_BLOCK_MS)
-        with self._progress.waiting(Wait.TICKETS):
+        with contextlib.nullcontext() if self._groups else self._progress.waiting(Wait.TICKETS):
             return await self._tickets.lease(max_tickets=most, block_ms=_LEASE_BLOCK_MS)
 
     def _reap(self) -> None:

@@ -42,7 +42,7 @@ from workers.engines.base import ENGINES, Engine, EngineSettings
 from workers.engines.model import ModelFacts, read_model
 from workers.health import Health, Parts
 from workers.proving import Proof, Prover, Unproved
-from workers.rewards.base import Rewards, build_rewards
+from workers.rewards.base import build_rewards
 from workers.rollout import Rollout
 from workers.supervise import RestartPatience, Supervisor
 from workers.weights import Patience, WeightFollower
@@ -163,7 +163,9 @@ class _Service:
             lease_s=config.worker.lease_s,
             give_up_after_s=config.redis.give_up_after_s,
         )
-        async with self._following(stream, model) as weights, _started(rewards):
+        async with self._following(stream, model) as weights, contextlib.AsyncExitStack() as ending:
+            ending.push_async_callback(rewards.close)
+            await rewards.start()
             rollout = Rollout(
                 tickets=stream,
                 weights=weights,
@@ -233,15 +235,6 @@ class _Service:
                 seed=_engine_seed(self._config.seed, self._options.worker, self._num_engines),
             )
         )
-
-
-@contextlib.asynccontextmanager
-async def _started(rewards: Rewards) -> AsyncIterator[None]:
-    try:
-        await rewards.start()
-        yield
-    finally:
-        await rewards.close()
 
 
 def _engine_seed(run_seed: int, worker: str, engine: int) -> int:

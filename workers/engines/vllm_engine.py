@@ -105,12 +105,25 @@ class VllmEngine:
 
     async def generate(self, request: SampleRequest) -> Generated:
         assert self._version, "a sample was asked for before any version was loaded"
+        sampling = request.sampling
+        priority = _SOONER if request.urgent else _SOON
         self._in_flight += 1
         try:
-            output = await self._complete(request)
+            final = await self._final(
+                request.prompt_ids, self.sampling_params(sampling), request.request_id, priority, salt=self._salt
+            )
         finally:
             self._in_flight -= 1
-        return self._generated(output, request.sampling)
+        output = final.outputs[0]
+        token_ids = list(output.token_ids)
+        return Generated(
+            token_ids=np.asarray(token_ids, dtype=np.int32),
+            logprobs=_sampled_logprobs(output),
+            # With stop strings vLLM has made the text already, and knows which of them ended it.
+            text=output.text if sampling.stop else self._settings.model.decode(token_ids),
+            finish_reason=_finish_reason(output),
+            spans=_spans(output, len(token_ids)),
+        )
 
     async def logprobs(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
         self._num_canaries += 1
@@ -159,13 +172,6 @@ class VllmEngine:
         except Exception as error:  # vLLM's own errors share no base
             raise EngineError(f"vLLM could not {what}: {error}") from error
 
-    async def _complete(self, request: SampleRequest) -> CompletionOutput:
-        priority = _SOONER if request.urgent else _SOON
-        output = await self._final(
-            request.prompt_ids, self.sampling_params(request.sampling), request.request_id, priority, cached=True
-        )
-        return output.outputs[0]
-
     async def _final(
         self,
         token_ids: npt.NDArray[np.int32],
@@ -173,14 +179,13 @@ class VllmEngine:
         request_id: str,
         priority: int,
         *,
-        cached: bool = False,
+        salt: str = "",
     ) -> RequestOutput:
         from vllm.exceptions import VLLMValidationError
         from vllm.inputs.engine import tokens_input
 
         assert self._llm is not None, "the engine was not started"
-        salt = self._salt or None if cached else None
-        prompt = tokens_input(token_ids.tolist(), cache_salt=salt)
+        prompt = tokens_input(token_ids.tolist(), cache_salt=salt or None)
         outputs = self._llm.generate(prompt, params, request_id, priority=priority)
         try:
             final = [output async for output in outputs]  # to the end: what is left half-read is aborted, at a cost
@@ -211,18 +216,6 @@ class VllmEngine:
             detokenize=bool(sampling.stop),  # token by token only where stop strings need it
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
-        )
-
-    def _generated(self, output: CompletionOutput, sampling: schema.Sampling) -> Generated:
-        token_ids = list(output.token_ids)
-        # With stop strings vLLM has made the text already, and knows which of them ended it.
-        text = output.text if sampling.stop else self._settings.model.decode(token_ids)
-        return Generated(
-            token_ids=np.asarray(token_ids, dtype=np.int32),
-            logprobs=_sampled_logprobs(output),
-            text=text,
-            finish_reason=_finish_reason(output),
-            spans=_spans(output, len(token_ids)),
         )
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
@@ -51,8 +52,7 @@ def build_http_reward(
     client = make_client(
         timeout_s=source.timeout_s, max_connections=source.max_concurrency, token=token, transport=transport
     )
-    replicas = Replicas(urls, first_pause_s=first_pause_s)
-    return HttpReward(source, form=form, replicas=replicas, client=client, first_pause_s=first_pause_s)
+    return HttpReward(source, urls, client, first_pause_s=first_pause_s)
 
 
 def _address(key: str, url: str, form: Form, permissions: Permissions, local_reward_url: str | None) -> str:
@@ -94,17 +94,11 @@ class HttpReward:
     """One service, of one or several replicas."""
 
     def __init__(
-        self,
-        source: schema.HttpReward,
-        *,
-        form: Form,
-        replicas: Replicas,
-        client: httpx.AsyncClient,
-        first_pause_s: float,
+        self, source: schema.HttpReward, urls: Sequence[str], client: httpx.AsyncClient, *, first_pause_s: float
     ) -> None:
         self._source = source
-        self._form = form
-        self._replicas = replicas
+        self._form = FORMS[source.form]
+        self._replicas = Replicas(urls, first_pause_s=first_pause_s)
         self._client = client
         self._first_pause_s = first_pause_s
         self._scored: ScoreItem | None = None  # the latest
