@@ -34,11 +34,6 @@ class _Scored:
     scored_at: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Failed:
-    reason: str
-
-
 class Answerer:
     def __init__(self, *, rewards: Rewards, config: schema.Config, worker: str, fingerprint: str) -> None:
         self.rewards = rewards
@@ -52,7 +47,7 @@ class Answerer:
         """`sample_done` is called for each sample as it is made and scored, or has failed."""
         began = time.monotonic()
 
-        async def sample() -> _Scored | _Failed:
+        async def sample() -> _Scored | str:
             outcome = await self._sample(ticket, engine)
             sample_done()
             return outcome
@@ -62,7 +57,8 @@ class Answerer:
         )
         return self._group(ticket, outcomes, began)
 
-    async def _sample(self, ticket: Ticket, engine: Engine) -> _Scored | _Failed:
+    async def _sample(self, ticket: Ticket, engine: Engine) -> _Scored | str:
+        """Or why there is none."""
         self._num_requests += 1
         request = SampleRequest(
             request_id=f"{ticket.purpose}-{ticket.number}-{self._num_requests}",
@@ -78,14 +74,14 @@ class Answerer:
             raise
         except (SampleError, RewardError) as error:
             log.warning("sample_failed", ticket=ticket.number, error=str(error))
-            return _Failed(reason=str(error))
+            return str(error)
         self.num_scored += 1
         sample = _to_sample(generated, scores)
         return _Scored(sample=sample, generated_at=generated_at, scored_at=time.monotonic())
 
-    def _group(self, ticket: Ticket, outcomes: Sequence[_Scored | _Failed], began: float) -> Group:
+    def _group(self, ticket: Ticket, outcomes: Sequence[_Scored | str], began: float) -> Group:
         scored = [outcome for outcome in outcomes if isinstance(outcome, _Scored)]
-        failed = [outcome for outcome in outcomes if isinstance(outcome, _Failed)]
+        failed = [outcome for outcome in outcomes if isinstance(outcome, str)]
         enough = len(scored) >= min(self._config.worker.min_survivors, ticket.num_samples)
         generated_at = max((one.generated_at for one in scored), default=began)
         scored_at = max((one.scored_at for one in scored), default=began)
@@ -97,7 +93,7 @@ class Answerer:
             worker=self._worker,
             fingerprint=self._fingerprint,
             num_failed_samples=len(failed),
-            error="" if enough else f"{len(failed)} of {len(outcomes)} samples failed: {failed[0].reason}",
+            error="" if enough else f"{len(failed)} of {len(outcomes)} samples failed: {failed[0]}",
             generate_s=generated_at - began,
             reward_s=scored_at - generated_at,
             # The rest is computed from the samples when the group is encoded.

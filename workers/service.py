@@ -103,11 +103,15 @@ async def _leaving_in_time(stop: asyncio.Event, grace: _Grace, leave: Callable[[
 
 async def _serve(options: Options, keys: Keys, health: Health, stop: asyncio.Event, grace: _Grace) -> None:
     progress = health.progress
-    async with (
-        _answering(health, options.http),
-        connect_async(options.redis_url, schema.Redis()) as client,
-        report_progress(client, keys, progress),
-    ):
+    async with contextlib.AsyncExitStack() as ending:
+        if options.http is not None:
+            from workers.http import parse_address, serving  # starlette and uvicorn: only where they are asked for
+
+            where = await ending.enter_async_context(serving(health, parse_address(options.http)))
+            log.info("answering_http", address=where)
+            progress.note(http=where)
+        client = await ending.enter_async_context(connect_async(options.redis_url, schema.Redis()))
+        await ending.enter_async_context(report_progress(client, keys, progress))
         try:
             stream = WorkerStream(client, keys, worker=options.worker, lease_s=_FIRST_LEASE_S)
             info = await await_run(stream, name=options.run, stop=stop, progress=progress)
@@ -117,19 +121,6 @@ async def _serve(options: Options, keys: Keys, health: Health, stop: asyncio.Eve
                 await _Service(options, keys, config, info, health).run(client, stop)
         except RunGone:
             log.info("run_gone", run=options.run)
-
-
-@contextlib.asynccontextmanager
-async def _answering(health: Health, address: str | None) -> AsyncIterator[None]:
-    if address is None:
-        yield
-        return
-    from workers.http import parse_address, serving  # starlette and uvicorn: only where they are asked for
-
-    async with serving(health, parse_address(address)) as where:
-        log.info("answering_http", address=where)
-        health.progress.note(http=where)
-        yield
 
 
 def _check_server(url: str) -> None:

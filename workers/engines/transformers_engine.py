@@ -24,6 +24,7 @@ from torch import nn
 from transformers.initialization import no_init_weights
 
 from streamrl.errors import DataError, EngineError, ResourceError, SampleError
+from streamrl.tasks import cancel_all
 from workers.engines.base import EngineSettings, EngineStats, Generated, KvCache, ReadBack, SampleRequest
 from workers.engines.decoder import Decoder, Row
 from workers.engines.hf_model import build_model
@@ -91,7 +92,7 @@ class TransformersEngine:
     async def stop(self) -> None:
         self._die(EngineError("the engine was stopped"))
         if self._decoding is not None:
-            self._decoding.cancel()
+            await cancel_all([self._decoding])
         self._thread.shutdown(wait=False, cancel_futures=True)  # a thread in a long step ends after it
 
     def stats(self) -> EngineStats:
