@@ -121,7 +121,7 @@ class EngineDouble:
     def _sample(self, request: SampleRequest, begun_under: tuple[Path, int, int]) -> Generated:
         length, first = self._num_tokens, int(request.prompt_ids[0])
         parts = [(begun_under, 0, length)]
-        if self.loads[-1] != begun_under:
+        if self.loads[-1][1] != begun_under[1]:
             parts = [(begun_under, 0, length // 2), (self.loads[-1], length // 2, length)]
         return Generated(
             token_ids=np.arange(first, first + length, dtype=np.int32),
