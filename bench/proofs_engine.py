@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from workers.engines.base import EngineStats, Generated, KvCache, ReadBack, SampleRequest
-from workers.vllm_plugin import WEIGHT_TRANSFER_BACKEND, WORKER_EXTENSION
+from workers.engines.vllm_names import WEIGHT_TRANSFER_BACKEND, WORKER_EXTENSION
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -99,4 +99,4 @@ class EngineHere:
         """With the process."""
 
     def stats(self) -> EngineStats:
-        return EngineStats(in_flight=0, num_tokens=0, num_made=0, num_waiting=0, kv_used=0.0)
+        return EngineStats(in_flight=0, num_made=0, num_waiting=0, kv_used=0.0)

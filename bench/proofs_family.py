@@ -30,7 +30,7 @@ from learner.publishing.cast import cast_digests
 from streamrl.errors import LoadRejected
 from streamrl.telemetry.progress import Progress
 from streamrl.weights.manifest import Manifest
-from workers.model import read_model
+from workers.engines.model import read_model
 from workers.proving import Prover
 
 _FORK = multiprocessing.get_context("fork")  # vLLM is imported once

@@ -32,8 +32,8 @@ from streamrl.weights.manifest import Manifest, decode_manifest
 from streamrl.weights.mirror import Mirror
 from streamrl.weights.stores import MemoryStore
 from workers.engines.base import EngineSettings
+from workers.engines.model import ModelFacts, read_model
 from workers.engines.vllm_engine import VllmEngine
-from workers.model import ModelFacts, read_model
 from workers.proving import Prover
 
 MODEL = Path("runs/models/SmolLM2-135M-Instruct")

@@ -20,7 +20,7 @@ import numpy as np
 
 from streamrl.config import schema
 from streamrl.errors import ResourceError
-from workers.permissions import Permissions
+from streamrl.permissions import Permissions
 from workers.rewards.base import ScoreItem
 from workers.rewards.http_client import HttpReward, build_http_reward
 

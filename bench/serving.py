@@ -37,6 +37,7 @@ from learner.companion import Beside
 from streamrl.config import schema
 from streamrl.config.dump import config_to_json
 from streamrl.held_folder import scratch_folder
+from streamrl.tasks import cancel_all
 from streamrl.telemetry.progress import Progress
 from streamrl.transport.connection import connect, connect_async
 from streamrl.transport.embedded import EmbeddedRedis
@@ -47,9 +48,8 @@ from streamrl.transport.worker import WorkerStream
 from streamrl.weights.mirror import Mirror
 from streamrl.weights.redis_store import RedisStore
 from workers.engines.base import EngineSettings, KvCache
-from workers.model import read_model
+from workers.engines.model import read_model
 from workers.proving import Unproved
-from workers.tasks import cancel_all
 from workers.weights import Patience, WeightFollower
 
 _NUM_IN_FLIGHT = 2 * GROUP_SIZE

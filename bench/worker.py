@@ -28,6 +28,8 @@ from bench.report import Bar, Fact, Line
 from streamrl.config import schema
 from streamrl.config.dump import config_to_json
 from streamrl.held_folder import scratch_folder
+from streamrl.permissions import Permissions
+from streamrl.tasks import cancel_all
 from streamrl.telemetry.progress import Progress
 from streamrl.transport.connection import connect, connect_async
 from streamrl.transport.embedded import EmbeddedRedis
@@ -41,13 +43,11 @@ from streamrl.weights.stores import BlobStore, open_store
 from streamrl.wire.ticket import Ticket
 from workers.answer import Answerer
 from workers.engines.base import EngineSettings
+from workers.engines.model import ModelFacts, read_model
 from workers.engines.vllm_engine import VllmEngine
-from workers.model import ModelFacts, read_model
-from workers.permissions import Permissions
 from workers.proving import Prover
 from workers.rewards.base import build_rewards
 from workers.rollout import Rollout
-from workers.tasks import cancel_all
 from workers.tickets import AnnouncementsDouble
 from workers.weights import Patience, WeightFollower
 
@@ -220,12 +220,12 @@ class _Scene:
     async def worker(self, num_groups: int) -> float:
         """Tokens a second from the first ticket's issue to the last group's delivery."""
         tickets = self._tickets(num_groups)
-        tokens_before = self._engine.stats().num_tokens
+        tokens_before = self._engine.stats().num_made
         began = time.perf_counter()
         self._learner.issue(tickets)
         self._num_issued += num_groups
         await asyncio.to_thread(self._await_groups)
-        return (self._engine.stats().num_tokens - tokens_before) / (time.perf_counter() - began)
+        return (self._engine.stats().num_made - tokens_before) / (time.perf_counter() - began)
 
     def _await_groups(self) -> None:
         """Looks at no more than how many there are: reading them is the learner's work."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 import sys
 
 from streamrl.ports import bind
-from workers.rewards.batcher import Batcher, FakeScoringModel
+from workers.rewards.batcher import Batcher, ScoringModelDouble
 from workers.rewards.server import RewardApp
 from workers.rewards.serving import run
 
 
 def main() -> None:
-    model = FakeScoringModel()
+    model = ScoringModelDouble()
     app = RewardApp(model, Batcher(model, max_delay_s=0.001, max_batch_tokens=4096), token=None)
     with bind("127.0.0.1", int(sys.argv[1]), what="the test") as bound:
         run(app, bound, lambda: print(bound.getsockname()[1], flush=True))

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 
 from streamrl.config import schema
+from streamrl.permissions import Permissions
 from tests.helpers import wait_until
-from workers.permissions import Permissions
 from workers.rewards.http_client import HttpReward, build_http_reward
 
 

@@ -22,7 +22,7 @@ from streamrl.wire.group import Group, decode_body, decode_header
 from streamrl.wire.ticket import Purpose, Ticket
 from tests.helpers import make_ticket, wait_until
 from tests.weights_world import RUN_UID, State, World, read_safetensors
-from workers.model import read_model
+from workers.engines.model import read_model
 
 EPOCH = 1
 _DTYPES: Mapping[str, DType] = {"F32": "float32", "BF16": "bfloat16"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,10 @@ from streamrl.wire.group import Group, decode_body, decode_header
 from streamrl.wire.ticket import Ticket
 from tests.helpers import make_ticket, wait_until_async
 from workers.answer import Answerer
-from workers.engines.base import Engine, SampleRequest
+from workers.engines.base import SampleRequest
 from workers.engines.double import EngineDouble
-from workers.rewards.base import FakeReward, Reward, Rewards, ScoreItem, Weighted
+from workers.rewards.base import Reward, RewardDouble, Rewards, ScoreItem, Weighted
+from workers.roles import WeightsDouble
 from workers.rollout import Rollout
 from workers.tickets import TicketsDouble
 
@@ -49,41 +49,6 @@ def a_score_item() -> ScoreItem:
     return ScoreItem(prompt="", completion="", prompt_ids=none, token_ids=none)
 
 
-class WeightsAtOnce:
-    """The double of the follower: loads one version and is done; `serve` moves it on by hand."""
-
-    def __init__(self) -> None:
-        self.version = 0
-        self.unproved: set[int] = set()  # versions whose proof is on its way
-        self._engine: Engine | None = None
-        self._served = asyncio.Condition()
-
-    async def follow(self, engine: Engine) -> None:
-        self._engine = engine
-        await self.serve(self.version or FIRST_VERSION)
-        await asyncio.Event().wait()
-
-    async def serve(self, version: int, *, step: int = 0) -> None:
-        assert self._engine is not None
-        await self._engine.load(Path("mirror"), version=version, step=step)
-        async with self._served:
-            self.version = version
-            self._served.notify_all()
-
-    async def serving(self, version: int) -> None:
-        async with self._served:
-            await self._served.wait_for(lambda: self.version >= max(version, 1))
-
-    async def prove(self, version: int) -> None:
-        async with self._served:
-            self.unproved.discard(version)
-            self._served.notify_all()
-
-    async def proved(self, version: int) -> None:
-        async with self._served:
-            await self._served.wait_for(lambda: not any(one <= version for one in self.unproved))
-
-
 class WorkerWorld:
     """One worker; `run` starts its loop, `stop` ends it."""
 
@@ -98,8 +63,8 @@ class WorkerWorld:
         self.info = RunInfo(uid="uid", name="run", epoch=1, config_json="{}", fingerprint="model", state="running")
         self.tickets = TicketsDouble(self.info)
         self.engine = engine or EngineDouble()
-        self.weights = WeightsAtOnce()
-        self.reward = FakeReward(judge or (lambda item: float(len(item.token_ids))))
+        self.weights = WeightsDouble(version=FIRST_VERSION)
+        self.reward = RewardDouble(judge or (lambda item: float(len(item.token_ids))))
         self.progress = Progress(part="worker/0", role="worker")
         config = worker_config(**worker)
         self.rollout = Rollout(

@@ -17,8 +17,8 @@ import click
 import structlog
 
 from streamrl.errors import StreamrlError
+from streamrl.permissions import Permissions
 from streamrl.telemetry.logs import configure_logging
-from workers.permissions import Permissions
 
 if TYPE_CHECKING:
     from workers.service import Options

@@ -11,29 +11,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import structlog
 
 from streamrl.config import schema
 from streamrl.errors import RewardError, RewardOutage, SampleError
+from streamrl.tasks import gather_or_cancel
 from streamrl.wire.group import Group, GroupHeader, Sample
 from streamrl.wire.ticket import Ticket
 from workers.engines.base import Engine, Generated, SampleRequest
-from workers.rewards.base import ScoreItem, Scores
-from workers.tasks import gather_or_cancel
+from workers.rewards.base import Rewards, ScoreItem, Scores
 
 log = structlog.get_logger(__name__)
-
-
-class Scorer(Protocol):
-    """What is used of `workers.rewards.base.Rewards`."""
-
-    async def score(self, item: ScoreItem) -> Scores: ...
-
-    def outage(self) -> str | None: ...
-
-    def facts(self) -> dict[str, int | float | str]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,33 +34,20 @@ class _Scored:
     scored_at: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Failed:
-    reason: str
-
-
 class Answerer:
-    def __init__(self, *, rewards: Scorer, config: schema.Config, worker: str, fingerprint: str) -> None:
-        self._rewards = rewards
+    def __init__(self, *, rewards: Rewards, config: schema.Config, worker: str, fingerprint: str) -> None:
+        self.rewards = rewards
         self._config = config
         self._worker = worker
         self._fingerprint = fingerprint
         self._num_requests = 0
         self.num_scored = 0  # samples
 
-    def outage(self) -> str | None:
-        """Why samples could not be scored now; None when they can."""
-        return self._rewards.outage()
-
-    def facts(self) -> dict[str, int | float | str]:
-        """What the monitor shows of the reward sources."""
-        return self._rewards.facts()
-
     async def answer(self, ticket: Ticket, engine: Engine, *, sample_done: Callable[[], None] = lambda: None) -> Group:
         """`sample_done` is called for each sample as it is made and scored, or has failed."""
         began = time.monotonic()
 
-        async def sample() -> _Scored | _Failed:
+        async def sample() -> _Scored | str:
             outcome = await self._sample(ticket, engine)
             sample_done()
             return outcome
@@ -81,7 +57,8 @@ class Answerer:
         )
         return self._group(ticket, outcomes, began)
 
-    async def _sample(self, ticket: Ticket, engine: Engine) -> _Scored | _Failed:
+    async def _sample(self, ticket: Ticket, engine: Engine) -> _Scored | str:
+        """Or why there is none."""
         self._num_requests += 1
         request = SampleRequest(
             request_id=f"{ticket.purpose}-{ticket.number}-{self._num_requests}",
@@ -92,19 +69,19 @@ class Answerer:
         try:
             generated = await engine.generate(request)
             generated_at = time.monotonic()
-            scores = await self._rewards.score(_score_item(ticket, generated))
+            scores = await self.rewards.score(_score_item(ticket, generated))
         except RewardOutage:
             raise
         except (SampleError, RewardError) as error:
             log.warning("sample_failed", ticket=ticket.number, error=str(error))
-            return _Failed(reason=str(error))
+            return str(error)
         self.num_scored += 1
         sample = _to_sample(generated, scores)
         return _Scored(sample=sample, generated_at=generated_at, scored_at=time.monotonic())
 
-    def _group(self, ticket: Ticket, outcomes: Sequence[_Scored | _Failed], began: float) -> Group:
+    def _group(self, ticket: Ticket, outcomes: Sequence[_Scored | str], began: float) -> Group:
         scored = [outcome for outcome in outcomes if isinstance(outcome, _Scored)]
-        failed = [outcome for outcome in outcomes if isinstance(outcome, _Failed)]
+        failed = [outcome for outcome in outcomes if isinstance(outcome, str)]
         enough = len(scored) >= min(self._config.worker.min_survivors, ticket.num_samples)
         generated_at = max((one.generated_at for one in scored), default=began)
         scored_at = max((one.scored_at for one in scored), default=began)
@@ -116,7 +93,7 @@ class Answerer:
             worker=self._worker,
             fingerprint=self._fingerprint,
             num_failed_samples=len(failed),
-            error="" if enough else f"{len(failed)} of {len(outcomes)} samples failed: {failed[0].reason}",
+            error="" if enough else f"{len(failed)} of {len(outcomes)} samples failed: {failed[0]}",
             generate_s=generated_at - began,
             reward_s=scored_at - generated_at,
             # The rest is computed from the samples when the group is encoded.

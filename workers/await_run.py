@@ -15,9 +15,9 @@ from typing import Protocol
 import structlog
 
 from streamrl.errors import ResourceError
+from streamrl.tasks import unless
 from streamrl.telemetry.progress import Progress, Wait
 from streamrl.transport.types import RunInfo
-from workers.tasks import unless
 
 log = structlog.get_logger(__name__)
 

@@ -12,22 +12,23 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from streamrl.config import schema
+from streamrl.tasks import cancel_all
 from streamrl.versions import make_version
-from streamrl.wire.group import Group, Sample
+from streamrl.wire.group import Group
 from streamrl.wire.ticket import Ticket
 from workers.answer import Answerer
 from workers.engines.base import ENGINES, Engine, EngineSettings
-from workers.model import ModelFacts
+from workers.engines.model import ModelFacts
 from workers.rewards.base import Rewards
-from workers.tasks import cancel_all
 
 _UID = "eval"
 _SHOW_EVERY_S = 1.0
@@ -57,9 +58,8 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """What `streamrl eval --json` prints."""
-        names = ("num_prompts", "num_answered", "num_failed", "num_samples", "num_tokens", "duration_s")
-        more = ("reward", "reward_error", "response_length", "finished")
-        return {name: getattr(self, name) for name in (*names, *more)} | {"rewards": dict(self.rewards)}
+        shown = (one.name for one in fields(self) if one.name not in ("groups", "rewards"))
+        return {name: getattr(self, name) for name in shown} | {"rewards": dict(self.rewards)}
 
 
 async def evaluate(
@@ -94,7 +94,6 @@ def summarise(groups: Sequence[Group | None], *, duration_s: float) -> Result:
     answered = [group for group in groups if group is not None and not group.header.failed]
     samples = [sample for group in answered for sample in group.samples]
     sources = sorted({source for sample in samples for source in sample.rewards})
-    means = {source: _mean(s.rewards[source] for s in samples if source in s.rewards) for source in sources}
     return Result(
         num_prompts=len(groups),
         num_answered=len(answered),
@@ -103,8 +102,8 @@ def summarise(groups: Sequence[Group | None], *, duration_s: float) -> Result:
         duration_s=duration_s,
         num_tokens=sum(len(sample.token_ids) for sample in samples),
         reward=_mean(sample.reward for sample in samples),
-        reward_error=_standard_error([_mean_reward(group.samples) for group in answered]),
-        rewards={source: mean for source, mean in means.items() if mean is not None},
+        reward_error=_standard_error([fmean(sample.reward for sample in group.samples) for group in answered]),
+        rewards={source: fmean(s.rewards[source] for s in samples if source in s.rewards) for source in sources},
         response_length=_mean(len(sample.token_ids) for sample in samples),
         finished=_mean(sample.finish_reason == "stop" for sample in samples),
         groups=tuple(groups),
@@ -164,17 +163,9 @@ def _ticket(number: int, prompt: EvalPrompt, config: schema.Config) -> Ticket:
 
 def _mean(values: Iterable[float]) -> float | None:
     listed = list(values)
-    return sum(listed) / len(listed) if listed else None
-
-
-def _mean_reward(samples: Sequence[Sample]) -> float:
-    return sum(sample.reward for sample in samples) / len(samples)
+    return fmean(listed) if listed else None
 
 
 def _standard_error(means: Sequence[float]) -> float | None:
     """Samples of one prompt are alike, so prompts are what is counted."""
-    if len(means) < 2:
-        return None
-    mean = sum(means) / len(means)
-    variance = sum((value - mean) ** 2 for value in means) / (len(means) - 1)
-    return math.sqrt(variance / len(means))
+    return stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None

@@ -13,79 +13,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
-from streamrl.errors import RewardError
 from streamrl.telemetry.progress import Progress
-from workers.answer import Scorer
-from workers.engines.base import EngineStats
-from workers.rewards.base import ScoreItem, Scores
-from workers.rollout import Counts
-
-_SCORE_S = 60.0  # a sample that waits so long for its score
-
-
-class WatchedRewards:
-    """Passes on, and remembers how it went."""
-
-    def __init__(self, rewards: Scorer, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._rewards = rewards
-        self._clock = clock
-        self._pending: dict[int, float] = {}  # since when, oldest first
-        self._num_asked = 0
-        self._failing = ""
-
-    async def score(self, item: ScoreItem) -> Scores:
-        self._num_asked += 1
-        number = self._num_asked
-        self._pending[number] = self._clock()
-        try:
-            scores = await self._rewards.score(item)
-        except RewardError as error:
-            self._failing = str(error)
-            raise
-        finally:
-            del self._pending[number]
-        self._failing = ""
-        return scores
-
-    def outage(self) -> str | None:
-        return self._rewards.outage()
-
-    def facts(self) -> dict[str, int | float | str]:
-        return self._rewards.facts()
-
-    @property
-    def num_pending(self) -> int:
-        return len(self._pending)
-
-    def trouble(self) -> str:
-        """Empty: none that we know of."""
-        if (outage := self._rewards.outage()) is not None:
-            return outage
-        oldest = next(iter(self._pending.values()), None)
-        if oldest is not None and self._clock() - oldest > _SCORE_S:
-            return f"a sample has waited {self._clock() - oldest:.0f} s for its score"
-        return f"the last score could not be had: {self._failing}" if self._failing else ""
-
-
-class Work(Protocol):
-    """What is read of `workers.rollout.Rollout`."""
-
-    counts: Counts
-
-    @property
-    def engine_stats(self) -> EngineStats | None:
-        """None: no engine is at work."""
-
-
-class Versions(Protocol):
-    """What is read of `workers.weights.WeightFollower`."""
-
-    num_proved: int
-
-    @property
-    def proved_version(self) -> int: ...
+from workers.rewards.base import Rewards
+from workers.roles import Weights, Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +24,8 @@ class Parts:
     """Of a worker that has found its run."""
 
     work: Work
-    weights: Versions
-    rewards: WatchedRewards
+    weights: Weights
+    rewards: Rewards
     stall_s: float
 
 

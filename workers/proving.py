@@ -42,7 +42,7 @@ from streamrl.telemetry.progress import Progress
 from streamrl.versions import show
 from streamrl.weights.manifest import Manifest
 from workers.engines.base import Engine
-from workers.model import ModelFacts
+from workers.engines.model import ModelFacts
 
 if TYPE_CHECKING:
     from workers.reference import Reference

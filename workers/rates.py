@@ -13,16 +13,14 @@ class Rate:
         self._clock = clock
         self._since = clock()
         self._recent: deque[tuple[float, int]] = deque()  # (when, how many)
-        self._sum = 0
 
     def add(self, count: int) -> None:
         self._recent.append((self._clock(), count))
-        self._sum += count
 
     def per_second(self) -> float:
         """Over the window, or over what has passed of the first one."""
         now = self._clock()
         while self._recent and self._recent[0][0] < now - self._window_s:
-            self._sum -= self._recent.popleft()[1]
+            self._recent.popleft()
         passed = min(self._window_s, now - self._since)
-        return self._sum / passed if passed > 0 else 0.0
+        return sum(count for _, count in self._recent) / passed if passed > 0 else 0.0

@@ -37,7 +37,7 @@ from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from workers.mapped_file import MappedFile
+from workers.engines.mapped_file import MappedFile
 
 _NUM_COLUMNS = 64  # of each packed layer, at a time
 _PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)  # what they keep is what they were given
@@ -56,10 +56,9 @@ class ReadBackExtension:
     def streamrl_read_back(self, path: str, number: int, num_parts: int) -> dict[str, Any]:
         """Of each of `num_parts` layers the one whose turn it is: which are wrong, which could not be read, how many
         were read."""
-        model: nn.Module = self.get_model()  # type: ignore[attr-defined]  # the worker's own
-        file = MappedFile()
+        worker: Any = self
         with torch.no_grad(), torch.device("cpu"):
-            calls = _where_tensors_go(model, file, path)
+            calls = _where_tensors_go(worker.get_model(), path)
             reader = _Reader(columns=random.Random(number))
             for at, (name, module, of_module) in enumerate(calls):
                 if (at + number) % num_parts == 0:
@@ -67,15 +66,13 @@ class ReadBackExtension:
         return {"wrong": reader.wrong, "unreadable": reader.unreadable, "num_read": reader.num_read}
 
 
-def _where_tensors_go(
-    model: nn.Module, file: MappedFile, path: str
-) -> list[tuple[str, nn.Module, dict[str, list[_Call]]]]:
+def _where_tensors_go(model: Any, path: str) -> list[tuple[str, nn.Module, dict[str, list[_Call]]]]:
     """Each layer with what it is to be given, by parameter; a head that is the embedding has the embedding's."""
     calls: dict[nn.Module, dict[str, list[_Call]]] = defaultdict(lambda: defaultdict(list))
     with _writing_down(model, calls):
-        model.load_weights(file.tensors(path))  # type: ignore[operator]  # every model of vLLM has it
+        model.load_weights(MappedFile().tensors(path))
     named = [(name, module, dict(calls[module])) for name, module in model.named_modules() if module in calls]
-    [embedding] = [m for m in model.modules() if type(m) is VocabParallelEmbedding][:1] or [None]
+    embedding = next((module for module in model.modules() if type(module) is VocabParallelEmbedding), None)
     for name, module in model.named_modules():
         if isinstance(module, ParallelLMHead) and module not in calls and embedding in calls:
             named.append((name, module, {"weight": calls[embedding]["weight"]}))
@@ -94,9 +91,10 @@ def _writing_down(model: nn.Module, calls: Mapping[nn.Module, Mapping[str, list[
 
         return record
 
-    before: list[tuple[nn.Parameter, Any]] = []
+    before: list[tuple[Any, Any]] = []
     for module in model.modules():
-        for name, parameter in module._parameters.items():
+        parameters: dict[str, Any] = module._parameters
+        for name, parameter in parameters.items():
             if parameter is not None:
                 before.append((parameter, getattr(parameter, "weight_loader", None)))
                 parameter.weight_loader = recorder(module, name)
@@ -142,12 +140,12 @@ class _Reader:
         agrees = torch.equal(live.detach().cpu(), expected)
         return agrees and (not packed or self._columns_agree(module, expected))
 
-    def _columns_agree(self, module: nn.Module, expected: torch.Tensor) -> bool:
+    def _columns_agree(self, module: Any, expected: torch.Tensor) -> bool:
         width = expected.shape[1]
         columns = self._columns.sample(range(width), min(_NUM_COLUMNS, width))
         units = torch.zeros(len(columns), width, dtype=expected.dtype)
         units[range(len(columns)), columns] = 1
-        answered = module.quant_method.apply(module, units, None)  # type: ignore[union-attr, operator]
+        answered: torch.Tensor = module.quant_method.apply(module, units, None)
         return torch.equal(answered, expected[:, columns].T)
 
 
@@ -164,7 +162,7 @@ def _loaded_aside(module: nn.Module, name: str, calls: list[_Call]) -> torch.Ten
         fresh.__dict__ = dict(live.__dict__)
     else:
         return None
-    load = getattr(fresh, "weight_loader", default_weight_loader)
+    load: Any = getattr(fresh, "weight_loader", default_weight_loader)
     while load.__name__ == "online_process_loader":  # what a reload wrapped around it, and leaves there
         load = load.__wrapped__
     for call in calls:

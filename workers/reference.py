@@ -22,12 +22,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from streamrl.errors import DataError
-from workers.engines.hf_model import token_logprobs
-from workers.mapped_file import MappedFile
-from workers.model import ModelFacts
+from workers.engines.hf_model import build_model, token_logprobs
+from workers.engines.mapped_file import MappedFile
+from workers.engines.model import ModelFacts
 
 _ABOVE: Mapping[str, torch.dtype] = {"float32": torch.float64, "bfloat16": torch.float32}
 _SERVED: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -72,17 +70,12 @@ class _Shell:
 
 def _build(model: ModelFacts, dtype: torch.dtype, *, trust_remote_code: bool) -> _Shell:
     """Parameters on `meta`, buffers with what the model computes into them."""
-    try:
-        config = AutoConfig.from_pretrained(model.path, trust_remote_code=trust_remote_code)
-        with torch.device("meta"):
-            built = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise DataError(f"model {model.path!r} cannot be built: {error}") from error
+    built = build_model(model, dtype=dtype, trust_remote_code=trust_remote_code, within=torch.device("meta"))
     for name, buffer in list(built.named_buffers()):
         owner, _, leaf = name.rpartition(".")
         setattr(built.get_submodule(owner), leaf, torch.empty_like(buffer, device="cpu"))
     built.initialize_weights()  # of what has memory by now
-    built.tie_weights()
+    built.tie_weights()  # which making them may have undone
     published = {parameter: name for name, parameter in built.named_parameters()}
     names = {
         (module, leaf): published[parameter]
@@ -90,7 +83,7 @@ def _build(model: ModelFacts, dtype: torch.dtype, *, trust_remote_code: bool) ->
         for leaf, parameter in module._parameters.items()
         if parameter is not None
     }
-    return _Shell(model=built.eval(), names=names)
+    return _Shell(model=built, names=names)
 
 
 @contextmanager

@@ -14,15 +14,17 @@ handed back, so that nobody waits for a lease to run out.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
 from streamrl.config import schema
 from streamrl.errors import RewardOutage, TransportError
+from streamrl.tasks import cancel_all, run_beside, unless
 from streamrl.telemetry.progress import Progress, Wait
 from streamrl.transport.types import Leased
 from streamrl.wire.group import Group, encode_group
@@ -30,8 +32,8 @@ from workers.admission import num_to_take
 from workers.answer import Answerer
 from workers.engines.base import Engine, EngineStats
 from workers.rates import Rate
+from workers.roles import Counts, Weights
 from workers.stall import StallWatch
-from workers.tasks import cancel_all, run_beside, unless
 from workers.tickets import Tickets
 
 log = structlog.get_logger(__name__)
@@ -43,26 +45,6 @@ _RUN_EVERY_S = 1.0
 _REWARDS_EVERY_S = 0.1
 _ALIVE_EVERY_S = 10.0
 _SHOW_EVERY_S = 1.0
-
-
-class Weights(Protocol):
-    """What the loop uses of `workers.weights.WeightFollower`."""
-
-    async def follow(self, engine: Engine) -> None: ...
-
-    async def serving(self, version: int) -> None: ...
-
-    async def proved(self, version: int) -> None: ...
-
-
-@dataclass(slots=True, kw_only=True)
-class Counts:
-    """Since the worker's start, over all its engines."""
-
-    groups_delivered: int = 0
-    groups_failed: int = 0
-    groups_late: int = 0  # finished, but the ticket was not ours any more
-    samples_failed: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,12 +78,9 @@ class Rollout:
 
     @property
     def engine_stats(self) -> EngineStats | None:
-        """Of the engine at work; None where there is none."""
         return None if self._engine is None else self._engine.stats()
 
     async def run(self, engine: Engine, stop: asyncio.Event) -> None:
-        """Until `stop` is set or the run has ended. EngineError: run again with another engine, nothing is lost.
-        LoadRejected: so it is, but what the engine made under the version it did not prove is thrown away."""
         over = asyncio.Event()
         self._engine = engine
         companions: dict[str, Coroutine[Any, Any, None]] = {
@@ -133,7 +112,7 @@ class Rollout:
                 with self._progress.waiting(Wait.RESUME):
                     await unless(over, asyncio.sleep(_CONTROL_EVERY_S))
                 self._reap()
-            elif (outage := self._answerer.outage()) is not None:
+            elif (outage := self._answerer.rewards.outage()) is not None:
                 await self._sit_out(outage, over)
             else:
                 await self._take_for(_CONTROL_EVERY_S, engine, over)
@@ -145,7 +124,7 @@ class Rollout:
     async def _take_for(self, seconds: float, engine: Engine, over: asyncio.Event) -> None:
         """Keep the hands full for a while."""
         until = time.monotonic() + seconds
-        while not over.is_set() and time.monotonic() < until and self._answerer.outage() is None:
+        while not over.is_set() and time.monotonic() < until and self._answerer.rewards.outage() is None:
             if most := self._num_to_take(engine):
                 for leased in await self._lease(most):
                     held = _Held(leased=leased, num_open=leased.ticket.num_samples)
@@ -172,15 +151,13 @@ class Rollout:
         """Take no tickets while their samples could not be scored; others may have a way to the rewards."""
         log.warning("rewards_out", reason=outage)
         with self._progress.waiting(Wait.REWARDS):
-            while self._answerer.outage() is not None and not over.is_set():
+            while self._answerer.rewards.outage() is not None and not over.is_set():
                 self._scored_at_outage = self._answerer.num_scored
                 await unless(over, asyncio.sleep(_REWARDS_EVERY_S))
                 self._reap()
 
     async def _lease(self, most: int) -> list[Leased]:
-        if self._groups:
-            return await self._tickets.lease(max_tickets=most, block_ms=_LEASE_BLOCK_MS)
-        with self._progress.waiting(Wait.TICKETS):
+        with contextlib.nullcontext() if self._groups else self._progress.waiting(Wait.TICKETS):
             return await self._tickets.lease(max_tickets=most, block_ms=_LEASE_BLOCK_MS)
 
     def _reap(self) -> None:
@@ -279,7 +256,7 @@ class Rollout:
                     kv_used=round(stats.kv_used, 3),
                     tokens_per_s=round(self._tokens.per_second()),
                 )
-                self._progress.note(**self._answerer.facts())
+                self._progress.note(**self._answerer.rewards.facts())
                 await asyncio.sleep(min(_SHOW_EVERY_S, self._settings.stall_s / 4))
             await engine.check_alive()
 

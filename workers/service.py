@@ -25,6 +25,8 @@ from streamrl.config.dump import config_from_json
 from streamrl.errors import ConfigError, RunGone
 from streamrl.extras import need
 from streamrl.held_folder import mirror_folder
+from streamrl.permissions import Permissions, allowed_model
+from streamrl.tasks import cancel_all
 from streamrl.telemetry.progress import Progress
 from streamrl.transport.connection import check_server, connect, connect_async
 from streamrl.transport.keys import Keys
@@ -37,14 +39,12 @@ from streamrl.weights.stores import open_store
 from workers.answer import Answerer
 from workers.await_run import await_run
 from workers.engines.base import ENGINES, Engine, EngineSettings
-from workers.health import Health, Parts, WatchedRewards
-from workers.model import ModelFacts, read_model
-from workers.permissions import Permissions, allowed_model
+from workers.engines.model import ModelFacts, read_model
+from workers.health import Health, Parts
 from workers.proving import Proof, Prover, Unproved
-from workers.rewards.base import Rewards, build_rewards
+from workers.rewards.base import build_rewards
 from workers.rollout import Rollout
 from workers.supervise import RestartPatience, Supervisor
-from workers.tasks import cancel_all
 from workers.weights import Patience, WeightFollower
 
 log = structlog.get_logger(__name__)
@@ -103,11 +103,15 @@ async def _leaving_in_time(stop: asyncio.Event, grace: _Grace, leave: Callable[[
 
 async def _serve(options: Options, keys: Keys, health: Health, stop: asyncio.Event, grace: _Grace) -> None:
     progress = health.progress
-    async with (
-        _answering(health, options.http),
-        connect_async(options.redis_url, schema.Redis()) as client,
-        report_progress(client, keys, progress),
-    ):
+    async with contextlib.AsyncExitStack() as ending:
+        if options.http is not None:
+            from workers.http import parse_address, serving  # starlette and uvicorn: only where they are asked for
+
+            where = await ending.enter_async_context(serving(health, parse_address(options.http)))
+            log.info("answering_http", address=where)
+            progress.note(http=where)
+        client = await ending.enter_async_context(connect_async(options.redis_url, schema.Redis()))
+        await ending.enter_async_context(report_progress(client, keys, progress))
         try:
             stream = WorkerStream(client, keys, worker=options.worker, lease_s=_FIRST_LEASE_S)
             info = await await_run(stream, name=options.run, stop=stop, progress=progress)
@@ -117,19 +121,6 @@ async def _serve(options: Options, keys: Keys, health: Health, stop: asyncio.Eve
                 await _Service(options, keys, config, info, health).run(client, stop)
         except RunGone:
             log.info("run_gone", run=options.run)
-
-
-@contextlib.asynccontextmanager
-async def _answering(health: Health, address: str | None) -> AsyncIterator[None]:
-    if address is None:
-        yield
-        return
-    from workers.http import parse_address, serving  # starlette and uvicorn: only where they are asked for
-
-    async with serving(health, parse_address(address)) as where:
-        log.info("answering_http", address=where)
-        health.progress.note(http=where)
-        yield
 
 
 def _check_server(url: str) -> None:
@@ -163,16 +154,17 @@ class _Service:
             lease_s=config.worker.lease_s,
             give_up_after_s=config.redis.give_up_after_s,
         )
-        async with self._following(stream, model) as weights, _started(rewards):
-            watched = WatchedRewards(rewards)
+        async with self._following(stream, model) as weights, contextlib.AsyncExitStack() as ending:
+            ending.push_async_callback(rewards.close)
+            await rewards.start()
             rollout = Rollout(
                 tickets=stream,
                 weights=weights,
-                answerer=Answerer(rewards=watched, config=config, worker=options.worker, fingerprint=model.fingerprint),
+                answerer=Answerer(rewards=rewards, config=config, worker=options.worker, fingerprint=model.fingerprint),
                 config=config,
                 progress=self._progress,
             )
-            self._health.parts = Parts(work=rollout, weights=weights, rewards=watched, stall_s=config.worker.stall_s)
+            self._health.parts = Parts(work=rollout, weights=weights, rewards=rewards, stall_s=config.worker.stall_s)
             supervisor = Supervisor(
                 rollout=rollout,
                 weights=weights,
@@ -211,10 +203,8 @@ class _Service:
                 ),
                 kv_cache=config.weights.kv_cache,
             )
-            try:
+            with contextlib.closing(weights):
                 yield weights
-            finally:
-                weights.close()
 
     def _proof(self, model: ModelFacts) -> Proof:
         if not self._config.weights.prove:
@@ -236,15 +226,6 @@ class _Service:
                 seed=_engine_seed(self._config.seed, self._options.worker, self._num_engines),
             )
         )
-
-
-@contextlib.asynccontextmanager
-async def _started(rewards: Rewards) -> AsyncIterator[None]:
-    try:
-        await rewards.start()
-        yield
-    finally:
-        await rewards.close()
 
 
 def _engine_seed(run_seed: int, worker: str, engine: int) -> int:

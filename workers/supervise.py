@@ -19,38 +19,18 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import structlog
 
 from streamrl.errors import EngineError, LoadRejected
+from streamrl.tasks import unless
 from streamrl.telemetry.progress import Progress, Wait
 from workers.engines.base import Engine
-from workers.rollout import Counts
-from workers.tasks import unless
+from workers.roles import Weights, Work
 
 log = structlog.get_logger(__name__)
 
 _MAX_ENGINE_FAILURES = 3  # in a row, without a group delivered in between
-
-
-class Work(Protocol):
-    """What is used of `workers.rollout.Rollout`."""
-
-    counts: Counts
-
-    async def run(self, engine: Engine, stop: asyncio.Event) -> None: ...
-
-
-class Versions(Protocol):
-    """What is used of `workers.weights.WeightFollower`."""
-
-    attempted: int
-    num_proved: int
-
-    def distrust_mirror(self) -> None: ...
-
-    async def announced_beyond(self, version: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +45,7 @@ class Supervisor:
         self,
         *,
         rollout: Work,
-        weights: Versions,
+        weights: Weights,
         make_engine: Callable[[], Engine],
         progress: Progress,
         patience: RestartPatience,
@@ -83,29 +63,32 @@ class Supervisor:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Returns when the rollout is over."""
-        engine: Engine | None = None
-        try:
-            while not stop.is_set():
-                delivered, proved = self._rollout.counts.groups_delivered, self._weights.num_proved
-                try:
-                    if engine is None:
-                        engine = self._make_engine()
-                        self._progress.working("start the engine")
-                        await unless(stop, engine.start())
-                    if not stop.is_set():
-                        await self._rollout.run(engine, stop)
+        while not stop.is_set():
+            engine = self._make_engine()
+            try:
+                if await self._work_with(engine, stop):
                     return
+            finally:
+                await engine.stop()
+            await self._pause(stop)
+
+    async def _work_with(self, engine: Engine, stop: asyncio.Event) -> bool:
+        """Whether the rollout is over; else another engine is needed."""
+        delivered = self._rollout.counts.groups_delivered
+        try:
+            self._progress.working("start the engine")
+            await unless(stop, engine.start())
+            while not stop.is_set():
+                proved = self._weights.num_proved
+                try:
+                    await self._rollout.run(engine, stop)
+                    return True
                 except LoadRejected as error:
-                    if await self._survive_rejection(error, stop, again=self._weights.num_proved == proved):
-                        continue
-                except EngineError as error:
-                    self._note_failure(error, stop, again=self._rollout.counts.groups_delivered == delivered)
-                await engine.stop()
-                engine = None
-                await self._pause(stop)
-        finally:
-            if engine is not None:
-                await engine.stop()
+                    if not await self._survive_rejection(error, stop, again=self._weights.num_proved == proved):
+                        return False
+        except EngineError as error:
+            self._note_failure(error, stop, again=self._rollout.counts.groups_delivered == delivered)
+        return stop.is_set()
 
     def _note_failure(self, error: EngineError, stop: asyncio.Event, *, again: bool) -> None:
         self._failures = self._failures + 1 if again else 1

@@ -13,11 +13,8 @@ import os
 import signal
 import tempfile
 
-WEIGHT_TRANSFER_BACKEND = "streamrl"
-WORKER_EXTENSION = "workers.read_back.ReadBackExtension"
-READ_BACK = "streamrl_read_back"  # its method
-OWNER_VARIABLE = "STREAMRL_VLLM_OWNER"  # pid of the worker, set by it before vLLM starts its processes
-SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"  # vLLM's own: where its processes meet; of this engine alone
+from workers.engines.vllm_names import OWNER_VARIABLE, SOCKETS_VARIABLE, WEIGHT_TRANSFER_BACKEND
+
 _PR_SET_PDEATHSIG = 1
 
 

@@ -25,7 +25,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from workers.mapped_file import MappedFile, decoys
+from workers.engines.mapped_file import MappedFile, decoys
 
 
 @dataclass
@@ -63,11 +63,12 @@ class MirrorWeightTransfer(WeightTransferEngine[MirrorInit, MirrorUpdate]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: MirrorUpdate) -> None:
-        wanted = {name for name, _ in self.model.named_parameters()}
+        model: Any = self.model  # every model of vLLM has `load_weights`
+        wanted = {name for name, _ in model.named_parameters()}
         if self._tied:
             wanted -= {f"{name}.weight" for name, _ in self._heads()}
         tensors = self._mirror.tensors(update_info.path)
-        missing = wanted - set(self.model.load_weights(decoys(tensors) if update_info.decoy else tensors))
+        missing = wanted - set(model.load_weights(decoys(tensors) if update_info.decoy else tensors))
         if missing:
             raise ValueError(f"{update_info.path} lacks {len(missing)} parameters, {min(missing)} for one")
 

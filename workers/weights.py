@@ -47,7 +47,7 @@ class Patience:
 
 
 class WeightFollower:
-    """Owns the mirror and the thread that patches it."""
+    """`workers.roles.Weights`; owns the mirror and the thread that patches it."""
 
     def __init__(
         self,
@@ -61,9 +61,7 @@ class WeightFollower:
         kv_cache: KvCache = "salt",  # what a load does with keys and values of older versions
     ) -> None:
         self.version = 0  # what the engine serves; 0: nothing yet
-        self.attempted = 0  # the last version that an engine was to load
-        self.num_proved = 0  # versions, over all engines
-        self._proved = 0  # the newest version that the engine has proved to serve
+        self.attempted = self.num_proved = self.proved_version = 0
         self._announcements = announcements
         self._store = store
         self._mirror = mirror
@@ -80,7 +78,6 @@ class WeightFollower:
         self._num_loads = self._num_loads_in_flight = 0
 
     async def follow(self, engine: Engine) -> None:
-        """Keep this engine at the newest version, until cancelled; whatever it serves counts for nothing afterwards."""
         if self._patching is not None:  # begun for an engine before this one, which died meanwhile
             await asyncio.wait([self._patching])
         if self._distrusted:
@@ -92,30 +89,20 @@ class WeightFollower:
                 await self._fetch(announcement)
                 await self._load(engine)
         finally:
-            self.version = self._proved = 0
-
-    @property
-    def proved_version(self) -> int:
-        """0: none of the engine that is followed."""
-        return self._proved
+            self.version = self.proved_version = 0
 
     def distrust_mirror(self) -> None:
-        """Fetch everything anew, from an anchor on, when an engine is followed next."""
         self._distrusted = True
 
     async def serving(self, version: int) -> None:
-        """Wait until the engine serves this version, a newer one, or (for 0) any at all; the caller bounds the wait."""
         async with self._served:
             await self._served.wait_for(lambda: self.version >= max(version, 1))
 
     async def proved(self, version: int) -> None:
-        """Wait until the engine has proved to serve this version or a newer one. A version that it cannot prove ends
-        `follow`, and with it whoever waits here."""
         async with self._served:
-            await self._served.wait_for(lambda: self._proved >= version)
+            await self._served.wait_for(lambda: self.proved_version >= version)
 
     async def announced_beyond(self, version: int) -> None:
-        """Wait for a newer announcement; the caller bounds the wait."""
         while True:
             announcement = await self._announcements.latest()
             if announcement is not None and announcement.version > version:
@@ -196,7 +183,7 @@ class WeightFollower:
             rejected_version="",
         )
         async with self._served:
-            self._proved = manifest.version
+            self.proved_version = manifest.version
             self._served.notify_all()
 
     async def _serve(self, engine: Engine, manifest: Manifest) -> None:

@@ -24,8 +24,8 @@ from streamrl.telemetry.logs import configure_logging
 
 if TYPE_CHECKING:
     from learner.checkpoints.checkpoint import Checkpoint
+    from streamrl.permissions import Permissions
     from workers.evaluate import EvalPrompt, Result
-    from workers.permissions import Permissions
 
 _ENGINES = sorted(get_args(schema.Worker.model_fields["engine"].annotation))
 
@@ -146,8 +146,8 @@ def _is_model(text: str) -> bool:
 def _evaluate(subject: _Subject, local_reward_url: str | None) -> tuple[Result, list[EvalPrompt]]:
     need("an evaluation", "torch", "transformers", "safetensors", extra="learner")
     from learner.checkpoints.weights_file import write_weights
+    from workers.engines.model import read_model
     from workers.evaluate import evaluate as run_evaluation
-    from workers.model import read_model
     from workers.rewards.base import build_rewards
 
     config = subject.config
@@ -187,7 +187,7 @@ def _read_prompts(config: schema.Config, tokenizer: Any) -> list[EvalPrompt]:
 
 def permissions(config: schema.Config) -> Permissions:
     """Whoever starts this has named the configuration: what that names is their word."""
-    from workers.permissions import Permissions
+    from streamrl.permissions import Permissions
 
     return Permissions(reward_code=tuple(reward_code(config)), hosts=tuple(reward_hosts(config)))
 

@@ -9,7 +9,6 @@ import click
 from streamrl.cli.arguments import OutputFile
 from streamrl.cli.target import takes_place
 from streamrl.errors import ConfigError, DataError
-from streamrl.launch.summary import read_lines
 from streamrl.monitor.history import History
 from streamrl.monitor.opening import find_target, opened
 

@@ -28,7 +28,6 @@ from streamrl.telemetry.progress import Report
 from streamrl.transport.keys import LEADER
 from streamrl.transport.report_codec import LARGEST
 from streamrl.transport.snapshot import Snapshot, StreamCounts
-from streamrl.transport.thinning import is_validation
 from streamrl.transport.types import Record
 from streamrl.versions import show
 from streamrl.weights.rejected import rejects

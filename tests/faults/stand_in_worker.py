@@ -13,7 +13,6 @@ import signal
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import redis
 
@@ -33,7 +32,8 @@ from tests.helpers import wait_until_async
 from workers.answer import Answerer
 from workers.engines.base import Engine, Generated, SampleRequest
 from workers.engines.double import EngineDouble
-from workers.rewards.base import FakeReward, Rewards, ScoreItem, Weighted
+from workers.rewards.base import RewardDouble, Rewards, ScoreItem, Weighted
+from workers.roles import WeightsDouble
 from workers.rollout import Rollout
 
 _LOOK_EVERY_S = 0.02
@@ -83,7 +83,7 @@ async def work(place: Place, *, name: str, habits: Habits = SOUND) -> None:
             )
             await wait_until_async(partial(_is_running, stream), description="there is a run", timeout_s=30.0)
             operator = asyncio.create_task(_repeat_the_dead(client, keys), name="operator")
-            source = Weighted(reward=FakeReward(_Judge()), weight=1.0)
+            source = Weighted(reward=RewardDouble(_Judge()), weight=1.0)
             rollout = Rollout(
                 tickets=stream,
                 weights=_Weights(stream, config, client, keys, keeps_first=habits.keeps_first_version),
@@ -141,35 +141,27 @@ def _refuse(request: SampleRequest) -> SampleError | None:
     return SampleError("made to fail") if failing else None
 
 
-class _Weights:
+class _Weights(WeightsDouble):
     """Follows what is announced; every version's blob must be there, and be that version's."""
 
     def __init__(
         self, stream: WorkerStream, config: schema.Config, client: redis.Redis, keys: Keys, *, keeps_first: bool
     ) -> None:
+        super().__init__()
         self._stream, self._store = stream, open_store_of(config, client, keys)
         self._keeps_first = keeps_first
-        self._served = asyncio.Condition()
-        self._version = 0
 
     async def follow(self, engine: Engine) -> None:
-        while not (self._keeps_first and self._version):
+        self.engine = engine
+        while not (self._keeps_first and self.version):
             latest = await self._stream.latest()
-            if latest is not None and latest.version > self._version and self._has(latest.manifest, latest.version):
-                await engine.load(Path("mirror"), version=latest.version, step=latest.step)
-                async with self._served:
-                    self._version = latest.version
-                    self._served.notify_all()
+            if latest is not None and latest.version > self.version and self._has(latest.manifest, latest.version):
+                await self.serve(latest.version, step=latest.step)
             await asyncio.sleep(_LOOK_EVERY_S)
         await asyncio.Event().wait()  # a companion does not end by itself
 
     async def serving(self, version: int) -> None:
-        wanted = 1 if self._keeps_first else max(version, 1)
-        async with self._served:
-            await self._served.wait_for(lambda: self._version >= wanted)
-
-    async def proved(self, version: int) -> None:
-        await self.serving(version)  # the blob was looked at before
+        await super().serving(1 if self._keeps_first else version)
 
     def _has(self, manifest: bytes, version: int) -> bool:
         try:

@@ -16,14 +16,15 @@ from streamrl.telemetry.progress import Progress
 from streamrl.transport.keys import Keys
 from streamrl.transport.operate import remove_run
 from streamrl.transport.worker import WorkerStream
+from streamrl.versions import make_version
 from tests.faults.report import report
 from tests.feed_world import MODEL, encode_answer
 from tests.helpers import make_ticket, wait_until_async
 from tests.redis.run_world import RunWorld
-from tests.worker_world import WeightsAtOnce
 from workers.answer import Answerer
 from workers.engines.double import EngineDouble
-from workers.rewards.base import FakeReward, Rewards, Weighted
+from workers.rewards.base import RewardDouble, Rewards, Weighted
+from workers.roles import WeightsDouble
 from workers.rollout import Rollout
 
 NUM_WORKERS = 6
@@ -87,10 +88,10 @@ async def test_a_group_for_a_removed_run_is_refused_though_another_run_has_its_n
 
 
 def make_rollout(stream: WorkerStream, world: RunWorld) -> Rollout:
-    source = Weighted(reward=FakeReward(lambda item: float(len(item.token_ids))), weight=1.0)
+    source = Weighted(reward=RewardDouble(lambda item: float(len(item.token_ids))), weight=1.0)
     return Rollout(
         tickets=stream,
-        weights=WeightsAtOnce(),
+        weights=WeightsDouble(version=make_version(1, 0)),
         answerer=Answerer(rewards=Rewards({"exact": source}), config=world.config, worker="w", fingerprint=MODEL),
         config=world.config,
         progress=Progress(part="worker/w", role="worker"),

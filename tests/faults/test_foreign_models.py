@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError
+from streamrl.permissions import Permissions
 from streamrl.transport.keys import Keys
 from streamrl.transport.snapshot import snapshot
 from streamrl.versions import make_version
@@ -35,7 +36,6 @@ from tests.made_up_learner import EPOCH, MadeUpLearner
 from tests.tiny_models import make_model
 from workers.engines.base import ENGINES, EngineFactory, KvCache
 from workers.engines.transformers_engine import TransformersEngine
-from workers.permissions import Permissions
 from workers.service import Options, serve
 
 _PROMPTS = [f"say {number}:" for number in range(12)]

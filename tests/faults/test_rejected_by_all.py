@@ -22,11 +22,11 @@ import redis
 from streamrl.config import schema
 from streamrl.monitor.build import build_view
 from streamrl.monitor.view import Cause
+from streamrl.permissions import Permissions
 from streamrl.transport.keys import Keys
 from streamrl.transport.snapshot import snapshot
 from tests.helpers import wait_until_async
 from tests.integration.learner_world import make_run, output, running_learner
-from workers.permissions import Permissions
 from workers.service import Options, serve
 
 _SOON_S, _LATE_S = 20.0, 60.0  # weights.give_up_after_s: the run ends after 3/5 of it, 3 minutes by default

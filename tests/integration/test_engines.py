@@ -28,9 +28,9 @@ from streamrl.wire.group import Span
 from tests.tiny_models import CHARACTERS, Architecture, make_model
 from tests.worker_world import worker_config
 from workers.engines.base import ENGINES, Engine, EngineSettings, Generated, KvCache, SampleRequest
+from workers.engines.model import read_model
 from workers.engines.sampling import RowState, processed_logprobs
 from workers.engines.vllm_engine import VllmEngine
-from workers.model import read_model
 from workers.proving import Prover
 
 pytestmark = [
@@ -387,8 +387,8 @@ async def test_abandoned_samples_leave_the_engine(served: Served) -> None:
     assert len(await served.sample(prompts(2))) == 2
 
 
-async def test_finished_tokens_are_counted(served: Served) -> None:
+async def test_tokens_are_counted_as_they_are_made(served: Served) -> None:
     await served.load(0)
-    before = served.engine.stats().num_tokens
+    before = served.engine.stats().num_made
     made = await served.sample(prompts(3))
-    assert served.engine.stats().num_tokens - before == sum(len(got.token_ids) for got in made)
+    assert served.engine.stats().num_made - before == sum(len(got.token_ids) for got in made)

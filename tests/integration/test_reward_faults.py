@@ -10,12 +10,12 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 from streamrl.config import schema
+from streamrl.permissions import Permissions
+from streamrl.tasks import cancel_all
 from tests.faults.report import Row, note
 from tests.worker_world import WorkerWorld
-from workers.permissions import Permissions
 from workers.rewards.base import Health, ScoreItem
 from workers.rewards.http_client import HttpReward, build_http_reward
-from workers.tasks import cancel_all
 
 NUM_RESTARTS = 10
 TICKETS_A_ROUND = 6

@@ -15,9 +15,9 @@ import httpx
 import pytest
 
 from streamrl.config import schema
+from streamrl.permissions import Permissions
 from tests.helpers import wait_until
 from tests.tiny_rewards import make_item, make_reward_model
-from workers.permissions import Permissions
 from workers.rewards.http_client import build_http_reward
 from workers.rewards.model import RewardModel
 

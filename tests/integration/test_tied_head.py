@@ -20,8 +20,8 @@ from streamrl.weights.manifest import Manifest
 from tests.tiny_models import make_model
 from tests.worker_world import worker_config
 from workers.engines.base import EngineSettings
+from workers.engines.model import read_model
 from workers.engines.vllm_engine import VllmEngine
-from workers.model import read_model
 from workers.proving import Prover
 
 REPAIR = "head.quant_method.process_weights_after_loading(head)"

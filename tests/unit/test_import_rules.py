@@ -73,6 +73,18 @@ def test_the_shared_library_knows_the_applications_only_from_its_commands() -> N
     assert found == []
 
 
+@pytest.mark.parametrize("part", ["engines", "rewards"])
+def test_what_a_worker_is_made_of_knows_neither_the_worker_nor_each_other(part: str) -> None:
+    own = f"workers.{part}"
+    found = [
+        f"{file.relative_to(ROOT)}:{line} imports {name}"
+        for file in sorted((ROOT / "workers" / part).rglob("*.py"))
+        for line, name in offences(file.read_text(), ("workers",))
+        if not _is_within(name, (own,))
+    ]
+    assert found == []
+
+
 @pytest.mark.parametrize(
     "source",
     [

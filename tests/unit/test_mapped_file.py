@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from streamrl.weights import tensorfile
 from streamrl.weights.format import TensorMeta
 from tests.tiny_models import make_model
-from workers.mapped_file import MappedFile
+from workers.engines.mapped_file import MappedFile
 
 TENSORS = (
     TensorMeta(name="embed", dtype="bfloat16", shape=(7, 3)),

@@ -24,8 +24,8 @@ from tests.worker_world import worker_config
 from workers.engines.base import EngineSettings
 from workers.engines.double import EngineDouble
 from workers.engines.hf_model import token_logprobs
+from workers.engines.model import read_model
 from workers.engines.transformers_engine import TransformersEngine
-from workers.model import read_model
 from workers.proving import Prover
 from workers.reference import Judged, Reference
 

@@ -11,12 +11,12 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from tests.helpers import wait_until
-from workers.rewards.batcher import Batcher, FakeScoringModel, ScoringFailed
+from workers.rewards.batcher import Batcher, ScoringFailed, ScoringModelDouble
 
 
 @asynccontextmanager
 async def running(
-    model: FakeScoringModel, *, max_delay_s: float = 0.0, max_batch_tokens: int = 100
+    model: ScoringModelDouble, *, max_delay_s: float = 0.0, max_batch_tokens: int = 100
 ) -> AsyncIterator[Batcher]:
     batcher = Batcher(model, max_delay_s=max_delay_s, max_batch_tokens=max_batch_tokens)
     task = asyncio.create_task(batcher.run(), name="batcher")
@@ -29,7 +29,7 @@ async def running(
 
 
 async def test_requests_of_the_same_moment_share_a_batch_and_get_their_own_scores() -> None:
-    model = FakeScoringModel()
+    model = ScoringModelDouble()
     async with running(model, max_delay_s=0.05) as batcher:
         scores = await asyncio.gather(*(batcher.score([[i], [i, i]]) for i in range(10)))
     assert scores == [[float(i), float(2 * i)] for i in range(10)]
@@ -37,7 +37,7 @@ async def test_requests_of_the_same_moment_share_a_batch_and_get_their_own_score
 
 
 async def test_batches_are_of_similar_lengths_and_within_the_limit_with_padding_counted() -> None:
-    model = FakeScoringModel()
+    model = ScoringModelDouble()
     rows = [[1] * (1 + i % 40) for i in range(200)]
     async with running(model, max_delay_s=0.05) as batcher:
         scores = await batcher.score(rows)
@@ -48,7 +48,7 @@ async def test_batches_are_of_similar_lengths_and_within_the_limit_with_padding_
 
 
 async def test_a_batch_that_keeps_the_hardware_busy_takes_no_rows_that_need_padding() -> None:
-    model = FakeScoringModel()
+    model = ScoringModelDouble()
     model.busy_tokens = 20
     async with running(model, max_delay_s=0.05, max_batch_tokens=1000) as batcher:
         await batcher.score([[1] * 10, [1] * 10, [1] * 10, [1] * 9, [1] * 2])
@@ -56,26 +56,26 @@ async def test_a_batch_that_keeps_the_hardware_busy_takes_no_rows_that_need_padd
 
 
 async def test_a_row_above_the_limit_gets_a_batch_of_its_own() -> None:
-    model = FakeScoringModel()
+    model = ScoringModelDouble()
     async with running(model) as batcher:
         assert await batcher.score([[1] * 500, [1]]) == [500.0, 1.0]
     assert sorted(map(len, model.batches)) == [1, 1]
 
 
 async def test_a_full_batch_does_not_wait_for_the_delay() -> None:
-    async with running(FakeScoringModel(), max_delay_s=3600, max_batch_tokens=10) as batcher:
+    async with running(ScoringModelDouble(), max_delay_s=3600, max_batch_tokens=10) as batcher:
         assert await asyncio.wait_for(batcher.score([[1] * 10]), 5) == [10.0]
 
 
 async def test_a_lone_request_waits_for_the_delay_and_not_longer() -> None:
-    async with running(FakeScoringModel(), max_delay_s=0.05) as batcher:
+    async with running(ScoringModelDouble(), max_delay_s=0.05) as batcher:
         begin = time.monotonic()
         await batcher.score([[1]])
         assert 0.05 <= time.monotonic() - begin < 1.0
 
 
 async def test_a_model_that_raises_costs_the_batch_and_not_the_server() -> None:
-    model = FakeScoringModel()
+    model = ScoringModelDouble()
     async with running(model) as batcher:
         model.failure = RuntimeError("no memory")
         with pytest.raises(ScoringFailed, match="the model raised RuntimeError"):
@@ -87,7 +87,7 @@ async def test_a_model_that_raises_costs_the_batch_and_not_the_server() -> None:
 
 
 async def test_a_score_that_is_not_finite_is_an_error_and_its_neighbours_keep_theirs() -> None:
-    model = FakeScoringModel()
+    model = ScoringModelDouble()
     model.score = lambda rows: [math.nan if len(row) == 2 else 1.0 for row in rows]  # type: ignore[method-assign]
     async with running(model, max_delay_s=0.05) as batcher:
         good, bad = await asyncio.gather(batcher.score([[1]]), batcher.score([[1, 2]]), return_exceptions=True)
@@ -96,7 +96,7 @@ async def test_a_score_that_is_not_finite_is_an_error_and_its_neighbours_keep_th
 
 
 async def test_a_model_that_answers_too_few_scores_costs_the_batch_and_not_the_server() -> None:
-    model = FakeScoringModel()
+    model = ScoringModelDouble()
     answers = iter([[1.0], [3.0]])
     model.score = lambda rows: next(answers)  # type: ignore[method-assign]
     async with running(model) as batcher:
@@ -106,7 +106,7 @@ async def test_a_model_that_answers_too_few_scores_costs_the_batch_and_not_the_s
 
 
 async def test_what_nobody_waits_for_any_more_is_not_scored() -> None:
-    model = FakeScoringModel()
+    model = ScoringModelDouble()
     model.may_go_on.clear()
     async with running(model, max_batch_tokens=10) as batcher:
         first, *others = (asyncio.create_task(batcher.score([[number] * 10])) for number in range(4))
@@ -118,7 +118,7 @@ async def test_what_nobody_waits_for_any_more_is_not_scored() -> None:
 
 
 async def test_stopping_leaves_nobody_waiting() -> None:
-    async with running(FakeScoringModel(), max_delay_s=3600) as batcher:
+    async with running(ScoringModelDouble(), max_delay_s=3600) as batcher:
         waiting = asyncio.create_task(batcher.score([[1]]))
         await asyncio.sleep(0)
     with pytest.raises(asyncio.CancelledError):

@@ -14,9 +14,9 @@ import pytest
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError, RewardError
+from streamrl.permissions import Permissions
 from tests.helpers import wait_until
 from tests.tiny_rewards import make_item
-from workers.permissions import Permissions
 from workers.rewards.functions import FunctionReward, build_function_reward
 
 Start = Callable[..., Any]
@@ -93,6 +93,7 @@ async def test_a_function_gets_tokens_fields_and_options_and_may_print(start: St
 
 async def test_built_in_functions_need_no_permission() -> None:
     reward = build_function_reward("mine", schema.FunctionReward(type="function", target="exact_match"), Permissions())
+    await reward.start()
     assert await reward.score(make_item("42", answer="42")) == 1.0
     await reward.close()
 
@@ -234,12 +235,14 @@ WORKER = """
 import asyncio, sys
 from streamrl.config import schema
 from tests.tiny_rewards import make_item
-from workers.permissions import Permissions
+from streamrl.permissions import Permissions
 from workers.rewards.functions import build_function_reward
 
 async def main():
     source = schema.FunctionReward(type="function", target=sys.argv[1], timeout_s=3600)
-    await build_function_reward("mine", source, Permissions(reward_code=(sys.argv[1],))).score(make_item())
+    reward = build_function_reward("mine", source, Permissions(reward_code=(sys.argv[1],)))
+    await reward.start()
+    await reward.score(make_item())
 
 asyncio.run(main())
 """

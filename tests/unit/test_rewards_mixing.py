@@ -9,20 +9,20 @@ import pytest
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError, RewardError, RewardOutage
+from streamrl.permissions import Permissions
 from tests.tiny_rewards import make_item
-from workers.permissions import Permissions
-from workers.rewards.base import FakeReward, Rewards, ScoreItem, Scores, Weighted, build_rewards
+from workers.rewards.base import RewardDouble, Rewards, ScoreItem, Scores, Weighted, build_rewards
 
 
 def rewards_of(**values: float) -> Rewards:
-    return Rewards({name: Weighted(reward=FakeReward(lambda _, v=v: v), weight=0.5) for name, v in values.items()})
+    return Rewards({name: Weighted(reward=RewardDouble(lambda _, v=v: v), weight=0.5) for name, v in values.items()})
 
 
 async def test_the_total_is_the_weighted_sum_and_each_source_stays_visible() -> None:
     rewards = Rewards(
         {
-            "exact": Weighted(reward=FakeReward(lambda item: float(item.completion == "42")), weight=2.0),
-            "length": Weighted(reward=FakeReward(lambda item: -float(len(item.token_ids))), weight=0.25),
+            "exact": Weighted(reward=RewardDouble(lambda item: float(item.completion == "42")), weight=2.0),
+            "length": Weighted(reward=RewardDouble(lambda item: -float(len(item.token_ids))), weight=0.25),
         }
     )
     assert await rewards.score(make_item("42")) == Scores(rewards={"exact": 1.0, "length": -2.0}, total=1.5)
@@ -35,13 +35,13 @@ async def test_a_source_that_gives_no_finite_number_fails_the_sample_and_is_name
 
 
 async def test_a_score_beyond_its_limit_is_nonsense_and_fails_the_sample() -> None:
-    rewards = Rewards({"model": Weighted(reward=FakeReward(lambda _: -1e30), weight=1.0, max_abs=1e6)})
+    rewards = Rewards({"model": Weighted(reward=RewardDouble(lambda _: -1e30), weight=1.0, max_abs=1e6)})
     with pytest.raises(RewardError, match=r"reward 'model': gave -1e\+30, beyond its max_abs of 1e\+06"):
         await rewards.score(make_item())
 
 
 async def test_an_outage_of_one_source_is_an_outage_and_named() -> None:
-    sources = {"one": FakeReward(), "two": FakeReward()}
+    sources = {"one": RewardDouble(), "two": RewardDouble()}
     rewards = Rewards({name: Weighted(reward=source, weight=1.0) for name, source in sources.items()})
     assert rewards.outage() is None
     sources["two"].outage = "refused"
@@ -54,7 +54,7 @@ async def test_each_source_tells_how_it_does() -> None:
             raise RewardError("no")
         return 1.0
 
-    rewards = Rewards({"model": Weighted(reward=FakeReward(judge), weight=1.0)})
+    rewards = Rewards({"model": Weighted(reward=RewardDouble(judge), weight=1.0)})
     await asyncio.gather(*(rewards.score(make_item(text)) for text in ("good", "bad", "good")), return_exceptions=True)
     facts = rewards.facts()
     assert (facts["rewards/model/scored"], facts["rewards/model/failed"]) == (2, 1)
@@ -63,7 +63,7 @@ async def test_each_source_tells_how_it_does() -> None:
 
 
 async def test_finite_values_whose_sum_is_not_finite_fail_the_sample() -> None:
-    rewards = Rewards({name: Weighted(reward=FakeReward(lambda _: 1e308), weight=1.0) for name in ("one", "two")})
+    rewards = Rewards({name: Weighted(reward=RewardDouble(lambda _: 1e308), weight=1.0) for name in ("one", "two")})
     with pytest.raises(RewardError, match="not finite"):
         await rewards.score(make_item())
 
@@ -72,7 +72,7 @@ async def test_an_error_of_one_source_names_it() -> None:
     def fail(item: object) -> float:
         raise RewardError("the server is on fire")
 
-    rewards = Rewards({"model": Weighted(reward=FakeReward(fail), weight=1.0)})
+    rewards = Rewards({"model": Weighted(reward=RewardDouble(fail), weight=1.0)})
     with pytest.raises(RewardError, match="reward 'model': the server is on fire"):
         await rewards.score(make_item())
 
@@ -81,13 +81,13 @@ async def test_an_outage_of_one_source_stays_one_for_the_sample() -> None:
     def fail(item: object) -> float:
         raise RewardOutage("nobody is there")
 
-    rewards = Rewards({"model": Weighted(reward=FakeReward(fail), weight=1.0)})
+    rewards = Rewards({"model": Weighted(reward=RewardDouble(fail), weight=1.0)})
     with pytest.raises(RewardOutage, match="reward 'model': nobody is there"):
         await rewards.score(make_item())
 
 
 async def test_closing_closes_every_source() -> None:
-    sources = [FakeReward(), FakeReward()]
+    sources = [RewardDouble(), RewardDouble()]
     await Rewards({str(i): Weighted(reward=s, weight=1.0) for i, s in enumerate(sources)}).close()
     assert all(source.closed for source in sources)
 

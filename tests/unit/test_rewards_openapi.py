@@ -9,13 +9,13 @@ from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 from starlette.applications import Starlette
 
-from workers.rewards.batcher import Batcher, FakeScoringModel
+from workers.rewards.batcher import Batcher, ScoringModelDouble
 from workers.rewards.server import RewardApp
 
 
 @pytest.fixture
 def app() -> Starlette:
-    model = FakeScoringModel()
+    model = ScoringModelDouble()
     return RewardApp(model, Batcher(model, max_delay_s=0.0, max_batch_tokens=1000), token=None).asgi()
 
 

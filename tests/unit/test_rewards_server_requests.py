@@ -14,23 +14,23 @@ import httpx
 import pytest
 
 from tests.helpers import wait_until, wait_until_async
-from workers.rewards.batcher import Batcher, FakeScoringModel, Row
+from workers.rewards.batcher import Batcher, Row, ScoringModelDouble
 from workers.rewards.server import MAX_BODY_BYTES, MAX_PENDING_ROWS, MAX_ROWS, RewardApp
 
 
 @pytest.fixture
-def model() -> FakeScoringModel:
-    return FakeScoringModel()
+def model() -> ScoringModelDouble:
+    return ScoringModelDouble()
 
 
 @pytest.fixture
-async def client(model: FakeScoringModel) -> AsyncIterator[httpx.AsyncClient]:
+async def client(model: ScoringModelDouble) -> AsyncIterator[httpx.AsyncClient]:
     async with connected(model) as client:
         yield client
 
 
 @asynccontextmanager
-async def connected(model: FakeScoringModel, *, health_timeout_s: float = 5.0) -> AsyncIterator[httpx.AsyncClient]:
+async def connected(model: ScoringModelDouble, *, health_timeout_s: float = 5.0) -> AsyncIterator[httpx.AsyncClient]:
     batcher = Batcher(model, max_delay_s=0.0, max_batch_tokens=1000)
     app = RewardApp(model, batcher, token="secret", health_timeout_s=health_timeout_s).asgi()
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
@@ -108,7 +108,7 @@ async def test_a_bad_request_is_told_why_and_the_server_goes_on(
 
 @pytest.mark.parametrize("authorization", ["", "Bearer wrong", "secret", "Bearer s\u00e9cret"])
 async def test_without_the_token_nothing_is_scored(
-    client: httpx.AsyncClient, model: FakeScoringModel, authorization: str
+    client: httpx.AsyncClient, model: ScoringModelDouble, authorization: str
 ) -> None:
     headers = {"authorization": authorization.encode()}
     answer = await client.post("/score", json={"texts": ["a"]}, headers=headers)
@@ -121,7 +121,9 @@ async def test_unknown_paths_and_methods_are_explained_too(client: httpx.AsyncCl
     assert (await client.get("/score")).status_code == 405
 
 
-async def test_health_follows_the_model_and_needs_no_token(client: httpx.AsyncClient, model: FakeScoringModel) -> None:
+async def test_health_follows_the_model_and_needs_no_token(
+    client: httpx.AsyncClient, model: ScoringModelDouble
+) -> None:
     model.failure = RuntimeError("broken")
     answer = await client.get("/health", headers={"authorization": ""})
     assert (answer.status_code, answer.json()["status"]) == (503, "failing")
@@ -130,7 +132,7 @@ async def test_health_follows_the_model_and_needs_no_token(client: httpx.AsyncCl
     assert (answer.status_code, answer.json()["status"]) == (200, "ok")
 
 
-async def test_a_model_that_scores_nothing_is_stuck(model: FakeScoringModel) -> None:
+async def test_a_model_that_scores_nothing_is_stuck(model: ScoringModelDouble) -> None:
     async with connected(model, health_timeout_s=0.05) as client:
         model.may_go_on.clear()
         answer = await client.get("/health")
@@ -138,7 +140,9 @@ async def test_a_model_that_scores_nothing_is_stuck(model: FakeScoringModel) -> 
         model.may_go_on.set()
 
 
-async def test_a_model_with_so_much_to_do_that_health_must_wait_its_turn_is_not_stuck(model: FakeScoringModel) -> None:
+async def test_a_model_with_so_much_to_do_that_health_must_wait_its_turn_is_not_stuck(
+    model: ScoringModelDouble,
+) -> None:
     may_end, score = threading.Event(), model.score
 
     def score_two_batches_soon(rows: Sequence[Row]) -> list[float]:
@@ -164,7 +168,7 @@ async def test_a_model_with_so_much_to_do_that_health_must_wait_its_turn_is_not_
 
 
 async def test_a_model_that_fails_is_a_server_error_and_never_a_number(
-    client: httpx.AsyncClient, model: FakeScoringModel
+    client: httpx.AsyncClient, model: ScoringModelDouble
 ) -> None:
     model.failure = RuntimeError("broken")
     answer = await client.post("/score", json={"texts": ["a"]})
@@ -172,7 +176,7 @@ async def test_a_model_that_fails_is_a_server_error_and_never_a_number(
 
 
 async def test_above_the_limit_of_rows_the_server_is_busy_until_some_are_answered(
-    client: httpx.AsyncClient, model: FakeScoringModel
+    client: httpx.AsyncClient, model: ScoringModelDouble
 ) -> None:
     model.may_go_on.clear()
     full = [
@@ -194,7 +198,7 @@ async def is_busy(client: httpx.AsyncClient) -> bool:
     return answer.status_code == 503
 
 
-async def test_who_hangs_up_is_not_scored(model: FakeScoringModel) -> None:
+async def test_who_hangs_up_is_not_scored(model: ScoringModelDouble) -> None:
     batcher = Batcher(model, max_delay_s=3600.0, max_batch_tokens=1000)
     app = RewardApp(model, batcher, token=None).asgi()
     coming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()

@@ -87,7 +87,7 @@ async def test_a_group_waits_until_the_version_that_made_it_is_proved() -> None:
     world.weights.unproved.add(FIRST_VERSION)
     world.put(1)
     world.start()
-    await world.until(lambda: world.engine.stats().num_tokens == 8, "the samples are made")
+    await world.until(lambda: world.engine.stats().num_made == 8, "the samples are made")
     assert not world.tickets.delivered
 
     await world.weights.prove(FIRST_VERSION)
@@ -109,7 +109,7 @@ async def test_what_was_made_under_a_version_that_was_refused_is_not_delivered()
     world.weights.follow = follow  # type: ignore[method-assign]
     world.put(1)
     task = world.start()
-    await world.until(lambda: world.engine.stats().num_tokens == 8, "the samples are made")
+    await world.until(lambda: world.engine.stats().num_made == 8, "the samples are made")
     refused.set()
     with pytest.raises(LoadRejected):
         await task

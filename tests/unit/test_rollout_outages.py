@@ -10,12 +10,12 @@ import httpx
 
 from streamrl.config import schema
 from streamrl.errors import RewardOutage
+from streamrl.permissions import Permissions
 from streamrl.transport.types import Leased
 from tests.worker_world import WorkerWorld
 from workers.engines.base import EngineStats
 from workers.engines.double import EngineDouble
-from workers.permissions import Permissions
-from workers.rewards.base import Health, ScoreItem
+from workers.rewards.base import RewardDouble, ScoreItem
 from workers.rewards.http_client import build_http_reward
 
 
@@ -29,27 +29,6 @@ class Looks(EngineDouble):
     def stats(self) -> EngineStats:
         self.num_looks += 1
         return super().stats()
-
-
-class Gate:
-    """A source whose scores wait until it is opened; or that says that it is out."""
-
-    def __init__(self) -> None:
-        self.outage: str | None = None
-        self.opened = asyncio.Event()
-
-    async def start(self) -> None:
-        pass
-
-    async def score(self, item: ScoreItem) -> float:
-        await self.opened.wait()
-        return 1.0
-
-    def health(self) -> Health:
-        return Health(outage=self.outage)
-
-    async def close(self) -> None:
-        pass
 
 
 def put_back(world: WorkerWorld) -> None:
@@ -112,8 +91,8 @@ async def test_what_is_handed_back_is_not_tried_again_before_somebody_can_be_ask
 
 
 async def test_after_an_outage_one_ticket_is_tried_until_a_score_has_come() -> None:
-    gate, engine = Gate(), Looks()
-    gate.outage = "down"
+    gate, engine = RewardDouble(), Looks()
+    gate.outage, gate.held = "down", asyncio.Event()
     world = WorkerWorld(engine=engine, source=gate)
     for number in range(10):
         world.put(number)
@@ -126,7 +105,7 @@ async def test_after_an_outage_one_ticket_is_tried_until_a_score_has_come() -> N
     await world.until(lambda: engine.num_looks > num_looks + 10, "it has looked for room again and again")
     assert len(world.tickets.waiting) == 9
 
-    gate.opened.set()
+    gate.held.set()
     await world.delivered(10)
     await world.finish()
 

@@ -9,7 +9,7 @@ import pytest
 from streamrl.errors import EngineError
 from tests.worker_world import WorkerWorld
 from workers.engines.double import EngineDouble
-from workers.rewards.base import FakeReward, ScoreItem
+from workers.rewards.base import RewardDouble
 
 
 async def test_no_more_tickets_are_taken_than_may_be_in_flight() -> None:
@@ -43,15 +43,8 @@ async def test_the_place_of_a_sample_that_is_done_does_not_wait_for_the_last_one
 
 
 async def test_samples_that_wait_for_their_scores_keep_their_places() -> None:
-    answer = asyncio.Event()
-
-    class SlowReward(FakeReward):
-        async def score(self, item: ScoreItem) -> float:
-            score = await super().score(item)
-            await answer.wait()
-            return score
-
-    slow = SlowReward()
+    slow = RewardDouble()
+    slow.held = asyncio.Event()
     world = WorkerWorld(source=slow, max_groups_in_flight=2, lease_s=0.1)
     for number in range(5):
         world.put(number, num_samples=4)
@@ -60,7 +53,7 @@ async def test_samples_that_wait_for_their_scores_keep_their_places() -> None:
     await world.until(lambda: world.tickets.renewals > 8, "the worker has looked again")
     assert len(world.tickets.waiting) == 3
 
-    answer.set()
+    slow.held.set()
     await world.delivered(5)
     await world.finish()
 

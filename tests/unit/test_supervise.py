@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -12,65 +13,34 @@ from streamrl.telemetry.progress import Progress
 from tests.helpers import wait_until_async
 from workers.engines.base import Engine
 from workers.engines.double import EngineDouble
-from workers.rollout import Counts
+from workers.roles import WeightsDouble, WorkDouble
 from workers.supervise import RestartPatience, Supervisor
 
-Outcome = Callable[["Versions"], Exception | None]
+Outcome = Callable[[WeightsDouble], Exception | None]
 
 
-class Versions:
-    """Counts what it is told; a newer version comes when a test says so."""
-
-    def __init__(self) -> None:
-        self.attempted = self.num_proved = self.num_distrusted = 0
-        self.newer = asyncio.Event()
-
-    def distrust_mirror(self) -> None:
-        self.num_distrusted += 1
-
-    async def announced_beyond(self, version: int) -> None:
-        await self.newer.wait()
-        self.newer.clear()
-
-
-class Work:
-    """A rollout whose runs end as they are told to."""
-
-    def __init__(self, versions: Versions, *outcomes: Outcome) -> None:
-        self.counts = Counts()
-        self.engines: list[Engine] = []
-        self._versions = versions
-        self._outcomes = list(outcomes)
-
-    async def run(self, engine: Engine, stop: asyncio.Event) -> None:
-        self.engines.append(engine)
-        error = self._outcomes.pop(0)(self._versions) if self._outcomes else None
-        if isinstance(error, Exception):
-            raise error
-
-
-def rejected(versions: Versions) -> Exception:
+def rejected(weights: WeightsDouble) -> Exception:
     return LoadRejected("the canary is off")
 
 
-def rejected_after_a_proof(versions: Versions) -> Exception:
-    versions.num_proved += 1
+def rejected_after_a_proof(weights: WeightsDouble) -> Exception:
+    weights.num_proved += 1
     return LoadRejected("the canary is off")
 
 
-def died(versions: Versions) -> Exception:
+def died(weights: WeightsDouble) -> Exception:
     return EngineError("out of memory")
 
 
 class Scene:
     def __init__(self, *outcomes: Outcome, rejected_s: float = 10.0, spread_s: float = 0.01) -> None:
-        self.versions = Versions()
-        self.work = Work(self.versions, *outcomes)
+        self.weights = WeightsDouble()
+        self.work = WorkDouble(*(partial(outcome, self.weights) for outcome in outcomes))
         self.made: list[EngineDouble] = []
         self.progress = Progress(part="worker/0", role="worker")
         self.supervisor = Supervisor(
             rollout=self.work,
-            weights=self.versions,
+            weights=self.weights,
             make_engine=self._make,
             progress=self.progress,
             patience=RestartPatience(first_pause_s=0.001, spread_s=spread_s, rejected_s=rejected_s),
@@ -109,7 +79,7 @@ async def test_engines_that_die_one_after_the_other_end_the_worker_and_the_error
 
 
 async def test_an_engine_that_delivered_before_it_died_begins_the_count_anew() -> None:
-    def delivered_then_died(versions: Versions) -> Exception:
+    def delivered_then_died(weights: WeightsDouble) -> Exception:
         scene.work.counts.groups_delivered += 1
         return EngineError("out of memory")
 
@@ -121,14 +91,14 @@ async def test_an_engine_that_delivered_before_it_died_begins_the_count_anew() -
 async def test_a_refused_load_is_tried_with_weights_fetched_anew() -> None:
     scene = Scene(rejected)
     await scene.run()
-    assert scene.versions.num_distrusted == 1
+    assert scene.weights.num_distrusted == 1
     assert len(scene.made) == 1
 
 
 async def test_a_load_refused_twice_is_tried_with_another_engine() -> None:
     scene = Scene(rejected, rejected)
     await scene.run()
-    assert scene.versions.num_distrusted == 2
+    assert scene.weights.num_distrusted == 2
     assert scene.work.engines == [scene.made[0], scene.made[0], scene.made[1]]
     assert scene.made[0].stopped
 
@@ -138,7 +108,7 @@ async def test_refused_by_another_engine_too_nothing_is_made_before_a_newer_vers
     task = asyncio.create_task(scene.run())
 
     await scene.waits_after(3)
-    scene.versions.newer.set()
+    scene.weights.newer.set()
     await task
     assert len(scene.work.engines) == 4
     assert len(scene.made) == 2
@@ -170,7 +140,7 @@ async def test_a_newer_version_that_comes_before_another_engine_is_tried_with_th
     scene = Scene(rejected, rejected, spread_s=3600.0, rejected_s=7200.0)
     task = asyncio.create_task(scene.run())
     await scene.waits_after(2)
-    scene.versions.newer.set()
+    scene.weights.newer.set()
     await task
     assert len(scene.work.engines) == 3
     assert len(scene.made) == 1
@@ -181,7 +151,7 @@ async def test_newer_versions_do_not_put_off_another_engine_for_ever() -> None:
 
     async def announce_for_ever() -> None:
         while True:
-            scene.versions.newer.set()
+            scene.weights.newer.set()
             await asyncio.sleep(0.002)
 
     announcing = asyncio.create_task(announce_for_ever())

@@ -14,10 +14,10 @@ from streamrl.telemetry.progress import Progress, Wait
 from streamrl.versions import make_version
 from tests.worker_world import a_score_item
 from workers.engines.base import EngineStats
-from workers.health import Health, Parts, WatchedRewards
+from workers.health import Health, Parts
 from workers.http import make_app, parse_address, serving
-from workers.rewards.base import FakeReward, Rewards, ScoreItem, Weighted
-from workers.rollout import Counts
+from workers.rewards.base import RewardDouble, Rewards, ScoreItem, Weighted
+from workers.roles import WeightsDouble, WorkDouble
 
 
 class World:
@@ -27,15 +27,15 @@ class World:
         self.now = 1000.0
         self.progress = Progress(part="worker/0", role="worker", clock=lambda: self.now)
         self.health = Health(self.progress, clock=lambda: self.now)
-        self.counts = Counts(groups_delivered=7)
-        self.engine_stats: EngineStats | None = stats()
-        self.num_proved, self.proved_version = 1, make_version(1, 0)
-        self.rewards = WatchedRewards(
-            Rewards({"made_up": Weighted(reward=FakeReward(judge), weight=1.0)}), clock=lambda: self.now
-        )
+        self.work, self.weights = WorkDouble(), WeightsDouble()
+        self.work.engine_stats = stats()
+        self.work.counts.groups_delivered = 7
+        self.weights.num_proved, self.weights.proved_version = 1, make_version(1, 0)
+        self.source = RewardDouble(judge)
+        self.rewards = Rewards({"made_up": Weighted(reward=self.source, weight=1.0)}, clock=lambda: self.now)
 
     def found_its_run(self) -> None:
-        self.health.parts = Parts(work=self, weights=self, rewards=self.rewards, stall_s=120.0)
+        self.health.parts = Parts(work=self.work, weights=self.weights, rewards=self.rewards, stall_s=120.0)
         self.progress.working("generate")
 
     async def get(self, path: str) -> httpx.Response:
@@ -45,7 +45,7 @@ class World:
 
 
 def stats(**changes: Any) -> EngineStats:
-    fields = {"in_flight": 4, "num_tokens": 0, "num_made": 0, "num_waiting": 1, "kv_used": 0.5}
+    fields = {"in_flight": 4, "num_made": 0, "num_waiting": 1, "kv_used": 0.5}
     return EngineStats(**{**fields, **changes})
 
 
@@ -70,10 +70,10 @@ async def test_a_worker_that_starts_is_alive_and_not_ready() -> None:
 
 
 async def test_without_an_engine_or_a_proved_version_nothing_is_ready(world: World) -> None:
-    world.proved_version = 0
+    world.weights.proved_version = 0
     world.progress.note(rejected="the canary is off")
     assert "the canary is off" in (await world.get("/readyz")).json()["reasons"][0]
-    world.engine_stats = None
+    world.work.engine_stats = None
     assert "no engine is at work" in (await world.get("/readyz")).json()["reasons"][0]
     assert (await world.get("/livez")).status_code == 200
 
@@ -85,13 +85,13 @@ async def test_an_engine_that_makes_no_token_is_first_not_ready_and_then_not_ali
     world.now += 300.0
     assert "nothing got on for 430 s" in (await world.get("/livez")).json()["reasons"][0]
 
-    world.engine_stats = stats(num_made=1)
+    world.work.engine_stats = stats(num_made=1)
     assert (await world.get("/livez")).status_code == 200
     assert (await world.get("/readyz")).status_code == 200
 
 
 async def test_a_worker_without_tickets_is_ready_however_long_it_waits(world: World) -> None:
-    world.engine_stats = stats(in_flight=0)
+    world.work.engine_stats = stats(in_flight=0)
     with world.progress.waiting(Wait.TICKETS):
         world.now += 10_000.0
         assert (await world.get("/livez")).status_code == 200
@@ -116,35 +116,17 @@ async def test_a_reward_source_out_of_reach_is_a_reason_until_a_score_comes() ->
     assert (await world.get("/readyz")).status_code == 200
 
 
-async def test_a_source_that_says_it_is_out_is_a_reason_before_any_sample_needs_it() -> None:
-    class Out(Rewards):
-        def outage(self) -> str | None:
-            return "reward server: down for 12 s"
-
-    world = World()
-    world.rewards = WatchedRewards(Out({}), clock=lambda: world.now)
-    world.found_its_run()
-    assert (await world.get("/readyz")).json()["reasons"] == ["rewards: reward server: down for 12 s"]
+async def test_a_source_that_says_it_is_out_is_a_reason_before_any_sample_needs_it(world: World) -> None:
+    world.source.outage = "down for 12 s"
+    assert (await world.get("/readyz")).json()["reasons"] == ["rewards: reward 'made_up': down for 12 s"]
 
 
-async def test_a_score_that_does_not_come_is_a_reason() -> None:
-    class Never:
-        async def score(self, item: ScoreItem) -> Any:
-            await asyncio.Event().wait()
-
-        def outage(self) -> str | None:
-            return None
-
-        def facts(self) -> dict[str, int | float | str]:
-            return {}
-
-    world = World()
-    world.rewards = WatchedRewards(Never(), clock=lambda: world.now)
-    world.found_its_run()
+async def test_a_score_that_does_not_come_is_a_reason(world: World) -> None:
+    world.source.held = asyncio.Event()
     task = asyncio.create_task(world.rewards.score(a_score_item()))
     await asyncio.sleep(0)
     world.now += 61.0
-    world.engine_stats = stats(in_flight=0)
+    world.work.engine_stats = stats(in_flight=0)
     assert (await world.get("/readyz")).json()["reasons"] == ["rewards: a sample has waited 61 s for its score"]
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -157,7 +139,7 @@ async def test_metrics_are_those_of_the_moment(world: World) -> None:
     assert "streamrl_worker_kv_cache_used 0.5" in text
     assert "streamrl_worker_ready 1.0" in text
     assert int(text.partition("\nstreamrl_worker_tasks ")[2].split(".")[0]) == len(asyncio.all_tasks())
-    world.counts.groups_delivered = 8
+    world.work.counts.groups_delivered = 8
     assert "streamrl_worker_groups_delivered_total 8.0" in (await world.get("/metrics")).text
 
 

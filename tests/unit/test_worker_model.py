@@ -13,8 +13,8 @@ from streamrl.errors import ConfigError, DataError, ResourceError
 from tests.tiny_models import make_model, make_tokenizer
 from tests.worker_world import worker_config
 from workers.engines.base import EngineSettings
+from workers.engines.model import read_model
 from workers.engines.vllm_start import check_installed, engine_args, refuse_unknown
-from workers.model import read_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 

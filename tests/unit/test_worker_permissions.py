@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.errors import ConfigError
-from workers.permissions import Permissions, allowed_model
+from streamrl.permissions import Permissions, allowed_model
 
 
 def test_the_workers_own_model_is_always_allowed() -> None:

@@ -10,7 +10,7 @@ from workers.stall import StallWatch
 
 
 def stats(*, in_flight: int, num_made: int) -> EngineStats:
-    return EngineStats(in_flight=in_flight, num_tokens=0, num_made=num_made, num_waiting=0, kv_used=0.0)
+    return EngineStats(in_flight=in_flight, num_made=num_made, num_waiting=0, kv_used=0.0)
 
 
 def test_tokens_that_come_at_all_keep_an_engine_alive() -> None:

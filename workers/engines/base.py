@@ -31,7 +31,7 @@ import numpy.typing as npt
 from streamrl.config import schema
 from streamrl.errors import ConfigError
 from streamrl.wire.group import FinishReason, Span
-from workers.model import ModelFacts
+from workers.engines.model import ModelFacts
 
 KvCache = Literal["salt", "clear", "keep"]
 
@@ -65,7 +65,6 @@ class ReadBack:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     in_flight: int  # samples asked for and not finished
-    num_tokens: int  # of finished samples, since the start
     num_made: int  # tokens, those of unfinished samples too: it stands still when the engine does
     num_waiting: int  # samples of those in flight that the engine has not taken up yet
     kv_used: float  # share of the room for keys and values, 0 to 1

@@ -1,12 +1,13 @@
 """The transformers engine's batch: rows that come, grow by a token a step, and go. One thread owns it.
 
-admit ─► waiting ─► step: a token for every row, the first one of those there is room for ─► finished rows
-                      ▲ between two steps: load, drop_abandoned
+arrived ─► waiting ─► step: a token for every row, the first one of those there is room for ─► finished rows
+                        ▲ between two steps: load, read_back, logprobs
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,13 +19,13 @@ from streamrl.wire.group import FinishReason, Span
 from workers.engines.base import EngineSettings, Generated, ReadBack, SampleRequest
 from workers.engines.hf_model import load_weights, token_logprobs
 from workers.engines.kv_batch import KvBatch
+from workers.engines.mapped_file import MappedFile, decoys
 from workers.engines.sampling import RowState, choose, processed_logprobs
-from workers.mapped_file import MappedFile, decoys
 
 _MAX_ROWS = 256
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Row:
     """A sample at work."""
 
@@ -55,8 +56,9 @@ class Row:
 
 class Decoder:
     def __init__(self, model: nn.Module, settings: EngineSettings) -> None:
-        self.rows: list[Row] = []
+        self.arrived: deque[Row] = deque()  # put there by the event loop
         self.waiting: list[Row] = []
+        self.rows: list[Row] = []  # at work
         self.num_made = 0  # tokens
         self._model = model
         self._facts = settings.model
@@ -68,16 +70,16 @@ class Decoder:
 
     @property
     def idle(self) -> bool:
-        return not (self.rows or self.waiting)
+        return not (self.rows or self.waiting or self.arrived)
 
-    def admit(self, row: Row) -> None:
-        """It begins with the next step that has room; urgent ones before others."""
-        at = sum(other.request.urgent for other in self.waiting) if row.request.urgent else len(self.waiting)
-        self.waiting.insert(at, row)
-
-    def load(self, weights: Path, *, version: int, step: int) -> None:
+    def load(self, weights: Path, *, version: int, step: int, recompute: bool) -> None:
+        """`recompute`: keys and values of all rows too, under these weights."""
         load_weights(self._model, dict(self._file.tensors(str(weights))))
         self._version, self._step = version, step
+        if recompute and self.rows:
+            self._batch.keep([])
+            # The last token of each row is fed in by the next step.
+            self._batch.add([[*row.request.prompt_ids.tolist(), *row.token_ids[:-1]] for row in self.rows])
 
     def load_decoy(self, weights: Path) -> None:
         load_weights(self._model, dict(decoys(self._file.tensors(str(weights)))))
@@ -88,22 +90,12 @@ class Decoder:
         wrong = tuple(name for name, parameter in parameters if not _is_equal(parameter, given[name]))
         return ReadBack(num_read=len(parameters), wrong=wrong)
 
-    def recompute(self) -> None:
-        """Keys and values of all rows, under the weights of now."""
-        self._batch.keep([])
-        if self.rows:
-            # The last token of each row is fed in by the next step.
-            self._batch.add([[*row.request.prompt_ids.tolist(), *row.token_ids[:-1]] for row in self.rows])
-
     def logprobs(self, token_ids: list[int]) -> list[float]:  # [T-1]
         return token_logprobs(self._model, token_ids)
 
-    def drop_abandoned(self) -> None:
-        self.waiting = [row for row in self.waiting if not row.abandoned]
-        self._keep([i for i, row in enumerate(self.rows) if not row.abandoned])
-
     def step(self) -> list[tuple[Row, Generated]]:
         """Rows that this step finished."""
+        self._admit()
         logits = []
         if self.rows:
             last = torch.tensor([row.token_ids[-1] for row in self.rows], device=self._generator.device)
@@ -113,6 +105,14 @@ class Decoder:
             logits.append(self._batch.add([row.request.prompt_ids.tolist() for row in new]))
             self.rows += new
         return self._extend(torch.cat(logits)) if logits else []
+
+    def _admit(self) -> None:
+        """Who has arrived begins with the next step that has room, urgent rows before others; abandoned ones go."""
+        while self.arrived:
+            self.waiting.append(self.arrived.popleft())
+        self.waiting = [row for row in self.waiting if not row.abandoned]
+        self.waiting.sort(key=lambda row: not row.request.urgent)
+        self._keep([i for i, row in enumerate(self.rows) if not row.abandoned])
 
     def _extend(self, logits: torch.Tensor) -> list[tuple[Row, Generated]]:  # [B, V]
         states = [row.state() for row in self.rows]
@@ -149,15 +149,11 @@ class Decoder:
         stop = row.request.sampling.stop
         # A token may hold no whole character, so that a string may be spread over more tokens than it is long.
         tail = row.token_ids[-4 * max(map(len, stop)) - 8 :]
-        before, after = self._decode_text(tail[:-1]), self._decode_text(tail)
+        before, after = self._facts.decode(tail[:-1]), self._facts.decode(tail)
         return next((s for s in stop if after.find(s, max(0, len(before) - len(s) + 1)) >= 0), "")
 
-    def _decode_text(self, token_ids: list[int]) -> str:
-        text: str = self._facts.tokenizer.decode(token_ids, skip_special_tokens=True)
-        return text
-
     def _generated(self, row: Row, reason: FinishReason) -> Generated:
-        text = self._decode_text(row.token_ids)
+        text = self._facts.decode(row.token_ids)
         if row.stop_string:
             text = text[: text.rindex(row.stop_string)]
         return Generated(

@@ -100,7 +100,6 @@ class EngineDouble:
     def stats(self) -> EngineStats:
         return EngineStats(
             in_flight=self._in_flight,
-            num_tokens=self._finished_tokens,
             num_made=self._finished_tokens,
             num_waiting=max(0, self._in_flight - self._capacity),
             kv_used=self.kv_used,
@@ -120,22 +119,14 @@ class EngineDouble:
             raise self._dead
 
     def _sample(self, request: SampleRequest, begun_under: tuple[Path, int, int]) -> Generated:
-        length, switch = self._num_tokens, self._num_tokens // 2
-        first = int(request.prompt_ids[0])
-        _, version, step = begun_under
-        _, now_version, now_step = self.loads[-1]
-        spans: tuple[Span, ...]
-        if now_version == version:
-            spans = (Span(version=version, step=step, start=0, end=length),)
-        else:
-            spans = (
-                Span(version=version, step=step, start=0, end=switch),
-                Span(version=now_version, step=now_step, start=switch, end=length),
-            )
+        length, first = self._num_tokens, int(request.prompt_ids[0])
+        parts = [(begun_under, 0, length)]
+        if self.loads[-1][1] != begun_under[1]:
+            parts = [(begun_under, 0, length // 2), (self.loads[-1], length // 2, length)]
         return Generated(
             token_ids=np.arange(first, first + length, dtype=np.int32),
             logprobs=np.full(length, -0.25, dtype=np.float32),
             text=" ".join(str(first + i) for i in range(length)),
             finish_reason="stop",
-            spans=spans,
+            spans=tuple(Span(version=load[1], step=load[2], start=start, end=end) for load, start, end in parts),
         )

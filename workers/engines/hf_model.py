@@ -1,4 +1,4 @@
-"""A plain transformers model whose weights come from a mirror: what the transformers engine generates with.
+"""A plain transformers model whose weights come from a mirror: to generate with, and to hold engines against.
 
 The model's folder gives the configuration alone. Blocks on memory: as much as the model has.
 """
@@ -6,29 +6,31 @@ The model's folder gives the configuration alone. Blocks on memory: as much as t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.initialization import no_init_weights
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from streamrl.errors import DataError, WeightsError
-from workers.model import ModelFacts
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from workers.engines.model import ModelFacts
 
 
-def build_model(model: ModelFacts, *, dtype: str, trust_remote_code: bool) -> nn.Module:
-    """On the CPU, with whatever was in its memory for weights: load them before use."""
+def build_model(
+    model: ModelFacts, *, dtype: torch.dtype, trust_remote_code: bool, within: AbstractContextManager[object]
+) -> PreTrainedModel:
+    """Made inside of `within`, which says where its weights are and what is in them."""
     try:
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=trust_remote_code)
-        with no_init_weights():
-            built = AutoModelForCausalLM.from_config(config, dtype=_DTYPES[dtype], trust_remote_code=trust_remote_code)
+        with within:
+            built: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=trust_remote_code
+            )
     except (OSError, ValueError) as error:
         raise DataError(f"model {model.path!r} cannot be built: {error}") from error
     built.tie_weights()
-    evaluated: nn.Module = built.eval()
-    return evaluated
+    built.eval()
+    return built
 
 
 def load_weights(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:

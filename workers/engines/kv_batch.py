@@ -6,6 +6,7 @@ Rows are padded on the left, so that all end in the same column, and the batch i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ class KvBatch:
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self._device)
         cache = DynamicCache()
         logits = self._forward(ids, mask, (mask.cumsum(dim=-1) - 1).clamp(min=0), cache)
-        new = [(layer.keys, layer.values) for layer in cache.layers]
+        new = _contents(cache)
         if len(self):
             width = max(width, self._mask.shape[1])
             new = [
@@ -48,7 +49,7 @@ class KvBatch:
         positions = self._mask.sum(dim=-1, keepdim=True)
         self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], dim=1)
         logits = self._forward(token_ids[:, None], self._mask, positions, cache)
-        self._layers = [(layer.keys, layer.values) for layer in cache.layers]
+        self._layers = _contents(cache)
         return logits
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -71,6 +72,11 @@ class KvBatch:
         )
         logits: Tensor = output.logits[:, -1]
         return logits
+
+
+def _contents(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
+    layers: list[Any] = cache.layers  # of those that have no keys, none is in a model that is decoded here
+    return [(layer.keys, layer.values) for layer in layers]
 
 
 def _widen(cached: Tensor, width: int) -> Tensor:  # [B, heads, L, D]

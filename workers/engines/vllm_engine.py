@@ -34,9 +34,9 @@ from streamrl.errors import EngineError, ResourceError, SampleError
 from streamrl.held_folder import scratch_folder
 from streamrl.wire.group import FinishReason, Span
 from workers.engines.base import EngineSettings, EngineStats, Generated, KvCache, ReadBack, SampleRequest
+from workers.engines.vllm_names import READ_BACK
 from workers.engines.vllm_start import build_llm, check_installed
 from workers.engines.vllm_watch import StepWatch
-from workers.vllm_plugin import READ_BACK
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -61,7 +61,6 @@ class VllmEngine:
         self._salt = ""  # requests read from the cache only what requests of the same salt put there
         self._num_salts = 0
         self._in_flight = 0
-        self._num_tokens = 0
         self._num_canaries = 0
 
     async def start(self) -> None:
@@ -106,13 +105,25 @@ class VllmEngine:
 
     async def generate(self, request: SampleRequest) -> Generated:
         assert self._version, "a sample was asked for before any version was loaded"
+        sampling = request.sampling
+        priority = _SOONER if request.urgent else _SOON
         self._in_flight += 1
         try:
-            output = await self._complete(request)
+            final = await self._final(
+                request.prompt_ids, self.sampling_params(sampling), request.request_id, priority, salt=self._salt
+            )
         finally:
             self._in_flight -= 1
-        self._num_tokens += len(output.token_ids)
-        return self._generated(output, request.sampling)
+        output = final.outputs[0]
+        token_ids = list(output.token_ids)
+        return Generated(
+            token_ids=np.asarray(token_ids, dtype=np.int32),
+            logprobs=_sampled_logprobs(output),
+            # With stop strings vLLM has made the text already, and knows which of them ended it.
+            text=output.text if sampling.stop else self._settings.model.decode(token_ids),
+            finish_reason=_finish_reason(output),
+            spans=_spans(output, len(token_ids)),
+        )
 
     async def logprobs(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
         self._num_canaries += 1
@@ -144,7 +155,6 @@ class VllmEngine:
     def stats(self) -> EngineStats:
         return EngineStats(
             in_flight=self._in_flight,
-            num_tokens=self._num_tokens,
             num_made=self._watch.num_made,
             num_waiting=max(0, self._in_flight - self._watch.num_running),
             kv_used=self._watch.kv_used,
@@ -162,13 +172,6 @@ class VllmEngine:
         except Exception as error:  # vLLM's own errors share no base
             raise EngineError(f"vLLM could not {what}: {error}") from error
 
-    async def _complete(self, request: SampleRequest) -> CompletionOutput:
-        priority = _SOONER if request.urgent else _SOON
-        output = await self._final(
-            request.prompt_ids, self.sampling_params(request.sampling), request.request_id, priority, cached=True
-        )
-        return output.outputs[0]
-
     async def _final(
         self,
         token_ids: npt.NDArray[np.int32],
@@ -176,14 +179,13 @@ class VllmEngine:
         request_id: str,
         priority: int,
         *,
-        cached: bool = False,
+        salt: str = "",
     ) -> RequestOutput:
         from vllm.exceptions import VLLMValidationError
         from vllm.inputs.engine import tokens_input
 
         assert self._llm is not None, "the engine was not started"
-        salt = self._salt or None if cached else None
-        prompt = tokens_input(token_ids.tolist(), cache_salt=salt)
+        prompt = tokens_input(token_ids.tolist(), cache_salt=salt or None)
         outputs = self._llm.generate(prompt, params, request_id, priority=priority)
         try:
             final = [output async for output in outputs]  # to the end: what is left half-read is aborted, at a cost
@@ -216,19 +218,6 @@ class VllmEngine:
             skip_clone=True,
         )
 
-    def _generated(self, output: CompletionOutput, sampling: schema.Sampling) -> Generated:
-        token_ids = list(output.token_ids)
-        # With stop strings vLLM has made the text already, and knows which of them ended it.
-        decode = self._settings.model.tokenizer.decode
-        text = output.text if sampling.stop else decode(token_ids, skip_special_tokens=True)
-        return Generated(
-            token_ids=np.asarray(token_ids, dtype=np.int32),
-            logprobs=_sampled_logprobs(output),
-            text=text,
-            finish_reason=_finish_reason(output),
-            spans=_spans(output, len(token_ids)),
-        )
-
 
 async def _update(llm: AsyncLLM, info: dict[str, Any], *, label: str) -> None:
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -250,10 +239,12 @@ def _canary_params() -> SamplingParams:
     )
 
 
-def _sampled_logprobs(output: CompletionOutput) -> np.ndarray[Any, np.dtype[np.float32]]:  # [T]
+def _sampled_logprobs(output: CompletionOutput) -> npt.NDArray[np.float32]:  # [T]
+    from vllm.logprobs import FlatLogprobs
+
     logprobs = output.logprobs
-    assert logprobs is not None, "log-probs were asked for"
-    # Flat, and one entry a position: the sampled token's.
+    assert isinstance(logprobs, FlatLogprobs), "flat log-probs were asked for"
+    # One entry a position: the sampled token's.
     values = np.asarray(logprobs.logprobs, dtype=np.float32)[: len(output.token_ids)]
     assert len(values) == len(output.token_ids), f"{len(values)} log-probs for {len(output.token_ids)} tokens"
     return np.minimum(values, 0.0)

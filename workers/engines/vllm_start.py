@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from streamrl.config import schema
 from streamrl.errors import ConfigError, EngineError, ResourceError
 from workers.engines.base import EngineSettings
+from workers.engines.vllm_names import OWNER_VARIABLE, SOCKETS_VARIABLE, WEIGHT_TRANSFER_BACKEND, WORKER_EXTENSION
 from workers.engines.vllm_watch import StepWatch, watch_steps
-from workers.vllm_plugin import OWNER_VARIABLE, SOCKETS_VARIABLE, WEIGHT_TRANSFER_BACKEND, WORKER_EXTENSION
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -36,7 +36,7 @@ def watch_steps(llm: AsyncLLM) -> StepWatch:
     pass_on = llm.engine_core.get_output_async
 
     async def get_output_async() -> EngineCoreOutputs:
-        outputs = await pass_on()
+        outputs: EngineCoreOutputs = await pass_on()
         watch.saw(outputs)
         return outputs
 

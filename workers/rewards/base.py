@@ -18,9 +18,10 @@ import numpy.typing as npt
 
 from streamrl.config import schema
 from streamrl.errors import RewardError
+from streamrl.permissions import Permissions
 from streamrl.wire.group import FinishReason
-from workers.permissions import Permissions
 
+_SCORE_S = 60.0  # a sample that waits so long for its score
 _FORGETTING = 0.05  # the share of the newest in the average latency
 
 
@@ -57,13 +58,14 @@ class Reward(Protocol):
     async def close(self) -> None: ...
 
 
-class FakeReward:
-    """The double: scores by a plain function and remembers what it was asked."""
+class RewardDouble:
+    """Scores by a plain function, remembers what it was asked, and waits or is out when told to."""
 
     def __init__(self, judge: Callable[[ScoreItem], float] = lambda item: 1.0) -> None:
         self._judge = judge
         self.items: list[ScoreItem] = []
         self.outage: str | None = None
+        self.held: asyncio.Event | None = None  # scores wait for it
         self.closed = False
 
     async def start(self) -> None:
@@ -71,6 +73,8 @@ class FakeReward:
 
     async def score(self, item: ScoreItem) -> float:
         self.items.append(item)
+        if self.held is not None:
+            await self.held.wait()
         return self._judge(item)
 
     def health(self) -> Health:
@@ -105,9 +109,13 @@ class _Record:
 class Rewards:
     """All sources of a run: scores an item with every one of them side by side and mixes by weight."""
 
-    def __init__(self, sources: Mapping[str, Weighted]) -> None:
+    def __init__(self, sources: Mapping[str, Weighted], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._sources = dict(sources)
         self._records = {name: _Record() for name in sources}
+        self._clock = clock
+        self._num_asked = 0
+        self._pending: dict[int, float] = {}  # samples, since when, oldest first
+        self._failing = ""  # why the last sample to be scored was not
 
     async def start(self) -> None:
         """Begin all sources: a mistake shows now, and not with the first sample. After an error all are closed."""
@@ -117,15 +125,38 @@ class Rewards:
                 await self.close()
                 raise outcome
 
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
     async def score(self, item: ScoreItem) -> Scores:
-        names = list(self._sources)
+        self._num_asked += 1
+        number = self._num_asked
+        self._pending[number] = self._clock()
+        try:
+            scores = await self._mix(item)
+        except RewardError as error:
+            self._failing = str(error)
+            raise
+        finally:
+            del self._pending[number]
+        self._failing = ""
+        return scores
+
+    def trouble(self) -> str:
+        """Why a sample would have to wait for its score, as far as is known without asking; empty: none."""
+        if (outage := self.outage()) is not None:
+            return outage
+        waited_s = self._clock() - min(self._pending.values(), default=math.inf)
+        if waited_s > _SCORE_S:
+            return f"a sample has waited {waited_s:.0f} s for its score"
+        return f"the last score could not be had: {self._failing}" if self._failing else ""
+
+    async def _mix(self, item: ScoreItem) -> Scores:
+        scoring = {name: asyncio.ensure_future(self._score_by(name, item)) for name in self._sources}
         # All are awaited, so that a failed source does not leave the others running behind the sample's back.
-        values = await asyncio.gather(*(self._score_by(name, item) for name in names), return_exceptions=True)
-        rewards: dict[str, float] = {}
-        for name, value in zip(names, values, strict=True):
-            if isinstance(value, BaseException):
-                raise value
-            rewards[name] = value
+        await asyncio.gather(*scoring.values(), return_exceptions=True)
+        rewards = {name: score.result() for name, score in scoring.items()}
         total = sum(self._sources[name].weight * value for name, value in rewards.items())
         if not math.isfinite(total):
             raise RewardError(f"the weighted sum of {rewards} is not finite")
@@ -152,7 +183,7 @@ class Rewards:
         await asyncio.gather(*(source.reward.close() for source in self._sources.values()))
 
     async def _score_by(self, name: str, item: ScoreItem) -> float:
-        source, record, began = self._sources[name], self._records[name], time.monotonic()
+        source, record, began = self._sources[name], self._records[name], self._clock()
         try:
             value = await source.reward.score(item)
             if not math.isfinite(value):
@@ -164,7 +195,7 @@ class Rewards:
             raise type(error)(f"reward {name!r}: {error}") from error
         record.scored += 1
         share = max(_FORGETTING, 1 / record.scored)
-        record.latency_s += share * (time.monotonic() - began - record.latency_s)
+        record.latency_s += share * (self._clock() - began - record.latency_s)
         return float(value)
 
 

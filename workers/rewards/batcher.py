@@ -41,9 +41,8 @@ class ScoringModel(Protocol):
     def score(self, rows: Sequence[Row]) -> list[float]: ...
 
 
-class FakeScoringModel:
-    """The double: a token a character, and the score is their sum; remembers its batches, and fails or stops on
-    request."""
+class ScoringModelDouble:
+    """A token a character, and the score is their sum; remembers its batches, and fails or stops on request."""
 
     name = "fake"
     vocab_size = 0x110000
@@ -103,11 +102,8 @@ class Batcher:
         self._arrived.set()
         if self._num_pending_tokens >= self._max_batch_tokens:
             self._full.set()
-        answers = await asyncio.gather(*(entry.score for entry in added), return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return [answer for answer in answers if isinstance(answer, float)]
+        await asyncio.gather(*(entry.score for entry in added), return_exceptions=True)
+        return [entry.score.result() for entry in added]
 
     async def run(self) -> None:
         """Score what arrives, until cancelled."""

@@ -25,15 +25,15 @@ _EXIT_WAIT_S = 0.5  # between the end of its pipe and the end of a process
 _MAX_ANSWER_BYTES = 1 << 16
 
 
-class CannotLoad(Exception):
-    """The child could not load the function; the text says why."""
-
-
 class CallFailed(Exception):
-    """The function raised or gave no number; the child is well."""
+    """No number came of a call; the text says why. Where it is none of the below, the function gave none."""
 
 
-class ChildLost(Exception):
+class CannotLoad(CallFailed):
+    """There is no child: it could not load the function."""
+
+
+class ChildLost(CallFailed):
     """The child died, or was killed since a call was late. `alone`: no other call can have been the cause."""
 
     def __init__(self, reason: str, *, alone: bool) -> None:
@@ -74,7 +74,7 @@ class Child:
         return cls(process, concurrent=concurrent, timeout_s=source.timeout_s)
 
     async def call(self, arguments: tuple[Any, ...]) -> float:
-        """The function's number, or CallFailed, or ChildLost."""
+        """The function's number, or CallFailed."""
         if self.lost:
             raise ChildLost("the process is gone", alone=False)
         number = next(self._numbers)

@@ -74,7 +74,7 @@ def _rating(row: Any) -> Example:
 
 
 def _texts(row: Any, *keys: str) -> list[str]:
-    values = [row.get(key) if isinstance(row, dict) else None for key in keys]
-    if not all(isinstance(value, str) for value in values):
+    texts = [row[key] for key in keys if isinstance(row, dict) and isinstance(row.get(key), str)]
+    if len(texts) < len(keys):
         raise ValueError("expected {" + ", ".join(f'"{key}": text' for key in keys) + "}")
-    return values
+    return texts

@@ -13,101 +13,82 @@ caller.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from workers.rewards.base import ScoreItem
 
 
-class Form(Protocol):
-    @property
-    def path(self) -> str:
-        """Where requests go when the service's address names no path."""
-        ...
-
-    @property
-    def max_answer_bytes_per_row(self) -> int: ...
-
-    def request(self, items: Sequence[ScoreItem]) -> dict[str, Any]: ...
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    path: str  # where requests go when the service's address names no path
+    request: Callable[[Sequence[ScoreItem]], dict[str, Any]]
+    rows: str  # the key under which an answer has its rows, one a sample
+    indexed: bool = False  # each row says which it is
+    number: Callable[[Any], Any] = lambda row: row  # what a row says; ValueError when it says none
+    max_answer_bytes_per_row: int = 512
 
     def numbers(self, answer: Any, count: int) -> list[Any]:
         """What the answer holds for each of `count` rows, in their order; ValueError when it is none."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Streamrl:
-    path: str = "/score"
-    max_answer_bytes_per_row: int = 64
-
-    def request(self, items: Sequence[ScoreItem]) -> dict[str, Any]:
-        return {"texts": _texts(items)}
-
-    def numbers(self, answer: Any, count: int) -> list[Any]:
-        return _list(answer, "rewards", count)
-
-
-@dataclass(frozen=True, slots=True)
-class _OpenRlhf:
-    path: str = "/get_reward"
-    max_answer_bytes_per_row: int = 512  # beside the rewards it may tell scores and what to log
-
-    def request(self, items: Sequence[ScoreItem]) -> dict[str, Any]:
-        return {
-            "query": _texts(items),
-            "prompts": [item.prompt for item in items],
-            "labels": [item.fields.get("answer") for item in items],
-        }
-
-    def numbers(self, answer: Any, count: int) -> list[Any]:
-        # Some servers answer a row as a list of one number, as a tensor of [B, 1] prints.
-        return [_only(one) if isinstance(one, list) else one for one in _list(answer, "rewards", count)]
-
-
-@dataclass(frozen=True, slots=True)
-class _Vllm:
-    path: str
-    field: str  # of a row's answer, where its numbers are
-    max_answer_bytes_per_row: int
-
-    def request(self, items: Sequence[ScoreItem]) -> dict[str, Any]:
-        return {"input": _texts(items), "use_activation": False}
-
-    def numbers(self, answer: Any, count: int) -> list[Any]:
-        rows = _list(answer, "data", count)
-        if not all(isinstance(row, dict) for row in rows) or [row.get("index") for row in rows] != list(range(count)):
-            raise ValueError(f"`data` does not hold the rows 0 to {count - 1} in their order")
-        return [_last(row.get(self.field)) for row in rows]
-
-
-FORMS: Mapping[str, Form] = {
-    "streamrl": _Streamrl(),
-    "openrlhf": _OpenRlhf(),
-    "vllm-classify": _Vllm(path="/classify", field="probs", max_answer_bytes_per_row=512),
-    "vllm-pooling": _Vllm(path="/pooling", field="data", max_answer_bytes_per_row=1 << 18),
-}
+        rows = answer.get(self.rows) if isinstance(answer, dict) else None
+        if not isinstance(rows, list) or len(rows) != count:
+            raise ValueError(f"no list of {count} {self.rows}")
+        if self.indexed and [row.get("index") if isinstance(row, dict) else None for row in rows] != list(range(count)):
+            raise ValueError(f"`{self.rows}` does not hold the rows 0 to {count - 1} in their order")
+        return [self.number(row) for row in rows]
 
 
 def _texts(items: Sequence[ScoreItem]) -> list[str]:
     return [item.prompt + item.completion for item in items]
 
 
-def _list(answer: Any, key: str, count: int) -> list[Any]:
-    values = answer.get(key) if isinstance(answer, dict) else None
-    if not isinstance(values, list) or len(values) != count:
-        raise ValueError(f"no list of {count} {key}")
-    return values
+def _ask_openrlhf(items: Sequence[ScoreItem]) -> dict[str, Any]:
+    return {
+        "query": _texts(items),
+        "prompts": [item.prompt for item in items],
+        "labels": [item.fields.get("answer") for item in items],
+    }
 
 
-def _only(values: list[Any]) -> Any:
-    if len(values) != 1:
-        raise ValueError(f"a row has {len(values)} numbers; a reward is one")
-    return values[0]
+def _ask_vllm(items: Sequence[ScoreItem]) -> dict[str, Any]:
+    return {"input": _texts(items), "use_activation": False}
+
+
+def _only(row: Any) -> Any:
+    """x, or [x], as a tensor of [B, 1] prints."""
+    if not isinstance(row, list):
+        return row
+    if len(row) != 1:
+        raise ValueError(f"a row has {len(row)} numbers; a reward is one")
+    return row[0]
 
 
 def _last(values: Any) -> Any:
     """[x], or a list a token of [x] or of x: the last token's x."""
     if not isinstance(values, list) or not values:
         raise ValueError("a row has no numbers")
-    return _only(values[-1]) if isinstance(values[-1], list) else values[-1]
+    return _only(values[-1])
+
+
+FORMS: Mapping[str, Form] = {
+    "streamrl": Form(
+        path="/score",
+        request=lambda items: {"texts": _texts(items)},
+        rows="rewards",
+        max_answer_bytes_per_row=64,
+    ),
+    # Beside the rewards an answer may tell scores and what to log.
+    "openrlhf": Form(path="/get_reward", request=_ask_openrlhf, rows="rewards", number=_only),
+    "vllm-classify": Form(
+        path="/classify", request=_ask_vllm, rows="data", indexed=True, number=lambda row: _last(row.get("probs"))
+    ),
+    "vllm-pooling": Form(
+        path="/pooling",
+        request=_ask_vllm,
+        rows="data",
+        indexed=True,
+        number=lambda row: _last(row.get("data")),
+        max_answer_bytes_per_row=1 << 18,
+    ),
+}

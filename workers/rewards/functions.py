@@ -24,7 +24,7 @@ from typing import Any
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError, RewardError
-from workers.permissions import Permissions
+from streamrl.permissions import Permissions
 from workers.rewards.base import Health, ScoreItem
 from workers.rewards.builtin import BUILTINS
 from workers.rewards.child import CallFailed, CannotLoad, Child, ChildLost
@@ -65,37 +65,21 @@ class FunctionReward:
         self._solo_turn = asyncio.Lock()
         # Each place is in here as many times as it may have calls, so that taking one is waiting for a turn.
         self._turns: asyncio.Queue[_Place] = asyncio.Queue()
-        self._starting = asyncio.Lock()
-        self._started = False
 
     async def start(self) -> None:
-        async with self._starting:
-            if self._started:
-                return
-            try:
-                children = [await place.child() for place in self._places]
-            except CannotLoad as error:
-                raise ConfigError(f"{self._key}: cannot use it: {error}") from None
-            for _ in range(CONCURRENT_CALLS if children[0].concurrent else 1):
-                for place in self._places:
-                    self._turns.put_nowait(place)
-            self._started = True
+        try:
+            children = [await place.child() for place in self._places]
+        except CannotLoad as error:
+            raise ConfigError(f"{self._key}: cannot use it: {error}") from None
+        for _ in range(CONCURRENT_CALLS if children[0].concurrent else 1):
+            for place in self._places:
+                self._turns.put_nowait(place)
 
     async def score(self, item: ScoreItem) -> float:
-        if not self._started:
-            await self.start()
         arguments = (item.prompt, item.completion, item.token_ids.tolist(), dict(item.fields))
         try:
-            return await self._score_in_turn(arguments)
-        except ChildLost as lost:
-            if lost.alone:
-                raise RewardError(f"the function failed: {lost}") from None
-        except (CallFailed, CannotLoad) as error:
-            raise RewardError(f"the function failed: {error}") from None
-        try:
-            async with self._solo_turn:
-                return await self._solo.call(arguments)
-        except (CallFailed, CannotLoad, ChildLost) as error:
+            return await self._call(arguments)
+        except CallFailed as error:
             raise RewardError(f"the function failed: {error}") from None
 
     def health(self) -> Health:
@@ -105,12 +89,17 @@ class FunctionReward:
         for place in (*self._places, self._solo):
             await place.close()
 
-    async def _score_in_turn(self, arguments: tuple[Any, ...]) -> float:
+    async def _call(self, arguments: tuple[Any, ...]) -> float:
         place = await self._turns.get()
         try:
             return await place.call(arguments)
+        except ChildLost as lost:
+            if lost.alone:
+                raise
         finally:
             self._turns.put_nowait(place)
+        async with self._solo_turn:
+            return await self._solo.call(arguments)
 
 
 class _Place:
@@ -130,8 +119,7 @@ class _Place:
             return self._child
 
     async def call(self, arguments: tuple[Any, ...]) -> float:
-        child = await self.child()
-        return await child.call(arguments)
+        return await (await self.child()).call(arguments)
 
     async def close(self) -> None:
         if self._child is not None:

@@ -14,8 +14,8 @@ Whether a replica that is out is well again, a row that was scored before finds 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
@@ -24,11 +24,10 @@ import httpx
 from streamrl.config import schema
 from streamrl.config.places import LOCAL_REWARD_SERVER
 from streamrl.errors import ConfigError, RewardError, RewardOutage
-from workers.permissions import Permissions
+from streamrl.permissions import Permissions
 from workers.rewards.base import Health, ScoreItem
-from workers.rewards.bearer import read_token
 from workers.rewards.forms import FORMS, Form
-from workers.rewards.http_request import Refused, TokenRefused, TryAgain, ask, make_client, set_token
+from workers.rewards.http_request import Refused, TokenFile, TryAgain, ask, make_client
 from workers.rewards.replicas import Replica, Replicas
 
 MAX_ROWS = 64  # a request
@@ -47,12 +46,11 @@ def build_http_reward(
     """Checks the addresses and this worker's permission for their hosts; connects to nothing yet."""
     key, form = f"rewards.{name}", FORMS[source.form]
     urls = [_address(f"{key}.url", url, form, permissions, local_reward_url) for url in source.urls]
-    token = None if source.token_file is None else read_token(source.token_file, key=f"{key}.token_file")
+    auth = None if source.token_file is None else TokenFile(source.token_file, key=f"{key}.token_file")
     client = make_client(
-        timeout_s=source.timeout_s, max_connections=source.max_concurrency, token=token, transport=transport
+        timeout_s=source.timeout_s, max_connections=source.max_concurrency, auth=auth, transport=transport
     )
-    replicas = Replicas(urls, first_pause_s=first_pause_s)
-    return HttpReward(source, form=form, replicas=replicas, client=client, first_pause_s=first_pause_s)
+    return HttpReward(source, urls, client, first_pause_s=first_pause_s)
 
 
 def _address(key: str, url: str, form: Form, permissions: Permissions, local_reward_url: str | None) -> str:
@@ -94,17 +92,11 @@ class HttpReward:
     """One service, of one or several replicas."""
 
     def __init__(
-        self,
-        source: schema.HttpReward,
-        *,
-        form: Form,
-        replicas: Replicas,
-        client: httpx.AsyncClient,
-        first_pause_s: float,
+        self, source: schema.HttpReward, urls: Sequence[str], client: httpx.AsyncClient, *, first_pause_s: float
     ) -> None:
         self._source = source
-        self._form = form
-        self._replicas = replicas
+        self._form = FORMS[source.form]
+        self._replicas = Replicas(urls, first_pause_s=first_pause_s)
         self._client = client
         self._first_pause_s = first_pause_s
         self._scored: ScoreItem | None = None  # the latest
@@ -237,8 +229,6 @@ class HttpReward:
             )
         except TryAgain as error:
             self._replicas.failed(replica, str(error))
-            if isinstance(error, TokenRefused):
-                self._read_token_again()
             raise
         except Refused:
             self._replicas.answered(replica)
@@ -249,12 +239,6 @@ class HttpReward:
         self._replicas.answered(replica)
         self._scored = items[0]
         return scores
-
-    def _read_token_again(self) -> None:
-        """Tokens are replaced, or put right, while workers run."""
-        if (path := self._source.token_file) is not None:
-            with contextlib.suppress(ConfigError):  # not there now: the service's own word says what is wrong
-                set_token(self._client, read_token(path, key="token_file"))
 
 
 def _fail(batch: list[_Waiting], error: RewardError) -> None:

@@ -7,14 +7,17 @@ accepted.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import httpx
 
+from streamrl.errors import ConfigError
 from workers.rewards.base import ScoreItem
+from workers.rewards.bearer import read_token
 from workers.rewards.forms import Form
 
 _CONNECT_TIMEOUT_S = 5.0
@@ -33,18 +36,30 @@ class TryAgain(Exception):
         self.answered = answered  # the service said something of these samples, and it was no score
 
 
-class TokenRefused(TryAgain):
-    """401: the token is not, or no longer, the service's."""
-
-
 class Refused(Exception):
     """There will be no score for this request; there may be some for parts of it."""
 
 
+class TokenFile(httpx.Auth):
+    """The bearer token in a file, read again when it is refused: tokens are put right while workers run."""
+
+    def __init__(self, path: str, *, key: str) -> None:
+        self._path, self._key = path, key
+        self._token = read_token(path, key=key)
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        request.headers["authorization"] = f"Bearer {self._token}"
+        response = yield request
+        if response.status_code == 401:
+            with contextlib.suppress(ConfigError):  # not there now: the service's own word says what is wrong
+                self._token = read_token(self._path, key=self._key)
+
+
 def make_client(
-    *, timeout_s: float, max_connections: int, token: str | None, transport: httpx.AsyncBaseTransport | None
+    *, timeout_s: float, max_connections: int, auth: httpx.Auth | None, transport: httpx.AsyncBaseTransport | None
 ) -> httpx.AsyncClient:
-    client = httpx.AsyncClient(
+    return httpx.AsyncClient(
+        auth=auth,
         headers={"accept-encoding": "identity", "content-type": "application/json"},
         timeout=httpx.Timeout(timeout_s, connect=min(_CONNECT_TIMEOUT_S, timeout_s)),
         limits=httpx.Limits(max_connections=max_connections),
@@ -52,13 +67,6 @@ def make_client(
         trust_env=False,  # no proxy and no .netrc password that the operator did not name here
         transport=transport,
     )
-    if token is not None:
-        set_token(client, token)
-    return client
-
-
-def set_token(client: httpx.AsyncClient, token: str) -> None:
-    client.headers["authorization"] = f"Bearer {token}"
 
 
 async def ask(
@@ -81,8 +89,6 @@ async def ask(
     reason = f"answered {response.status_code}: {_printable(body)}"
     if response.status_code in _REFUSALS:
         raise Refused(f"{url}: {reason}")
-    if response.status_code == 401:
-        raise TokenRefused(reason, reached=False)
     not_now = response.status_code in _NOT_NOW
     raise TryAgain(reason, reached=not_now, answered=response.status_code >= 500 and not not_now)
 
@@ -107,19 +113,13 @@ def _read_scores(form: Form, body: bytes, count: int, max_abs: float) -> list[fl
         scores = form.numbers(answer, count)
     except ValueError as error:
         raise TryAgain(f"answered {error}: {_printable(body)}", answered=True) from None
-    if any(type(score) not in (int, float) or not _is_finite(score) for score in scores):
+    # NaN compares with nothing, and an integer of a thousand digits is no float.
+    if any(type(score) not in (int, float) or not abs(score) <= sys.float_info.max for score in scores):
         raise TryAgain(f"answered rewards that are no finite numbers: {_printable(body)}", answered=True)
     if any(abs(score) > max_abs for score in scores):
         reason = f"answered rewards beyond the source's max_abs of {max_abs:g}: {_printable(body)}"
         raise TryAgain(reason, answered=True)
     return [float(score) for score in scores]
-
-
-def _is_finite(score: float) -> bool:
-    try:
-        return math.isfinite(score)
-    except OverflowError:  # an integer of a thousand digits
-        return False
 
 
 def _printable(body: bytes) -> str:

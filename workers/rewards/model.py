@@ -114,7 +114,7 @@ class RewardModel:
 
     def _averaged(self, *, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         hidden = self.model.base_model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        outputs = self.model.score(hidden).float()  # [B, T, outputs]
+        outputs: torch.Tensor = self.model.score(hidden).float()  # [B, T, outputs]
         counts = attention_mask[..., None]
         return (outputs * counts).sum(dim=1) / counts.sum(dim=1)
 

@@ -21,14 +21,11 @@ _REASONS = {
 
 def document(requests: Mapping[str, type[BaseModel]]) -> dict[str, Any]:
     """`requests`: the body of each POST route, by path."""
-    reads = {
-        "/health": ("Is the model really scoring?", "application/json", {"200": "It is.", "503": "It is not."}),
-        "/metrics": ("Counts for Prometheus.", "text/plain", {"200": "The text format."}),
-    }
+    health = {"200": _answer("It is."), "503": _answer("It is not.")}
+    metrics = {"200": _answer("The text format.", media="text/plain")}
     paths: dict[str, Any] = {path: {"post": _post(body)} for path, body in requests.items()}
-    for path, (summary, media, answers) in reads.items():
-        responses = {status: _answer(text, media, {}) for status, text in answers.items()}
-        paths[path] = {"get": {"summary": summary, "responses": responses}}
+    paths["/health"] = {"get": {"summary": "Is the model really scoring?", "responses": health}}
+    paths["/metrics"] = {"get": {"summary": "Counts for Prometheus.", "responses": metrics}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "streamrl reward server", "version": version("streamrl")},
@@ -38,14 +35,9 @@ def document(requests: Mapping[str, type[BaseModel]]) -> dict[str, Any]:
 
 
 def _post(body: type[BaseModel]) -> dict[str, Any]:
-    rewards = {
-        "type": "object",
-        "required": ["rewards"],
-        "properties": {"rewards": {"type": "array", "items": {"type": "number"}}},
-    }
-    error = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
-    responses = {"200": _answer("A reward a row, in their order.", "application/json", rewards)}
-    responses |= {status: _answer(text, "application/json", error) for status, text in _REASONS.items()}
+    numbers = {"type": "array", "items": {"type": "number"}}
+    responses = {"200": _answer("A reward a row, in their order.", rewards=numbers)}
+    responses |= {status: _answer(text, error={"type": "string"}) for status, text in _REASONS.items()}
     return {
         "summary": (body.__doc__ or "").strip(),
         "security": [{"bearer": []}, {}],
@@ -54,5 +46,6 @@ def _post(body: type[BaseModel]) -> dict[str, Any]:
     }
 
 
-def _answer(description: str, media: str, schema: dict[str, Any]) -> dict[str, Any]:
+def _answer(description: str, *, media: str = "application/json", **properties: Any) -> dict[str, Any]:
+    schema = {"type": "object", "required": list(properties), "properties": properties} if properties else {}
     return {"description": description, "content": {media: {"schema": schema}}}

@@ -13,9 +13,9 @@ import asyncio
 import contextlib
 import hmac
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, TypeVar
+from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
@@ -24,10 +24,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from streamrl.tasks import run_beside
 from workers.rewards.batcher import Batcher, ScoringFailed, ScoringModel
 from workers.rewards.openapi import document
 from workers.rewards.service_metrics import ServiceMetrics
-from workers.tasks import run_beside
 
 MAX_BODY_BYTES = 8 << 20
 MAX_ROWS = 4096  # of one request
@@ -51,10 +51,8 @@ class OpenRlhfRequest(BaseModel):
     # Its versions send more beside the query (prompts, labels), and nothing of that matters here.
     model_config = ConfigDict(extra="ignore", strict=True)
 
-    query: Annotated[list[str], Field(min_length=1, max_length=MAX_ROWS)]
-
-
-_Body = TypeVar("_Body", bound=BaseModel)
+    texts: Annotated[list[str], Field(alias="query", min_length=1, max_length=MAX_ROWS)]
+    tokens: ClassVar[None] = None
 
 
 class RewardApp:
@@ -91,17 +89,11 @@ class RewardApp:
         )
 
     async def score(self, request: Request) -> Response:
-        with self._counted():
-            body = await self._body(request, ScoreRequest)
-            if (body.texts is None) == (body.tokens is None):
-                raise HTTPException(422, "exactly one of `texts` and `tokens` is needed")
-            return JSONResponse({"rewards": await self._rewards(request, body.texts, body.tokens)})
+        return JSONResponse({"rewards": await self._answer(request, ScoreRequest)})
 
     async def get_reward(self, request: Request) -> Response:
-        with self._counted():
-            body = await self._body(request, OpenRlhfRequest)
-            rewards = await self._rewards(request, body.query, None)
-            return JSONResponse({"rewards": rewards, "scores": rewards, "extra_logs": {}})
+        rewards = await self._answer(request, OpenRlhfRequest)
+        return JSONResponse({"rewards": rewards, "scores": rewards, "extra_logs": {}})
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
@@ -138,30 +130,28 @@ class RewardApp:
                 await batching
             self._tokenizing.shutdown(wait=True, cancel_futures=True)
 
+    async def _answer(self, request: Request, form: type[ScoreRequest | OpenRlhfRequest]) -> list[float]:
+        status = 500
+        with self._metrics.seconds.time():
+            try:
+                self._check_token(request)
+                self._check_room(1)  # nothing is read that will not be scored
+                body = _parse(await _read_body(request), form)
+                rewards = await self._rewards(request, body.texts, body.tokens)
+                status = 200
+            except HTTPException as error:
+                status = error.status_code
+                raise
+            finally:
+                self._metrics.requests.labels(str(status)).inc()
+        return rewards
+
     def _check_token(self, request: Request) -> None:
         if self._token is None:
             return
         given = request.headers.get("authorization", "").encode()
         if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
             raise HTTPException(401, "a bearer token is needed, and this is not it", {"www-authenticate": "Bearer"})
-
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        began, status = time.monotonic(), 500
-        try:
-            yield
-            status = 200
-        except HTTPException as error:
-            status = error.status_code
-            raise
-        finally:
-            self._metrics.requests.labels(str(status)).inc()
-            self._metrics.seconds.observe(time.monotonic() - began)
-
-    async def _body(self, request: Request, form: type[_Body]) -> _Body:
-        self._check_token(request)
-        self._check_room(1)  # nothing is read that will not be scored
-        return _parse(await _read_body(request), form)
 
     def _check_room(self, num_rows: int) -> None:
         if self._num_rows + num_rows > MAX_PENDING_ROWS:
@@ -170,6 +160,8 @@ class RewardApp:
     async def _rewards(
         self, request: Request, texts: Sequence[str] | None, tokens: Sequence[Sequence[int]] | None
     ) -> list[float]:
+        if (texts is None) == (tokens is None):
+            raise HTTPException(422, "exactly one of `texts` and `tokens` is needed")
         num_rows = len(texts or tokens or ())
         self._check_room(num_rows)
         self._num_rows += num_rows
@@ -229,7 +221,7 @@ async def _read_body(request: Request) -> bytes:
     return bytes(body)
 
 
-def _parse(body: bytes, form: type[_Body]) -> _Body:
+def _parse(body: bytes, form: type[ScoreRequest | OpenRlhfRequest]) -> ScoreRequest | OpenRlhfRequest:
     try:
         return form.model_validate_json(body)
     except ValidationError as error:

@@ -21,6 +21,12 @@ class ModelFacts:
     max_positions: int | None  # the longest sequence the model knows; None where it does not say
     fingerprint: str
 
+    def decode(self, token_ids: list[int]) -> str:
+        """Without special tokens."""
+        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        assert isinstance(text, str), "one sequence is one text"
+        return text
+
 
 def read_model(path: str, *, trust_remote_code: bool) -> ModelFacts:
     """Configuration and tokenizer, no weights. DataError when they are not there or not those of a language model."""
