@@ -23,7 +23,8 @@ from learner.job import job_began
 from learner.lease import LeaseKeeper
 from learner.metrics.exporters import check_exporters, open_exporters
 from learner.metrics.record import Recorder, Timers
-from learner.policy.model import Policy, load_policy, read_speech
+from learner.policy.model import load_policy, read_speech
+from learner.policy.policy import Policy
 from learner.publishing.publish import Publisher
 from learner.rank import Surroundings, at_disk_s, read_prompts_of, stall_limit_s, work
 from learner.rejections import Rejections

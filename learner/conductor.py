@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import structlog
 import xxhash
@@ -37,13 +37,20 @@ if TYPE_CHECKING:
     from learner.stream.feed import Feed
     from learner.suspects import Suspects
     from learner.validation import Validation
-    from streamrl.transport.learner import LearnerStream
-    from streamrl.transport.types import Control, RunState
+    from streamrl.transport.types import Control
 
 _SLICE_S = 1.0
 _LOOK_FOR_WEIGHTS_EVERY_S = 5.0
 
 log = structlog.get_logger(__name__)
+
+
+class RunStream(Protocol):
+    """What the conductor asks of the run's stream; tickets and groups are the feed's."""
+
+    def has_manifests(self, versions: Sequence[int]) -> bool: ...
+
+    def event(self, kind: str, **detail: str | int | float) -> None: ...
 
 
 class Conductor:
@@ -54,7 +61,7 @@ class Conductor:
         world_size: int,
         run_uid: str,
         prompts: PromptSet,
-        stream: LearnerStream,
+        stream: RunStream,
         feed: Feed,
         validation: Validation | None,
         checkpoints: CheckpointRoot,
@@ -254,9 +261,6 @@ class Conductor:
             )
         except OSError as error:
             log.warning("old checkpoints not removed", error=str(error))
-
-    def release(self, state: RunState) -> None:
-        self._stream.release(state)
 
     def _is_over(self, step: int) -> bool:
         return 0 <= self._config.training.max_steps <= step

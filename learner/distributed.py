@@ -49,7 +49,8 @@ class World:
     def mesh(self) -> DeviceMesh:
         """Of all ranks, to shard a model over. Of a single one too, for what FSDP does beside sharding."""
         if not dist.is_initialized():
-            dist.init_process_group(_backend(self.device), store=dist.HashStore(), rank=0, world_size=1)
+            store = dist.HashStore()  # type: ignore[attr-defined]  # torch documents it, and does not list it as public
+            dist.init_process_group(_backend(self.device), store=store, rank=0, world_size=1)
         return init_device_mesh(self.device.type, (self.size,))
 
     def barrier(self) -> None:

@@ -30,8 +30,9 @@ from learner.distributed import World
 from learner.metrics.record import Timers
 from learner.metrics.tally import Tally
 from learner.policy.gradients import Batch, Gradients
-from learner.policy.model import Policy, Speech
+from learner.policy.model import Speech
 from learner.policy.optim import Update, learning_rate, update
+from learner.policy.policy import Policy
 from learner.policy.work import peak_flops
 from learner.publishing.outgoing import Outgoing
 from learner.publishing.publish import Publisher

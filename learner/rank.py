@@ -24,8 +24,9 @@ from learner.distributed import World
 from learner.loop import Loop, Parts
 from learner.metrics.record import Timers
 from learner.policy.gradients import Gradients
-from learner.policy.model import Policy, Speech
+from learner.policy.model import Speech
 from learner.policy.optim import make_optimizer
+from learner.policy.policy import Policy
 from learner.policy.reference import make_reference
 from learner.publishing.publish import Publisher
 from learner.replayed import Unpublished

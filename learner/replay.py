@@ -28,7 +28,8 @@ from learner.job import job_began
 from learner.lease import LeaseKeeper
 from learner.metrics.exporters import check_exporters, open_exporters
 from learner.metrics.record import Recorder, Timers
-from learner.policy.model import Policy, load_policy, read_speech
+from learner.policy.model import load_policy, read_speech
+from learner.policy.policy import Policy
 from learner.rank import Surroundings, at_disk_s, read_prompts_of, stall_limit_s, work
 from learner.replayed import ReplayFeed, ReplayStream, Unpublished, as_replayed, versions_of
 from learner.start import REPLAY, Claimed, Start, claim_folder, make_start

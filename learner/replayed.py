@@ -23,7 +23,7 @@ from streamrl.config import schema
 from streamrl.errors import WireError
 from streamrl.record.frames import Place, read_group
 from streamrl.record.read import Recording, open_group
-from streamrl.transport.types import Entry, Orders, PresentGroup, PresentTicket, RunState, entry_order
+from streamrl.transport.types import Entry, Orders, PresentGroup, PresentTicket, entry_order
 from streamrl.versions import make_version
 from streamrl.wire.group import GroupHeader
 from streamrl.wire.ticket import Purpose, Ticket
@@ -94,11 +94,12 @@ class ReplayStream:
 
     def trim_eval(self, *, below: str) -> None: ...
 
+    def has_manifests(self, versions: Sequence[int]) -> bool:
+        return True
+
     def event(self, kind: str, **detail: str | int | float) -> None: ...
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def release(self, state: RunState) -> None: ...
 
     def present_tickets(self, purpose: Purpose) -> list[PresentTicket]:
         return []

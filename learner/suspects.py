@@ -21,7 +21,7 @@ import json
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import structlog
 
@@ -127,8 +127,10 @@ def _common(plan: tuple[int, ...], suspects: Collection[int]) -> tuple[int, ...]
 
 def _read(path: Path) -> Note:
     try:
-        fields = json.loads(path.read_bytes())
-        return Note(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
-    except (OSError, ValueError, TypeError) as error:
+        fields: dict[str, Any] = json.loads(path.read_bytes())
+        for name in ("plan", "suspects", "quarantined"):
+            fields[name] = tuple(fields[name])
+        return Note(**fields)
+    except (OSError, ValueError, KeyError, TypeError) as error:
         log.warning("note of the last plan ignored", path=str(path), error=str(error))
         return Note()

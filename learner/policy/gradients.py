@@ -28,8 +28,8 @@ from learner.algorithms.base import Advantages, Algorithm, Selection, Tokens
 from learner.distributed import World
 from learner.metrics.tally import Tally
 from learner.policy.logprobs import LogProbs
-from learner.policy.model import Policy
 from learner.policy.packing import MicroBatch, Piece, empty_micro_batch, pack
+from learner.policy.policy import Policy
 from streamrl.config import schema
 from streamrl.wire.group import Group
 

@@ -56,7 +56,8 @@ def token_logprobs(
 ) -> LogProbs:
     # Under autocast the dtypes are ours to choose: this function states them.
     with torch.autocast(hidden.device.type, enabled=False):
-        logp, entropy = _TokenLogProbs.apply(hidden, weight, bias, targets, early, head)
+        # torch gives `apply` no types: they are those of `forward`.
+        logp, entropy = _TokenLogProbs.apply(hidden, weight, bias, targets, early, head)  # type: ignore[no-untyped-call]
     return LogProbs(logp=logp, entropy=entropy)
 
 

@@ -40,9 +40,9 @@ class Tokenizer(Protocol):
 
     chat_template: Any
 
-    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]: ...
+    def __call__(self, text: list[str], /, *, add_special_tokens: bool) -> Mapping[str, Any]: ...
 
-    def decode(self, token_ids: list[int]) -> str: ...
+    def decode(self, token_ids: list[int], /) -> str | list[str]: ...
 
     def apply_chat_template(self, conversation: list[Any], *, tokenize: bool, add_generation_prompt: bool) -> Any: ...
 
@@ -190,7 +190,7 @@ class _Reader:
                 if len(token_ids) > self._data.max_prompt_tokens and self._data.overlong == "truncate":
                     self.num_truncated += 1
                     token_ids = list(token_ids[-self._data.max_prompt_tokens :])
-                    text = self._tokenizer.decode(token_ids)
+                    text = str(self._tokenizer.decode(token_ids))
                 if self._fits(row, text, token_ids):
                     ids = np.asarray(token_ids, dtype=np.int32)
                     yield Prompt(line=row.line, text=text, token_ids=ids, fields=row.fields)

@@ -283,11 +283,11 @@ class Feed:
             case Take(header):
                 self._backlog.expect(len(entry.header) + len(entry.body))
                 self._hand.take(Held(entry.id, header, entry.body))
-            case Drop(reason, None):
-                self._ledger.resolve(entry.number, f"{DROPPED}{reason}", step=step + 1)
-            case Drop(reason, header):
+            case Drop(reason, GroupHeader() as header):
                 self._backlog.expect(len(entry.header) + len(entry.body))
                 self._end(header, f"{DROPPED}{reason}", step=step)
+            case Drop(reason):
+                self._ledger.resolve(entry.number, f"{DROPPED}{reason}", step=step + 1)
             case Failed(error):
                 self._dispatch.failed(entry.number, error=error, step=step)
             case Ignore(reason):
