@@ -1,4 +1,4 @@
-"""The learner's seams when it learns from a recording: the stream, the feed's beginning, the publisher.
+"""The learner's seams when it learns from a recording: the stream, the feed's beginning, suspects, the publisher.
 
     recording ─► ReplayStream ─► ReplayFeed ─► the same judge, plans, algorithm, checkpoints as in a live run
 
@@ -19,10 +19,12 @@ from learner.publishing.publish import Published
 from learner.stream.data import PromptSet
 from learner.stream.feed import Feed
 from learner.stream.ledger import DROPPED, LedgerState, StreamState
+from learner.stream.plan import Plan
 from streamrl.config import schema
 from streamrl.errors import WireError
 from streamrl.record.frames import Place, read_group
 from streamrl.record.read import Recording, open_group
+from streamrl.telemetry.progress import Report
 from streamrl.transport.types import Entry, Orders, PresentGroup, PresentTicket, entry_order
 from streamrl.versions import make_version
 from streamrl.wire.group import GroupHeader
@@ -101,6 +103,9 @@ class ReplayStream:
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
+    def reports(self) -> tuple[float, Sequence[Report]]:
+        return self.now_s, ()
+
     def present_tickets(self, purpose: Purpose) -> list[PresentTicket]:
         return []
 
@@ -153,8 +158,16 @@ class ReplayFeed(Feed):
         """Groups are measured against the versions of the recorded run, which are known from the beginning."""
 
 
+class Unsuspecting:
+    """Steps are made as they were recorded, whoever dies."""
+
+    def begin(self, plan: Plan) -> None: ...
+
+    def survived(self) -> None: ...
+
+
 class Unpublished:
-    """In a publisher's place."""
+    """A publisher that publishes nothing: whatever was begun is out at once."""
 
     failing = False
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from learner.checkpoints.journal import Ending
 from learner.stream.data import NumSkipped, Prompt, PromptSet
 from learner.stream.feed import Feed
-from learner.stream.ledger import StreamState
+from learner.stream.ledger import Ending, StreamState
 from learner.stream.plan import Kind, Plan
 from streamrl.config import schema
 from streamrl.transport.double import LearnerStreamDouble, MemoryServer

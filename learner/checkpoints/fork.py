@@ -18,10 +18,9 @@ from pathlib import Path
 
 from learner.checkpoints.checkpoint import MANIFEST, Checkpoint, CheckpointRoot, CheckpointState
 from learner.checkpoints.epochs import CheckpointName, claim_run
-from learner.checkpoints.journal import Ending
 from learner.checkpoints.resume import ANY_DATA
 from learner.checkpoints.scores import SCORE
-from learner.stream.ledger import DROPPED, Ledger, LedgerState, StreamState
+from learner.stream.ledger import DROPPED, Ending, Ledger, LedgerState, StreamState
 from streamrl.config import schema
 from streamrl.durable import fsync_folder
 from streamrl.errors import ConfigError

@@ -27,21 +27,13 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, count
 from pathlib import Path
-from typing import NamedTuple
 
 import xxhash
 
+from learner.stream.ledger import Ending
 from streamrl.durable import create_exclusively, fsync_folder
 
 _SCHEMA = 1
-
-
-class Ending(NamedTuple):
-    """A ticket ended."""
-
-    step: int  # the optimizer step that was being made, counting from 1
-    outcome: str  # trained, dead, or dropped/ and the reason
-    ticket: int
 
 
 class Journal:

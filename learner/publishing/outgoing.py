@@ -15,10 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from learner.conductor import Conductor
+from learner.following import Conducting
 from learner.metrics.record import Timers
-from learner.publishing.publish import Published, Publisher
-from learner.replayed import Unpublished
+from learner.publishing.publish import Published, Publishing
 from streamrl.telemetry.progress import Progress, Wait
 from streamrl.versions import show
 
@@ -29,15 +28,14 @@ class Outgoing:
     def __init__(
         self,
         *,
-        publisher: Publisher | Unpublished,
+        publisher: Publishing,
         max_ahead: int,  # steps
-        conductor: Conductor | None,  # on rank 0
-        told_to_stop: Callable[[], bool],  # a collective: all ranks hear the same
+        conductor: Conducting,
         progress: Progress,
         timers: Timers,
     ) -> None:
         self._publisher, self._max_ahead, self._conductor = publisher, max_ahead, conductor
-        self._told_to_stop, self._progress, self._timers = told_to_stop, progress, timers
+        self._progress, self._timers = progress, timers
 
     @property
     def latest(self) -> Published | None:
@@ -50,11 +48,9 @@ class Outgoing:
     def settle(self, *, wait_s: float = 0.0) -> None:
         """Note what got out since the last look."""
         published = self._publisher.settle(wait_s=wait_s)
-        if published is None:
-            return
-        if self._conductor is not None:
+        if published is not None:
             self._conductor.note_published(published)
-        self._progress.note(version=show(published.version))
+            self._progress.note(version=show(published.version))
 
     def retry(self, step: int) -> None:
         """What failed is tried again, with the weights as they are now."""
@@ -106,7 +102,7 @@ class Outgoing:
     def _wait_while(self, under_way: Callable[[], bool]) -> bool:
         with self._progress.waiting(Wait.WEIGHTS):
             while under_way():
-                if self._told_to_stop():
+                if self._conductor.must_stop():
                     return False
                 self.settle(wait_s=_SLICE_S)
         return True

@@ -62,7 +62,7 @@ class Feed:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         state = state or StreamState()
-        self._stream = stream
+        self._stream, self._prompts = stream, prompts
         self._groups_per_step = config.training.groups_per_step
         self._patience = Patience(config, clock)
         self._narrow = narrow
@@ -70,7 +70,7 @@ class Feed:
         self._sleep = sleep
         self._ledger = Ledger(state.ledger)
         self._lengths = Lengths(config.sampling.max_tokens, state.lengths)
-        self._datasets = Datasets(prompts, self._ledger.retries, state.datasets)
+        self._datasets = Datasets(self._dataset_of, state.datasets)
         self._lag = LagRule(config.lag, state.versions)
         self._hand = Hand(ledger=self._ledger, lag=self._lag, groups_per_step=self._groups_per_step, carry=state.carry)
         self._backlog = Backlog(max_bytes=config.redis.max_backlog_bytes, largest_group=largest_group(config))
@@ -300,6 +300,10 @@ class Feed:
         for held in self._hand:
             if self._lag.is_stale(held.header.min_version, held.header.max_version, step):
                 self._end(self._hand.remove(held.header.ticket).header, f"{DROPPED}stale", step=step)
+
+    def _dataset_of(self, ticket: int) -> str:
+        _, row = self._prompts.locate(self._ledger.retries.place(ticket))
+        return self._prompts.rows[row].dataset
 
     def _end(self, header: GroupHeader, outcome: str, *, step: int) -> None:
         self._ledger.resolve(header.ticket, outcome, step=step + 1)

@@ -13,15 +13,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from learner.checkpoints.journal import Ending
 from learner.stream.numbering import NumberSet, Retries
 from streamrl.transport.types import START, entry_order
 
 TRAINED = "trained"
 DEAD = "dead"
 DROPPED = "dropped/"  # and the reason
+
+
+class Ending(NamedTuple):
+    """A ticket ended."""
+
+    step: int  # the optimizer step that was being made, counting from 1
+    outcome: str  # trained, dead, or dropped/ and the reason
+    ticket: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

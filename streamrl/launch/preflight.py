@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
-from collections.abc import Iterator
-from pathlib import Path
-
 import redis
 
 from streamrl.config.check import check_config
@@ -15,7 +9,6 @@ from streamrl.config.files import check_files
 from streamrl.config.load import Loaded
 from streamrl.config.places import EMBEDDED_REDIS, is_object_store
 from streamrl.config.schema import Config
-from streamrl.errors import ResourceError
 from streamrl.extras import need
 from streamrl.ports import bind
 from streamrl.transport.connection import check_server, connect
@@ -60,27 +53,3 @@ def check_packages(config: Config) -> None:
 
 def check_learner() -> None:
     need("the learner", "torch", "transformers", extra="learner")
-
-
-@contextlib.contextmanager
-def only_one(lock: Path, name: str) -> Iterator[None]:
-    """Inside, no other launcher runs this folder. The kernel frees the lock with the process, however that ends."""
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ResourceError(
-                f"the run {name!r} is live: another process (pid {_read_pid(descriptor)}) runs {lock.parent}; "
-                "end it with Ctrl-C, or choose another name with name=..."
-            ) from None
-        os.truncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _read_pid(descriptor: int) -> str:
-    return os.pread(descriptor, 20, 0).decode() or "unknown"

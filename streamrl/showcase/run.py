@@ -20,8 +20,9 @@ from streamrl.config.schema import Config
 from streamrl.extras import need
 from streamrl.launch.display import make_display, spinner
 from streamrl.launch.parts import RunFolder
-from streamrl.launch.preflight import check_packages, only_one
+from streamrl.launch.preflight import check_packages
 from streamrl.launch.up import shipped_config, up
+from streamrl.run_lock import only_one
 from streamrl.showcase.folder import clear
 from streamrl.showcase.report import Task, make_report, report_lines
 

@@ -145,7 +145,7 @@ def publisher(rank: Rank, folder: Path, beside: Beside) -> Publisher:
         run_uid="run",
         epoch=1,
         store=FileStore(folder / "blobs"),
-        announcer=KeptAnnouncements(folder) if rank.world.is_main else None,
+        announcer=KeptAnnouncements(folder),
         canary_ids=(3, 9, 4),
         beside=beside,
     )

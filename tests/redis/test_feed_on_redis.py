@@ -192,7 +192,7 @@ async def test_a_group_deleted_after_it_was_planned_is_missing_and_its_ticket_co
     plan = feed.plan(step=0, world_size=1, timeout_s=0.0)
     assert plan is not None
     client.xdel(keys.groups("train"), plan.entries[1].entry_id)
-    travelled = Plan.from_array(plan.to_array())  # who has read nothing yet
+    travelled = Plan.from_bytes(plan.to_bytes())  # who has read nothing yet
     fetched = fetch_groups(learner, travelled, rank=0, vocabulary=1000)
     verdicts = [Verdict(int(verdict)) for verdict in fetched.verdicts]
     assert verdicts == [Verdict.SOUND, Verdict.MISSING, Verdict.SOUND]

@@ -12,10 +12,9 @@ import pytest
 from learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot, CheckpointState
 from learner.checkpoints.epochs import CheckpointName, ancestry, claim_run
 from learner.checkpoints.fork import check_steps, fork
-from learner.checkpoints.journal import Ending
 from learner.checkpoints.resume import ANY_DATA, find_checkpoint
 from learner.checkpoints.scores import BEST_METRIC, write_score
-from learner.stream.ledger import Ledger, StreamState
+from learner.stream.ledger import Ending, Ledger, StreamState
 from streamrl.audit import audit_folder
 from streamrl.config import schema
 from streamrl.errors import ConfigError, DataError

@@ -15,7 +15,7 @@ FORBIDDEN = {
     "streamrl": ("torch", "vllm", "transformers"),
     # A worker never waits for a rank: it knows the learner by the stream alone.
     "workers": ("learner", "torch.distributed"),
-    "learner": ("workers", "vllm"),
+    "learner": ("workers", "vllm", "streamrl.launch"),
 }
 # Commands are the one place where the library may call on the applications.
 CALLERS = ROOT / "streamrl" / "cli"

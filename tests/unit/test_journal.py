@@ -6,7 +6,8 @@ from typing import Any
 
 import xxhash
 
-from learner.checkpoints.journal import Ending, Journal
+from learner.checkpoints.journal import Journal
+from learner.stream.ledger import Ending
 
 
 def read(root: Path, name: str) -> list[dict[str, Any]]:

@@ -25,7 +25,6 @@ from tests.learner_cases import learner_config
 CLAIMED = Claimed(
     run_uid="run",
     epoch=Epoch(number=1, parent=None, run_uid="run"),
-    checkpoints=CheckpointRoot(Path("runs/run")),
     checkpoint=None,
 )
 

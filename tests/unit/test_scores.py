@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.checkpoints.checkpoint import CheckpointRoot
+from learner.checkpoints.checkpoint import CheckpointRoot, describe
 from learner.checkpoints.epochs import CheckpointName, ancestry
 from learner.checkpoints.fork import fork
 from learner.checkpoints.resume import find_checkpoint
@@ -76,8 +76,9 @@ class Run:
 
     def save(self, step: int) -> None:
         name = CheckpointName(self.epoch, step)
-        (self.root.new_folder(name) / "weights").write_bytes(b"%d" % step)
-        self.conductor.commit(name, version_n=step, consumed_samples=0)
+        weights = self.root.new_folder(name) / "weights"
+        weights.write_bytes(b"%d" % step)
+        self.conductor.commit(name, version_n=step, consumed_samples=0, files={weights.name: describe(weights)})
 
     def validate(self) -> None:
         """As at the end of a run."""
@@ -87,7 +88,7 @@ class Run:
 
     def wait(self) -> None:
         while self.validation.running:
-            self.conductor.next_while_validating(0)
+            self.conductor.look_at_validation()
 
     def scores(self) -> dict[int, float | None]:
         names = self.root.names(ancestry(self.root.root))
