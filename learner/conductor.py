@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import structlog
-import xxhash
 
 from learner.assessor import Assessor
 from learner.checkpoints.checkpoint import CheckpointRoot, CheckpointState, Files
@@ -26,7 +25,6 @@ from learner.metrics.record import Recorder
 from learner.rejections import Rejections
 from learner.stream.plan import Kind, Outcome, Plan, Verdict
 from streamrl.config.check import max_time_s
-from streamrl.config.dump import config_to_json
 from streamrl.telemetry.progress import Report, Wait
 
 if TYPE_CHECKING:
@@ -91,7 +89,6 @@ class Conductor:
         )
         self._assessor = Assessor(validation=validation, checkpoints=self._checkpoints, recorder=self._recorder)
         self._rejections = Rejections(stream.reports, give_up_after_s=config.weights.give_up_after_s, clock=clock)
-        self._config_fingerprint = xxhash.xxh3_64_hexdigest(config_to_json(config).encode())
         self._data_fingerprint, self._num_prompts = prompts.fingerprint(), prompts.num_tickets(1)
         self._clock = clock
         self._data_epochs = 0.0  # passes over the prompts
@@ -238,16 +235,14 @@ class Conductor:
         facts = {**self._feed.metrics(), "train_rollouts/epoch": self._data_epochs}
         self._recorder.step(step, {**metrics, **facts})
 
-    def commit(self, name: CheckpointName, *, version_n: int, consumed_samples: int, files: Files) -> None:
+    def commit(self, name: CheckpointName, *, consumed_samples: int, files: Files) -> None:
         """All ranks have written: make it the newest checkpoint, then tell Redis, then make room."""
         checkpoint = self._checkpoints.commit(
             name,
             CheckpointState(
                 run_uid=self._start.run_uid,
                 step=name.step,
-                version_n=version_n,
                 stream=self._feed.state(),
-                config_fingerprint=self._config_fingerprint,
                 data_fingerprint=self._data_fingerprint,
                 extra={
                     "consumed_samples": consumed_samples,

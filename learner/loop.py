@@ -224,9 +224,7 @@ class Loop:
     def _save(self) -> bool:
         self._progress.working("checkpoint")
         with self._around.watchdog.at_disk(), self._timers.measure("checkpoint"):
-            return self._parts.saver.save(
-                self._step, version_n=self._outgoing.last_n, consumed_samples=self._consumed_samples
-            )
+            return self._parts.saver.save(self._step, consumed_samples=self._consumed_samples)
 
     def _record(self, metrics: Mapping[str, float], made: Update) -> None:
         now = time.perf_counter()

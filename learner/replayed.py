@@ -173,7 +173,7 @@ class Unpublished:
 
     def __init__(self, epoch: int) -> None:
         self._epoch = epoch
-        self.last_n = -1
+        self._next_n = 0
         self.busy = False
         self.latest: Published | None = None
 
@@ -185,10 +185,9 @@ class Unpublished:
         return nullcontext()
 
     def begin(self, step: int, *, whole: bool = False) -> None:
-        self.last_n += 1
-        version = make_version(self._epoch, self.last_n)
+        version = make_version(self._epoch, self._next_n)
         self.latest = Published(version=version, step=step, num_bytes=0, changed_fraction=0.0)
-        self.busy = True
+        self._next_n, self.busy = self._next_n + 1, True
 
     def settle(self, *, wait_s: float = 0.0) -> Published | None:
         """Whatever was begun is out."""

@@ -55,9 +55,7 @@ class CheckpointState:
 
     run_uid: str
     step: int  # optimizer steps made
-    version_n: int  # number of the last published version within its epoch
     stream: StreamState
-    config_fingerprint: str
     data_fingerprint: str
     extra: Mapping[str, Any] = field(default_factory=dict)  # JSON; the training loop's own
 
@@ -66,7 +64,14 @@ class CheckpointState:
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> CheckpointState:
-        return CheckpointState(**{**value, "stream": StreamState.from_json(value["stream"])})
+        """Further items are of older versions of this program."""
+        return CheckpointState(
+            run_uid=value["run_uid"],
+            step=value["step"],
+            stream=StreamState.from_json(value["stream"]),
+            data_fingerprint=value["data_fingerprint"],
+            extra=value["extra"],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

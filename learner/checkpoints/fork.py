@@ -65,9 +65,7 @@ def _make(source: Checkpoint, aside: Path, *, new_data: bool) -> Checkpoint:
     state = CheckpointState(
         run_uid=run_uid,
         step=source.state.step,
-        version_n=0,
         stream=StreamState() if new_data else _behind(source.state.stream.ledger, step=source.state.step),
-        config_fingerprint=source.state.config_fingerprint,
         data_fingerprint=ANY_DATA if new_data else source.state.data_fingerprint,
         extra={
             "consumed_samples": source.state.extra.get("consumed_samples", 0),

@@ -43,14 +43,14 @@ class Saver:
         self._checkpoints, self._conductor, self._epoch = checkpoints, conductor, epoch
         self._last: CheckpointName | None = None
 
-    def save(self, step: int, *, version_n: int, consumed_samples: int) -> bool:
+    def save(self, step: int, *, consumed_samples: int) -> bool:
         """A collective; whether the state of this step is on disk. Where it is already, what became of tickets since
         is committed alone."""
         name = CheckpointName(self._epoch, step)
         files = {} if name == self._last else self._write(name)
         if files is not None:
-            commit = partial(self._conductor.commit, version_n=version_n, consumed_samples=consumed_samples)
-            if self._worked(partial(commit, name, files=files), name):
+            commit = partial(self._conductor.commit, name, consumed_samples=consumed_samples, files=files)
+            if self._worked(commit, name):
                 self._last = name
                 return True
         if self._world.is_main:

@@ -41,10 +41,6 @@ class Outgoing:
     def latest(self) -> Published | None:
         return self._publisher.latest
 
-    @property
-    def last_n(self) -> int:
-        return self._publisher.last_n
-
     def settle(self, *, wait_s: float = 0.0) -> None:
         """Note what got out since the last look."""
         published = self._publisher.settle(wait_s=wait_s)

@@ -65,11 +65,6 @@ class Publishing(Protocol):
         ...
 
     @property
-    def last_n(self) -> int:
-        """The last number used, successful or not."""
-        ...
-
-    @property
     def busy(self) -> bool:
         """A version or what follows it is on its way: `settle` before the next."""
         ...
@@ -144,10 +139,6 @@ class Publisher:
 
     def working(self) -> AbstractContextManager[None]:
         return self._beside.working(join_s=_LAST_S)
-
-    @property
-    def last_n(self) -> int:
-        return self._next_n - 1
 
     @property
     def busy(self) -> bool:

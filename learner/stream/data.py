@@ -56,12 +56,6 @@ class Prompt:
     dataset: str = ""  # by which name `data.train` knows it; empty where there is only one
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NumSkipped:
-    malformed: int
-    overlong: int
-
-
 class PromptSet:
     """All usable prompts of the files, in their order, and the tickets' order over them."""
 
@@ -71,14 +65,10 @@ class PromptSet:
         *,
         seed: int,
         shuffle: bool,
-        num_skipped: NumSkipped,
-        num_truncated: int = 0,
         parts: Sequence[Part] | None = None,  # of the rows, in their order; None: one
     ) -> None:
         assert rows, "a prompt set holds at least one prompt"
         self.rows = tuple(rows)
-        self.num_skipped = num_skipped
-        self.num_truncated = num_truncated
         self._seed = seed
         self._shuffle = shuffle
         self._mixture = Mixture(parts or [Part(num_rows=len(rows))], seed=seed, shuffle=shuffle)
@@ -98,11 +88,6 @@ class PromptSet:
             [replace(row, dataset=one.name) for one, of in zip(sets, found, strict=True) for row in of.rows],
             seed=seed,
             shuffle=data.shuffle,
-            num_skipped=NumSkipped(
-                malformed=sum(of.num_skipped.malformed for of in found),
-                overlong=sum(of.num_skipped.overlong for of in found),
-            ),
-            num_truncated=sum(of.num_truncated for of in found),
             parts=parts,
         )
 
@@ -115,22 +100,22 @@ class PromptSet:
             file = read_prompts(path, malformed=data.malformed, key=key)
             reader = _Reader(file.path, tokenizer, data)
             rows = list(reader.read(file.rows))
-        skipped = NumSkipped(malformed=file.num_skipped + reader.num_malformed, overlong=reader.num_overlong)
+        num_malformed = file.num_skipped + reader.num_malformed
         if not rows:
             raise DataError(
-                f"{key}: no prompt of {path} can be used: {skipped.malformed} are malformed and {skipped.overlong} "
+                f"{key}: no prompt of {path} can be used: {num_malformed} are malformed and {reader.num_overlong} "
                 f"longer than data.max_prompt_tokens={data.max_prompt_tokens}"
             )
-        if skipped.malformed or skipped.overlong or reader.num_truncated:
+        if num_malformed or reader.num_overlong or reader.num_truncated:
             log.warning(
                 "prompts left out or cut",
                 key=key,
                 used=len(rows),
-                malformed=skipped.malformed,
-                overlong=skipped.overlong,
+                malformed=num_malformed,
+                overlong=reader.num_overlong,
                 truncated=reader.num_truncated,
             )
-        return cls(rows, seed=seed, shuffle=data.shuffle, num_skipped=skipped, num_truncated=reader.num_truncated)
+        return cls(rows, seed=seed, shuffle=data.shuffle)
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -182,7 +182,7 @@ class _Loop:
             weights = self._checkpoints.new_folder(name) / "weights"
             weights.write_bytes(b"w" * 10)
             files = {weights.name: describe(weights)}
-            self._conductor.commit(name, version_n=self._publisher.last_n, consumed_samples=0, files=files)
+            self._conductor.commit(name, consumed_samples=0, files=files)
         except OSError as error:
             print(error)
             return False

@@ -21,9 +21,7 @@ def state_of(step: int, **changes: Any) -> CheckpointState:
     fields: dict[str, Any] = {
         "run_uid": "uid",
         "step": step,
-        "version_n": step + 1,
         "stream": StreamState(cursor=f"{step}-0", ledger=ledger.state()),
-        "config_fingerprint": "config",
         "data_fingerprint": "data",
     }
     return CheckpointState(**{**fields, **changes})

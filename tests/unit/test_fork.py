@@ -40,11 +40,9 @@ def make_run(folder: Path, *, steps: Mapping[int, float | None]) -> Path:
             CheckpointState(
                 run_uid=uid,
                 step=step,
-                version_n=step,
                 stream=StreamState(
                     cursor="50-0", carry=("40-0",), ledger=ledger.state(), journal=journal, uncommitted=uncommitted
                 ),
-                config_fingerprint="config",
                 data_fingerprint="data",
                 extra={"consumed_samples": 16, "config": {"seed": 1}},
             ),

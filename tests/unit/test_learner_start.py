@@ -73,9 +73,7 @@ def start_of(*, num_prompts: int, max_steps: int = -1, step: int = 500, **extra:
     state = CheckpointState(
         run_uid="run",
         step=step,
-        version_n=0,
         stream=StreamState(),
-        config_fingerprint="",
         data_fingerprint="",
         extra=extra,
     )

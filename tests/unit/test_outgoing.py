@@ -24,7 +24,6 @@ class FakePublisher:
     has an anchor, that gets out at the next look."""
 
     latest: Published | None = None
-    last_n = -1
 
     def __init__(self, settles_in: int | None) -> None:
         self._settles_in, self._left = settles_in, 0

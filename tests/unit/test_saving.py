@@ -71,7 +71,7 @@ def test_the_manifest_has_what_each_rank_tells_of_its_file_and_rank_0_reads_none
     scene = Scene(tmp_path)
     told = {"train-00001-of-00002.safetensors": [84, "what the other rank has found"]}  # and not seen on this machine
     world = WithAnother(rank=0, size=2, device=CPU, told=json.dumps(told).encode())
-    assert make_saver(scene, world).save(5, version_n=5, consumed_samples=0)
+    assert make_saver(scene, world).save(5, consumed_samples=0)
     mine = scene.checkpoints.folder_of(EPOCH_1) / "train-00000-of-00002.safetensors"
     assert files_of(scene) == {mine.name: list(describe(mine)), **told}
 
@@ -79,14 +79,14 @@ def test_the_manifest_has_what_each_rank_tells_of_its_file_and_rank_0_reads_none
 def test_a_checkpoint_that_one_rank_could_not_write_is_none(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     world = WithAnother(rank=0, size=2, device=CPU, told=b"", agrees=False)
-    assert not make_saver(scene, world).save(5, version_n=5, consumed_samples=0)
+    assert not make_saver(scene, world).save(5, consumed_samples=0)
     assert list((scene.folder / "checkpoints").iterdir()) == []
 
 
 def test_what_was_saved_is_found_again_with_its_digests(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     saver = make_saver(scene, ALONE)
-    assert [saver.save(5, version_n=5, consumed_samples=0) for _ in range(2)] == [True, True]
+    assert [saver.save(5, consumed_samples=0) for _ in range(2)] == [True, True]
     found = scene.checkpoints.newest_complete(ancestry(scene.folder))
     assert found is not None
     assert found.name == EPOCH_1

@@ -78,7 +78,7 @@ class Run:
         name = CheckpointName(self.epoch, step)
         weights = self.root.new_folder(name) / "weights"
         weights.write_bytes(b"%d" % step)
-        self.conductor.commit(name, version_n=step, consumed_samples=0, files={weights.name: describe(weights)})
+        self.conductor.commit(name, consumed_samples=0, files={weights.name: describe(weights)})
 
     def validate(self) -> None:
         """As at the end of a run."""
