@@ -84,7 +84,7 @@ class Assessor:
         if self._newest is None or name not in self._newest_of:
             return
         try:
-            write_score(self._checkpoints.folder_of(name), self._newest.metrics())
+            write_score(self._checkpoints.folder_of(name), self._newest.metrics)
         except OSError as error:
             log.warning("score of a checkpoint not written", checkpoint=str(name), error=str(error))
 

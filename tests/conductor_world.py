@@ -33,11 +33,8 @@ from tests.learner_cases import learner_config
 RESULT = ValidationResult(
     step=3,
     version=make_version(1, 3),
-    num_prompts=1,
-    num_answered=1,
-    num_failed=0,
-    duration_s=1.0,
-    reward=0.5,
+    complete=True,
+    metrics={"val_rollouts/rewards": 0.5, "val_rollouts/num_prompts": 1.0},
     shown=(Answer(prompt="say", fields={"n": 1}, token_ids=np.array([5, 6], dtype=np.int32), reward=0.5),),
 )
 

@@ -32,7 +32,7 @@ from learner.stream.lag import LagRule
 from learner.stream.ledger import DEAD, DROPPED, TRAINED, Ledger, StreamState
 from learner.stream.patience import Patience
 from learner.stream.plan import Kind, Plan, Verdict, balance
-from learner.stream.reconcile import Reconciler
+from learner.stream.reconcile import reconcile
 from streamrl.config import schema
 from streamrl.crashpoints import crashpoint
 from streamrl.telemetry.progress import Wait
@@ -83,13 +83,6 @@ class Feed:
             backlog=self._backlog,
             config=config,
             run_uid=run_uid,
-        )
-        self._reconciler = Reconciler(
-            stream=stream,
-            ledger=self._ledger,
-            hand=self._hand,
-            backlog=self._backlog,
-            dispatch=self._dispatch,
         )
         self._judge = Judge(
             run_uid=run_uid,
@@ -204,7 +197,15 @@ class Feed:
     def reconcile(self, *, step: int) -> None:
         """Find out what Redis has and has not, and put right what differs from the ledger."""
         assert self._planned is None, "a plan is with the ranks: settle it first"
-        self._reconciler.reconcile(cursor=self._cursor, step=step)
+        reconcile(
+            stream=self._stream,
+            ledger=self._ledger,
+            hand=self._hand,
+            backlog=self._backlog,
+            dispatch=self._dispatch,
+            cursor=self._cursor,
+            step=step,
+        )
         self._patience.reconciled()
 
     def _plan_until(self, deadline: float, step: int, world_size: int) -> Plan | None:

@@ -236,5 +236,5 @@ async def test_a_validation_gets_its_answers_and_leaves_nothing_behind(
     result = validation.poll()
     assert result is not None
     assert result.complete
-    assert (result.num_answered, result.reward) == (100, 0.5)
+    assert (result.metrics["val_rollouts/num_prompts"], result.metrics["val_rollouts/rewards"]) == (100, 0.5)
     assert client.xlen(keys.groups("eval")) == client.xlen(keys.tickets("eval")) == 0

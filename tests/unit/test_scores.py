@@ -26,7 +26,7 @@ KEEP_ONE = schema.Checkpoint(keep_last=1, keep_best=1)
 class Beside:
     """A validation whose answers come some rounds later; the steps' weights are as good as they are here."""
 
-    def __init__(self, rewards: Mapping[int, float]) -> None:
+    def __init__(self, rewards: Mapping[int, float | None]) -> None:
         self.rewards, self.started = rewards, list[int]()
         self.trouble: Exception | None = None
         self._under_way: tuple[int, int, int] | None = None
@@ -46,7 +46,10 @@ class Beside:
             return None
         step, version, looks = self._under_way
         self._under_way = (step, version, looks - 1) if looks > 1 else None
-        return None if looks > 1 else replace(RESULT, step=step, version=version, reward=self.rewards[step])
+        if looks > 1:
+            return None
+        reward = self.rewards[step]
+        return replace(RESULT, step=step, version=version, metrics={} if reward is None else {BEST_METRIC: reward})
 
 
 class Run:
