@@ -82,5 +82,4 @@ class Reinforce:
 def leave_one_out(rewards: npt.NDArray[np.float64], may_teach: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
     """[n] baselines; each sample's own reward is left out, not subtracted again, so that no rounding of it stays."""
     others = may_teach & ~np.eye(len(rewards), dtype=np.bool_)  # [n, n] row i: who speaks for sample i
-    baselines: npt.NDArray[np.float64] = np.where(others, rewards, 0.0).sum(axis=1) / (may_teach.sum() - 1)
-    return baselines
+    return np.where(others, rewards, 0.0).sum(axis=1) / (may_teach.sum() - 1)
