@@ -98,7 +98,6 @@ class Start:
 class Claimed:
     """A run's folder is ours: the newest epoch in it is."""
 
-    run_uid: str
     epoch: Epoch
     checkpoint: Checkpoint | None  # to go on from
 
@@ -141,7 +140,7 @@ def admit(
     known = partial(known_epoch, server.client, server.keys, takeover=server.takeover, give_up_after_s=give_up_after_s)
     claim = partial(claim_folder, config, prompts, confirm=still_ours, known=known)
     claimed = once_there_is_room(claim, patience_s=give_up_after_s, check=keeper.check)
-    stream = server.stream(config, run_uid=claimed.run_uid, epoch=claimed.epoch.number)
+    stream = server.stream(config, run_uid=claimed.epoch.run_uid, epoch=claimed.epoch.number)
     stream.claim(
         config_json=config_to_json(config),
         fingerprint=fingerprint,
@@ -153,7 +152,7 @@ def admit(
         stream.forget_end()
     log.info(
         "learner of the run",
-        run_uid=claimed.run_uid,
+        run_uid=claimed.epoch.run_uid,
         epoch=claimed.epoch.number,
         checkpoint=str(claimed.epoch.parent),
     )
@@ -184,7 +183,7 @@ def claim_folder(
             f"{checkpoint.folder} was made with other prompts, seed or order than data.train = {_paths(config.data)} "
             "gives now: tickets would mean other prompts"
         )
-    return Claimed(run_uid=run_uid, epoch=epoch, checkpoint=checkpoint)
+    return Claimed(epoch=epoch, checkpoint=checkpoint)
 
 
 def once_there_is_room(
@@ -220,7 +219,7 @@ def make_start(
     extra = checkpoint.state.extra if checkpoint else {}
     first_step = extra.get("first_step", 0)
     return Start(
-        run_uid=claimed.run_uid,
+        run_uid=claimed.epoch.run_uid,
         epoch=claimed.epoch.number,
         checkpoint=str(checkpoint.name) if checkpoint else None,
         lineage=lineage,

@@ -23,7 +23,6 @@ from tests.feed_world import Clock, make_config, make_prompts
 from tests.learner_cases import learner_config
 
 CLAIMED = Claimed(
-    run_uid="run",
     epoch=Epoch(number=1, parent=None, run_uid="run"),
     checkpoint=None,
 )
