@@ -126,6 +126,21 @@ class FakeStream:
         return 1000.0, self.told
 
 
+class Wire:
+    """Of two ranks: what the first says, the other hears."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self._said: list[bytes] = []
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        if data is None:
+            return self._said.pop(0)
+        self._said.append(data)
+        return data
+
+
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 
 
@@ -169,6 +184,7 @@ class Scene:
         *answers: Plan | Exception | None,
         validation: Any = None,
         checkpoint: schema.Checkpoint | None = None,
+        world: Any = ALONE,
         **training: Any,
     ) -> None:
         config = learner_config(
@@ -179,7 +195,7 @@ class Scene:
         self.stream, self.feed = FakeStream(), FakeFeed(*answers)
         self.validation = validation or FakeValidation()
         self.checkpoints = CheckpointRoot(config.folder)
-        around = surroundings(config, job_began=self.clock() - 100.0)
+        around = surroundings(config, world=world, job_began=self.clock() - 100.0)
         self.stop = around.stop
         self.conductor = Conductor(
             around,

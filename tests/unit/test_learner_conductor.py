@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from learner.stream.plan import Kind, Outcome, Plan
+from learner.following import Follower
+from learner.stream.plan import Kind, Outcome, Plan, PlanEntry
 from streamrl.errors import Fenced, TransportError
 from streamrl.versions import make_version
-from tests.conductor_world import Scene, published
+from tests.conductor_world import Scene, Wire, published, surroundings
+from tests.learner_cases import learner_config
 
 
 def test_the_feeds_plan_is_handed_on_and_nothing_is_idle(tmp_path: Path) -> None:
@@ -150,3 +152,19 @@ def test_while_redis_is_away_no_weights_are_missed(tmp_path: Path) -> None:
     scene.stream.trouble = TransportError("away")
     scene.conductor.note_published(published(8, 8))
     assert scene.kinds(8) == [Kind.IDLE]
+
+
+def test_a_rank_that_follows_gets_what_rank_0_decides_and_records_nothing(tmp_path: Path) -> None:
+    entry = PlanEntry(entry_id="5-1", ticket=3, digest=(1 << 64) - 1, num_tokens=7, rank=1)
+    wire, plan = Wire(), Plan(kind=Kind.STEP, step=2, entries=(entry,))
+    lead = Scene(tmp_path, plan, world=wire)
+    follower = Follower(surroundings(learner_config(tmp_path), world=wire))
+    assert [one.look_at_validation() for one in (lead.conductor, follower)] == [Outcome.WAITING] * 2
+    assert (lead.conductor.next_plan(2), follower.next_plan(2)) == (plan, plan)
+    assert [one.look_at_validation() for one in (lead.conductor, follower)] == [Outcome.DONE] * 2
+    assert (lead.conductor.must_stop(), follower.must_stop()) == (False, False)
+    lead.stop.set()
+    assert (lead.conductor.must_stop(after_s=1.0), follower.must_stop(after_s=1.0)) == (True, True)
+    num_records = len(lead.stream.records)
+    follower.record(2, {"train_optim/loss": 0.5})
+    assert len(lead.stream.records) == num_records
