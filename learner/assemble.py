@@ -14,7 +14,6 @@ from functools import partial
 import redis
 import torch
 
-from learner.algorithms import make_algorithm
 from learner.checkpoints.epochs import highest_epoch
 from learner.companion import Beside
 from learner.conductor import Conductor
@@ -24,6 +23,7 @@ from learner.lease import LeaseKeeper
 from learner.metrics.exporters import check_exporters, open_exporters
 from learner.metrics.record import Recorder, Timers
 from learner.policy.model import Policy, load_policy, read_speech
+from learner.policy.trial import try_out
 from learner.publishing.publish import Publisher
 from learner.rank import Surroundings, at_disk_s, read_prompts_of, stall_limit_s, work
 from learner.rejections import Rejections
@@ -36,6 +36,7 @@ from learner.watchdog import Watchdog
 from streamrl.config import schema
 from streamrl.errors import TrainingError, UserError
 from streamrl.launch.preflight import check_redis
+from streamrl.recipe.algorithms import make_algorithm
 from streamrl.telemetry.progress import Progress
 from streamrl.transport.connection import connect
 from streamrl.transport.keys import Keys
@@ -76,6 +77,7 @@ def learn(
         stack.enter_context(ReportWriter(server.client, server.keys, progress))
         if world.is_main:
             check_exporters(config)
+            try_out(config.algorithm)
         speech = read_speech(config.model.path)
         prompts = read_prompts_of(config, speech) if world.is_main else None
         patient.barrier()  # rank 0 reads them for as long as it takes
@@ -186,7 +188,7 @@ def _make_conductor(
         config=config,
         run_uid=start.run_uid,
         fingerprint=around.speech.fingerprint,
-        keep=suspects.keep(make_algorithm(config.algorithm).keep),
+        keep=suspects.keep(make_algorithm(config.algorithm).drop_reason),
         narrow=suspects.narrow,
         state=admitted.checkpoint.state.stream if admitted.checkpoint else None,
     )

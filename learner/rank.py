@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from learner.algorithms import make_algorithm
 from learner.checkpoints.checkpoint import CheckpointRoot
 from learner.checkpoints.epochs import CheckpointName
 from learner.checkpoints.save import Saver
@@ -33,6 +32,7 @@ from learner.start import Start
 from learner.stream.data import PromptSet
 from learner.watchdog import Watchdog
 from streamrl.config import schema
+from streamrl.recipe.algorithms import make_algorithm
 from streamrl.telemetry.progress import Progress
 from streamrl.transport.seam import GroupStream
 from streamrl.transport.types import RunState

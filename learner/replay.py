@@ -20,7 +20,6 @@ import numpy as np
 import structlog
 import torch
 
-from learner.algorithms import make_algorithm
 from learner.checkpoints.export import export
 from learner.conductor import Conductor
 from learner.distributed import World
@@ -29,6 +28,7 @@ from learner.lease import LeaseKeeper
 from learner.metrics.exporters import check_exporters, open_exporters
 from learner.metrics.record import Recorder, Timers
 from learner.policy.model import Policy, load_policy, read_speech
+from learner.policy.trial import try_out
 from learner.rank import Surroundings, at_disk_s, read_prompts_of, stall_limit_s, work
 from learner.replayed import ReplayFeed, ReplayStream, Unpublished, as_replayed, versions_of
 from learner.start import REPLAY, Claimed, Start, claim_folder, make_start
@@ -39,6 +39,7 @@ from streamrl.durable import create_exclusively
 from streamrl.errors import ConfigError, DataError
 from streamrl.launch.parts import RunFolder
 from streamrl.launch.preflight import only_one
+from streamrl.recipe.algorithms import make_algorithm
 from streamrl.record.read import Recording
 from streamrl.telemetry.progress import Progress
 from streamrl.transport.types import RunState
@@ -55,6 +56,7 @@ def replay(
     patient = world.beside(timeout_s=at_disk_s(config))
     if world.is_main:
         check_exporters(config)
+        try_out(config.algorithm)
     speech = read_speech(config.model.path)
     recording = Recording.open(folder)
     _check(recording, config, speech.fingerprint)
@@ -105,7 +107,7 @@ def _lead(
         versions=versions,
         prompts=prompts,
         config=config,
-        keep=make_algorithm(config.algorithm).keep,
+        keep=make_algorithm(config.algorithm).drop_reason,
         state=claimed.checkpoint.state.stream if claimed.checkpoint else None,
     )
     return start, _make_conductor(around, claimed, stream, feed, prompts, start)

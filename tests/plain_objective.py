@@ -28,18 +28,19 @@ def coefficients(
     r = torch.exp(logpi.detach() - logmu)
     g = torch.exp((logpi.detach() - logmu).mean()).expand(len(r))
     zero, one = torch.zeros_like(r), torch.ones_like(r)
-    c = settings.ratio_clamp or {"tis": 2.0}.get(settings.correction, 5.0)
+    c = float(settings.loss_args.get("clamp", {"tis": 2.0}.get(settings.loss, 5.0)))
     usual = {"icepop": (0.5, 5.0), "sequence_mask": (0.99, 1.01), "gspo": (1 - 3e-4, 1 + 4e-4)}
-    low, high = settings.ratio_bounds or usual.get(settings.correction, (0.8, 1.2))
+    low, high = usual.get(settings.loss, (0.8, 1.2))
+    low, high = float(settings.loss_args.get("low", low)), float(settings.loss_args.get("high", high))
     capped = torch.where(r > c, c * one, r)
-    if settings.correction in ("truncated", "tis", "decoupled"):
-        return -capped * advantage * (logpi.detach() if settings.correction != "decoupled" else 1), capped, capped
-    if settings.correction in ("icepop", "sequence_mask"):
-        judged, kept = (r, r) if settings.correction == "icepop" else (g, capped)
+    if settings.loss in ("truncated", "tis", "decoupled"):
+        return -capped * advantage * (logpi.detach() if settings.loss != "decoupled" else 1), capped, capped
+    if settings.loss in ("icepop", "sequence_mask"):
+        judged, kept = (r, r) if settings.loss == "icepop" else (g, capped)
         slope = torch.where((judged >= low) & (judged <= high), kept, zero)
         return -slope * advantage * logpi.detach(), slope, slope
-    if settings.correction in ("gspo", "ppo"):
-        q = g if settings.correction == "gspo" else r
+    if settings.loss in ("gspo", "ppo"):
+        q = g if settings.loss == "gspo" else r
         bounded = torch.where(q < low, low * one, torch.where(q > high, high * one, q))
         free = (q * advantage) <= (bounded * advantage)
         return -torch.where(free, q, bounded) * advantage, torch.where(free, q, zero), bounded
