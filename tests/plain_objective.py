@@ -12,12 +12,16 @@ from streamrl.config import schema
 from streamrl.wire.group import Group, Sample
 
 
-def plain_logprobs(policy: Policy, group: Group, tokens: Sequence[int]) -> torch.Tensor:
+def plain_logits(policy: Policy, group: Group, tokens: Sequence[int]) -> torch.Tensor:  # [T, V]
     prompt = group.prompt_ids.tolist()
-    ids = torch.tensor([prompt + list(tokens)])
-    logits = policy.model(input_ids=ids).logits[0, len(prompt) - 1 : -1].clone()
+    logits = policy.model(input_ids=torch.tensor([prompt + list(tokens)])).logits[0, len(prompt) - 1 : -1].clone()
     logits[0, 1] = -torch.inf  # min_tokens = 1: no end at once
-    return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+    return logits
+
+
+def plain_logprobs(policy: Policy, group: Group, tokens: Sequence[int]) -> torch.Tensor:  # [T]
+    logp = plain_logits(policy, group, tokens).log_softmax(-1)
+    return logp.gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
 def coefficients(

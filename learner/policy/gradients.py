@@ -27,8 +27,8 @@ import torch
 from learner.distributed import World
 from learner.metrics.tally import Tally
 from learner.policy.logprobs import LogProbs
-from learner.policy.model import Policy
 from learner.policy.packing import MicroBatch, Piece, empty_micro_batch, pack
+from learner.policy.policy import Policy
 from streamrl.config import schema
 from streamrl.recipe.advantages import STD_FLOOR, PerToken, discounted
 from streamrl.recipe.algorithms import Algorithm, Judged, Selection

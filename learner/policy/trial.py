@@ -6,7 +6,8 @@ have the wrong form, are not finite, or carry no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -38,12 +39,12 @@ def try_out(settings: schema.Algorithm) -> None:
     algorithm = Reinforce(settings)
     for what, (rewards, finished) in _GROUPS.items():
         group = _made_up_group(rewards, finished)
-        _call(f"algorithm.advantages = {settings.advantages!r}", what, lambda group=group: algorithm.judge(group))
+        _call(f"algorithm.advantages = {settings.advantages!r}", what, partial(algorithm.judge, group))
     key = f"algorithm.loss = {settings.loss!r}"
     # A rank that has no tokens left while others do must go with them.
     for what, samples in {"five tokens of three samples": [0, 0, 1, 2, 2], "no tokens": []}.items():
         batch = _made_up_tokens(samples)
-        values, metrics = _call(key, what, lambda batch=batch: algorithm.loss(batch))
+        values, metrics = _call(key, what, partial(algorithm.loss, batch))
         wrong = _senseless(values, metrics, batch)
         if wrong:
             raise ConfigError(f"{key}: for a made-up batch with {what} {wrong}")
@@ -58,7 +59,7 @@ def _call(key: str, what: str, call: Callable[[], T]) -> T:
         raise ConfigError(f"{key}: it fails on a made-up batch with {what}: {describe(error)}") from error
 
 
-def _senseless(values: torch.Tensor, metrics: dict[str, Metric], batch: TokenBatch) -> str:
+def _senseless(values: torch.Tensor, metrics: Mapping[str, Metric], batch: TokenBatch) -> str:
     if not values.isfinite().all():
         return f"its values are not finite: {values.tolist()}"
     for name, metric in metrics.items():

@@ -127,10 +127,12 @@ class Reinforce:
         given_back = self._advantages(group)
         values = per_token(given_back, group.lengths)
         if values is None:
+            returned = " ".join(str(given_back).split())
             raise ConfigError(
                 f"algorithm.advantages = {self._settings.advantages!r}: it must return {len(group.rewards)} finite "
-                "numbers, one a sample, or an array of one a token for each sample; "
-                f"for rewards {group.rewards.tolist()!s:.100} it returned {given_back!s:.200}"
+                "numbers, one for each sample, or for each sample an array of them, one for each token; for rewards "
+                f"{group.rewards.tolist()!s:.100} and lengths {group.lengths.tolist()!s:.100} it returned "
+                f"{returned:.200}"
             )
         means = np.array([np.mean(value) if np.size(value) else 0.0 for value in given_back])
         return Judged(
