@@ -87,9 +87,11 @@ METRICS: Mapping[str, str] = {
     "weights/changed_fraction": "share of elements that changed with it",
 }
 
+OF_LOSS = "loss/"  # what the run's loss tells of itself
+
 _FAMILIES = (
     "policy/ratio_histogram/",
-    "loss/",
+    OF_LOSS,
     "idle/",
     "train_rollouts/rewards/",
     "train_rollouts/rewards_by_dataset/",

@@ -47,6 +47,7 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
     "token mean": {"loss_mean": "token"},
     "normalized, scaled, discounted": {"normalize_batch": True, "scale_by_std": True, "discount_factor": 0.9},
     "kl in the loss": {"kl": schema.Kl(placement="loss", estimator="k3", coefficient=0.3)},
+    "a loss of one's own": {"loss": "tests.own_loss:with_bonus", "loss_args": {"bonus": 0.3}},
     "rejection sampling": {"name": "rejection_sampling"},
 }
 END = 1  # of the tiny tokenizer
