@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 
-from learner.algorithms import make_algorithm
 from learner.checkpoints.epochs import highest_epoch
 from learner.companion import Beside
 from learner.conductor import Conductor
@@ -19,6 +18,7 @@ from learner.following import Follower
 from learner.lease import LeaseKeeper
 from learner.metrics.exporters import check_exporters
 from learner.policy.policy import Policy
+from learner.policy.trial import try_out
 from learner.publishing.publish import Publisher
 from learner.rank import work
 from learner.start import Admitted, Server, Start, admit, holder_name, take_lease, was_restarted
@@ -29,6 +29,7 @@ from learner.suspects import Suspects
 from learner.validation import Validation
 from streamrl.config import schema
 from streamrl.errors import TrainingError, UserError
+from streamrl.recipe.algorithms import make_algorithm
 from streamrl.transport.connection import check_server, connect
 from streamrl.transport.keys import Keys
 from streamrl.transport.learner import LearnerStream
@@ -56,6 +57,7 @@ def learn(
         stack.enter_context(ReportWriter(server.client, server.keys, progress))
         if world.is_main:
             check_exporters(config)
+            try_out(config.algorithm)
         around = surround(config, world, progress, stop=stop, environment=environment, elastic=elastic)
         return _lead(around, server) if world.is_main else _follow(around, server)
 
@@ -153,7 +155,7 @@ def _make_conductor(
         config=config,
         run_uid=start.run_uid,
         fingerprint=around.speech.fingerprint,
-        keep=suspects.keep(make_algorithm(config.algorithm).keep),
+        keep=suspects.keep(make_algorithm(config.algorithm).drop_reason),
         narrow=suspects.narrow,
         state=admitted.checkpoint.state.stream if admitted.checkpoint else None,
     )

@@ -12,7 +12,6 @@ import gc
 
 import numpy as np
 
-from learner.algorithms import make_algorithm
 from learner.checkpoints.checkpoint import CheckpointRoot
 from learner.checkpoints.epochs import CheckpointName
 from learner.checkpoints.save import Saver
@@ -26,6 +25,7 @@ from learner.policy.reference import make_reference
 from learner.publishing.publish import Publishing
 from learner.start import Start
 from learner.surroundings import Surroundings
+from streamrl.recipe.algorithms import make_algorithm
 from streamrl.transport.seam import GroupStream
 from streamrl.transport.types import RunState
 

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import structlog
 
-from learner.algorithms import make_algorithm
 from learner.checkpoints.export import export
 from learner.conductor import Conductor
 from learner.distributed import World
@@ -26,6 +25,7 @@ from learner.following import Conducting, Follower
 from learner.lease import LeaseKeeper
 from learner.metrics.exporters import check_exporters
 from learner.policy.policy import Policy
+from learner.policy.trial import try_out
 from learner.rank import work
 from learner.replayed import ReplayFeed, ReplayStream, Unpublished, Unsuspecting, as_replayed, versions_of
 from learner.start import REPLAY, Start, claim_folder, make_start
@@ -34,6 +34,7 @@ from learner.surroundings import Surroundings, load_model_together, rank_progres
 from streamrl.config import schema
 from streamrl.durable import create_exclusively
 from streamrl.errors import ConfigError, DataError
+from streamrl.recipe.algorithms import make_algorithm
 from streamrl.record.read import Recording
 from streamrl.run_lock import LOCK, only_one
 from streamrl.transport.types import RunState
@@ -49,6 +50,7 @@ def replay(
     config = as_replayed(config)
     if world.is_main:
         check_exporters(config)
+        try_out(config.algorithm)
     around = surround(config, world, rank_progress(world), stop=stop, environment=environment)
     recording = Recording.open(folder)
     _check(recording, config, around.speech.fingerprint)
@@ -89,7 +91,7 @@ def _begin(
         versions=versions,
         prompts=prompts,
         config=config,
-        keep=make_algorithm(config.algorithm).keep,
+        keep=make_algorithm(config.algorithm).drop_reason,
         state=claimed.checkpoint.state.stream if claimed.checkpoint else None,
     )
     lease = LeaseKeeper(lambda: None, lease_s=config.learner.lease_s)  # the folder's lock is held instead

@@ -62,8 +62,9 @@ class Policy(nn.Module):
             max_cells=max(1, _MOST_LOGITS // config.vocab_size) if way.own_logits else None,
         )
 
-    def forward(self, batch: MicroBatch, *, raw: bool = False) -> LogProbs:
-        """`raw`: as the bare model gives them, in fp32 throughout, at temperature 1 and with nothing banned."""
+    def forward(self, batch: MicroBatch, *, raw: bool = False, entropy_learns: bool = False) -> LogProbs:
+        """`raw`: as the bare model gives them, in fp32 throughout, at temperature 1 and with nothing banned.
+        `entropy_learns`: the entropy carries a gradient, too."""
         dtype, head, min_tokens = (
             (torch.float32, self.head.plain(), 0) if raw else (self._dtype, self.head, self._min_tokens)
         )
@@ -71,11 +72,11 @@ class Policy(nn.Module):
         with torch.autocast(batch.input_ids.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
             if self.way.own_logits:
                 logits = self.model(input_ids=batch.input_ids, use_cache=False).logits
-                return given_logprobs(logits.flatten(0, 1)[batch.index], batch.targets, early, head)
+                return given_logprobs(logits.flatten(0, 1)[batch.index], batch.targets, early, head, entropy_learns)
             hidden = self._hidden(batch)
         projection = self.model.get_output_embeddings()
         bias = getattr(projection, "bias", None)
-        return token_logprobs(hidden, projection.weight, batch.targets, early, head, bias)
+        return token_logprobs(hidden, projection.weight, batch.targets, early, head, bias, entropy_learns)
 
     def _hidden(self, batch: MicroBatch) -> torch.Tensor:  # [T, H]
         where: dict[str, Any] = {}

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from streamrl.extras import need
-from streamrl.monitor.charts import CHARTS, Chart
+from streamrl.monitor.charts import Chart, charts_of
 from streamrl.monitor.history import History
 
 if TYPE_CHECKING:
@@ -22,11 +22,12 @@ def save_report(path: Path, history: History, *, title: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    num_rows = -(-len(CHARTS) // _COLUMNS)
+    charts = charts_of(history)
+    num_rows = -(-len(charts) // _COLUMNS)
     figure = Figure(figsize=(_COLUMNS * _SIZE[0], num_rows * _SIZE[1]), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title)
-    for chart, axes in zip(CHARTS, figure.subplots(num_rows, _COLUMNS).flat, strict=False):
+    for chart, axes in zip(charts, figure.subplots(num_rows, _COLUMNS).flat, strict=False):
         _draw(chart, history, axes)
     figure.savefig(path)
 

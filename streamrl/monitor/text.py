@@ -8,6 +8,7 @@ from textwrap import wrap
 
 from streamrl.monitor.units import age, number, plural, size
 from streamrl.monitor.view import Cause, Part, View, Worker
+from streamrl.telemetry.metrics import OF_LOSS
 from streamrl.terminal import printable, sparkline
 
 WIDTH = 100
@@ -107,7 +108,8 @@ METRICS = (
 
 def metric_words(view: View) -> list[str]:
     found = view.learner.metrics
-    return [f"{name} {number(found[metric])}" for name, metric in METRICS if metric in found]
+    of_loss = [(printable(metric.removeprefix(OF_LOSS)), metric) for metric in found if metric.startswith(OF_LOSS)]
+    return [f"{name} {number(found[metric])}" for name, metric in (*METRICS, *of_loss) if metric in found]
 
 
 def metrics_line(view: View) -> str:

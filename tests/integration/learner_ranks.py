@@ -19,8 +19,6 @@ import safetensors.torch
 import torch
 from torch.distributed.tensor import DTensor
 
-from learner.algorithms import make_algorithm
-from learner.algorithms.losses import LOSSES
 from learner.checkpoints.export import export
 from learner.checkpoints.state import load_state, save_state
 from learner.companion import Beside
@@ -36,6 +34,8 @@ from learner.policy.reference import asking, make_reference
 from learner.policy.tensors import whole
 from learner.publishing.publish import Publisher
 from streamrl.config import schema
+from streamrl.recipe.algorithms import make_algorithm
+from streamrl.recipe.losses import LOSSES
 from streamrl.transport.types import Announcement
 from streamrl.weights.stores import FileStore
 from tests.learner_cases import learner_config, random_groups
@@ -43,10 +43,11 @@ from tests.learner_cases import learner_config, random_groups
 NUM_STEPS = 3
 NUM_DOUBLE_STEPS = 51
 ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
-    **{name: {"correction": name} for name in LOSSES},
+    **{name: {"loss": name} for name in LOSSES},
     "token mean": {"loss_mean": "token"},
     "normalized, scaled, discounted": {"normalize_batch": True, "scale_by_std": True, "discount_factor": 0.9},
     "kl in the loss": {"kl": schema.Kl(placement="loss", estimator="k3", coefficient=0.3)},
+    "a loss of one's own": {"loss": "tests.own_loss:with_bonus", "loss_args": {"bonus": 0.3}},
     "rejection sampling": {"name": "rejection_sampling"},
 }
 END = 1  # of the tiny tokenizer

@@ -28,7 +28,7 @@ from tests.helpers import wait_until
 from tests.integration.learner_world import lines, made_up_worker, make_run, output, running_learner
 
 PATIENCE_S = 120
-TWO_PASSES = schema.Algorithm(correction="decoupled", reinforce_epochs=2)
+TWO_PASSES = schema.Algorithm(loss="decoupled", reinforce_epochs=2)
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from streamrl.monitor.charts import CHARTS
+from streamrl.monitor.charts import charts_of
 from streamrl.monitor.exporter import prometheus_text
 from streamrl.monitor.history import History, thin
 from streamrl.monitor.looker import Looker, Seen
@@ -146,7 +146,7 @@ class Dashboard:
 
 def curves(history: History) -> dict[str, Any]:
     """{charts: [{name, title, unit, stacked, series: {label: [[step, value], ..]}}]}"""
-    return {"charts": [_chart(history, chart) for chart in CHARTS]}
+    return {"charts": [_chart(history, chart) for chart in charts_of(history)]}
 
 
 def _chart(history: History, chart: Any) -> dict[str, Any]:
