@@ -34,7 +34,7 @@ import structlog
 import xxhash
 
 from learner.checkpoints.epochs import CheckpointName, Epoch, Lineage, claim_epoch, highest_epoch, parents_named_after
-from learner.checkpoints.journal import Journal
+from learner.checkpoints.journal import write_journal
 from learner.checkpoints.scores import best_first
 from learner.stream.ledger import StreamState
 from streamrl.crashpoints import crashpoint
@@ -87,7 +87,6 @@ class CheckpointRoot:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._folder = root / "checkpoints"
-        self._journal = Journal(root)
 
     def claim_epoch(self, run_uid: str, *, confirm: Callable[[], None] = lambda: None, known: int = 0) -> Epoch:
         """Claim the next epoch, going on from the newest complete checkpoint of the surviving lineage."""
@@ -136,7 +135,7 @@ class CheckpointRoot:
             fsync_folder(folder)
         crashpoint("checkpoint.synced")
         stream = state.stream
-        journal = self._journal.write(str(name), stream.uncommitted, after=stream.journal, run_uid=state.run_uid)
+        journal = write_journal(self.root, str(name), stream.uncommitted, after=stream.journal, run_uid=state.run_uid)
         crashpoint("journal.written")
         state = replace(state, stream=stream.committed(journal))
         sealed = _seal({"schema": _SCHEMA, "files": files, "state": state.to_json()})
