@@ -20,6 +20,7 @@ from itertools import islice
 
 import redis
 import structlog
+from pydantic import TypeAdapter
 
 from learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot
 from learner.checkpoints.epochs import CheckpointName, Epoch, Lineage, ancestry, claim_run
@@ -85,9 +86,7 @@ class Start:
 
     @staticmethod
     def from_bytes(data: bytes) -> Start:
-        fields = json.loads(data)
-        lineage = {int(epoch): last for epoch, last in fields["lineage"].items()}
-        return Start(**{**fields, "lineage": lineage, "canary_ids": tuple(fields["canary_ids"])})
+        return TypeAdapter(Start).validate_json(data)
 
     def is_dead(self, version: int, step: int) -> bool:
         """Whether this version, of this optimizer step, belongs to a branch that was given up."""

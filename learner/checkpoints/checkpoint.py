@@ -32,6 +32,7 @@ from typing import Any
 
 import structlog
 import xxhash
+from pydantic import TypeAdapter
 
 from learner.checkpoints.epochs import CheckpointName, Epoch, Lineage, claim_epoch, highest_epoch, parents_named_after
 from learner.checkpoints.journal import write_journal
@@ -65,13 +66,7 @@ class CheckpointState:
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> CheckpointState:
         """Further items are of older versions of this program."""
-        return CheckpointState(
-            run_uid=value["run_uid"],
-            step=value["step"],
-            stream=StreamState.from_json(value["stream"]),
-            data_fingerprint=value["data_fingerprint"],
-            extra=value["extra"],
-        )
+        return TypeAdapter(CheckpointState).validate_python(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
