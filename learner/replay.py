@@ -80,9 +80,8 @@ def _begin(
     _mark(config.folder, recording)
     claimed = claim_folder(config, prompts)
     versions = versions_of(recording)
-    recorded_epochs = sorted({epoch_of(version) for version, _ in versions})
     # No token counts as one of a dead lineage: which of the recorded run's learners were replaced is not known here.
-    lineage = tuple((epoch, None) for epoch in recorded_epochs)
+    lineage = dict.fromkeys(epoch_of(version) for version, _ in versions)
     start = make_start(config, claimed, prompts, lineage=lineage, canary_ids=())
     log.info("replays", recording=str(recording.folder), groups=len(recording.places), goes_on_from=start.checkpoint)
     feed = ReplayFeed(

@@ -20,6 +20,7 @@ from itertools import islice
 
 import redis
 import structlog
+from pydantic import TypeAdapter
 
 from learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot
 from learner.checkpoints.epochs import CheckpointName, Epoch, Lineage, ancestry, claim_run
@@ -73,7 +74,7 @@ class Start:
     run_uid: str
     epoch: int
     checkpoint: str | None  # name of the checkpoint to go on from
-    lineage: tuple[tuple[int, int | None], ...]  # epochs that led here, each with its last step
+    lineage: Mapping[int, int | None]  # epochs that led here, each with its last step; None: all of it
     step: int  # optimizer steps made
     first_step: int  # with which the data began: a fork with new data goes on counting its source's
     consumed_samples: int
@@ -85,13 +86,11 @@ class Start:
 
     @staticmethod
     def from_bytes(data: bytes) -> Start:
-        fields = json.loads(data)
-        fields["lineage"] = tuple((epoch, last) for epoch, last in fields["lineage"])
-        return Start(**{**fields, "canary_ids": tuple(fields["canary_ids"])})
+        return TypeAdapter(Start).validate_json(data)
 
     def is_dead(self, version: int, step: int) -> bool:
         """Whether this version, of this optimizer step, belongs to a branch that was given up."""
-        return not Lineage(dict(self.lineage)).holds(CheckpointName(epoch_of(version), step))
+        return not Lineage(self.lineage).holds(CheckpointName(epoch_of(version), step))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +155,7 @@ def admit(
         epoch=claimed.epoch.number,
         checkpoint=str(claimed.epoch.parent),
     )
-    lineage = tuple(ancestry(config.folder).last_steps.items())
+    lineage = ancestry(config.folder).last_steps
     start = make_start(config, claimed, prompts, lineage=lineage, canary_ids=_canary_ids(prompts))
     return Admitted(start=start, stream=stream, checkpoint=claimed.checkpoint)
 
@@ -212,7 +211,7 @@ def make_start(
     claimed: Claimed,
     prompts: PromptSet,
     *,
-    lineage: tuple[tuple[int, int | None], ...],
+    lineage: Mapping[int, int | None],
     canary_ids: tuple[int, ...],
 ) -> Start:
     checkpoint = claimed.checkpoint

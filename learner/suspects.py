@@ -21,9 +21,10 @@ import json
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import structlog
+from pydantic import TypeAdapter
 
 from learner.stream.plan import Plan
 from streamrl.wire.group import GroupHeader
@@ -127,10 +128,7 @@ def _common(plan: tuple[int, ...], suspects: Collection[int]) -> tuple[int, ...]
 
 def _read(path: Path) -> Note:
     try:
-        fields: dict[str, Any] = json.loads(path.read_bytes())
-        for name in ("plan", "suspects", "quarantined"):
-            fields[name] = tuple(fields[name])
-        return Note(**fields)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return TypeAdapter(Note).validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
         log.warning("note of the last plan ignored", path=str(path), error=str(error))
         return Note()

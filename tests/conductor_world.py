@@ -167,7 +167,7 @@ def start_of(**changes: Any) -> Start:
         "run_uid": "run",
         "epoch": 1,
         "checkpoint": None,
-        "lineage": ((1, None),),
+        "lineage": {1: None},
         "step": 0,
         "consumed_samples": 0,
         "first_step": 0,

@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import transformers
 from torch import nn
@@ -21,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from learner.policy.attention import EAGER, VARLEN
 from learner.policy.logprobs import Head, LogProbs, given_logprobs, project, token_logprobs
-from learner.policy.packing import MicroBatch, Piece, Shape, additive
+from learner.policy.packing import MicroBatch, Shape, additive
 from learner.policy.ways import Way, decoder_of, layer_types, ways_of
 from learner.policy.work import Effort
 
@@ -153,16 +151,3 @@ def evaluating(policy: Policy) -> Iterator[None]:
     if isinstance(policy, FSDPModule):
         policy.reshard()
     policy.train()
-
-
-def probe(token_ids: npt.NDArray[np.int32], *, sample: int = 0, group: int = 0) -> Piece:
-    """A piece that asks for the log-prob of every token but the first."""
-    rest = token_ids[1:]
-    return Piece(
-        sample=sample,
-        group=group,
-        prompt_ids=token_ids[:1],
-        token_ids=rest,
-        logmu=np.zeros(len(rest), dtype=np.float32),
-        mask=np.ones(len(rest), dtype=np.bool_),
-    )

@@ -14,6 +14,7 @@ ends the learner need not wait for a store that hangs. `weights.give_up_after_s`
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from learner.following import Conducting
 from learner.metrics.record import Timers
@@ -59,8 +60,7 @@ class Outgoing:
 
     def send(self, step: int) -> bool:
         """Now, and wait for it; False when it failed, or when told to stop before."""
-        self._progress.working("publish")
-        with self._timers.measure("publish"):
+        with self._publishing():
             self._publisher.begin(step)
             return self.wait() and not self._publisher.failing
 
@@ -69,8 +69,7 @@ class Outgoing:
 
         A version that is still on its way is not waited for either: the next step's weights go out instead.
         """
-        self._progress.working("publish")
-        with self._timers.measure("publish"):
+        with self._publishing():
             self.settle()
             if self._publisher.busy and self._is_far_ahead(step):
                 self.wait()
@@ -84,8 +83,7 @@ class Outgoing:
         to stop before: training would run too far ahead."""
         if not self._is_far_ahead(step):
             return True
-        self._progress.working("publish")
-        with self._timers.measure("publish"):
+        with self._publishing():
             if not (self._publisher.announcing or self._publisher.failing) and self.wait():
                 self._publisher.begin(step)  # none was sent since, as the anchor of an older one was on its way
             self._wait_while(lambda: self._publisher.announcing)
@@ -94,6 +92,10 @@ class Outgoing:
     def wait(self) -> bool:
         """Until nothing is on its way; False when told to stop before."""
         return self._wait_while(lambda: self._publisher.busy)
+
+    def _publishing(self) -> AbstractContextManager[None]:
+        self._progress.working("publish")
+        return self._timers.measure("publish")
 
     def _wait_while(self, under_way: Callable[[], bool]) -> bool:
         with self._progress.waiting(Wait.WEIGHTS):

@@ -27,7 +27,7 @@ from typing import Protocol
 
 import numpy as np
 
-from learner.companion import AtOnce, Beside
+from learner.companion import Jobs
 from learner.distributed import World
 from learner.policy.lora import merged_parameters
 from learner.policy.policy import Policy
@@ -107,7 +107,7 @@ class Publisher:
         store: BlobStore,
         announcer: Announcer,
         canary_ids: tuple[int, ...],  # tokens as the model meets them, for workers to try their engine on
-        beside: Beside | AtOnce,
+        beside: Jobs,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._policy, self._settings, self._world = policy, config.weights, world

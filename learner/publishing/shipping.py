@@ -69,8 +69,18 @@ class Shipped:
     changed_fraction: float
 
 
+class Heralding(Protocol):
+    def make_room(self, num_bytes: int) -> bool:
+        """In the store, for the blobs of all ranks; False when there is none."""
+        ...
+
+    def tell(self, manifest: Manifest, *, amended: bool) -> tuple[bool, Fenced | None]:
+        """Tell the workers: (they were told, what forbids to go on)."""
+        ...
+
+
 class Herald:
-    """Rank 0: tells the workers, and makes room in the store."""
+    """On rank 0."""
 
     def __init__(self, announcer: Announcer, sweeper: Sweeper) -> None:
         self._announcer, self._sweeper = announcer, sweeper
@@ -79,7 +89,6 @@ class Herald:
         return self._sweeper.make_room(num_bytes)
 
     def tell(self, manifest: Manifest, *, amended: bool) -> tuple[bool, Fenced | None]:
-        """(they were told, what forbids to go on)"""
         tell = self._announcer.amend if amended else self._announcer.announce
         try:
             encoded = encode_manifest(manifest)
@@ -113,7 +122,7 @@ class Shipper:
         run_uid: str,
         tensors: tuple[TensorMeta, ...],
         store: BlobStore,
-        herald: Herald | Silent,
+        herald: Heralding,
     ) -> None:
         self._world, self._run_uid, self._tensors = world, run_uid, tensors
         self._store, self._herald = store, herald

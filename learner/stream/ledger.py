@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
+from pydantic import TypeAdapter
+
 from learner.stream.numbering import NumberSet, Retries
 from streamrl.transport.types import START, entry_order
 
@@ -79,19 +81,7 @@ class StreamState:
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> StreamState:
-        ledger = dict(value["ledger"])
-        ledger["exceptions"] = tuple((start, end) for start, end in ledger["exceptions"])
-        for name in ("attempts", "begins", "retries"):
-            ledger[name] = {int(number): count for number, count in ledger[name].items()}
-        return StreamState(
-            cursor=value["cursor"],
-            carry=tuple(value["carry"]),
-            ledger=LedgerState(**ledger),
-            versions=tuple((version, step) for version, step in value["versions"]),
-            lengths={int(bound): (ended, dropped) for bound, (ended, dropped) in value["lengths"].items()},
-            datasets={name: (trained, dropped) for name, (trained, dropped) in value.get("datasets", {}).items()},
-            journal=value["journal"],
-        )
+        return TypeAdapter(StreamState).validate_python(value)
 
 
 class Ledger:

@@ -29,7 +29,7 @@ from learner.policy.lora import adapter_parameters, merged_parameters
 from learner.policy.model import load_policy, load_reference, read_speech
 from learner.policy.optim import make_optimizer, update
 from learner.policy.packing import pack
-from learner.policy.policy import Policy, probe
+from learner.policy.policy import Policy
 from learner.policy.reference import asking, make_reference
 from learner.policy.tensors import whole
 from learner.publishing.publish import Publisher
@@ -39,6 +39,7 @@ from streamrl.recipe.losses import LOSSES
 from streamrl.transport.types import Announcement
 from streamrl.weights.stores import FileStore
 from tests.learner_cases import learner_config, random_groups
+from tests.probing import probe
 
 NUM_STEPS = 3
 NUM_DOUBLE_STEPS = 51

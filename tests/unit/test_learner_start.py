@@ -79,7 +79,7 @@ def start_of(*, num_prompts: int, max_steps: int = -1, step: int = 500, **extra:
     checkpoint = Checkpoint(name=CheckpointName(1, step), folder=Path("unused"), state=state)
     config = make_config(training={"max_steps": max_steps})
     claimed = replace(CLAIMED, checkpoint=checkpoint)
-    return make_start(config, claimed, make_prompts(num_prompts), lineage=(), canary_ids=())
+    return make_start(config, claimed, make_prompts(num_prompts), lineage={}, canary_ids=())
 
 
 def test_the_steps_of_a_run_are_those_of_its_data_or_as_many_as_it_may_make() -> None:
