@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from streamrl.recipe.losses import TokenBatch, needs, truncated
-
-if TYPE_CHECKING:
-    from streamrl.recipe.losses import Losses
+from streamrl.recipe.losses import Losses, TokenBatch, needs, truncated
 
 
 @needs("entropy", "reference")
