@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from streamrl.recipe.losses import TokenBatch, needs, truncated
-
-if TYPE_CHECKING:
-    from streamrl.recipe.losses import Losses
+from streamrl.recipe.losses import Losses, TokenBatch, needs, truncated
 
 
 @needs("entropy", "reference")
@@ -17,3 +12,7 @@ def with_bonus(batch: TokenBatch, *, bonus: float = 0.1) -> Losses:
     values, metrics = truncated(batch)
     apart = (batch.logprobs - batch.reference_logprobs) ** 2
     return values - bonus * batch.entropy + bonus * apart, {**metrics, "apart": apart, "tokens": (len(apart), 1)}
+
+
+def without_values(batch: TokenBatch) -> None:
+    return None

@@ -11,19 +11,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from learner.distributed import World
-from streamrl.recipe.losses import TokenBatch, ratios
+from streamrl.recipe.losses import Metric, TokenBatch, ratios
 from streamrl.telemetry.metrics import OF_LOSS
 from streamrl.wire.group import Group, Sample
-
-if TYPE_CHECKING:
-    from streamrl.recipe.losses import Metric
 
 _SUMS: Final = (
     *("groups", "equal_groups", "generate_s", "reward_s"),
@@ -112,15 +109,14 @@ class Tally:
         if fresh is not None:
             found |= _of_fresh(difference.double(), fresh)
         pairs = [metric if isinstance(metric, tuple) else (metric.sum(), num_tokens) for metric in own.values()]
-        flat = [*found.values(), ratio.max(), *(value for pair in pairs for value in pair)]
-        values = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=ratio.device) for value in flat])
-        *sums, peak = values[: len(found) + 1].tolist()
-        for name, value in zip(found, sums, strict=True):
-            self._add(name, value)
+        values = _to_cpu([ratio.max(), *found.values(), *(value for pair in pairs for value in pair)])
+        self._peak("ratio", values[0])
         self._add("tokens", num_tokens)
-        self._peak("ratio", peak)
-        for name, pair in zip(own, values[len(found) + 1 :].view(-1, 2).tolist(), strict=True):
-            self._own[name] = self._own.get(name, np.zeros(2)) + pair
+        for name, value in zip(found, values[1:], strict=False):
+            self._add(name, value)
+        for at, name in enumerate(own):
+            begin = 1 + len(found) + 2 * at
+            self._own[name] = self._own.get(name, np.zeros(2)) + values[begin : begin + 2]
 
     def add_reference(self, behaviour_logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> None:
         self._add("kl", float((behaviour_logprobs - reference_logprobs).sum()))
@@ -140,7 +136,7 @@ class Tally:
         names = sorted({name for part in told for name in json.loads(part)})
         own = [self._own.get(name, np.zeros(2)) for name in names]
         totals = world.total(np.concatenate([list(self._sums.values()), *own]))
-        sums = dict(zip(self._sums, totals.tolist(), strict=False))
+        sums = dict(zip(self._sums, totals[: len(self._sums)].tolist(), strict=True))
         peaks = dict(zip(self._peaks, world.largest(np.array(list(self._peaks.values()))).tolist(), strict=True))
         found = {**_of_rollouts(sums, self._sources), **_of_tokens(sums, peaks), **_of_lag(sums, peaks)}
         found |= _of_loss(dict(zip(names, totals[len(sums) :].reshape(-1, 2).tolist(), strict=True)))
@@ -167,6 +163,13 @@ class Tally:
         if sample.spans:
             self._add("in_flight", max(0, sample.spans[-1].step - sample.spans[0].step))
             self._add("in_queue", max(0, self._step - sample.spans[-1].step))
+
+
+def _to_cpu(values: Sequence[torch.Tensor | float]) -> list[float]:
+    """Sums of tensors on whatever device, and numbers that are here already; one trip for all of the former."""
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    told = iter(torch.stack([value.sum().to(tensors[0].device, torch.float64) for value in tensors]).tolist())
+    return [next(told) if isinstance(value, torch.Tensor) else float(value) for value in values]
 
 
 def _of_fresh(difference: torch.Tensor, fresh: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,11 +17,8 @@ from streamrl.config import schema
 from streamrl.errors import ConfigError
 from streamrl.recipe.advantages import ScoredGroup
 from streamrl.recipe.algorithms import Reinforce
-from streamrl.recipe.losses import TokenBatch
+from streamrl.recipe.losses import Metric, TokenBatch
 from streamrl.recipe.own import describe
-
-if TYPE_CHECKING:
-    from streamrl.recipe.losses import Metric
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from streamrl.errors import ConfigError
 from streamrl.recipe.advantages import ADVANTAGES, PerToken, ScoredGroup, given, per_token, scaled_by_std
 from streamrl.recipe.kl import ESTIMATORS
-from streamrl.recipe.losses import LOSSES, TokenBatch, needs_of, uncorrected
+from streamrl.recipe.losses import LOSSES, Losses, Metric, TokenBatch, needs_of, uncorrected
 from streamrl.recipe.own import FORMS, bind, describe, is_own, load_function
 from streamrl.wire.group import Group, GroupHeader
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     import torch
 
     from streamrl.config import schema
-    from streamrl.recipe.losses import Losses, Metric
 
 _PER_TOKEN = ("weight", "clipped", "masked")  # metrics that mean something here
 

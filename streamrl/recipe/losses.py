@@ -30,16 +30,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
-    from typing import TypeAlias
-
     import torch
 
-    Metric: TypeAlias = torch.Tensor | tuple[torch.Tensor | float, torch.Tensor | float]
-    Losses: TypeAlias = tuple[torch.Tensor, Mapping[str, Metric]]
-
+Metric: TypeAlias = "torch.Tensor | tuple[torch.Tensor | float, torch.Tensor | float]"  # [T], or (sum, count)
+Losses: TypeAlias = "tuple[torch.Tensor, Mapping[str, Metric]]"  # [T] values, metrics by name
 F = TypeVar("F", bound=Callable[..., Any])
 
 _MAX_LOG = 20.0  # e^20 = 4.9e8: no policy learns from more, and its square is still finite in fp32
