@@ -9,7 +9,8 @@
 
 A round is one plan. Rank 0 decides within about a second, with IDLE when there is nothing to do, so that no rank waits
 for long without a reason that the monitor shows. All ranks follow the same plan under the same settings, so decisions
-that depend on nothing else (publish now? checkpoint now?) need no words.
+that depend on nothing else (publish now? checkpoint now?) need no words. No rank asks which one it is, or whether the
+run is a replay: its conductor (`learner.following`) and its publisher know.
 """
 
 from __future__ import annotations

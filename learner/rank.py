@@ -1,4 +1,4 @@
-"""One rank at work: what it was given, and its way from the Start that all were told to the end of the loop.
+"""One rank at work: its way from the Start that all were told to the end of the loop.
 
 Start ─► restore ─► all are there ─► loop ─► how it ended
 

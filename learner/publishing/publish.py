@@ -42,7 +42,6 @@ from streamrl.weights.format import TensorMeta
 from streamrl.weights.retention import AnchorPace
 from streamrl.weights.stores import BlobStore, budget_in_redis
 
-_SLICE_S = 1.0
 _SPARE_S = 60.0  # the loop, which says why it gives up, comes before the timeout of a collective, which does not
 _LAST_S = 10.0  # for a version that is on its way when the loop ends early
 
@@ -205,18 +204,6 @@ class Publisher:
             needs=(shipped.cargo.version, shipped.cargo.base) if shipped.cargo.base else (shipped.cargo.version,),
         )
         return self.latest
-
-    def finish(self) -> Published | None:
-        """Wait for the version on its way, if there is one."""
-        published = None
-        while self.busy:
-            published = self.settle(wait_s=_SLICE_S) or published
-        return published
-
-    def publish(self, step: int) -> Published | None:
-        """Now, and wait for it."""
-        self.begin(step)
-        return self.finish()
 
     def _settle_anchor(self, *, wait_s: float) -> None:
         if self._anchor is None:

@@ -40,6 +40,7 @@ from streamrl.transport.types import Announcement
 from streamrl.weights.stores import FileStore
 from tests.learner_cases import learner_config, random_groups
 from tests.probing import probe
+from tests.publish_world import finish, publish
 
 NUM_STEPS = 3
 NUM_DOUBLE_STEPS = 51
@@ -173,7 +174,7 @@ def poison_one_rank(rank: Rank, versions: Publisher) -> dict[str, bool]:
         (gradient.to_local() if isinstance(gradient, DTensor) else gradient).view(-1)[0] = torch.nan
     made = update(rank.optimizer, loss=loss, lr=1e-3, clip_norm=1.0, world=rank.world)
     after = [moment for state in rank.optimizer.state.values() for moment in state.values()]
-    assert versions.publish(NUM_STEPS) is not None
+    assert publish(versions, NUM_STEPS) is not None
     return {
         "skipped": not made.applied,
         "weights stayed": all(torch.equal(w, before[name]) for name, w in rank.weights().items()),
@@ -196,8 +197,8 @@ def work(folder: Path, world: World) -> None:
             versions.begin(number)
             # The last batch has one group: with two ranks, one of them gets nothing.
             metrics = rank.step(number, num_groups=1 if number == NUM_STEPS - 1 else 5)
-            assert versions.finish() is not None
-        assert versions.publish(NUM_STEPS) is not None
+            assert finish(versions) is not None
+        assert publish(versions, NUM_STEPS) is not None
         found = poison_one_rank(rank, publisher(rank, out / "poisoned", beside))
     assert torch.equal(rank.reference_logprobs(), reference), "steps do not move the reference"
     (out / f"poisoned-{world.rank}.json").write_text(json.dumps(found))
@@ -231,7 +232,7 @@ def train_adapters(folder: Path, world: World) -> None:
         versions = publisher(rank, out, beside)
         for number in range(NUM_STEPS):
             rank.step(number)
-            assert versions.publish(number + 1) is not None
+            assert publish(versions, number + 1) is not None
     assert torch.equal(rank.reference_logprobs(), before), "the base is the reference, and never moves"
     (out / "checkpoint").mkdir(exist_ok=True)
     world.barrier()
