@@ -71,7 +71,9 @@ class LearnerSide:
         self.publisher.begin(self._step)
 
     def finish(self) -> Published:
-        published = self.publisher.finish()
+        published = None
+        while self.publisher.busy:
+            published = self.publisher.settle(wait_s=1.0) or published
         assert published is not None, "a store on this machine takes every version"
         return published
 

@@ -18,7 +18,7 @@ from bench.answering import MODEL, VOCABULARY, Shape
 from bench.waiting import TimedStream
 from learner.checkpoints.checkpoint import CheckpointRoot, CheckpointState
 from learner.checkpoints.epochs import CheckpointName, ancestry, claim_run
-from learner.stream.data import NumSkipped, Prompt, PromptSet
+from learner.stream.data import Prompt, PromptSet
 from learner.stream.feed import Feed
 from learner.stream.fetch import fetch_groups
 from learner.stream.plan import Kind
@@ -113,9 +113,7 @@ class Learning:
             CheckpointState(
                 run_uid=self._uid,
                 step=self._step,
-                version_n=self._step,
                 stream=state,
-                config_fingerprint="bench",
                 data_fingerprint="bench",
             ),
         )
@@ -144,7 +142,7 @@ def _make_prompts() -> PromptSet:
         )
         for number in range(_NUM_PROMPTS)
     ]
-    return PromptSet(rows, seed=1, shuffle=True, num_skipped=NumSkipped(malformed=0, overlong=0))
+    return PromptSet(rows, seed=1, shuffle=True)
 
 
 def _make_config(shape: Shape, groups_per_step: int) -> schema.Config:

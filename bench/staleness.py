@@ -71,7 +71,7 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
             names = [f"{loss} {lag} {seed}" for seed in seeds]
             for seed, name in zip(seeds, names, strict=True):
                 if name not in done:
-                    done.add(name, asdict(run_trial(task, correction=loss, lag=lag, seed=seed)))
+                    done.add(name, asdict(run_trial(task, loss=loss, lag=lag, seed=seed)))
             found[loss, lag] = [Trial(**done[name]) for name in names]
             say(f"{loss}, lag {lag}: {np.mean([trial.final for trial in found[loss, lag]]):.3f}")
     done.complete()
@@ -82,7 +82,7 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
 
 
 def _bars(trials: Trials) -> Iterator[Line]:
-    default = schema.Algorithm().correction
+    default = schema.Algorithm().loss
     for lag, tolerated in _TOLERATED.items():
         short = trials.shortfall(default, lag)
         name, goal = f"{default}, lag {lag}: short of on-policy", 100 * max(tolerated, 2 * short.error)

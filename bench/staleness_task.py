@@ -1,7 +1,7 @@
 """A policy and a task so small that a run takes seconds, on which stale samples do harm as they do to large ones.
 
     prompt, place, token before ─► small network ─► logits ─► a response, token by token
-                                    ▲ learner.algorithms: advantages within the group, the loss by its name
+                                    ▲ streamrl.recipe: advantages within the group, the loss by its name
 
 At each place of a response one token is worth most, another that the untrained policy likes better is a lure, and
 the rest is worth nothing. Whoever goes on acting on old samples drives the lure up until the best token is never tried
@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from learner.algorithms import make_algorithm
-from learner.algorithms.base import Algorithm, Tokens
-from learner.algorithms.reinforce import leave_one_out
 from streamrl.config import schema
+from streamrl.recipe.advantages import ScoredGroup, leave_one_out
+from streamrl.recipe.algorithms import Algorithm, make_algorithm
+from streamrl.recipe.losses import TokenBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,14 +100,14 @@ class Policy(torch.nn.Module):
         return found.view(count, places, -1)
 
 
-def run_trial(task: Task, *, correction: str, lag: int, seed: int) -> Trial:
+def run_trial(task: Task, *, loss: str, lag: int, seed: int) -> Trial:
     """The seed decides the task, the first weights and every draw; not the loss, nor the lag."""
     chance = torch.Generator().manual_seed(seed)
     worth = _worth(task, chance)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         policy, old = (Policy(task, task.liking * (worth == task.lure).float()) for _ in range(2))
-    algorithm = make_algorithm(schema.Algorithm.model_validate({"correction": correction}))
+    algorithm = make_algorithm(schema.Algorithm.model_validate({"loss": loss}))
     optimizer = torch.optim.Adam(policy.parameters(), lr=task.lr)
     versions: deque[dict[str, torch.Tensor]] = deque(maxlen=lag + 1)
     rewards = []
@@ -115,10 +116,10 @@ def run_trial(task: Task, *, correction: str, lag: int, seed: int) -> Trial:
         old.load_state_dict(versions[0])
         prompts = torch.randint(task.num_prompts, (task.groups_per_step,), generator=chance)
         prompts = prompts.repeat_interleave(task.num_samples)
-        tokens, logmu = old.respond(prompts, chance)
-        loss = _loss(algorithm, policy, prompts, tokens, logmu, _rewards(worth, prompts, tokens), task)
+        tokens, behaviour_logprobs = old.respond(prompts, chance)
+        rewarded = _rewards(worth, prompts, tokens)
         optimizer.zero_grad()
-        loss.backward()
+        _loss(algorithm, policy, prompts, tokens, behaviour_logprobs, rewarded, task).backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         if (step + 1) % task.look_every == 0:
@@ -141,23 +142,35 @@ def _loss(
     policy: Policy,
     prompts: torch.Tensor,
     tokens: torch.Tensor,
-    logmu: torch.Tensor,
+    behaviour_logprobs: torch.Tensor,
     rewards: torch.Tensor,
     task: Task,
 ) -> torch.Tensor:
-    everybody = np.ones(task.num_samples, dtype=np.bool_)
-    groups = rewards.double().numpy().reshape(-1, task.num_samples)
-    advantages = torch.from_numpy(np.concatenate([g - leave_one_out(g, everybody) for g in groups])).float()
-    logpi = policy.logprobs_of(prompts, tokens).gather(2, tokens[:, :, None])[:, :, 0].flatten()
-    batch = Tokens(
-        logmu=logmu.flatten(),
-        logprox=logpi.detach(),
-        logref=None,
-        advantage=advantages.repeat_interleave(task.num_tokens),
+    advantages = np.concatenate([_advantages(group, task) for group in rewards.view(-1, task.num_samples)])
+    logprobs = policy.logprobs_of(prompts, tokens).gather(2, tokens[:, :, None])[:, :, 0].flatten()
+    batch = TokenBatch(
+        logprobs=logprobs,
+        behaviour_logprobs=behaviour_logprobs.flatten(),
+        proximal_logprobs=logprobs.detach(),
+        advantages=torch.from_numpy(advantages).float().repeat_interleave(task.num_tokens),
+        staleness=torch.zeros(len(logprobs), dtype=torch.int64),
         sample=torch.arange(len(prompts)).repeat_interleave(task.num_tokens),
         num_samples=len(prompts),
     )
-    return algorithm.loss(logpi, batch).values.mean()
+    return algorithm.loss(batch)[0].mean()
+
+
+def _advantages(rewards: torch.Tensor, task: Task) -> npt.NDArray[np.float64]:  # [num_samples] each
+    everything = np.ones((task.num_samples, task.num_tokens), dtype=np.bool_)
+    group = ScoredGroup(
+        rewards=rewards.double().numpy(),
+        may_teach=everything[:, 0],
+        lengths=everything.sum(axis=1),
+        finish_reasons=("length",) * task.num_samples,
+        masks=tuple(everything),
+        rewards_by_source={},
+    )
+    return leave_one_out(group)
 
 
 @torch.no_grad()

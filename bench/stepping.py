@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 
 from bench.long_tailed import END, Size
-from learner.algorithms import make_algorithm
 from learner.distributed import World
 from learner.metrics.tally import Tally
 from learner.policy.attention import choose
@@ -21,6 +20,7 @@ from learner.policy.model import make_policy
 from learner.policy.optim import Update, make_optimizer, update
 from learner.policy.packing import MicroBatch
 from streamrl.config import schema
+from streamrl.recipe.algorithms import make_algorithm
 from streamrl.wire.group import Group
 
 

@@ -28,9 +28,9 @@ from learner.assemble import learn
 from learner.checkpoints.resume import check_resume
 from learner.distributed import die_with_parent, join_world, show_rank
 from learner.guardian import guarded
-from learner.rank import stall_limit_s
 from learner.replay import replay
 from learner.start import was_restarted
+from learner.surroundings import stall_limit_s
 from learner.verdict import tell
 from streamrl.config.load import load_config
 from streamrl.errors import RunGone, StreamrlError, TrainingError, UserError

@@ -8,52 +8,34 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 
-import redis
-import torch
-
-from learner.algorithms import make_algorithm
 from learner.checkpoints.epochs import highest_epoch
 from learner.companion import Beside
 from learner.conductor import Conductor
 from learner.distributed import World
-from learner.job import job_began
+from learner.following import Follower
 from learner.lease import LeaseKeeper
-from learner.metrics.exporters import check_exporters, open_exporters
-from learner.metrics.record import Recorder, Timers
-from learner.policy.model import Policy, load_policy, read_speech
+from learner.metrics.exporters import check_exporters
+from learner.policy.policy import Policy
+from learner.policy.trial import try_out
 from learner.publishing.publish import Publisher
-from learner.rank import Surroundings, at_disk_s, read_prompts_of, stall_limit_s, work
-from learner.rejections import Rejections
-from learner.start import Admitted, Start, admit, holder_name, take_lease, was_restarted
+from learner.rank import work
+from learner.start import Admitted, Server, Start, admit, holder_name, take_lease, was_restarted
 from learner.stream.data import PromptSet
 from learner.stream.feed import Feed
+from learner.surroundings import Surroundings, load_model_together, rank_progress, read_train_prompts, surround
 from learner.suspects import Suspects
 from learner.validation import Validation
-from learner.watchdog import Watchdog
 from streamrl.config import schema
 from streamrl.errors import TrainingError, UserError
-from streamrl.launch.preflight import check_redis
-from streamrl.telemetry.progress import Progress
-from streamrl.transport.connection import connect
+from streamrl.recipe.algorithms import make_algorithm
+from streamrl.transport.connection import check_server, connect
 from streamrl.transport.keys import Keys
 from streamrl.transport.learner import LearnerStream
 from streamrl.transport.reports import ReportWriter
 from streamrl.transport.types import RunState
-from streamrl.weights.stores import open_store
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
-    """Where the run's stream is, and who we are to it."""
-
-    client: redis.Redis
-    keys: Keys
-    holder: str
-    takeover: bool  # replace a learner that holds the run
-    is_restart: bool  # this very learner was at it already
+from streamrl.weights.stores import budget_in_redis, open_store
 
 
 def learn(
@@ -67,8 +49,7 @@ def learn(
     environment: Mapping[str, str],
 ) -> RunState:
     """The whole life of one rank; "running": others go on with the run."""
-    patient = world.beside(timeout_s=at_disk_s(config))
-    progress = Progress(part=f"learner/{world.rank}", role="learner")
+    progress = rank_progress(world)
     with ExitStack() as stack:
         server = _connect(config, url, environment, takeover=takeover)
         stack.enter_context(server.client)
@@ -76,26 +57,9 @@ def learn(
         stack.enter_context(ReportWriter(server.client, server.keys, progress))
         if world.is_main:
             check_exporters(config)
-        speech = read_speech(config.model.path)
-        prompts = read_prompts_of(config, speech) if world.is_main else None
-        patient.barrier()  # rank 0 reads them for as long as it takes
-        torch.manual_seed(config.seed)
-        policy = load_policy(config, world, speech.end_ids)
-        around = Surroundings(
-            config=config,
-            world=world,
-            patient=patient,
-            speech=speech,
-            progress=progress,
-            watchdog=Watchdog(limit_s=stall_limit_s(config), at_disk_s=at_disk_s(config)),
-            timers=Timers(),
-            stop=stop,
-            job_began=job_began(environment),
-            elastic=elastic,
-        )
-        if prompts is None:
-            return _follow(around, server, policy)
-        return _lead(around, server, policy, prompts)
+            try_out(config.algorithm)
+        around = surround(config, world, progress, stop=stop, environment=environment, elastic=elastic)
+        return _lead(around, server) if world.is_main else _follow(around, server)
 
 
 def _connect(config: schema.Config, url: str, environment: Mapping[str, str], *, takeover: bool) -> Server:
@@ -112,51 +76,56 @@ def _connect(config: schema.Config, url: str, environment: Mapping[str, str], *,
     )
 
 
-def _follow(around: Surroundings, server: Server, policy: Policy) -> RunState:
+def _follow(around: Surroundings, server: Server) -> RunState:
     """Every rank but the first."""
-    start = Start.from_bytes(around.patient.broadcast_bytes(None))
-    publisher = _make_publisher(around, server, policy, start, announcer=None)
-    return work(around, policy, start, conductor=None, stream=_make_stream(around, server, start), publisher=publisher)
+    policy = load_model_together(around)
+    start = Start.from_bytes(around.patient.broadcast(None))
+    stream = server.stream(around.config, run_uid=start.run_uid, epoch=start.epoch)
+    publisher = _make_publisher(around, server, policy, start, stream)
+    return work(around, policy, start, conductor=Follower(around), stream=stream, publisher=publisher)
 
 
-def _lead(
-    around: Surroundings, server: Server, policy: Policy, prompts: tuple[PromptSet, PromptSet | None]
-) -> RunState:
+def _lead(around: Surroundings, server: Server) -> RunState:
     """Rank 0: become the learner of the run, do the work, and say how it ended."""
-    check_redis(server.client, around.config)
-    take = partial(take_lease, around.config, server.client, server.keys, holder=server.holder)
+    config, prompts = around.config, read_train_prompts(around)
+    validation_prompts = _read_validation_prompts(around)
+    policy = load_model_together(around)
+    check_server(
+        server.client, max_backlog_bytes=config.redis.max_backlog_bytes, max_store_bytes=budget_in_redis(config.weights)
+    )
+    take = partial(take_lease, config, server)
     take(takeover=server.takeover)
-    keeper = LeaseKeeper(take, lease_s=around.config.learner.lease_s)
+    keeper = LeaseKeeper(take, lease_s=config.learner.lease_s)
     with keeper.keeping():
         admitted = admit(
-            config=around.config,
-            client=server.client,
-            keys=server.keys,
-            keeper=keeper,
-            prompts=prompts[0],
-            speech=around.speech,
-            holder=server.holder,
-            takeover=server.takeover,
-            is_restart=server.is_restart,
+            config=config, server=server, keeper=keeper, prompts=prompts, fingerprint=around.speech.fingerprint
         )
+        start, stream = admitted.start, admitted.stream
         try:
-            around.patient.broadcast_bytes(admitted.start.to_bytes())
-            conductor = _make_conductor(around, admitted, keeper, *prompts)
-            start, stream = admitted.start, admitted.stream
-            publisher = _make_publisher(around, server, policy, start, announcer=stream)
+            around.patient.broadcast(start.to_bytes())
+            conductor = _make_conductor(around, admitted, keeper, prompts, validation_prompts)
+            publisher = _make_publisher(around, server, policy, start, stream)
             state = work(around, policy, start, conductor=conductor, stream=stream, publisher=publisher)
         except (UserError, TrainingError) as error:
             # Nothing that a restart could mend: say so to whoever watches the run.
-            admitted.stream.event("failed", error=str(error))
-            admitted.stream.release("failed")
+            stream.event("failed", error=str(error))
+            stream.release("failed")
             raise
         if state != "running":  # whoever comes next has our name, and needs no release
-            admitted.stream.release(state)
+            stream.release(state)
     return state
 
 
+def _read_validation_prompts(around: Surroundings) -> PromptSet | None:
+    config, path = around.config, around.config.data.validation
+    if path is None:
+        return None
+    tokenizer = around.speech.tokenizer
+    return PromptSet.load(path, tokenizer=tokenizer, data=config.data, seed=config.seed, key="data.validation")
+
+
 def _make_publisher(
-    around: Surroundings, server: Server, policy: Policy, start: Start, *, announcer: LearnerStream | None
+    around: Surroundings, server: Server, policy: Policy, start: Start, stream: LearnerStream
 ) -> Publisher:
     return Publisher(
         policy=policy,
@@ -165,7 +134,7 @@ def _make_publisher(
         run_uid=start.run_uid,
         epoch=start.epoch,
         store=open_store(around.config.weights.store, server.client, server.keys),
-        announcer=announcer,
+        announcer=stream,
         canary_ids=start.canary_ids,
         beside=Beside("publisher"),
     )
@@ -186,7 +155,7 @@ def _make_conductor(
         config=config,
         run_uid=start.run_uid,
         fingerprint=around.speech.fingerprint,
-        keep=suspects.keep(make_algorithm(config.algorithm).keep),
+        keep=suspects.keep(make_algorithm(config.algorithm).drop_reason),
         narrow=suspects.narrow,
         state=admitted.checkpoint.state.stream if admitted.checkpoint else None,
     )
@@ -204,42 +173,13 @@ def _make_conductor(
             fingerprint=around.speech.fingerprint,
             max_attempts=config.worker.max_attempts,
         )
-    recorder = Recorder(
-        folder=config.folder,
-        journal=admitted.stream,
-        decoder=around.speech.tokenizer,
-        epoch=start.epoch,
-        exporters=open_exporters(config, run_uid=start.run_uid),
-    )
     return Conductor(
-        config=config,
-        world_size=around.world.size,
-        run_uid=start.run_uid,
+        around,
+        start,
         prompts=prompts,
         stream=admitted.stream,
         feed=feed,
-        validation=validation,
-        checkpoints=admitted.checkpoints,
-        lease=keeper,
-        recorder=recorder,
         suspects=suspects,
-        rejections=Rejections(admitted.stream.reports, give_up_after_s=config.weights.give_up_after_s),
-        progress=around.progress,
-        timers=around.timers,
-        stop=around.stop,
-        first_step=start.first_step,
-        job_began=around.job_began,
-    )
-
-
-def _make_stream(around: Surroundings, server: Server, start: Start) -> LearnerStream:
-    """For the ranks that only read; rank 0's was made when it was admitted."""
-    return LearnerStream(
-        server.client,
-        server.keys,
-        run_uid=start.run_uid,
-        epoch=start.epoch,
-        holder=server.holder,
-        lease_s=around.config.learner.lease_s,
-        give_up_after_s=around.config.redis.give_up_after_s,
+        validation=validation,
+        lease=keeper,
     )

@@ -17,7 +17,7 @@ import structlog
 from learner.checkpoints.checkpoint import CheckpointRoot
 from learner.checkpoints.epochs import CheckpointName
 from learner.checkpoints.scores import write_score
-from streamrl.errors import Fenced, RunGone, TransportError
+from learner.lease import redis_may_be_away
 from streamrl.versions import epoch_of
 
 if TYPE_CHECKING:
@@ -62,26 +62,17 @@ class Assessor:
 
     def _start(self, validation: Validation, latest: Published, *, of_step: int) -> None:
         self._due = None
-        try:
+        with redis_may_be_away("no validation"):
             validation.start(step=latest.step, version=latest.version)
-        except (Fenced, RunGone):
-            raise
-        except TransportError as error:
-            log.warning("no validation while Redis is away", error=str(error))
-            return
-        self._of = frozenset(CheckpointName(epoch_of(latest.version), step) for step in (of_step, latest.step))
+            self._of = frozenset(CheckpointName(epoch_of(latest.version), step) for step in (of_step, latest.step))
 
     def poll(self, *, wait_s: float) -> None:
         """Take up what has come; the result, when it is there, is recorded."""
         if self._validation is None:
             return
-        try:
+        result = None
+        with redis_may_be_away("no validation"):
             result = self._validation.poll(wait_s=wait_s)
-        except (Fenced, RunGone):
-            raise
-        except TransportError as error:
-            log.warning("no validation while Redis is away", error=str(error))
-            return
         if result is not None:
             self._newest, self._newest_of, self._of = result, self._of, frozenset()
             self._recorder.validation(result)
@@ -93,7 +84,7 @@ class Assessor:
         if self._newest is None or name not in self._newest_of:
             return
         try:
-            write_score(self._checkpoints.folder_of(name), self._newest.metrics())
+            write_score(self._checkpoints.folder_of(name), self._newest.metrics)
         except OSError as error:
             log.warning("score of a checkpoint not written", checkpoint=str(name), error=str(error))
 

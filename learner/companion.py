@@ -6,8 +6,8 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
-from typing import TypeVar
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -29,8 +29,18 @@ def companion(
         thread.join(join_s)
 
 
+class Jobs(Protocol):
+    """Whom to give what the loop does not wait for; done in the order in which it was given."""
+
+    def working(self, *, join_s: float) -> AbstractContextManager[None]:
+        """A job that is under way at the end gets `join_s` to finish; those after it are not begun."""
+        ...
+
+    def submit(self, job: Callable[[], T]) -> Future[T]: ...
+
+
 class Beside:
-    """A thread for jobs that the loop does not wait for; they are done in the order in which they were given."""
+    """A thread for them."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -39,7 +49,6 @@ class Beside:
 
     @contextmanager
     def working(self, *, join_s: float) -> Iterator[None]:
-        """A job that is under way at the end gets `join_s` to finish; those after it are not begun."""
         with companion(self._work, name=self._name, stopped=self._stopped, join_s=join_s):
             yield
 

@@ -1,44 +1,40 @@
 """Rank 0's half of the loop: what all ranks do next, and what the rest of the world learns of it.
 
     operator, signal, lease, time ─┐
-    validation ────────────────────┼─► next_plan ─► STEP | IDLE | COMMIT | PUBLISH | END | STOP
+    validation ────────────────────┼─► next_plan ─► STEP | IDLE | COMMIT | PUBLISH | END | STOP ─► broadcast
     feed ──────────────────────────┘
 
 Each decision takes about a second at most: when there is nothing to do yet the plan says IDLE, so that the other ranks,
-who wait for it in a collective, never come near its timeout.
+who wait for it in a collective (`learner.following`), never come near its timeout.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import structlog
-import xxhash
 
 from learner.assessor import Assessor
 from learner.checkpoints.checkpoint import CheckpointRoot, CheckpointState, Files
 from learner.checkpoints.epochs import CheckpointName, ancestry
-from learner.stream.plan import Kind, Plan, Verdict
-from streamrl.config import schema
+from learner.lease import LeaseKeeper, redis_may_be_away
+from learner.metrics.exporters import open_exporters
+from learner.metrics.record import Recorder
+from learner.rejections import Rejections
+from learner.stream.plan import Kind, Outcome, Plan, Verdict
 from streamrl.config.check import max_time_s
-from streamrl.config.dump import config_to_json
-from streamrl.errors import Fenced, RunGone, TransportError
-from streamrl.telemetry.progress import Progress, Wait
+from streamrl.telemetry.progress import Report, Wait
 
 if TYPE_CHECKING:
-    from learner.lease import LeaseKeeper
-    from learner.metrics.record import Recorder, Timers
     from learner.publishing.publish import Published
-    from learner.rejections import Rejections
+    from learner.start import Start
     from learner.stream.data import PromptSet
     from learner.stream.feed import Feed
-    from learner.suspects import Suspects
+    from learner.surroundings import Surroundings
     from learner.validation import Validation
-    from streamrl.transport.learner import LearnerStream
-    from streamrl.transport.types import Control, RunState
+    from streamrl.transport.types import Control
 
 _SLICE_S = 1.0
 _LOOK_FOR_WEIGHTS_EVERY_S = 5.0
@@ -46,148 +42,175 @@ _LOOK_FOR_WEIGHTS_EVERY_S = 5.0
 log = structlog.get_logger(__name__)
 
 
+class RunStream(Protocol):
+    """What the conductor asks of the run's stream; tickets and groups are the feed's."""
+
+    def has_manifests(self, versions: Sequence[int]) -> bool: ...
+
+    def event(self, kind: str, **detail: str | int | float) -> None: ...
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def reports(self) -> tuple[float, Sequence[Report]]: ...
+
+
+class Suspicion(Protocol):
+    """Who is told of a plan before the ranks are, and once it has done no harm."""
+
+    def begin(self, plan: Plan) -> None: ...
+
+    def survived(self) -> None: ...
+
+
 class Conductor:
     def __init__(
         self,
+        around: Surroundings,
+        start: Start,
         *,
-        config: schema.Config,
-        world_size: int,
-        run_uid: str,
         prompts: PromptSet,
-        stream: LearnerStream,
+        stream: RunStream,
         feed: Feed,
-        validation: Validation | None,
-        checkpoints: CheckpointRoot,
+        suspects: Suspicion,
+        validation: Validation | None,  # None: there are no prompts for it
         lease: LeaseKeeper,
-        recorder: Recorder,
-        suspects: Suspects | None,  # None: a recording, whose steps are made as recorded, whoever dies
-        rejections: Rejections | None,  # None: a recording, which has no workers
-        progress: Progress,
-        timers: Timers,
-        stop: threading.Event,
-        first_step: int,  # with which the data began
-        job_began: float,  # on `clock`
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config, self._world_size, self._run_uid = config, world_size, run_uid
-        self._config_fingerprint = xxhash.xxh3_64_hexdigest(config_to_json(config).encode())
+        config = around.config
+        self._around, self._config, self._start = around, config, start
+        self._stream, self._feed, self._suspects, self._lease = stream, feed, suspects, lease
+        self._checkpoints = CheckpointRoot(config.folder)
+        self._recorder = Recorder(
+            folder=config.folder,
+            journal=stream,
+            decoder=around.speech.tokenizer,
+            epoch=start.epoch,
+            exporters=open_exporters(config, run_uid=start.run_uid),
+        )
+        self._assessor = Assessor(validation=validation, checkpoints=self._checkpoints, recorder=self._recorder)
+        self._rejections = Rejections(stream.reports, give_up_after_s=config.weights.give_up_after_s, clock=clock)
         self._data_fingerprint, self._num_prompts = prompts.fingerprint(), prompts.num_tickets(1)
-        self._stream, self._feed = stream, feed
-        self._checkpoints, self._lease, self._recorder = checkpoints, lease, recorder
-        self._assessor = Assessor(validation=validation, checkpoints=checkpoints, recorder=recorder)
-        self._suspects, self._rejections = suspects, rejections
-        self._progress, self._timers, self._stop = progress, timers, stop
-        self._first_step, self._job_began, self._clock = first_step, job_began, clock
+        self._clock = clock
         self._data_epochs = 0.0  # passes over the prompts
         self._control: Control = "run"  # the operator's word, as last seen
-        self._newest: int | None = None  # version that is out
-        self._needed_weights: tuple[int, ...] = ()  # versions whose manifests Redis must have
+        self._newest: Published | None = None
         self._look_for_weights_at = 0.0
 
-    def next_plan(self, step: int) -> Plan:
-        urgent = self._next_but_training(step)
-        if urgent is not None:
-            return urgent
-        with self._progress.waiting(self._feed.waits_for), self._timers.measure("rollout"):
-            try:
-                plan = self._feed.plan(step=step, world_size=self._world_size, timeout_s=_SLICE_S)
-            except (Fenced, RunGone):
-                raise
-            except TransportError as error:
-                # The lease's thread decides when Redis has been away for too long.
-                log.warning("no plan while Redis is away", error=str(error))
-                plan = None
-        self._show_control()
-        if plan is not None and plan.kind is Kind.STEP and self._suspects is not None:
-            self._suspects.begin(plan)
-        if plan is None and self._feed.waits_for is Wait.GROUPS:
-            self._look_for_rejections()
-        # Live, since a run whose groups are all dropped makes no step and so no record.
-        self._progress.note(**self._feed.metrics())
-        return plan or Plan(kind=Kind.IDLE, step=step)
+    # What all ranks hear
 
-    def next_without_a_step(self, step: int) -> Plan:
-        """While weights do not get out, though they should have. That may be for want of room in Redis, where a commit
-        would make some."""
-        urgent = self._next_but_training(step)
-        if urgent is not None:
-            return urgent
-        if self._told_to_stop():
-            return Plan(kind=Kind.STOP, step=step)
-        if self._feed.commit_would_free():
-            return Plan(kind=Kind.COMMIT, step=step)
-        return self.next_after_pause(step)
+    def next_plan(self, step: int, *, may_train: bool = True) -> Plan:
+        otherwise = self._next_of_feed if may_train else self._next_without_a_step
+        plan = self._next_but_training(step) or otherwise(step)
+        self._tell(plan.to_bytes())
+        return plan
+
+    def must_stop(self, *, after_s: float = 0.0) -> bool:
+        self._lease.check()
+        if after_s:
+            self._pause(after_s)
+        told = self._has_to_end()
+        self._tell(bytes([told]))
+        return told
+
+    def look_at_validation(self) -> Outcome:
+        self._lease.check()
+        outcome = Outcome.STOPPED
+        if not (self._has_to_end() or self._told_to_stop()):
+            with self._around.progress.waiting(Wait.EVALUATION):
+                self._assessor.poll(wait_s=_SLICE_S)
+            outcome = Outcome.WAITING if self._assessor.running else Outcome.DONE
+        if outcome is Outcome.WAITING:
+            self._look_for_rejections()
+        self._tell(bytes([outcome]))
+        return outcome
+
+    def _tell(self, words: bytes) -> None:
+        self._around.watchdog.beat()
+        self._around.world.broadcast(words)
+
+    # Decisions
 
     def _next_but_training(self, step: int) -> Plan | None:
         self._lease.check()
         self._assessor.poll(wait_s=0.0)
-        if self._must_stop():
+        if self._has_to_end():
             return Plan(kind=Kind.STOP, step=step)
-        if self._is_over(step):
+        if 0 <= self._config.training.max_steps <= step:
             return Plan(kind=Kind.END, step=step)
         return Plan(kind=Kind.PUBLISH, step=step) if self._weights_are_lost() else None
+
+    def _next_of_feed(self, step: int) -> Plan:
+        plan = None
+        progress, timers = self._around.progress, self._around.timers
+        with progress.waiting(self._feed.waits_for), timers.measure("rollout"), redis_may_be_away("no plan"):
+            plan = self._feed.plan(step=step, world_size=self._around.world.size, timeout_s=_SLICE_S)
+        self._show_control()
+        if plan is not None and plan.kind is Kind.STEP:
+            self._suspects.begin(plan)
+        if plan is None and self._feed.waits_for is Wait.GROUPS:
+            self._look_for_rejections()
+        # Live, since a run whose groups are all dropped makes no step and so no record.
+        progress.note(**self._feed.metrics())
+        return plan or Plan(kind=Kind.IDLE, step=step)
+
+    def _next_without_a_step(self, step: int) -> Plan:
+        """While weights do not get out, though they should have. That may be for want of room in Redis, where a commit
+        would make some."""
+        if self._told_to_stop():
+            return Plan(kind=Kind.STOP, step=step)
+        if self._feed.commit_would_free():
+            return Plan(kind=Kind.COMMIT, step=step)
+        self._pause(_SLICE_S)
+        return Plan(kind=Kind.STOP if self._has_to_end() else Kind.IDLE, step=step)
+
+    def _pause(self, wait_s: float) -> None:
+        with self._around.progress.waiting(Wait.WEIGHTS):
+            self._around.stop.wait(wait_s)
+
+    def _has_to_end(self) -> bool:
+        """A signal says so, or this job has had its time: the next one goes on."""
+        if self._around.stop.is_set():
+            return True
+        limit = self._config.training.max_time
+        if limit is None or self._clock() - self._around.job_began < max_time_s(limit):
+            return False
+        log.info("the time of this job is over", max_time=limit)
+        return True
 
     def _weights_are_lost(self) -> bool:
         """Redis was emptied, or went back in time: workers that come now would wait for weights for ever, and we for
         their groups. Looked for after each version, and now and then."""
-        if not self._needed_weights or self._clock() < self._look_for_weights_at:
+        needed = self._newest.needs if self._newest is not None else ()
+        if not needed or self._clock() < self._look_for_weights_at:
             return False
         self._look_for_weights_at = self._clock() + _LOOK_FOR_WEIGHTS_EVERY_S
-        try:
-            if self._stream.has_manifests(self._needed_weights):
-                return False
-        except TransportError as error:
-            log.warning("no look for the weights while Redis is away", error=str(error))
-            return False
-        log.warning("weights lost in Redis", needed=self._needed_weights)
-        return True
+        with redis_may_be_away("no look for the weights"):
+            if not self._stream.has_manifests(needed):
+                log.warning("weights lost in Redis", needed=needed)
+                return True
+        return False
 
     def _look_for_rejections(self) -> None:
         """While answers are awaited, and an operator has not said that none shall come."""
-        if self._rejections is not None and self._newest is not None and self._feed.control != "pause":
-            self._rejections.check(self._newest)
+        if self._newest is not None and self._feed.control != "pause":
+            self._rejections.check(self._newest.version)
 
     def _told_to_stop(self) -> bool:
         """By the operator, while the feed is not asked for a plan, which listens by itself."""
-        try:
+        with redis_may_be_away("the operator cannot be heard"):
             self._feed.listen()
-        except (Fenced, RunGone):
-            raise
-        except TransportError as error:
-            log.warning("the operator cannot be heard while Redis is away", error=str(error))
         self._show_control()
         return self._feed.control == "stop"
 
     def _show_control(self) -> None:
         """Tell whom it may concern which word of the operator is being followed."""
         control = self._feed.control
-        self._progress.note(control=control)
+        self._around.progress.note(control=control)
         if control != self._control:
             self._control = control
             self._stream.event("obeys", control=control)
 
-    def next_while_validating(self, step: int) -> Plan:
-        """IDLE until the running validation is done; then END, which ends this waiting only."""
-        self._lease.check()
-        if self._must_stop() or self._told_to_stop():
-            return Plan(kind=Kind.STOP, step=step)
-        with self._progress.waiting(Wait.EVALUATION):
-            self._assessor.poll(wait_s=_SLICE_S)
-        if self._assessor.running:
-            self._look_for_rejections()
-        return Plan(kind=Kind.IDLE if self._assessor.running else Kind.END, step=step)
-
-    def next_while_publishing(self, step: int) -> Plan:
-        """IDLE at once, since the publisher is waited for elsewhere; or STOP."""
-        self._lease.check()
-        return Plan(kind=Kind.STOP if self._must_stop() else Kind.IDLE, step=step)
-
-    def next_after_pause(self, step: int) -> Plan:
-        """IDLE, a moment later: before something that failed is tried again."""
-        self._lease.check()
-        with self._progress.waiting(Wait.WEIGHTS):
-            self._stop.wait(_SLICE_S)
-        return Plan(kind=Kind.STOP if self._must_stop() else Kind.IDLE, step=step)
+    # What the ranks did
 
     def start_validation(self, latest: Published | None) -> None:
         self._assessor.start(latest)
@@ -196,8 +219,7 @@ class Conductor:
         self._assessor.start_beside(step, latest)
 
     def settle(self, plan: Plan, verdicts: Sequence[Verdict], *, trained: bool) -> None:
-        if self._suspects is not None:
-            self._suspects.survived()
+        self._suspects.survived()
         self._feed.settle(plan, verdicts, trained=trained)
         sound = [entry.ticket for entry, ok in zip(plan.entries, verdicts, strict=True) if ok == Verdict.SOUND]
         if sound and not trained:
@@ -206,41 +228,32 @@ class Conductor:
 
     def note_published(self, published: Published) -> None:
         self._feed.note_version(published.version, published.step)
-        self._newest = published.version
-        self._needed_weights, self._look_for_weights_at = published.needs, 0.0
+        self._newest, self._look_for_weights_at = published, 0.0
         self._assessor.note_published(published)
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
         facts = {**self._feed.metrics(), "train_rollouts/epoch": self._data_epochs}
         self._recorder.step(step, {**metrics, **facts})
 
-    def commit(
-        self, name: CheckpointName, *, version_n: int, consumed_samples: int, files: Files | None = None
-    ) -> None:
+    def commit(self, name: CheckpointName, *, consumed_samples: int, files: Files) -> None:
         """All ranks have written: make it the newest checkpoint, then tell Redis, then make room."""
         checkpoint = self._checkpoints.commit(
             name,
             CheckpointState(
-                run_uid=self._run_uid,
+                run_uid=self._start.run_uid,
                 step=name.step,
-                version_n=version_n,
                 stream=self._feed.state(),
-                config_fingerprint=self._config_fingerprint,
                 data_fingerprint=self._data_fingerprint,
                 extra={
                     "consumed_samples": consumed_samples,
-                    "first_step": self._first_step,
+                    "first_step": self._start.first_step,
                     "config": self._config.model_dump(mode="json"),  # what a resume compares its own with
                 },
             ),
             files=files,
         )
-        try:
+        with redis_may_be_away("the next checkpoint tells of this one"):
             self._feed.committed(checkpoint.state.stream, step=name.step)
-        except (Fenced, RunGone):
-            raise
-        except TransportError as error:
-            log.warning("Redis does not know of the checkpoint yet; the next one tells it", error=str(error))
         self._assessor.note_committed(name)
         self._prune(name.epoch)
         self._stream.event("checkpoint", name=str(name), step=name.step)
@@ -254,19 +267,3 @@ class Conductor:
             )
         except OSError as error:
             log.warning("old checkpoints not removed", error=str(error))
-
-    def release(self, state: RunState) -> None:
-        self._stream.release(state)
-
-    def _is_over(self, step: int) -> bool:
-        return 0 <= self._config.training.max_steps <= step
-
-    def _must_stop(self) -> bool:
-        """A signal says so, or this job has had its time: the next one goes on."""
-        if self._stop.is_set():
-            return True
-        limit = self._config.training.max_time
-        if limit is None or self._clock() - self._job_began < max_time_s(limit):
-            return False
-        log.info("the time of this job is over", max_time=limit)
-        return True

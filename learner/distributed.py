@@ -49,26 +49,23 @@ class World:
     def mesh(self) -> DeviceMesh:
         """Of all ranks, to shard a model over. Of a single one too, for what FSDP does beside sharding."""
         if not dist.is_initialized():
-            dist.init_process_group(_backend(self.device), store=dist.HashStore(), rank=0, world_size=1)
+            store = dist.HashStore()  # type: ignore[attr-defined]  # torch documents it, and does not list it as public
+            dist.init_process_group(_backend(self.device), store=store, rank=0, world_size=1)
         return init_device_mesh(self.device.type, (self.size,))
 
     def barrier(self) -> None:
         self.total(np.zeros(1))
 
-    def broadcast(self, values: npt.NDArray[np.int64] | None) -> npt.NDArray[np.int64]:
-        """Rank 0's integers on every rank; the others pass None."""
+    def broadcast(self, data: bytes | None) -> bytes:
+        """Rank 0's bytes on every rank; the others pass None."""
         if self.size == 1:
-            assert values is not None
-            return values
-        length = torch.tensor([0 if values is None else len(values)])
+            assert data is not None
+            return data
+        length = torch.tensor([0 if data is None else len(data)])
         dist.broadcast(length, src=0, group=self.group)
-        payload = torch.zeros(int(length), dtype=torch.int64) if values is None else torch.from_numpy(values)
+        payload = torch.zeros(int(length), dtype=torch.uint8) if data is None else _to_tensor(data)
         dist.broadcast(payload, src=0, group=self.group)
-        return payload.numpy()
-
-    def broadcast_bytes(self, data: bytes | None) -> bytes:
-        values = None if data is None else np.frombuffer(data, dtype=np.uint8).astype(np.int64)
-        return self.broadcast(values).astype(np.uint8).tobytes()
+        return payload.numpy().tobytes()
 
     def total(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         return self._reduce(values, dist.ReduceOp.SUM)
@@ -87,7 +84,7 @@ class World:
         dist.all_gather(lengths, torch.tensor([len(data)]), group=self.group)
         room = max(int(n) for n in lengths)
         mine = torch.zeros(room, dtype=torch.uint8)
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
+        mine[: len(data)] = _to_tensor(data)
         parts = [torch.zeros(room, dtype=torch.uint8) for _ in range(self.size)]
         dist.all_gather(parts, mine, group=self.group)
         return [part[: int(n)].numpy().tobytes() for part, n in zip(parts, lengths, strict=True)]
@@ -115,6 +112,10 @@ def join_world(environment: Mapping[str, str], *, timeout_s: float) -> Iterator[
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _to_tensor(data: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(bytearray(data), dtype=np.uint8))
 
 
 def _backend(device: torch.device) -> str:

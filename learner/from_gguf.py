@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from torch import nn
 
 from streamrl.errors import DataError, UserError
 
@@ -30,7 +31,8 @@ def convert(file: Path, output: Path, *, dtype: torch.dtype, say: Callable[[str]
     read = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     model = plain(read)
     say("step 3 of 3, writing")
-    model.to(dtype).save_pretrained(output)
+    nn.Module.to(model, dtype)
+    model.save_pretrained(output)
     tokenizer.save_pretrained(output)
 
 
@@ -40,7 +42,7 @@ def plain(read: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with torch.device("meta"):  # random weights, for half a minute, are for nobody
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config)
     model.load_state_dict(read.state_dict(), assign=True)
     model.tie_weights()
     return model

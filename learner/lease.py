@@ -10,10 +10,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import structlog
+
 from learner.companion import companion
-from streamrl.errors import StreamrlError
+from streamrl.errors import Fenced, RunGone, StreamrlError, TransportError
 
 _RENEWALS_PER_LEASE = 4
+
+log = structlog.get_logger(__name__)
 
 
 class LeaseKeeper:
@@ -44,3 +48,14 @@ class LeaseKeeper:
             except StreamrlError as error:
                 self._error = error
                 return
+
+
+@contextmanager
+def redis_may_be_away(what: str) -> Iterator[None]:
+    """Inside, that ends nothing, and `what` is not done: the keeper decides when it has been away for too long."""
+    try:
+        yield
+    except (Fenced, RunGone):
+        raise
+    except TransportError as error:
+        log.warning(f"{what} while Redis is away", error=str(error))

@@ -9,14 +9,14 @@
 
 A round is one plan. Rank 0 decides within about a second, with IDLE when there is nothing to do, so that no rank waits
 for long without a reason that the monitor shows. All ranks follow the same plan under the same settings, so decisions
-that depend on nothing else (publish now? checkpoint now?) need no words.
+that depend on nothing else (publish now? checkpoint now?) need no words. No rank asks which one it is, or whether the
+run is a replay: its conductor (`learner.following`) and its publisher know.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,28 +25,25 @@ import torch
 
 from learner.checkpoints.export import export
 from learner.checkpoints.save import Saver
-from learner.conductor import Conductor
-from learner.distributed import World
-from learner.metrics.record import Timers
+from learner.following import Conducting
 from learner.metrics.tally import Tally
 from learner.policy.gradients import Batch, Gradients
-from learner.policy.model import Policy, Speech
 from learner.policy.optim import Update, learning_rate, update
+from learner.policy.policy import Policy
 from learner.policy.work import peak_flops
 from learner.publishing.outgoing import Outgoing
-from learner.publishing.publish import Publisher
-from learner.replayed import Unpublished
+from learner.publishing.publish import Publishing
 from learner.start import Start
 from learner.stream.fetch import Fetched, fetch_groups
 from learner.stream.lag import oldest_trained_step
-from learner.stream.plan import Kind, Plan, Verdict
-from learner.watchdog import Watchdog
-from streamrl.config import schema
+from learner.stream.plan import Kind, Outcome, Plan, Verdict
+from learner.surroundings import Surroundings
 from streamrl.errors import TrainingError
-from streamrl.telemetry.progress import Progress, Wait
 from streamrl.transport.seam import GroupStream
 from streamrl.transport.types import RunState
 from streamrl.wire.group import Group
+
+_BEFORE_NEXT_TRY_S = 1.0  # to publish
 
 log = structlog.get_logger(__name__)
 
@@ -55,35 +52,26 @@ log = structlog.get_logger(__name__)
 class Parts:
     """What the loop drives; all of it made before the first round."""
 
-    config: schema.Config
-    world: World
-    patient: World  # the same ranks, for waiting while one of them is at the disk
     start: Start
     stream: GroupStream  # this rank reads its groups from it
     policy: Policy
     optimizer: torch.optim.Optimizer
     gradients: Gradients
-    publisher: Publisher | Unpublished
+    publisher: Publishing
     saver: Saver
-    conductor: Conductor | None  # on rank 0
-    speech: Speech
-    progress: Progress
-    timers: Timers
-    watchdog: Watchdog
-    stop: threading.Event  # this rank was told to end; all end together
+    conductor: Conducting
 
 
 class Loop:
-    def __init__(self, parts: Parts) -> None:
-        self._parts, self._config, self._world = parts, parts.config, parts.world
-        self._conductor, self._progress, self._timers = parts.conductor, parts.progress, parts.timers
+    def __init__(self, around: Surroundings, parts: Parts) -> None:
+        self._around, self._parts, self._config, self._world = around, parts, around.config, around.world
+        self._conductor, self._progress, self._timers = parts.conductor, around.progress, around.timers
         self._outgoing = Outgoing(
             publisher=parts.publisher,
-            max_ahead=parts.config.lag.max_steps,
+            max_ahead=around.config.lag.max_steps,
             conductor=parts.conductor,
-            told_to_stop=lambda: self._agree(Conductor.next_while_publishing).kind is Kind.STOP,
-            progress=parts.progress,
-            timers=parts.timers,
+            progress=around.progress,
+            timers=around.timers,
         )
         self._step = parts.start.step  # optimizer steps made
         self._consumed_samples = parts.start.consumed_samples
@@ -92,106 +80,87 @@ class Loop:
 
     def run(self) -> RunState:
         """Train until the data, the steps, the time or the operator's patience are used up."""
-        ending = self._begin()
-        if ending is not Kind.STOP:
-            ending = self._train()
-        if ending is Kind.END:
-            ending = self._close()
+        finished = self._begin() and self._train() and self._close()
         if not self._save():
             raise TrainingError(f"the last checkpoint could not be written to {self._config.folder}; the log says why")
-        if ending is Kind.STOP:
+        if not finished:
             return "stopped"
         self._progress.working("export")
-        with self._parts.watchdog.at_disk():
-            export(self._parts.policy, self._parts.speech.tokenizer, self._config, self._parts.patient)
+        with self._around.watchdog.at_disk():
+            export(self._parts.policy, self._around.speech.tokenizer, self._config, self._around.patient)
         return "finished"
 
-    # The three acts
+    # The three acts; False, here and below: told to stop before the end
 
-    def _begin(self) -> Kind:
+    def _begin(self) -> bool:
         """No ticket goes out before workers can have weights and "before" has been measured."""
-        if self._publish_at_last() is Kind.STOP:
-            return Kind.STOP
         fresh = self._parts.start.checkpoint is None
-        return self._validate() if fresh and self._config.validation.at_start else Kind.END
+        return self._publish() and (self._validate() if fresh and self._config.validation.at_start else True)
 
-    def _train(self) -> Kind:
+    def _train(self) -> bool:
         while True:
             self._outgoing.settle()
             # Workers that cannot have younger weights would answer with tokens that are too old.
-            keeps_up = self._outgoing.keeps_up(self._step)
-            plan = self._agree(Conductor.next_plan if keeps_up else Conductor.next_without_a_step)
+            plan = self._conductor.next_plan(self._step, may_train=self._outgoing.keeps_up(self._step))
             match plan.kind:
                 case Kind.STEP:
-                    self._train_on(plan)
+                    self._make_step(plan)
                 case Kind.IDLE:
                     self._outgoing.retry(self._step)
                 case Kind.COMMIT:
                     self._save()
                 case Kind.PUBLISH:
                     self._outgoing.send_whole(self._step)
-                case _:
-                    return plan.kind
+                case Kind.END | Kind.STOP:
+                    return plan.kind is Kind.END
 
-    def _close(self) -> Kind:
+    def _close(self) -> bool:
         """Workers get the last weights, and show how good they are."""
         if not self._outgoing.wait():
-            return Kind.STOP
+            return False
         latest = self._outgoing.latest
-        if (latest is None or latest.step != self._step) and self._publish_at_last() is Kind.STOP:
-            return Kind.STOP
-        return self._validate() if self._config.validation.at_end else Kind.END
+        if (latest is None or latest.step != self._step) and not self._publish():
+            return False
+        return self._validate() if self._config.validation.at_end else True
 
-    def _validate(self) -> Kind:
-        """Of the newest version, after what may still run beside training: that is of an older one."""
-        if self._await_answers() is Kind.STOP:
-            return Kind.STOP
-        if self._conductor is not None:
-            self._conductor.start_validation(self._outgoing.latest)
-        return self._await_answers()
-
-    def _await_answers(self) -> Kind:
-        """END when no validation runs any more, STOP when told to stop before."""
-        while (plan := self._agree(Conductor.next_while_validating)).kind is Kind.IDLE:
-            pass
-        return plan.kind
-
-    def _publish_at_last(self) -> Kind:
-        """Publish, again and again if need be; END when done, STOP when told to stop before."""
+    def _publish(self) -> bool:
+        """Again and again if need be."""
         while not self._outgoing.send(self._step):
-            if self._agree(Conductor.next_after_pause).kind is Kind.STOP:
-                return Kind.STOP
-        return Kind.END
+            if self._conductor.must_stop(after_s=_BEFORE_NEXT_TRY_S):
+                return False
+        return True
 
-    def _agree(self, decide: Callable[[Conductor, int], Plan]) -> Plan:
-        """Rank 0 decides, all follow."""
-        self._parts.watchdog.beat()
-        if self._conductor is not None:
-            plan = decide(self._conductor, self._step)
-            self._world.broadcast(plan.to_array())
-            return plan
-        with self._progress.waiting(Wait.PEERS):
-            return Plan.from_array(self._world.broadcast(None))
+    def _validate(self) -> bool:
+        """Of the newest version, after what may still run beside training: that is of an older one."""
+        if not self._await_validation():
+            return False
+        self._conductor.start_validation(self._outgoing.latest)
+        return self._await_validation()
+
+    def _await_validation(self) -> bool:
+        while (outcome := self._conductor.look_at_validation()) is Outcome.WAITING:
+            pass
+        return outcome is Outcome.DONE
 
     # One step
 
-    def _train_on(self, plan: Plan) -> None:
+    def _make_step(self, plan: Plan) -> None:
+        """fetch ─► gradients ─► updates ─► settle ─► publish ─► validate ─► commit ─► record"""
         self._progress.working("train")
+        tally = Tally(sources=tuple(self._config.rewards), step=self._step, is_dead=self._parts.start.is_dead)
         fetched, verdicts = self._fetch(plan)
-        tally = self._tally()
         tally.add_masked(fetched.num_masked)
-        made = self._learn(fetched.groups, tally) if Verdict.SOUND in verdicts else []
-        applied = [one for one in made if one.applied]
-        if self._conductor is not None:
-            self._conductor.settle(plan, verdicts, trained=bool(applied))
-        if made:
-            self._guard(made[-1])
+        updates = self._learn(fetched.groups, tally) if Verdict.SOUND in verdicts else []
+        applied = [one for one in updates if one.applied]
+        self._conductor.settle(plan, verdicts, trained=bool(applied))
+        self._guard(updates)
         if not applied:
             return
         self._step += 1
         if self._step % self._config.weights.publish_every == 0:
             self._outgoing.send_beside(self._step)
-        self._validate_beside()
+        if self._config.validation.every_steps and self._step % self._config.validation.every_steps == 0:
+            self._conductor.validate_beside(self._step, self._outgoing.latest)
         metrics = tally.metrics(self._world)
         self._consumed_samples += int(metrics["train_rollouts/rollout_size"])
         if self._step % self._config.checkpoint.every_steps == 0:
@@ -205,19 +174,19 @@ class Loop:
             self._parts.stream,
             plan,
             rank=self._world.rank,
-            vocabulary=self._parts.speech.vocabulary,
+            vocabulary=self._around.speech.vocabulary,
             oldest_step=oldest_trained_step(self._config.lag, plan.step),
         )
-        told = float(self._parts.stop.is_set())
+        told = float(self._around.stop.is_set())
         *verdicts, num_told = self._world.total(np.append(fetched.verdicts, told))
         if num_told:  # of whichever machine: rank 0 ends all with its next plan
-            self._parts.stop.set()
+            self._around.stop.set()
         return fetched, [Verdict(int(verdict)) for verdict in verdicts]
 
     def _learn(self, groups: Sequence[Group], tally: Tally) -> list[Update]:
         """An update for each pass over the batch; none after one that had to be skipped."""
         made: list[Update] = []
-        with self._timers.measure("train"), self._parts.watchdog.computing():
+        with self._timers.measure("train"), self._around.watchdog.computing():
             with self._timers.measure("init_logprobs"):
                 batch = self._parts.gradients.prepare(groups, tally)
             while len(made) < self._config.algorithm.reinforce_epochs and (not made or made[-1].applied):
@@ -236,8 +205,11 @@ class Loop:
             world=self._world,
         )
 
-    def _guard(self, made: Update) -> None:
+    def _guard(self, updates: Sequence[Update]) -> None:
         """All ranks count alike, so all of them stop alike."""
+        if not updates:
+            return
+        made = updates[-1]
         if made.applied:
             self._num_skipped_in_row = 0
             return
@@ -250,29 +222,16 @@ class Loop:
                 f"(training.max_skipped_in_row); the last checkpoint is sound: try a smaller optimizer.lr"
             )
 
-    def _validate_beside(self) -> None:
-        """Ask now and then how good the newest weights are; training goes on meanwhile."""
-        every = self._config.validation.every_steps
-        if self._conductor is not None and every and self._step % every == 0:
-            self._conductor.validate_beside(self._step, self._outgoing.latest)
-
     def _save(self) -> bool:
         self._progress.working("checkpoint")
-        with self._parts.watchdog.at_disk(), self._timers.measure("checkpoint"):
-            return self._parts.saver.save(
-                self._step, version_n=self._outgoing.last_n, consumed_samples=self._consumed_samples
-            )
-
-    def _tally(self) -> Tally:
-        return Tally(sources=tuple(self._config.rewards), step=self._step, is_dead=self._parts.start.is_dead)
+        with self._around.watchdog.at_disk(), self._timers.measure("checkpoint"):
+            return self._parts.saver.save(self._step, consumed_samples=self._consumed_samples)
 
     def _record(self, metrics: Mapping[str, float], made: Update) -> None:
         now = time.perf_counter()
         step_s, self._step_began = now - self._step_began, now
         timers = {**self._timers.take(), "timers/step": step_s}
         idle = {f"idle/{wait}": waited_s / step_s for wait, waited_s in self._progress.take_waits().items()}
-        if self._conductor is None:
-            return
         latest = self._outgoing.latest
         assert latest is not None, "the first version is published before the first step"
         self._conductor.record(

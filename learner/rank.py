@@ -1,4 +1,4 @@
-"""One rank at work: what it was given, and its way from the Start that all were told to the end of the loop.
+"""One rank at work: its way from the Start that all were told to the end of the loop.
 
 Start ─► restore ─► all are there ─► loop ─► how it ended
 
@@ -9,68 +9,25 @@ conductor and publisher.
 from __future__ import annotations
 
 import gc
-import threading
-from dataclasses import dataclass
 
 import numpy as np
 
-from learner.algorithms import make_algorithm
 from learner.checkpoints.checkpoint import CheckpointRoot
 from learner.checkpoints.epochs import CheckpointName
 from learner.checkpoints.save import Saver
 from learner.checkpoints.state import load_state
-from learner.conductor import Conductor
-from learner.distributed import World
+from learner.following import Conducting
 from learner.loop import Loop, Parts
-from learner.metrics.record import Timers
 from learner.policy.gradients import Gradients
-from learner.policy.model import Policy, Speech
 from learner.policy.optim import make_optimizer
+from learner.policy.policy import Policy
 from learner.policy.reference import make_reference
-from learner.publishing.publish import Publisher
-from learner.replayed import Unpublished
+from learner.publishing.publish import Publishing
 from learner.start import Start
-from learner.stream.data import PromptSet
-from learner.watchdog import Watchdog
-from streamrl.config import schema
-from streamrl.telemetry.progress import Progress
+from learner.surroundings import Surroundings
+from streamrl.recipe.algorithms import make_algorithm
 from streamrl.transport.seam import GroupStream
 from streamrl.transport.types import RunState
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """What this rank was given to work with."""
-
-    config: schema.Config
-    world: World
-    patient: World  # the same ranks, for waiting while one of them is at the disk
-    speech: Speech
-    progress: Progress
-    watchdog: Watchdog
-    timers: Timers
-    stop: threading.Event  # a signal asked us, or another rank, to end
-    job_began: float  # on the clock of `time.monotonic`
-    elastic: bool = False  # whoever is asked to end leaves, and the other machines go on
-
-
-def stall_limit_s(config: schema.Config) -> float:
-    """Without a round of the loop for so long a rank ends itself: longer than Redis may be away, twice over."""
-    return 60 + 2 * config.redis.give_up_after_s
-
-
-def at_disk_s(config: schema.Config) -> float:
-    """Likewise, while files as large as the model are written or read, which one rank may do while all others wait."""
-    return stall_limit_s(config) + config.checkpoint.timeout_s
-
-
-def read_prompts_of(config: schema.Config, speech: Speech) -> tuple[PromptSet, PromptSet | None]:
-    data, seed, validation = config.data, config.seed, config.data.validation
-    train = PromptSet.load_train(tokenizer=speech.tokenizer, data=data, seed=seed)
-    if validation is None:
-        return train, None
-    key = "data.validation"
-    return train, PromptSet.load(validation, tokenizer=speech.tokenizer, data=data, seed=seed, key=key)
 
 
 def work(
@@ -78,9 +35,9 @@ def work(
     policy: Policy,
     start: Start,
     *,
-    conductor: Conductor | None,
+    conductor: Conducting,
     stream: GroupStream,
-    publisher: Publisher | Unpublished,
+    publisher: Publishing,
 ) -> RunState:
     """Every rank: restore, then the loop. "running": this rank is told to end, and others go on with the run."""
     optimizer = make_optimizer(policy, around.config.optimizer)
@@ -89,33 +46,25 @@ def work(
         name = CheckpointName.parse(start.checkpoint)
         assert name is not None, f"{start.checkpoint} is a checkpoint's name"
         load_state(checkpoints.open(name).folder, policy, optimizer, around.world)
-    loop = Loop(
-        Parts(
-            config=around.config,
-            world=around.world,
-            patient=around.patient,
-            start=start,
-            stream=stream,
-            policy=policy,
-            optimizer=optimizer,
-            gradients=_make_gradients(around, policy),
-            publisher=publisher,
-            saver=Saver(
-                policy=policy,
-                optimizer=optimizer,
-                world=around.patient,
-                checkpoints=checkpoints,
-                conductor=conductor,
-                epoch=start.epoch,
-            ),
-            conductor=conductor,
-            speech=around.speech,
-            progress=around.progress,
-            timers=around.timers,
-            watchdog=around.watchdog,
-            stop=around.stop,
-        )
+    saver = Saver(
+        policy=policy,
+        optimizer=optimizer,
+        world=around.patient,
+        checkpoints=checkpoints,
+        conductor=conductor,
+        epoch=start.epoch,
     )
+    parts = Parts(
+        start=start,
+        stream=stream,
+        policy=policy,
+        optimizer=optimizer,
+        gradients=_make_gradients(around, policy),
+        publisher=publisher,
+        saver=saver,
+        conductor=conductor,
+    )
+    loop = Loop(around, parts)
     # What is here stays. The collector would look through all of it again after every few thousand groups.
     gc.collect()
     gc.freeze()

@@ -13,34 +13,30 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import structlog
-import torch
 
-from learner.algorithms import make_algorithm
 from learner.checkpoints.export import export
 from learner.conductor import Conductor
 from learner.distributed import World
-from learner.job import job_began
+from learner.following import Conducting, Follower
 from learner.lease import LeaseKeeper
-from learner.metrics.exporters import check_exporters, open_exporters
-from learner.metrics.record import Recorder, Timers
-from learner.policy.model import Policy, load_policy, read_speech
-from learner.rank import Surroundings, at_disk_s, read_prompts_of, stall_limit_s, work
-from learner.replayed import ReplayFeed, ReplayStream, Unpublished, as_replayed, versions_of
-from learner.start import REPLAY, Claimed, Start, claim_folder, make_start
+from learner.metrics.exporters import check_exporters
+from learner.policy.policy import Policy
+from learner.policy.trial import try_out
+from learner.rank import work
+from learner.replayed import ReplayFeed, ReplayStream, Unpublished, Unsuspecting, as_replayed, versions_of
+from learner.start import REPLAY, Start, claim_folder, make_start
 from learner.stream.data import PromptSet
-from learner.watchdog import Watchdog
+from learner.surroundings import Surroundings, load_model_together, rank_progress, read_train_prompts, surround
 from streamrl.config import schema
 from streamrl.durable import create_exclusively
 from streamrl.errors import ConfigError, DataError
-from streamrl.launch.parts import RunFolder
-from streamrl.launch.preflight import only_one
+from streamrl.recipe.algorithms import make_algorithm
 from streamrl.record.read import Recording
-from streamrl.telemetry.progress import Progress
+from streamrl.run_lock import LOCK, only_one
 from streamrl.transport.types import RunState
 from streamrl.versions import epoch_of
 
@@ -52,51 +48,40 @@ def replay(
 ) -> RunState:
     """The whole life of one rank that learns from the recording in this folder."""
     config = as_replayed(config)
-    patient = world.beside(timeout_s=at_disk_s(config))
     if world.is_main:
         check_exporters(config)
-    speech = read_speech(config.model.path)
+        try_out(config.algorithm)
+    around = surround(config, world, rank_progress(world), stop=stop, environment=environment)
     recording = Recording.open(folder)
-    _check(recording, config, speech.fingerprint)
-    prompts = read_prompts_of(config, speech)[0] if world.is_main else None
-    patient.barrier()  # rank 0 reads them for as long as it takes
-    torch.manual_seed(config.seed)
-    policy = load_policy(config, world, speech.end_ids)
-    around = Surroundings(
-        config=config,
-        world=world,
-        patient=patient,
-        speech=speech,
-        progress=Progress(part=f"learner/{world.rank}", role="learner"),
-        watchdog=Watchdog(limit_s=stall_limit_s(config), at_disk_s=at_disk_s(config)),
-        timers=Timers(),
-        stop=stop,
-        job_began=job_began(environment),
-    )
-    with ExitStack() as stack:
-        stream = ReplayStream(recording)
-        stack.callback(stream.close)
-        if prompts is None:
-            start, conductor = Start.from_bytes(patient.broadcast_bytes(None)), None
-        else:
-            stack.enter_context(only_one(RunFolder(config.folder).lock, config.name))
-            start, conductor = _lead(around, recording, stream, prompts)
-            patient.broadcast_bytes(start.to_bytes())
-        publisher = Unpublished(start.epoch)
-        state = work(around, policy, start, conductor=conductor, stream=stream, publisher=publisher)
-        return _close(around, policy, stream, state)
+    _check(recording, config, around.speech.fingerprint)
+    with closing(ReplayStream(recording)) as stream:
+        return _lead(around, recording, stream) if world.is_main else _follow(around, stream)
 
 
-def _lead(
+def _follow(around: Surroundings, stream: ReplayStream) -> RunState:
+    policy = load_model_together(around)
+    start = Start.from_bytes(around.patient.broadcast(None))
+    return _work(around, policy, start, conductor=Follower(around), stream=stream)
+
+
+def _lead(around: Surroundings, recording: Recording, stream: ReplayStream) -> RunState:
+    config, prompts = around.config, read_train_prompts(around)
+    policy = load_model_together(around)
+    with only_one(config.folder / LOCK, config.name):
+        start, conductor = _begin(around, recording, stream, prompts)
+        around.patient.broadcast(start.to_bytes())
+        return _work(around, policy, start, conductor=conductor, stream=stream)
+
+
+def _begin(
     around: Surroundings, recording: Recording, stream: ReplayStream, prompts: PromptSet
 ) -> tuple[Start, Conductor]:
     config = around.config
     _mark(config.folder, recording)
     claimed = claim_folder(config, prompts)
     versions = versions_of(recording)
-    recorded_epochs = sorted({epoch_of(version) for version, _ in versions})
     # No token counts as one of a dead lineage: which of the recorded run's learners were replaced is not known here.
-    lineage = tuple((epoch, None) for epoch in recorded_epochs)
+    lineage = dict.fromkeys(epoch_of(version) for version, _ in versions)
     start = make_start(config, claimed, prompts, lineage=lineage, canary_ids=())
     log.info("replays", recording=str(recording.folder), groups=len(recording.places), goes_on_from=start.checkpoint)
     feed = ReplayFeed(
@@ -105,52 +90,22 @@ def _lead(
         versions=versions,
         prompts=prompts,
         config=config,
-        keep=make_algorithm(config.algorithm).keep,
+        keep=make_algorithm(config.algorithm).drop_reason,
         state=claimed.checkpoint.state.stream if claimed.checkpoint else None,
     )
-    return start, _make_conductor(around, claimed, stream, feed, prompts, start)
-
-
-def _make_conductor(
-    around: Surroundings,
-    claimed: Claimed,
-    stream: ReplayStream,
-    feed: ReplayFeed,
-    prompts: PromptSet,
-    start: Start,
-) -> Conductor:
-    config = around.config
-    return Conductor(
-        config=config,
-        world_size=around.world.size,
-        run_uid=start.run_uid,
-        prompts=prompts,
-        stream=stream,
-        feed=feed,
-        validation=None,
-        checkpoints=claimed.checkpoints,
-        lease=LeaseKeeper(lambda: None, lease_s=config.learner.lease_s),  # the folder's lock is held instead
-        recorder=Recorder(
-            folder=config.folder,
-            journal=stream,
-            decoder=around.speech.tokenizer,
-            epoch=start.epoch,
-            exporters=open_exporters(config, run_uid=start.run_uid),
-        ),
-        suspects=None,
-        rejections=None,
-        progress=around.progress,
-        timers=around.timers,
-        stop=around.stop,
-        first_step=start.first_step,
-        job_began=around.job_began,
+    lease = LeaseKeeper(lambda: None, lease_s=config.learner.lease_s)  # the folder's lock is held instead
+    return start, Conductor(
+        around, start, prompts=prompts, stream=stream, feed=feed, suspects=Unsuspecting(), validation=None, lease=lease
     )
 
 
-def _close(around: Surroundings, policy: Policy, stream: ReplayStream, state: RunState) -> RunState:
+def _work(
+    around: Surroundings, policy: Policy, start: Start, *, conductor: Conducting, stream: ReplayStream
+) -> RunState:
     """A recording that is used up is an end like any other. Rank 0 alone reads it, so all hear it from there."""
+    state = work(around, policy, start, conductor=conductor, stream=stream, publisher=Unpublished(start.epoch))
     used_up = stream.used_up and not around.stop.is_set()
-    told = around.world.broadcast(np.array([used_up], dtype=np.int64) if around.world.is_main else None)
+    told = around.world.broadcast(bytes([used_up]) if around.world.is_main else None)
     if state != "stopped" or not told[0]:
         return state
     log.info("the recording is used up; what is left of it is too little for a step")

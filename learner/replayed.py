@@ -1,4 +1,4 @@
-"""The learner's seams when it learns from a recording: the stream, the feed's beginning, the publisher.
+"""The learner's seams when it learns from a recording: the stream, the feed's beginning, suspects, the publisher.
 
     recording ─► ReplayStream ─► ReplayFeed ─► the same judge, plans, algorithm, checkpoints as in a live run
 
@@ -19,11 +19,13 @@ from learner.publishing.publish import Published
 from learner.stream.data import PromptSet
 from learner.stream.feed import Feed
 from learner.stream.ledger import DROPPED, LedgerState, StreamState
+from learner.stream.plan import Plan
 from streamrl.config import schema
 from streamrl.errors import WireError
 from streamrl.record.frames import Place, read_group
 from streamrl.record.read import Recording, open_group
-from streamrl.transport.types import Entry, Orders, PresentGroup, PresentTicket, RunState, entry_order
+from streamrl.telemetry.progress import Report
+from streamrl.transport.types import Entry, Orders, PresentGroup, PresentTicket, entry_order
 from streamrl.versions import make_version
 from streamrl.wire.group import GroupHeader
 from streamrl.wire.ticket import Purpose, Ticket
@@ -94,11 +96,15 @@ class ReplayStream:
 
     def trim_eval(self, *, below: str) -> None: ...
 
+    def has_manifests(self, versions: Sequence[int]) -> bool:
+        return True
+
     def event(self, kind: str, **detail: str | int | float) -> None: ...
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
-    def release(self, state: RunState) -> None: ...
+    def reports(self) -> tuple[float, Sequence[Report]]:
+        return self.now_s, ()
 
     def present_tickets(self, purpose: Purpose) -> list[PresentTicket]:
         return []
@@ -152,14 +158,22 @@ class ReplayFeed(Feed):
         """Groups are measured against the versions of the recorded run, which are known from the beginning."""
 
 
+class Unsuspecting:
+    """Steps are made as they were recorded, whoever dies."""
+
+    def begin(self, plan: Plan) -> None: ...
+
+    def survived(self) -> None: ...
+
+
 class Unpublished:
-    """In a publisher's place."""
+    """A publisher that publishes nothing: whatever was begun is out at once."""
 
     failing = False
 
     def __init__(self, epoch: int) -> None:
         self._epoch = epoch
-        self.last_n = -1
+        self._next_n = 0
         self.busy = False
         self.latest: Published | None = None
 
@@ -171,10 +185,9 @@ class Unpublished:
         return nullcontext()
 
     def begin(self, step: int, *, whole: bool = False) -> None:
-        self.last_n += 1
-        version = make_version(self._epoch, self.last_n)
+        version = make_version(self._epoch, self._next_n)
         self.latest = Published(version=version, step=step, num_bytes=0, changed_fraction=0.0)
-        self.busy = True
+        self._next_n, self.busy = self._next_n + 1, True
 
     def settle(self, *, wait_s: float = 0.0) -> Published | None:
         """Whatever was begun is out."""

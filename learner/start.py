@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import redis
 import structlog
+from pydantic import TypeAdapter
 
 from learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot
 from learner.checkpoints.epochs import CheckpointName, Epoch, Lineage, ancestry, claim_run
@@ -36,9 +36,6 @@ from streamrl.transport.learner import LearnerStream
 from streamrl.transport.tenure import await_lease, known_epoch
 from streamrl.versions import epoch_of
 
-if TYPE_CHECKING:
-    from learner.policy.model import Speech
-
 REPLAY = "replay.json"  # in the folder of a run that learns from a recording: which one
 _CANARY_TOKENS = 64
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -49,13 +46,35 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """Where the run's stream is, and who we are to it."""
+
+    client: redis.Redis
+    keys: Keys
+    holder: str
+    takeover: bool = False  # replace a learner that holds the run
+    is_restart: bool = False  # this very learner was at it already
+
+    def stream(self, config: schema.Config, *, run_uid: str, epoch: int) -> LearnerStream:
+        return LearnerStream(
+            self.client,
+            self.keys,
+            run_uid=run_uid,
+            epoch=epoch,
+            holder=self.holder,
+            lease_s=config.learner.lease_s,
+            give_up_after_s=config.redis.give_up_after_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
     """What every rank must know before the first step."""
 
     run_uid: str
     epoch: int
     checkpoint: str | None  # name of the checkpoint to go on from
-    lineage: tuple[tuple[int, int | None], ...]  # epochs that led here, each with its last step
+    lineage: Mapping[int, int | None]  # epochs that led here, each with its last step; None: all of it
     step: int  # optimizer steps made
     first_step: int  # with which the data began: a fork with new data goes on counting its source's
     consumed_samples: int
@@ -67,22 +86,18 @@ class Start:
 
     @staticmethod
     def from_bytes(data: bytes) -> Start:
-        fields = json.loads(data)
-        fields["lineage"] = tuple((epoch, last) for epoch, last in fields["lineage"])
-        return Start(**{**fields, "canary_ids": tuple(fields["canary_ids"])})
+        return TypeAdapter(Start).validate_json(data)
 
     def is_dead(self, version: int, step: int) -> bool:
         """Whether this version, of this optimizer step, belongs to a branch that was given up."""
-        return not Lineage(dict(self.lineage)).holds(CheckpointName(epoch_of(version), step))
+        return not Lineage(self.lineage).holds(CheckpointName(epoch_of(version), step))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claimed:
     """A run's folder is ours: the newest epoch in it is."""
 
-    run_uid: str
     epoch: Epoch
-    checkpoints: CheckpointRoot
     checkpoint: Checkpoint | None  # to go on from
 
 
@@ -92,7 +107,6 @@ class Admitted:
 
     start: Start
     stream: LearnerStream
-    checkpoints: CheckpointRoot
     checkpoint: Checkpoint | None
 
 
@@ -110,49 +124,40 @@ def was_restarted(environment: Mapping[str, str]) -> bool:
 
 
 def admit(
-    *,
-    config: schema.Config,
-    client: redis.Redis,
-    keys: Keys,
-    keeper: LeaseKeeper,
-    prompts: PromptSet,
-    speech: Speech,
-    holder: str,
-    takeover: bool = False,
-    is_restart: bool = False,
+    *, config: schema.Config, server: Server, keeper: LeaseKeeper, prompts: PromptSet, fingerprint: str
 ) -> Admitted:
     """After `take_lease`: claim the epoch and the run. RunGone where it was removed; `takeover` begins it anew. The
-    operator's word to end, said to a learner that has gone, holds for its restarts only."""
+    operator's word to end, said to a learner that has gone, holds for its restarts only. `fingerprint`: of model and
+    tokenizer."""
     if (config.folder / REPLAY).exists():
         raise ConfigError(f"{config.folder} is the replay of a recording, which goes on with --replay only")
     # However long it took to get here: another may have waited for our lease to end.
-    still_ours = partial(await_lease, client, keys, holder=holder, lease_s=config.learner.lease_s, wait_s=0.0)
-    known = partial(known_epoch, client, keys, takeover=takeover, give_up_after_s=config.redis.give_up_after_s)
-    claim = partial(claim_folder, config, prompts, confirm=still_ours, known=known)
-    claimed = once_there_is_room(claim, patience_s=config.redis.give_up_after_s, check=keeper.check)
-    epoch = claimed.epoch.number
-    stream = LearnerStream(
-        client,
-        keys,
-        run_uid=claimed.run_uid,
-        epoch=epoch,
-        holder=holder,
-        lease_s=config.learner.lease_s,
-        give_up_after_s=config.redis.give_up_after_s,
+    still_ours = partial(
+        await_lease, server.client, server.keys, holder=server.holder, lease_s=config.learner.lease_s, wait_s=0.0
     )
+    give_up_after_s = config.redis.give_up_after_s
+    known = partial(known_epoch, server.client, server.keys, takeover=server.takeover, give_up_after_s=give_up_after_s)
+    claim = partial(claim_folder, config, prompts, confirm=still_ours, known=known)
+    claimed = once_there_is_room(claim, patience_s=give_up_after_s, check=keeper.check)
+    stream = server.stream(config, run_uid=claimed.epoch.run_uid, epoch=claimed.epoch.number)
     stream.claim(
         config_json=config_to_json(config),
-        fingerprint=speech.fingerprint,
-        takeover=takeover,
+        fingerprint=fingerprint,
+        takeover=server.takeover,
         wait_s=config.learner.lease_s,
     )
     keeper.renew_with(stream.renew)
-    if not is_restart:
+    if not server.is_restart:
         stream.forget_end()
-    log.info("learner of the run", run_uid=claimed.run_uid, epoch=epoch, checkpoint=str(claimed.epoch.parent))
-    lineage = tuple(ancestry(config.folder).last_steps.items())
+    log.info(
+        "learner of the run",
+        run_uid=claimed.epoch.run_uid,
+        epoch=claimed.epoch.number,
+        checkpoint=str(claimed.epoch.parent),
+    )
+    lineage = ancestry(config.folder).last_steps
     start = make_start(config, claimed, prompts, lineage=lineage, canary_ids=_canary_ids(prompts))
-    return Admitted(start=start, stream=stream, checkpoints=claimed.checkpoints, checkpoint=claimed.checkpoint)
+    return Admitted(start=start, stream=stream, checkpoint=claimed.checkpoint)
 
 
 def claim_folder(
@@ -177,7 +182,7 @@ def claim_folder(
             f"{checkpoint.folder} was made with other prompts, seed or order than data.train = {_paths(config.data)} "
             "gives now: tickets would mean other prompts"
         )
-    return Claimed(run_uid=run_uid, epoch=epoch, checkpoints=root, checkpoint=checkpoint)
+    return Claimed(epoch=epoch, checkpoint=checkpoint)
 
 
 def once_there_is_room(
@@ -206,14 +211,14 @@ def make_start(
     claimed: Claimed,
     prompts: PromptSet,
     *,
-    lineage: tuple[tuple[int, int | None], ...],
+    lineage: Mapping[int, int | None],
     canary_ids: tuple[int, ...],
 ) -> Start:
     checkpoint = claimed.checkpoint
     extra = checkpoint.state.extra if checkpoint else {}
     first_step = extra.get("first_step", 0)
     return Start(
-        run_uid=claimed.run_uid,
+        run_uid=claimed.epoch.run_uid,
         epoch=claimed.epoch.number,
         checkpoint=str(checkpoint.name) if checkpoint else None,
         lineage=lineage,
@@ -225,12 +230,12 @@ def make_start(
     )
 
 
-def take_lease(config: schema.Config, client: redis.Redis, keys: Keys, *, holder: str, takeover: bool = False) -> None:
+def take_lease(config: schema.Config, server: Server, *, takeover: bool = False) -> None:
     """Wait for our turn, at most two leases: who does not renew is gone by then, who does is not to be disturbed."""
     await_lease(
-        client,
-        keys,
-        holder=holder,
+        server.client,
+        server.keys,
+        holder=server.holder,
         lease_s=config.learner.lease_s,
         wait_s=2 * config.learner.lease_s,
         takeover=takeover,

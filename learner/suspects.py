@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 import structlog
+from pydantic import TypeAdapter
 
 from learner.stream.plan import Plan
 from streamrl.wire.group import GroupHeader
@@ -127,8 +128,7 @@ def _common(plan: tuple[int, ...], suspects: Collection[int]) -> tuple[int, ...]
 
 def _read(path: Path) -> Note:
     try:
-        fields = json.loads(path.read_bytes())
-        return Note(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
-    except (OSError, ValueError, TypeError) as error:
+        return TypeAdapter(Note).validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
         log.warning("note of the last plan ignored", path=str(path), error=str(error))
         return Note()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from streamrl.config import schema
 from streamrl.errors import WireError
 from streamrl.transport.seam import GroupStream
 from streamrl.transport.types import START, Entry
-from streamrl.wire.group import Group, Sample, decode_body, decode_header
+from streamrl.wire.group import Group, decode_body, decode_header
 from streamrl.wire.ticket import Ticket
 
 _READ_COUNT = 64
@@ -47,32 +47,9 @@ class Answer:
 class ValidationResult:
     step: int  # the version's, as asked for
     version: int
-    num_prompts: int  # asked
-    num_answered: int
-    num_failed: int  # given up after too many failures; the rest did not answer in time
-    duration_s: float
-    reward: float | None = None  # mean over samples; None, here and below, when nobody answered
-    rewards: Mapping[str, float] = field(default_factory=dict)  # the same by source
-    response_length: float | None = None
-    finished: float | None = None  # share that ended by themselves
-    version_steps: tuple[int, int] | None = None  # oldest and newest step that made a token
+    complete: bool  # every prompt was answered; else some were given up, or not answered in time
+    metrics: Mapping[str, float]
     shown: tuple[Answer, ...] = ()
-
-    @property
-    def complete(self) -> bool:
-        return self.num_answered == self.num_prompts
-
-    def metrics(self) -> dict[str, float]:
-        found = {
-            "val_rollouts/rewards": self.reward,
-            "val_rollouts/response_lengths": self.response_length,
-            "val_rollouts/fraction_of_samples_properly_ended": self.finished,
-            "val_rollouts/num_prompts": float(self.num_answered),
-            "val_rollouts/min_version_step": self.version_steps and float(self.version_steps[0]),
-            "val_rollouts/max_version_step": self.version_steps and float(self.version_steps[1]),
-            **{f"val_rollouts/rewards/{source}": mean for source, mean in self.rewards.items()},
-        }
-        return {name: value for name, value in found.items() if value is not None}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,7 +63,6 @@ class _Round:
     attempts: dict[int, int]  # reported failures of the tickets that are open
     answers: dict[int, Group]
     unsent: list[int]  # tickets that are yet to go out
-    num_failed: int = 0
 
 
 class Validation:
@@ -155,7 +131,7 @@ class Validation:
             )
             self._withdraw()
         self._round = None
-        return self._summarise(current, duration_s)
+        return self._summarise(current)
 
     def _receive(self, current: _Round, entry: Entry) -> None:
         if entry.run_uid != self._run_uid or entry.number not in current.attempts:
@@ -167,7 +143,6 @@ class Validation:
             if current.attempts[entry.number] < self._max_attempts:
                 current.unsent.append(entry.number)
                 return
-            current.num_failed += 1
             log.warning("validation prompt given up", line=self._prompt(current, entry.number).line, error=str(error))
         del current.attempts[entry.number]
 
@@ -212,22 +187,13 @@ class Validation:
     def _prompt(self, current: _Round, number: int) -> Prompt:
         return self._prompts[number - current.numbers.start]
 
-    def _summarise(self, current: _Round, duration_s: float) -> ValidationResult:
+    def _summarise(self, current: _Round) -> ValidationResult:
         answers = [(self._prompt(current, number), current.answers[number]) for number in sorted(current.answers)]
-        samples = [sample for _, group in answers for sample in group.samples]
-        steps = [span.step for sample in samples for span in sample.spans]
         return ValidationResult(
             step=current.step,
             version=current.version,
-            num_prompts=len(current.numbers),
-            num_answered=len(answers),
-            num_failed=current.num_failed,
-            duration_s=duration_s,
-            reward=_mean(sample.reward for sample in samples),
-            rewards=_mean_by_source(samples),
-            response_length=_mean(len(sample.token_ids) for sample in samples),
-            finished=_mean(sample.finish_reason == "stop" for sample in samples),
-            version_steps=(min(steps), max(steps)) if steps else None,
+            complete=len(answers) == len(current.numbers),
+            metrics=_metrics([group for _, group in answers]),
             shown=tuple(
                 Answer(
                     prompt=prompt.text,
@@ -240,12 +206,22 @@ class Validation:
         )
 
 
-def _mean(values: Iterable[float]) -> float | None:
+def _metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Means over samples, where somebody answered."""
+    samples = [sample for group in groups for sample in group.samples]
+    steps = [span.step for sample in samples for span in sample.spans]
+    found = {"val_rollouts/num_prompts": float(len(groups))}
+    if samples:
+        found["val_rollouts/rewards"] = _mean(sample.reward for sample in samples)
+        found["val_rollouts/response_lengths"] = _mean(len(sample.token_ids) for sample in samples)
+        found["val_rollouts/fraction_of_samples_properly_ended"] = _mean(s.finish_reason == "stop" for s in samples)
+    if steps:
+        found["val_rollouts/min_version_step"], found["val_rollouts/max_version_step"] = min(steps), max(steps)
+    for source in sorted({source for sample in samples for source in sample.rewards}):
+        found[f"val_rollouts/rewards/{source}"] = _mean(s.rewards[source] for s in samples if source in s.rewards)
+    return found
+
+
+def _mean(values: Iterable[float]) -> float:
     listed = list(values)
-    return sum(listed) / len(listed) if listed else None
-
-
-def _mean_by_source(samples: Sequence[Sample]) -> dict[str, float]:
-    sources = {source for sample in samples for source in sample.rewards}
-    means = {source: _mean(s.rewards[source] for s in samples if source in s.rewards) for source in sorted(sources)}
-    return {source: mean for source, mean in means.items() if mean is not None}
+    return sum(listed) / len(listed)

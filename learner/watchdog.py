@@ -19,8 +19,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import NoReturn
+from contextlib import AbstractContextManager, contextmanager
+from typing import Literal, NoReturn
 
 from learner.companion import companion
 
@@ -28,6 +28,8 @@ EXIT_STALLED = 75
 _LEAST_S = 60.0
 _TIMES_THE_LONGEST = 20
 _ENOUGH_SEEN = 10  # micro-batches; the first ones take longer
+
+_Phase = Literal["anywhere", "computing", "at disk"]
 
 
 class Watchdog:
@@ -44,39 +46,35 @@ class Watchdog:
         self._check_every_s, self._clock = check_every_s, clock
         self._on_stall = on_stall or _end_process
         self._last = clock()
-        self._computing = self._is_at_disk = False
+        self._phase: _Phase = "anywhere"
         self._num_seen, self._longest_s = 0, 0.0  # of what lies between two beats while computing
         self._stopped = threading.Event()
 
     def beat(self) -> None:
         """The loop got on: to be called at every round and between long phases."""
         now = self._clock()
-        if self._computing:
+        if self._phase == "computing":
             self._num_seen += 1
             self._longest_s = max(self._longest_s, now - self._last)
         self._last = now
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
+    def computing(self) -> AbstractContextManager[None]:
         """Inside, this rank waits for nobody but its peers, who do the same; it beats after each micro-batch."""
-        self.beat()
-        self._computing = True
-        try:
-            yield
-        finally:
-            self.beat()
-            self._computing = False
+        return self._during("computing")
+
+    def at_disk(self) -> AbstractContextManager[None]:
+        """Inside, all ranks write a checkpoint or the finished model, or wait for the one that does."""
+        return self._during("at disk")
 
     @contextmanager
-    def at_disk(self) -> Iterator[None]:
-        """Inside, all ranks write a checkpoint or the finished model, or wait for the one that does."""
+    def _during(self, phase: _Phase) -> Iterator[None]:
         self.beat()
-        self._is_at_disk = True
+        self._phase = phase
         try:
             yield
         finally:
             self.beat()
-            self._is_at_disk = False
+            self._phase = "anywhere"
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -93,9 +91,9 @@ class Watchdog:
 
     @property
     def _bound_s(self) -> float:
-        if self._is_at_disk:
+        if self._phase == "at disk":
             return self._at_disk_s
-        if not self._computing or self._num_seen < _ENOUGH_SEEN:
+        if self._phase == "anywhere" or self._num_seen < _ENOUGH_SEEN:
             return self._limit_s
         return min(self._limit_s, max(_LEAST_S, _TIMES_THE_LONGEST * self._longest_s))
 

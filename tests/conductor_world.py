@@ -8,17 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from learner.checkpoints.checkpoint import CheckpointRoot
 from learner.conductor import Conductor
+from learner.distributed import World
 from learner.lease import LeaseKeeper
-from learner.metrics.record import Recorder, Timers
+from learner.metrics.record import Timers
+from learner.policy.model import Speech
 from learner.publishing.publish import Published
-from learner.rejections import Rejections
+from learner.start import Start
 from learner.stream.ledger import StreamState
 from learner.stream.plan import Kind, Plan
+from learner.surroundings import Surroundings
 from learner.suspects import Suspects
 from learner.validation import Answer, ValidationResult
+from learner.watchdog import Watchdog
 from streamrl.config import schema
 from streamrl.telemetry.progress import Progress, Report, Wait
 from streamrl.versions import make_version
@@ -28,11 +33,8 @@ from tests.learner_cases import learner_config
 RESULT = ValidationResult(
     step=3,
     version=make_version(1, 3),
-    num_prompts=1,
-    num_answered=1,
-    num_failed=0,
-    duration_s=1.0,
-    reward=0.5,
+    complete=True,
+    metrics={"val_rollouts/rewards": 0.5, "val_rollouts/num_prompts": 1.0},
     shown=(Answer(prompt="say", fields={"n": 1}, token_ids=np.array([5, 6], dtype=np.int32), reward=0.5),),
 )
 
@@ -94,14 +96,6 @@ class FakeValidation:
         return None if self._looks_left else RESULT
 
 
-class FakeJournal:
-    def __init__(self) -> None:
-        self.records: list[tuple[int, Mapping[str, float]]] = []
-
-    def record(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.records.append((step, metrics))
-
-
 class FakeTokenizer:
     def decode(self, token_ids: Any, skip_special_tokens: bool = False) -> str:
         return " ".join(map(str, token_ids))
@@ -111,6 +105,8 @@ class FakeStream:
     """Has these manifests; an error is raised."""
 
     def __init__(self) -> None:
+        self.records: list[tuple[int, Mapping[str, float]]] = []
+        self.told: list[Report] = []
         self.manifests: set[int] = set()
         self.trouble: Exception | None = None
         self.looks = 0
@@ -123,6 +119,63 @@ class FakeStream:
 
     def event(self, kind: str, **detail: str | int | float) -> None: ...
 
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.records.append((step, metrics))
+
+    def reports(self) -> tuple[float, Sequence[Report]]:
+        return 1000.0, self.told
+
+
+class Wire:
+    """Of two ranks: what the first says, the other hears."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self._said: list[bytes] = []
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        if data is None:
+            return self._said.pop(0)
+        self._said.append(data)
+        return data
+
+
+ALONE = World(rank=0, size=1, device=torch.device("cpu"))
+
+
+def surroundings(config: schema.Config, **changes: Any) -> Surroundings:
+    """Of a rank that is alone; `changes` instead of what it would have."""
+    speech = Speech(tokenizer=FakeTokenizer(), end_ids=(1,), vocabulary=50, fingerprint="model")
+    given = {
+        "config": config,
+        "world": ALONE,
+        "patient": ALONE,
+        "speech": speech,
+        "progress": Progress(part="learner/0", role="learner"),
+        "watchdog": Watchdog(limit_s=300.0, at_disk_s=300.0),
+        "timers": Timers(),
+        "stop": threading.Event(),
+        "job_began": 0.0,
+    }
+    return Surroundings(**{**given, **changes})
+
+
+def start_of(**changes: Any) -> Start:
+    """From the beginning."""
+    given = {
+        "run_uid": "run",
+        "epoch": 1,
+        "checkpoint": None,
+        "lineage": {1: None},
+        "step": 0,
+        "consumed_samples": 0,
+        "first_step": 0,
+        "total_steps": 0,
+        "canary_ids": (),
+    }
+    return Start(**{**given, **changes})
+
 
 class Scene:
     def __init__(
@@ -131,35 +184,28 @@ class Scene:
         *answers: Plan | Exception | None,
         validation: Any = None,
         checkpoint: schema.Checkpoint | None = None,
+        world: Any = ALONE,
         **training: Any,
     ) -> None:
         config = learner_config(
             folder, dir=folder, checkpoint=checkpoint or schema.Checkpoint(), training=schema.Training(**training)
         )
         config.folder.mkdir()
-        self.folder, self.stop, self.clock, self.journal = config.folder, threading.Event(), Clock(), FakeJournal()
+        self.folder, self.clock = config.folder, Clock()
         self.stream, self.feed = FakeStream(), FakeFeed(*answers)
         self.validation = validation or FakeValidation()
-        self.reports: list[Report] = []
         self.checkpoints = CheckpointRoot(config.folder)
+        around = surroundings(config, world=world, job_began=self.clock() - 100.0)
+        self.stop = around.stop
         self.conductor = Conductor(
-            config=config,
-            world_size=1,
-            run_uid="run",
+            around,
+            start_of(),
             prompts=make_prompts(3),
             stream=self.stream,
             feed=self.feed,
-            validation=self.validation,
-            checkpoints=self.checkpoints,
-            lease=LeaseKeeper(lambda: None, lease_s=1.0),
-            recorder=Recorder(folder=config.folder, journal=self.journal, decoder=FakeTokenizer(), epoch=1),
             suspects=Suspects(config.folder, epoch=1),
-            rejections=Rejections(lambda: (1000.0, self.reports), give_up_after_s=300.0, clock=self.clock),
-            progress=Progress(part="learner/0", role="learner"),
-            timers=Timers(),
-            stop=self.stop,
-            first_step=0,
-            job_began=self.clock() - 100.0,
+            validation=self.validation,
+            lease=LeaseKeeper(lambda: None, lease_s=1.0),
             clock=self.clock,
         )
 

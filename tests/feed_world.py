@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from learner.checkpoints.journal import Ending
-from learner.stream.data import NumSkipped, Prompt, PromptSet
+from learner.stream.data import Prompt, PromptSet
 from learner.stream.feed import Feed
-from learner.stream.ledger import StreamState
+from learner.stream.ledger import Ending, StreamState
 from learner.stream.plan import Kind, Plan
 from streamrl.config import schema
 from streamrl.transport.double import LearnerStreamDouble, MemoryServer
@@ -39,7 +38,7 @@ def make_prompts(count: int, *, shuffle: bool = True) -> PromptSet:
         Prompt(line=i + 1, text=f"prompt {i}", token_ids=np.arange(3, dtype=np.int32), fields={"answer": i})
         for i in range(count)
     ]
-    return PromptSet(rows, seed=1, shuffle=shuffle, num_skipped=NumSkipped(malformed=0, overlong=0))
+    return PromptSet(rows, seed=1, shuffle=shuffle)
 
 
 def make_config(**sections: dict[str, Any]) -> schema.Config:

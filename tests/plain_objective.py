@@ -12,12 +12,16 @@ from streamrl.config import schema
 from streamrl.wire.group import Group, Sample
 
 
-def plain_logprobs(policy: Policy, group: Group, tokens: Sequence[int]) -> torch.Tensor:
+def plain_logits(policy: Policy, group: Group, tokens: Sequence[int]) -> torch.Tensor:  # [T, V]
     prompt = group.prompt_ids.tolist()
-    ids = torch.tensor([prompt + list(tokens)])
-    logits = policy.model(input_ids=ids).logits[0, len(prompt) - 1 : -1].clone()
+    logits = policy.model(input_ids=torch.tensor([prompt + list(tokens)])).logits[0, len(prompt) - 1 : -1].clone()
     logits[0, 1] = -torch.inf  # min_tokens = 1: no end at once
-    return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+    return logits
+
+
+def plain_logprobs(policy: Policy, group: Group, tokens: Sequence[int]) -> torch.Tensor:  # [T]
+    logp = plain_logits(policy, group, tokens).log_softmax(-1)
+    return logp.gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
 def coefficients(
@@ -28,18 +32,19 @@ def coefficients(
     r = torch.exp(logpi.detach() - logmu)
     g = torch.exp((logpi.detach() - logmu).mean()).expand(len(r))
     zero, one = torch.zeros_like(r), torch.ones_like(r)
-    c = settings.ratio_clamp or {"tis": 2.0}.get(settings.correction, 5.0)
+    c = float(settings.loss_args.get("clamp", {"tis": 2.0}.get(settings.loss, 5.0)))
     usual = {"icepop": (0.5, 5.0), "sequence_mask": (0.99, 1.01), "gspo": (1 - 3e-4, 1 + 4e-4)}
-    low, high = settings.ratio_bounds or usual.get(settings.correction, (0.8, 1.2))
+    low, high = usual.get(settings.loss, (0.8, 1.2))
+    low, high = float(settings.loss_args.get("low", low)), float(settings.loss_args.get("high", high))
     capped = torch.where(r > c, c * one, r)
-    if settings.correction in ("truncated", "tis", "decoupled"):
-        return -capped * advantage * (logpi.detach() if settings.correction != "decoupled" else 1), capped, capped
-    if settings.correction in ("icepop", "sequence_mask"):
-        judged, kept = (r, r) if settings.correction == "icepop" else (g, capped)
+    if settings.loss in ("truncated", "tis", "decoupled"):
+        return -capped * advantage * (logpi.detach() if settings.loss != "decoupled" else 1), capped, capped
+    if settings.loss in ("icepop", "sequence_mask"):
+        judged, kept = (r, r) if settings.loss == "icepop" else (g, capped)
         slope = torch.where((judged >= low) & (judged <= high), kept, zero)
         return -slope * advantage * logpi.detach(), slope, slope
-    if settings.correction in ("gspo", "ppo"):
-        q = g if settings.correction == "gspo" else r
+    if settings.loss in ("gspo", "ppo"):
+        q = g if settings.loss == "gspo" else r
         bounded = torch.where(q < low, low * one, torch.where(q > high, high * one, q))
         free = (q * advantage) <= (bounded * advantage)
         return -torch.where(free, q, bounded) * advantage, torch.where(free, q, zero), bounded

@@ -13,7 +13,7 @@ import torch
 from learner.companion import AtOnce, Beside
 from learner.distributed import World as Ranks
 from learner.policy.model import Policy, load_policy
-from learner.publishing.publish import Publisher
+from learner.publishing.publish import Published, Publisher
 from streamrl.config import schema
 from streamrl.transport.types import Announcement
 from streamrl.weights.manifest import Manifest, decode_manifest
@@ -47,6 +47,20 @@ class FakeStream:
         assert amended.version == announcement.version == self.manifests[-1].version
         self.manifests[-1] = amended
         self.kept = list(keep)
+
+
+def finish(publisher: Publisher) -> Published | None:
+    """Wait for the version on its way, if there is one."""
+    published = None
+    while publisher.busy:
+        published = publisher.settle(wait_s=1.0) or published
+    return published
+
+
+def publish(publisher: Publisher, step: int) -> Published | None:
+    """Now, and wait for it."""
+    publisher.begin(step)
+    return finish(publisher)
 
 
 class FakeClock:

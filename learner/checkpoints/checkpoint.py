@@ -32,9 +32,10 @@ from typing import Any
 
 import structlog
 import xxhash
+from pydantic import TypeAdapter
 
 from learner.checkpoints.epochs import CheckpointName, Epoch, Lineage, claim_epoch, highest_epoch, parents_named_after
-from learner.checkpoints.journal import Journal
+from learner.checkpoints.journal import write_journal
 from learner.checkpoints.scores import best_first
 from learner.stream.ledger import StreamState
 from streamrl.crashpoints import crashpoint
@@ -55,9 +56,7 @@ class CheckpointState:
 
     run_uid: str
     step: int  # optimizer steps made
-    version_n: int  # number of the last published version within its epoch
     stream: StreamState
-    config_fingerprint: str
     data_fingerprint: str
     extra: Mapping[str, Any] = field(default_factory=dict)  # JSON; the training loop's own
 
@@ -66,7 +65,8 @@ class CheckpointState:
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> CheckpointState:
-        return CheckpointState(**{**value, "stream": StreamState.from_json(value["stream"])})
+        """Further items are of older versions of this program."""
+        return TypeAdapter(CheckpointState).validate_python(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,6 @@ class CheckpointRoot:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._folder = root / "checkpoints"
-        self._journal = Journal(root)
 
     def claim_epoch(self, run_uid: str, *, confirm: Callable[[], None] = lambda: None, known: int = 0) -> Epoch:
         """Claim the next epoch, going on from the newest complete checkpoint of the surviving lineage."""
@@ -131,7 +130,7 @@ class CheckpointRoot:
             fsync_folder(folder)
         crashpoint("checkpoint.synced")
         stream = state.stream
-        journal = self._journal.write(str(name), stream.uncommitted, after=stream.journal, run_uid=state.run_uid)
+        journal = write_journal(self.root, str(name), stream.uncommitted, after=stream.journal, run_uid=state.run_uid)
         crashpoint("journal.written")
         state = replace(state, stream=stream.committed(journal))
         sealed = _seal({"schema": _SCHEMA, "files": files, "state": state.to_json()})

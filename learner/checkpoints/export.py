@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from learner.distributed import World
 from learner.policy.attention import MASKED
 from learner.policy.lora import adapter_parameters, merged_parameters, save_adapters
-from learner.policy.model import Policy
+from learner.policy.policy import Policy
 from learner.policy.pretrained import begin_model
 from learner.policy.tensors import whole
 from streamrl.config import schema
@@ -40,7 +41,7 @@ def export(policy: Policy, tokenizer: Tokenizer, config: schema.Config, world: W
         shutil.rmtree(temporary, ignore_errors=True)
         # A fresh model of the same kind knows its ties and its file layout; ours is sharded and may carry adapters.
         model, unread = begin_model(config.model.path, attention=MASKED, device=torch.device("cpu"))
-        model.to(dtype)
+        nn.Module.to(model, dtype)
         missing = set(weights) ^ {name for name, _ in model.named_parameters()}
         assert not missing, f"names of the trained and of the original model differ: {sorted(missing)}"
         if unread.sources:

@@ -18,10 +18,9 @@ from pathlib import Path
 
 from learner.checkpoints.checkpoint import MANIFEST, Checkpoint, CheckpointRoot, CheckpointState
 from learner.checkpoints.epochs import CheckpointName, claim_run
-from learner.checkpoints.journal import Ending
 from learner.checkpoints.resume import ANY_DATA
 from learner.checkpoints.scores import SCORE
-from learner.stream.ledger import DROPPED, Ledger, LedgerState, StreamState
+from learner.stream.ledger import DROPPED, Ending, Ledger, LedgerState, StreamState
 from streamrl.config import schema
 from streamrl.durable import fsync_folder
 from streamrl.errors import ConfigError
@@ -66,9 +65,7 @@ def _make(source: Checkpoint, aside: Path, *, new_data: bool) -> Checkpoint:
     state = CheckpointState(
         run_uid=run_uid,
         step=source.state.step,
-        version_n=0,
         stream=StreamState() if new_data else _behind(source.state.stream.ledger, step=source.state.step),
-        config_fingerprint=source.state.config_fingerprint,
         data_fingerprint=ANY_DATA if new_data else source.state.data_fingerprint,
         extra={
             "consumed_samples": source.state.extra.get("consumed_samples", 0),

@@ -27,40 +27,27 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, count
 from pathlib import Path
-from typing import NamedTuple
 
 import xxhash
 
+from learner.stream.ledger import Ending
 from streamrl.durable import create_exclusively, fsync_folder
 
 _SCHEMA = 1
 
 
-class Ending(NamedTuple):
-    """A ticket ended."""
-
-    step: int  # the optimizer step that was being made, counting from 1
-    outcome: str  # trained, dead, or dropped/ and the reason
-    ticket: int
-
-
-class Journal:
-    """The files in a run's folder, as they are written."""
-
-    def __init__(self, root: Path) -> None:
-        self._folder = root / "journal"
-
-    def write(self, checkpoint: str, endings: Sequence[Ending], *, after: str | None, run_uid: str) -> str:
-        """Write what a checkpoint is about to commit; the name by which its manifest refers to it."""
-        if not self._folder.is_dir():
-            self._folder.mkdir(exist_ok=True)
-            fsync_folder(self._folder.parent)
-        lines = "".join(json.dumps(line) + "\n" for line in _lines(endings, after=after, run_uid=run_uid))
-        seal = {"num_tickets": len(endings), "digest": xxhash.xxh3_128_hexdigest(lines.encode())}
-        data = f"{lines}{json.dumps(seal)}\n".encode()
-        # A name that is taken may be committed, however sure the caller is that it is not: nothing is written over.
-        names = chain([checkpoint], (f"{checkpoint}.{again}" for again in count(1)))
-        return next(name for name in names if create_exclusively(self._folder / f"{name}.jsonl", data))
+def write_journal(root: Path, checkpoint: str, endings: Sequence[Ending], *, after: str | None, run_uid: str) -> str:
+    """Write what a checkpoint is about to commit; the name by which its manifest refers to it."""
+    folder = root / "journal"
+    if not folder.is_dir():
+        folder.mkdir(exist_ok=True)
+        fsync_folder(root)
+    lines = "".join(json.dumps(line) + "\n" for line in _lines(endings, after=after, run_uid=run_uid))
+    seal = {"num_tickets": len(endings), "digest": xxhash.xxh3_128_hexdigest(lines.encode())}
+    data = f"{lines}{json.dumps(seal)}\n".encode()
+    # A name that is taken may be committed, however sure the caller is that it is not: nothing is written over.
+    names = chain([checkpoint], (f"{checkpoint}.{again}" for again in count(1)))
+    return next(name for name in names if create_exclusively(folder / f"{name}.jsonl", data))
 
 
 def _lines(endings: Iterable[Ending], *, after: str | None, run_uid: str) -> Iterator[dict[str, object]]:

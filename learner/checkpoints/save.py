@@ -21,8 +21,8 @@ from torch import nn
 from learner.checkpoints.checkpoint import CheckpointRoot, Files, describe
 from learner.checkpoints.epochs import CheckpointName
 from learner.checkpoints.state import save_state
-from learner.conductor import Conductor
 from learner.distributed import World
+from learner.following import Conducting
 from streamrl.durable import fsync_file
 
 log = structlog.get_logger(__name__)
@@ -36,26 +36,24 @@ class Saver:
         optimizer: torch.optim.Optimizer,
         world: World,
         checkpoints: CheckpointRoot,
-        conductor: Conductor | None,  # on rank 0
+        conductor: Conducting,
         epoch: int,
     ) -> None:
         self._policy, self._optimizer, self._world = policy, optimizer, world
         self._checkpoints, self._conductor, self._epoch = checkpoints, conductor, epoch
         self._last: CheckpointName | None = None
 
-    def save(self, step: int, *, version_n: int, consumed_samples: int) -> bool:
+    def save(self, step: int, *, consumed_samples: int) -> bool:
         """A collective; whether the state of this step is on disk. Where it is already, what became of tickets since
         is committed alone."""
-        name, main = CheckpointName(self._epoch, step), self._conductor
+        name = CheckpointName(self._epoch, step)
         files = {} if name == self._last else self._write(name)
         if files is not None:
-            commit = None
-            if main is not None:
-                commit = partial(main.commit, name, version_n=version_n, consumed_samples=consumed_samples, files=files)
+            commit = partial(self._conductor.commit, name, consumed_samples=consumed_samples, files=files)
             if self._worked(commit, name):
                 self._last = name
                 return True
-        if main is not None:
+        if self._world.is_main:
             self._checkpoints.discard(name)
         return False
 
@@ -68,18 +66,20 @@ class Saver:
             fsync_file(path)
             mine[path.name] = describe(path)
 
-        new_folder = partial(self._checkpoints.new_folder, name) if self._world.is_main else None
-        if not (self._worked(new_folder, name) and self._worked(write, name)):
+        def begin() -> None:
+            if self._world.is_main:
+                self._checkpoints.new_folder(name)
+
+        if not (self._worked(begin, name) and self._worked(write, name)):
             return None
         told = [json.loads(part) for part in self._world.gather_bytes(json.dumps(mine).encode())]
         return {path: (size, digest) for files in told for path, (size, digest) in files.items()}
 
-    def _worked(self, action: Callable[[], object] | None, name: CheckpointName) -> bool:
-        """Do it where it is to be done; whether it worked on all ranks."""
+    def _worked(self, action: Callable[[], None], name: CheckpointName) -> bool:
+        """Do it; whether it worked on all ranks."""
         done = True
         try:
-            if action is not None:
-                action()
+            action()
         except (OSError, SafetensorError) as error:
             log.error("checkpoint not written", checkpoint=str(name), error=str(error))
             done = False

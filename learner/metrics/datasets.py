@@ -7,26 +7,24 @@ dropped. So both are counted, and the rewards of each are shown beside the mean 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from learner.stream.data import PromptSet
-from learner.stream.numbering import Retries
 from streamrl.wire.group import GroupHeader
 
 
 class Datasets:
     """Counts nothing where there is only one."""
 
-    def __init__(self, prompts: PromptSet, retries: Retries, known: Mapping[str, tuple[int, int]]) -> None:
-        self._prompts, self._retries = prompts, retries
+    def __init__(self, dataset_of: Callable[[int], str], known: Mapping[str, tuple[int, int]]) -> None:
+        """`dataset_of`: by the number of a ticket; empty where there is only one."""
+        self._dataset_of = dataset_of
         self._trained = Counter({name: trained for name, (trained, _) in known.items()})
         self._dropped = Counter({name: dropped for name, (_, dropped) in known.items()})
         self._step = -1
         self._rewards: dict[str, list[float]] = {}  # of the samples trained in that step
 
     def count(self, header: GroupHeader, *, trained: bool, step: int) -> None:
-        _, row = self._prompts.locate(self._retries.place(header.ticket))
-        name = self._prompts.rows[row].dataset
+        name = self._dataset_of(header.ticket)
         if not name:
             return
         if not trained:

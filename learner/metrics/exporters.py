@@ -127,7 +127,10 @@ def open_exporters(
     clock: Callable[[], float] = time.monotonic,
 ) -> Sequence[Exporter]:
     """After `check_exporters`; on rank 0."""
-    kinds = {"tensorboard": TensorBoard, "wandb": partial(WeightsAndBiases, run_uid=run_uid)}
+    kinds: dict[str, Callable[..., Exporter]] = {
+        "tensorboard": TensorBoard,
+        "wandb": partial(WeightsAndBiases, run_uid=run_uid),
+    }
     asked = [(key, load(module)) for key, module in _asked(settings)]
     return [Guarded(key, partial(kinds[key], settings, module), clock=clock) for key, module in asked]
 

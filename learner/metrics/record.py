@@ -59,8 +59,7 @@ class Recorder:
         self._append("metrics.jsonl", {"step": step, "epoch": self._epoch, "at": time.time(), **finite})
 
     def validation(self, result: ValidationResult) -> None:
-        metrics = result.metrics()
-        self.step(result.step, metrics)
+        self.step(result.step, result.metrics)
         samples = [
             {
                 "prompt": answer.prompt,
@@ -70,7 +69,7 @@ class Recorder:
             }
             for answer in result.shown
         ]
-        record = {"step": result.step, "version": result.version, "metrics": metrics, "samples": samples}
+        record = {"step": result.step, "version": result.version, "metrics": result.metrics, "samples": samples}
         self._append("validation.jsonl", {"epoch": self._epoch, "at": time.time(), **record})
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:

@@ -66,11 +66,9 @@ def attend(
     if torch.is_autocast_enabled(query.device.type):
         # Rotations leave queries and keys wider than autocast means them to be.
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
-    flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # [tokens, heads, head_dim]
-    flash = query.is_cuda and query.dtype in _HALF
-    attended = (_flash if flash else each_by_itself)(
-        *flat, cu_seq_lens_q, max_length_q, scale=scaling, window=sliding_window
-    )
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [tokens, heads, head_dim]
+    kernel = _flash if query.is_cuda and query.dtype in _HALF else each_by_itself
+    attended = kernel(q, k, v, cu_seq_lens_q, max_length_q, scale=scaling, window=sliding_window)
     return attended.view(rows, length, heads, head_dim), None
 
 
@@ -85,11 +83,15 @@ def _flash(
     window: int | None,
 ) -> torch.Tensor:  # [tokens, heads, head_dim]
     groups = query.shape[1] // key.shape[1]
-    extra = {"enable_gqa": groups > 1} if _KNOWS_GROUPS else {}
+    extra: dict[str, Any] = {"enable_gqa": groups > 1} if _KNOWS_GROUPS else {}
     if groups > 1 and not extra:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     left = -1 if window is None else window - 1
-    return varlen_attn(query, key, value, starts, starts, longest, longest, scale=scale, window_size=(left, 0), **extra)
+    attended = varlen_attn(
+        query, key, value, starts, starts, longest, longest, scale=scale, window_size=(left, 0), **extra
+    )
+    assert isinstance(attended, torch.Tensor), "nothing else was asked for"
+    return attended
 
 
 def each_by_itself(
@@ -109,7 +111,9 @@ def each_by_itself(
         seen = ones.tril() & ~ones.tril(-window)
     attended = [
         F.scaled_dot_product_attention(
-            *(x.transpose(0, 1)[None] for x in (q, k, v)),
+            q.transpose(0, 1)[None],
+            k.transpose(0, 1)[None],
+            v.transpose(0, 1)[None],
             attn_mask=None if seen is None else seen[: len(q), : len(q)],
             is_causal=seen is None,
             scale=scale,

@@ -24,33 +24,35 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from learner.algorithms.base import Advantages, Algorithm, Selection, Tokens
 from learner.distributed import World
 from learner.metrics.tally import Tally
 from learner.policy.logprobs import LogProbs
-from learner.policy.model import Policy
 from learner.policy.packing import MicroBatch, Piece, empty_micro_batch, pack
+from learner.policy.policy import Policy
 from streamrl.config import schema
+from streamrl.recipe.advantages import STD_FLOOR, PerToken, discounted
+from streamrl.recipe.algorithms import Algorithm, Judged, Selection
+from streamrl.recipe.losses import TokenBatch
 from streamrl.wire.group import Group
-
-_STD_FLOOR = 1e-6
 
 Reference = Callable[[MicroBatch], torch.Tensor]  # [T] log-probs under the frozen policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """This rank's share of a step, ready to be passed over."""
+    """This rank's share of a step, ready to be passed over. All responses lie end to end; a token's place is where its
+    sample's response begins, and its position there."""
 
     micro_batches: Sequence[MicroBatch]
-    logrefs: Sequence[torch.Tensor | None]  # a tensor [T] for each micro-batch
-    advantages: torch.Tensor  # [samples] float64
-    lengths: torch.Tensor  # [samples] tokens of the response
+    reference_logprobs: Sequence[torch.Tensor | None]  # a tensor [T] for each micro-batch
+    begins: torch.Tensor  # [samples] of their responses
+    advantages: torch.Tensor  # [tokens of responses] float64
+    staleness: torch.Tensor  # [tokens of responses] steps
     weights: torch.Tensor  # [samples] float64: of each trained token in the loss
     fresh: torch.Tensor  # [samples] bool: made wholly by the weights that the first pass finds
     num_tokens: int  # of all trained samples with their prompts
     flops: float  # of one pass
-    logprox: list[torch.Tensor] = field(default_factory=list)  # [T] for each micro-batch, once the first pass is made
+    proximal_logprobs: list[torch.Tensor] = field(default_factory=list)  # [T] each, once the first pass is made
 
 
 class Gradients:
@@ -75,28 +77,32 @@ class Gradients:
         selections = [self._algorithm.select(group) for group in groups]
         pieces = _pieces(groups, selections)
         micro_batches = self._micro_batches(pieces)
-        logrefs = [self._ask_reference(batch) for batch in micro_batches]
-        lengths = [length for group in groups for length in group.header.sample_lengths]
-        fresh = [tally.is_fresh(sample) for group in groups for sample in group.samples]
+        reference_logprobs = [self._ask_reference(batch) for batch in micro_batches]
+        samples = [sample for group in groups for sample in group.samples]
+        lengths = torch.tensor([len(sample.token_ids) for sample in samples], dtype=torch.int64)
+        advantages = self._advantages(groups, pieces, micro_batches, reference_logprobs, tally)
+        staleness = [tally.staleness(sample) for sample in samples]
+        fresh = torch.tensor([tally.is_fresh(sample) for sample in samples], dtype=torch.bool)
         return Batch(
             micro_batches=micro_batches,
-            logrefs=logrefs,
-            advantages=self._advantages(groups, pieces, micro_batches, logrefs, tally),
-            lengths=torch.tensor(lengths, dtype=torch.int64, device=self._world.device),
+            reference_logprobs=reference_logprobs,
+            begins=(lengths.cumsum(0) - lengths).to(self._world.device),
+            advantages=torch.from_numpy(np.concatenate([np.zeros(0), *advantages])).to(self._world.device),
+            staleness=torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *staleness])).to(self._world.device),
             weights=self._sample_weights(pieces, selections),
-            fresh=torch.tensor(fresh, dtype=torch.bool, device=self._world.device),
+            fresh=fresh.to(self._world.device),
             num_tokens=sum(piece.num_tokens for piece in pieces),
             flops=self._policy.effort.on(pieces),
         )
 
     def accumulate(self, batch: Batch, tally: Tally) -> float:
         """One pass: add the gradient of the global loss. This rank's share of that loss."""
-        first = not batch.logprox
+        first = not batch.proximal_logprobs
         loss = torch.zeros((), dtype=torch.float64, device=self._world.device)
         for at, micro_batch in enumerate(batch.micro_batches):
-            out = self._policy(micro_batch)
+            out = self._policy(micro_batch, entropy_learns=self._algorithm.needs_entropy)
             if first:
-                batch.logprox.append(out.logp.detach())
+                batch.proximal_logprobs.append(out.logp.detach())
             loss += self._backward(batch, at, out, tally, first=first)
             self._beat()
         tally.add_work(num_tokens=batch.num_tokens, flops=batch.flops)
@@ -104,27 +110,25 @@ class Gradients:
 
     def _backward(self, batch: Batch, at: int, out: LogProbs, tally: Tally, *, first: bool) -> torch.Tensor:
         micro_batch, dtype = batch.micro_batches[at], out.logp.dtype
-        tokens = Tokens(
-            logmu=micro_batch.logmu.to(dtype),
-            logprox=batch.logprox[at],
-            logref=batch.logrefs[at],
-            advantage=self._token_advantages(batch, micro_batch).to(dtype),
+        place = batch.begins[micro_batch.sample] + micro_batch.position
+        tokens = TokenBatch(
+            logprobs=out.logp,
+            behaviour_logprobs=micro_batch.logmu.to(dtype),
+            proximal_logprobs=batch.proximal_logprobs[at],
+            reference_logprobs=batch.reference_logprobs[at],
+            entropy=out.entropy if self._algorithm.needs_entropy else None,
+            advantages=batch.advantages[place].to(dtype),
+            staleness=batch.staleness[place],
             sample=micro_batch.sample,
-            num_samples=len(batch.advantages),
+            num_samples=len(batch.begins),
         )
-        losses = self._algorithm.loss(out.logp, tokens)
-        loss = (batch.weights[micro_batch.sample].to(dtype) * losses.values).sum()
+        values, metrics = self._algorithm.loss(tokens)
+        loss = (batch.weights[micro_batch.sample].to(dtype) * values).sum()
         # FSDP takes the mean over ranks of what is to be a sum.
         (loss * self._world.size).backward()
-        tally.add_tokens(out, tokens.logmu, losses, fresh=batch.fresh[micro_batch.sample] if first else None)
+        fresh = batch.fresh[micro_batch.sample] if first else None
+        tally.add_tokens(tokens, out.entropy.detach(), metrics, fresh=fresh)
         return loss.detach().double()
-
-    def _token_advantages(self, batch: Batch, micro_batch: MicroBatch) -> torch.Tensor:  # [T]
-        values = batch.advantages[micro_batch.sample]
-        if self._settings.discount_factor == 1:
-            return values
-        to_go = batch.lengths[micro_batch.sample] - 1 - micro_batch.position
-        return values * self._settings.discount_factor ** to_go.double()
 
     def _sample_weights(self, pieces: Sequence[Piece], selections: Sequence[Selection]) -> torch.Tensor:
         """[samples] what each trained token of a sample weighs in the loss, with denominators over all ranks."""
@@ -150,48 +154,48 @@ class Gradients:
         groups: Sequence[Group],
         pieces: Sequence[Piece],
         batches: Sequence[MicroBatch],
-        logrefs: Sequence[torch.Tensor | None],
+        reference_logprobs: Sequence[torch.Tensor | None],
         tally: Tally,
-    ) -> torch.Tensor:  # [samples]
-        penalties = self._penalties(sum(len(group.samples) for group in groups), batches, logrefs, tally)
-        judged: list[Advantages] = []
+    ) -> PerToken:  # samples times [T_i]
+        penalties = self._penalties(sum(len(group.samples) for group in groups), batches, reference_logprobs, tally)
+        judged: list[Judged] = []
         start = 0
         for group in groups:
             own = penalties[start : start + len(group.samples)]
             judged.append(self._algorithm.advantages(group, own))
-            tally.add_group(group, judged[-1], own)
+            tally.add_group(group, judged[-1].baselines, own)
             start += len(group.samples)
-        values = np.concatenate([a.values for a in judged]) if judged else np.zeros(0)
-        if self._settings.normalize_batch:
-            values = self._normalized(values, trained=np.array([piece.sample for piece in pieces], dtype=np.int64))
-        return torch.from_numpy(values).to(self._world.device)
+        values = tuple(each for of_group in judged for each in of_group.values)
+        return discounted(self._normalized(values, pieces), self._settings.discount_factor)
 
-    def _normalized(
-        self, values: npt.NDArray[np.float64], *, trained: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.float64]:  # [samples]
-        """By the moments over the trained samples of all ranks; two rounds, since differences of squares cancel."""
-        count, total = self._world.total(np.array([len(trained), values[trained].sum()]))
+    def _normalized(self, values: PerToken, trained: Sequence[Piece]) -> PerToken:
+        """By the moments over the trained samples of all ranks, each of which counts once, however many tokens it has;
+        two rounds, since differences of squares cancel."""
+        if not self._settings.normalize_batch:
+            return values
+        own = [values[piece.sample][piece.mask] for piece in trained]
+        count, total = self._world.total(np.array([len(own), sum(each.mean() for each in own)]))
         mean = total / max(1.0, count)
-        [squares] = self._world.total(np.array([((values[trained] - mean) ** 2).sum()]))
-        normalized: npt.NDArray[np.float64] = (values - mean) / (np.sqrt(squares / max(1.0, count)) + _STD_FLOOR)
-        return normalized
+        [squares] = self._world.total(np.array([float(sum(((each - mean) ** 2).mean() for each in own))]))
+        std = np.sqrt(squares / max(1.0, count)) + STD_FLOOR
+        return tuple((each - mean) / std for each in values)
 
     def _penalties(
         self,
         num_samples: int,
         batches: Sequence[MicroBatch],
-        logrefs: Sequence[torch.Tensor | None],
+        reference_logprobs: Sequence[torch.Tensor | None],
         tally: Tally,
     ) -> npt.NDArray[np.float64]:  # [samples] mean over a sample's trained tokens
         total = torch.zeros(num_samples, dtype=torch.float64, device=self._world.device)
         count = torch.zeros_like(total)
-        for batch, logref in zip(batches, logrefs, strict=True):
-            if logref is not None:
-                logmu = batch.logmu.to(logref.dtype)
-                penalty = self._algorithm.penalty(logmu, logref).double()
+        for batch, reference in zip(batches, reference_logprobs, strict=True):
+            if reference is not None:
+                behaviour = batch.logmu.to(reference.dtype)
+                penalty = self._algorithm.penalty(behaviour, reference).double()
                 total.index_add_(0, batch.sample, penalty)
                 count.index_add_(0, batch.sample, torch.ones_like(penalty))
-                tally.add_reference(logmu, logref)
+                tally.add_reference(behaviour, reference)
         penalties: npt.NDArray[np.float64] = (total / count.clamp(min=1)).cpu().numpy()
         return penalties
 

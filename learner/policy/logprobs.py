@@ -3,7 +3,7 @@
     z       = (hidden @ head.T + bias) * scale
     logits  = soft_cap * tanh(z / soft_cap) / temperature       those of end tokens -> -inf while `early`
     logp_t  = logits_t[target_t] - logsumexp(logits_t)          at least fp32
-    entropy = -sum p log p                                      no gradient
+    entropy = -sum p log p                                      a gradient for those alone who ask (`entropy_learns`)
 
 Bias, scale and cap are there where the model has them. Chunks of tokens are projected, reduced and thrown away; the
 backward pass projects them again, and adds each chunk's gradient of the head in place. A model whose logits are made
@@ -43,7 +43,7 @@ class LogProbs(NamedTuple):
     """A tuple and not a dataclass: FSDP looks into a module's output for tensors to hang its backward hooks on."""
 
     logp: torch.Tensor  # [T] carries the gradient
-    entropy: torch.Tensor  # [T] no gradient
+    entropy: torch.Tensor  # [T] carries one where that was asked for
 
 
 def token_logprobs(
@@ -53,10 +53,14 @@ def token_logprobs(
     early: torch.Tensor,  # [T] bool: end tokens are banned here
     head: Head,
     bias: torch.Tensor | None = None,  # [V]
+    entropy_learns: bool = False,
 ) -> LogProbs:
     # Under autocast the dtypes are ours to choose: this function states them.
     with torch.autocast(hidden.device.type, enabled=False):
-        logp, entropy = _TokenLogProbs.apply(hidden, weight, bias, targets, early, head)
+        # torch gives `apply` no types: they are those of `forward`.
+        logp, entropy = _TokenLogProbs.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, bias, targets, early, head, entropy_learns
+        )
     return LogProbs(logp=logp, entropy=entropy)
 
 
@@ -65,12 +69,14 @@ def given_logprobs(
     targets: torch.Tensor,  # [T]
     early: torch.Tensor,  # [T] bool
     head: Head,
+    entropy_learns: bool = False,
 ) -> LogProbs:
     """The same, and as plainly as it can be written: autograd keeps what it needs of [T, V]."""
     wide = torch.promote_types(torch.promote_types(head.compute_dtype, logits.dtype), torch.float32)
     banned = _banned(targets, early, head, logits.shape[1])
     logp = (logits.to(wide) / head.temperature).masked_fill(banned, _BANNED).log_softmax(-1)
-    entropy = -(logp.detach().exp() * logp.detach()).sum(-1)
+    each = logp if entropy_learns else logp.detach()
+    entropy = -(each.exp() * each).sum(-1)
     return LogProbs(logp=logp.gather(1, targets[:, None])[:, 0], entropy=entropy)
 
 
@@ -97,6 +103,7 @@ class _TokenLogProbs(torch.autograd.Function):
         targets: torch.Tensor,
         early: torch.Tensor,
         head: Head,
+        entropy_learns: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(head.compute_dtype, torch.float32)
         logp, entropy, total = (torch.empty(len(targets), dtype=wide, device=hidden.device) for _ in range(3))
@@ -107,15 +114,17 @@ class _TokenLogProbs(torch.autograd.Function):
             logits -= total[part, None]
             logp[part] = logits.gather(1, targets[part, None])[:, 0]
             entropy[part] = -torch.bmm(logits.exp()[:, None], logits[:, :, None])[:, 0, 0]  # no third [t, V]
-        ctx.save_for_backward(hidden, weight, bias, targets, early, total)
+        ctx.save_for_backward(hidden, weight, bias, targets, early, total, entropy if entropy_learns else None)
         ctx.head = head
-        ctx.mark_non_differentiable(entropy)
+        if not entropy_learns:
+            ctx.mark_non_differentiable(entropy)
         return logp, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """d logp_t / d logits_t = (one-hot of the target - softmax), then through cap, scale and projection."""
-        hidden, weight, bias, targets, early, total = ctx.saved_tensors
+        """d logp_t / d logits_t = one-hot of the target - p, d entropy_t / d logits_t = -p (log p + entropy_t), with p
+        the softmax of the logits; then through cap, scale and projection."""
+        hidden, weight, bias, targets, early, total, entropy = ctx.saved_tensors
         head: Head = ctx.head
         matrix, offset = _in_dtype(weight, bias, head)
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
@@ -126,8 +135,12 @@ class _TokenLogProbs(torch.autograd.Function):
             # d cap tanh(z / cap) / dz = 1 - tanh^2
             slope = None if head.soft_cap is None else 1 - (logits / head.soft_cap).square_()
             logits = _sampled_from(logits, targets[part], early[part], head)
+            logits -= total[part, None]
             scale = grads[0][part, None] / head.temperature * head.scale
-            wide = logits.sub_(total[part, None]).exp_().mul_(-scale).scatter_add_(1, targets[part, None], scale)
+            of_p = -scale
+            if entropy is not None:  # the one case that holds a third [t, V]
+                of_p = of_p - (logits + entropy[part, None]) * (grads[1][part, None] / head.temperature * head.scale)
+            wide = logits.exp_().mul_(of_p).scatter_add_(1, targets[part, None], scale)
             if slope is not None:
                 wide *= slope
             grad = wide.to(head.compute_dtype)
@@ -137,7 +150,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 grad_weight += grad.T @ hidden[part].to(head.compute_dtype)
             if grad_bias is not None:
                 grad_bias += wide.sum(0)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
 def _in_dtype(weight: torch.Tensor, bias: torch.Tensor | None, head: Head) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 import torch
@@ -20,6 +20,9 @@ from torch.utils import swap_tensors
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    import peft
 
 _ADAPTER = "default"
 _BASE = "base_layer."  # of a parameter's name, where its layer has an adapter
@@ -56,16 +59,18 @@ def inject_adapters(model: transformers.PreTrainedModel, settings: schema.Lora, 
             swap_tensors(parameter, nn.Parameter(parameter.detach().to(device)))
 
 
-def _as_peft_says(settings: schema.Lora, **about: str) -> Any:
+def _as_peft_says(settings: schema.Lora, *, base: str | None = None) -> peft.LoraConfig:
+    """`base`: the model that the adapters are for, where they are to be loaded without it."""
     import peft
 
     return peft.LoraConfig(
         r=settings.rank,
-        lora_alpha=settings.alpha,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a factor: peft takes any number, and says whole ones
         lora_dropout=settings.dropout,
         target_modules=list(settings.targets),
         bias="none",
-        **about,
+        base_model_name_or_path=base,
+        task_type=None if base is None else "CAUSAL_LM",
     )
 
 
@@ -109,7 +114,7 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def save_adapters(weights: Mapping[str, torch.Tensor], settings: schema.Lora, folder: Path, *, base: str) -> None:
     """As peft loads them onto the base: `PeftModel.from_pretrained(model, folder)`."""
-    _as_peft_says(settings, base_model_name_or_path=base, task_type="CAUSAL_LM").save_pretrained(folder)
+    _as_peft_says(settings, base=base).save_pretrained(str(folder))
     safetensors.torch.save_file(dict(weights), folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import groupby
 
 import numpy as np
@@ -72,8 +72,10 @@ class MicroBatch:
         if device.type == "cpu":
             return self
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved = {k: v.to(device, non_blocking=True) for k, v in values.items() if isinstance(v, torch.Tensor)}
-        return replace(self, **moved)
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                values[name] = value.to(device, non_blocking=True)
+        return MicroBatch(**values)
 
 
 def additive(mask: torch.Tensor) -> torch.Tensor:

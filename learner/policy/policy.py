@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import transformers
 from torch import nn
@@ -21,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from learner.policy.attention import EAGER, VARLEN
 from learner.policy.logprobs import Head, LogProbs, given_logprobs, project, token_logprobs
-from learner.policy.packing import MicroBatch, Piece, Shape, additive
+from learner.policy.packing import MicroBatch, Shape, additive
 from learner.policy.ways import Way, decoder_of, layer_types, ways_of
 from learner.policy.work import Effort
 
@@ -62,8 +60,9 @@ class Policy(nn.Module):
             max_cells=max(1, _MOST_LOGITS // config.vocab_size) if way.own_logits else None,
         )
 
-    def forward(self, batch: MicroBatch, *, raw: bool = False) -> LogProbs:
-        """`raw`: as the bare model gives them, in fp32 throughout, at temperature 1 and with nothing banned."""
+    def forward(self, batch: MicroBatch, *, raw: bool = False, entropy_learns: bool = False) -> LogProbs:
+        """`raw`: as the bare model gives them, in fp32 throughout, at temperature 1 and with nothing banned.
+        `entropy_learns`: the entropy carries a gradient, too."""
         dtype, head, min_tokens = (
             (torch.float32, self.head.plain(), 0) if raw else (self._dtype, self.head, self._min_tokens)
         )
@@ -71,11 +70,11 @@ class Policy(nn.Module):
         with torch.autocast(batch.input_ids.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
             if self.way.own_logits:
                 logits = self.model(input_ids=batch.input_ids, use_cache=False).logits
-                return given_logprobs(logits.flatten(0, 1)[batch.index], batch.targets, early, head)
+                return given_logprobs(logits.flatten(0, 1)[batch.index], batch.targets, early, head, entropy_learns)
             hidden = self._hidden(batch)
         projection = self.model.get_output_embeddings()
         bias = getattr(projection, "bias", None)
-        return token_logprobs(hidden, projection.weight, batch.targets, early, head, bias)
+        return token_logprobs(hidden, projection.weight, batch.targets, early, head, bias, entropy_learns)
 
     def _hidden(self, batch: MicroBatch) -> torch.Tensor:  # [T, H]
         where: dict[str, Any] = {}
@@ -152,16 +151,3 @@ def evaluating(policy: Policy) -> Iterator[None]:
     if isinstance(policy, FSDPModule):
         policy.reshard()
     policy.train()
-
-
-def probe(token_ids: npt.NDArray[np.int32], *, sample: int = 0, group: int = 0) -> Piece:
-    """A piece that asks for the log-prob of every token but the first."""
-    rest = token_ids[1:]
-    return Piece(
-        sample=sample,
-        group=group,
-        prompt_ids=token_ids[:1],
-        token_ids=rest,
-        logmu=np.zeros(len(rest), dtype=np.float32),
-        mask=np.ones(len(rest), dtype=np.bool_),
-    )

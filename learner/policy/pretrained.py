@@ -24,7 +24,8 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
 
 from learner.policy.attention import MASKED
 from learner.policy.lora import base_name
@@ -74,7 +75,9 @@ def begin_model(path: str, *, attention: str, device: torch.device) -> tuple[tra
         weights = Weights(sources=_match(model, path))
     except (OSError, SafetensorError, _Unlike) as reason:
         log.info("weights are loaded whole", model=path, reason=str(reason))
-        return load_model(path, attention=attention).to(device), Weights(sources={})
+        model = load_model(path, attention=attention)
+        nn.Module.to(model, device)
+        return model, Weights(sources={})
     _move_buffers(model, lambda buffer: buffer.to(device))
     return model, weights
 
@@ -118,10 +121,16 @@ def _sources(path: str) -> dict[str, tuple[Source, str, tuple[int, ...]]]:
 def _weight_files(path: str) -> Sequence[Path]:
     """In the folder, or in the hub's cache; OSError when there are none."""
     try:
-        return [Path(cached_file(path, SAFE_WEIGHTS_NAME))]
+        return [_file(path, SAFE_WEIGHTS_NAME)]
     except OSError:
-        index = json.loads(Path(cached_file(path, SAFE_WEIGHTS_INDEX_NAME)).read_bytes())
-        return [Path(cached_file(path, name)) for name in sorted(set(index["weight_map"].values()))]
+        index = json.loads(_file(path, SAFE_WEIGHTS_INDEX_NAME).read_bytes())
+        return [_file(path, name) for name in sorted(set(index["weight_map"].values()))]
+
+
+def _file(path: str, name: str) -> Path:
+    found = cached_file(path, name)
+    assert found is not None, "what is not there is an OSError"
+    return Path(found)
 
 
 def _build(path: str, attention: str) -> transformers.PreTrainedModel:
@@ -129,7 +138,7 @@ def _build(path: str, attention: str) -> transformers.PreTrainedModel:
     try:
         config = transformers.AutoConfig.from_pretrained(path, **_no_dropout(read_config(path)))
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(
+            model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation=_attention_of(config, attention)
             )
     except _UNLOADABLE as error:
@@ -152,18 +161,21 @@ def load_model(path: str, *, attention: str = MASKED) -> transformers.PreTrained
     try:
         quiet = _no_dropout(read_config(path))
         attention = _attention_of(transformers.AutoConfig.from_pretrained(path), attention)
-        return transformers.AutoModelForCausalLM.from_pretrained(
+        model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation=attention, **quiet
         )
     except _UNLOADABLE as error:
         raise unusable(path, "be loaded as a causal language model", error) from error
+    return model
 
 
 def _attention_of(config: transformers.PretrainedConfig, wished: str) -> str:
     known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) not in known:
         raise ValueError(f"transformers knows no causal language model of type {config.model_type!r}")
-    return attention_of(known[type(config)], config, wished)
+    model_class = known[type(config)]
+    assert isinstance(model_class, type), "transformers promises a pair, which only tasks with two models have"
+    return attention_of(model_class, config, wished)
 
 
 def _no_dropout(config: transformers.PretrainedConfig) -> dict[str, float]:
@@ -174,9 +186,10 @@ def _no_dropout(config: transformers.PretrainedConfig) -> dict[str, float]:
 
 def read_config(path: str) -> transformers.PretrainedConfig:
     try:
-        return transformers.AutoConfig.from_pretrained(path).get_text_config()
+        config: transformers.PretrainedConfig = transformers.AutoConfig.from_pretrained(path).get_text_config()
     except (OSError, ValueError) as error:
         raise unusable(path, "be read", error) from error
+    return config
 
 
 def unusable(path: str, what: str, error: Exception) -> DataError:

@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import product
+from typing import Any
 
 import numpy as np
 import structlog
@@ -77,7 +79,7 @@ class _Trial:
         self._device = next(policy.parameters()).device
         self._truth: dict[bool, list[Seen]] = {}
         for narrow in (False, True) if has_window(policy.model.config) else (False,):
-            if not self._all_ranks(lambda narrow=narrow: self._ask(narrow)):
+            if not self._all_ranks(partial(self._ask, narrow)):
                 raise self.refusal(f"it cannot be asked for the logits of token ids alone ({self._error})")
 
     def refusal(self, why: str) -> DataError:
@@ -88,7 +90,7 @@ class _Trial:
         """None: its logits are made in a way that our head does not know."""
         ids = _token_ids(self._pieces[0], self._device)
         for head in _heads(self._policy.model.config, self._policy.head):
-            if self._all_ranks(lambda head=head: self._policy.head_fits(ids, head)):
+            if self._all_ranks(partial(self._policy.head_fits, ids, head)):
                 return head
         return None
 
@@ -100,7 +102,7 @@ class _Trial:
         if bites and not self._all_ranks(lambda: not _alike(self._truth[True], self._truth[False])):
             return False  # the model keeps its window where we do not know
         self._policy.train(while_training)
-        right = all(self._all_ranks(lambda narrow=narrow: self._same(narrow)) for narrow in narrowings)
+        right = all(self._all_ranks(partial(self._same, narrow)) for narrow in narrowings)
         self._policy.eval()
         return right
 
@@ -168,7 +170,7 @@ def _narrowed(model: transformers.PreTrainedModel) -> Iterator[None]:
     """Inside, windows are narrower than the sequences of the trial."""
     config = model.config.get_text_config()
     modules = list(model.modules())
-    found = [config, *modules, *(getattr(module, "config", None) for module in modules)]
+    found: list[Any] = [config, *modules, *(getattr(module, "config", None) for module in modules)]
     holders = {id(holder): holder for holder in found}
     wide = [(owner, owner.sliding_window) for owner in holders.values() if getattr(owner, "sliding_window", None)]
     for owner, _ in wide:

@@ -29,7 +29,7 @@ def held_rows(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
     """(the first, this rank's rows of the first dimension, which share memory with the tensor)"""
     if not isinstance(tensor, DTensor):
         return 0, tensor.detach()
-    local = tensor.detach().to_local()
+    local = tensor.to_local().detach()
     mesh = tensor.device_mesh
     size = -(-len(tensor) // mesh.size())  # all ranks but the last ones hold so many
     first = min(mesh.get_local_rank() * size, len(tensor))
@@ -39,4 +39,4 @@ def held_rows(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor on every rank; a collective when it is sharded."""
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()

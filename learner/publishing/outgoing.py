@@ -14,11 +14,11 @@ ends the learner need not wait for a store that hangs. `weights.give_up_after_s`
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
-from learner.conductor import Conductor
+from learner.following import Conducting
 from learner.metrics.record import Timers
-from learner.publishing.publish import Published, Publisher
-from learner.replayed import Unpublished
+from learner.publishing.publish import Published, Publishing
 from streamrl.telemetry.progress import Progress, Wait
 from streamrl.versions import show
 
@@ -29,32 +29,25 @@ class Outgoing:
     def __init__(
         self,
         *,
-        publisher: Publisher | Unpublished,
+        publisher: Publishing,
         max_ahead: int,  # steps
-        conductor: Conductor | None,  # on rank 0
-        told_to_stop: Callable[[], bool],  # a collective: all ranks hear the same
+        conductor: Conducting,
         progress: Progress,
         timers: Timers,
     ) -> None:
         self._publisher, self._max_ahead, self._conductor = publisher, max_ahead, conductor
-        self._told_to_stop, self._progress, self._timers = told_to_stop, progress, timers
+        self._progress, self._timers = progress, timers
 
     @property
     def latest(self) -> Published | None:
         return self._publisher.latest
 
-    @property
-    def last_n(self) -> int:
-        return self._publisher.last_n
-
     def settle(self, *, wait_s: float = 0.0) -> None:
         """Note what got out since the last look."""
         published = self._publisher.settle(wait_s=wait_s)
-        if published is None:
-            return
-        if self._conductor is not None:
+        if published is not None:
             self._conductor.note_published(published)
-        self._progress.note(version=show(published.version))
+            self._progress.note(version=show(published.version))
 
     def retry(self, step: int) -> None:
         """What failed is tried again, with the weights as they are now."""
@@ -67,8 +60,7 @@ class Outgoing:
 
     def send(self, step: int) -> bool:
         """Now, and wait for it; False when it failed, or when told to stop before."""
-        self._progress.working("publish")
-        with self._timers.measure("publish"):
+        with self._publishing():
             self._publisher.begin(step)
             return self.wait() and not self._publisher.failing
 
@@ -77,8 +69,7 @@ class Outgoing:
 
         A version that is still on its way is not waited for either: the next step's weights go out instead.
         """
-        self._progress.working("publish")
-        with self._timers.measure("publish"):
+        with self._publishing():
             self.settle()
             if self._publisher.busy and self._is_far_ahead(step):
                 self.wait()
@@ -92,8 +83,7 @@ class Outgoing:
         to stop before: training would run too far ahead."""
         if not self._is_far_ahead(step):
             return True
-        self._progress.working("publish")
-        with self._timers.measure("publish"):
+        with self._publishing():
             if not (self._publisher.announcing or self._publisher.failing) and self.wait():
                 self._publisher.begin(step)  # none was sent since, as the anchor of an older one was on its way
             self._wait_while(lambda: self._publisher.announcing)
@@ -103,10 +93,14 @@ class Outgoing:
         """Until nothing is on its way; False when told to stop before."""
         return self._wait_while(lambda: self._publisher.busy)
 
+    def _publishing(self) -> AbstractContextManager[None]:
+        self._progress.working("publish")
+        return self._timers.measure("publish")
+
     def _wait_while(self, under_way: Callable[[], bool]) -> bool:
         with self._progress.waiting(Wait.WEIGHTS):
             while under_way():
-                if self._told_to_stop():
+                if self._conductor.must_stop():
                     return False
                 self.settle(wait_s=_SLICE_S)
         return True

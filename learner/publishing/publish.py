@@ -23,16 +23,17 @@ from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
-from learner.companion import AtOnce, Beside
+from learner.companion import Jobs
 from learner.distributed import World
 from learner.policy.lora import merged_parameters
 from learner.policy.policy import Policy
 from learner.publishing.cast import cast_digests
 from learner.publishing.hostcopy import HostCopy
-from learner.publishing.shipping import Announcer, Cargo, Shipped, Shipper
+from learner.publishing.shipping import Announcer, Cargo, Herald, Shipped, Shipper, Silent
 from learner.publishing.sweep import Sweeper
 from streamrl.config import schema
 from streamrl.errors import ResourceError, TrainingError
@@ -41,7 +42,6 @@ from streamrl.weights.format import TensorMeta
 from streamrl.weights.retention import AnchorPace
 from streamrl.weights.stores import BlobStore, budget_in_redis
 
-_SLICE_S = 1.0
 _SPARE_S = 60.0  # the loop, which says why it gives up, comes before the timeout of a collective, which does not
 _LAST_S = 10.0  # for a version that is on its way when the loop ends early
 
@@ -55,8 +55,45 @@ class Published:
     needs: tuple[int, ...] = ()  # the versions without whose manifests nobody could be served this one
 
 
+class Publishing(Protocol):
+    """What the loop asks of a publisher, on every rank; all of it is collective."""
+
+    @property
+    def latest(self) -> Published | None:
+        """The newest version that is out."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """A version or what follows it is on its way: `settle` before the next."""
+        ...
+
+    @property
+    def announcing(self) -> bool:
+        """A version is on its way that workers cannot have yet."""
+        ...
+
+    @property
+    def failing(self) -> bool:
+        """The last attempt failed: try again soon."""
+        ...
+
+    def working(self) -> AbstractContextManager[None]:
+        """What works beside the loop does so inside."""
+        ...
+
+    def begin(self, step: int, *, whole: bool = False) -> None:
+        """Send the weights as they are on their way; `whole`: as an anchor, for what they would change may be lost."""
+        ...
+
+    def settle(self, *, wait_s: float = 0.0) -> Published | None:
+        """What came of the version on its way: published, or None: not yet (`announcing`), or failed (`failing`), or it
+        was before. What came of its anchor is settled too."""
+        ...
+
+
 class Publisher:
-    """On every rank; all of it is collective."""
+    """To the workers, through a store and the run's stream."""
 
     def __init__(
         self,
@@ -67,9 +104,9 @@ class Publisher:
         run_uid: str,
         epoch: int,
         store: BlobStore,
-        announcer: Announcer | None,  # rank 0 has one
+        announcer: Announcer,
         canary_ids: tuple[int, ...],  # tokens as the model meets them, for workers to try their engine on
-        beside: Beside | AtOnce,
+        beside: Jobs,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._policy, self._settings, self._world = policy, config.weights, world
@@ -87,8 +124,7 @@ class Publisher:
             run_uid=run_uid,
             tensors=tensors,
             store=store,
-            announcer=announcer,
-            sweeper=sweeper if world.is_main else None,
+            herald=Herald(announcer, sweeper) if world.is_main else Silent(),
         )
         self._copy = HostCopy(config.weights.dtype)
         self._pace = AnchorPace(every=config.weights.anchor_every, share=config.weights.anchor_share)
@@ -101,31 +137,21 @@ class Publisher:
         self.latest: Published | None = None
 
     def working(self) -> AbstractContextManager[None]:
-        """The thread works inside."""
         return self._beside.working(join_s=_LAST_S)
 
     @property
-    def last_n(self) -> int:
-        """The last number used, successful or not."""
-        return self._next_n - 1
-
-    @property
     def busy(self) -> bool:
-        """A version or what follows it is on its way: `settle` before the next."""
         return self.announcing or self._anchor is not None
 
     @property
     def announcing(self) -> bool:
-        """A version is on its way that workers cannot have yet."""
         return self._under_way is not None
 
     @property
     def failing(self) -> bool:
-        """The last attempt failed: try again soon."""
         return self._failed and not self.busy
 
     def begin(self, step: int, *, whole: bool = False) -> None:
-        """Send the weights as they are on their way; `whole`: as an anchor, for what they would change may be lost."""
         assert not self.busy, "one version is on its way at a time"
         base = None if whole or self._pace.alone else self.latest
         cargo = Cargo(
@@ -149,8 +175,6 @@ class Publisher:
             self._anchor = self._beside.submit(lambda: self._shipper.lay_anchor() if shipped.result() else None)
 
     def settle(self, *, wait_s: float = 0.0) -> Published | None:
-        """What came of the version on its way: published, or None: not yet (`announcing`), or failed (`failing`), or it
-        was before. What came of its anchor is settled too."""
         published = None
         if self._under_way is not None:
             published, wait_s = self._settle_version(self._under_way, wait_s=wait_s), 0.0
@@ -180,18 +204,6 @@ class Publisher:
             needs=(shipped.cargo.version, shipped.cargo.base) if shipped.cargo.base else (shipped.cargo.version,),
         )
         return self.latest
-
-    def finish(self) -> Published | None:
-        """Wait for the version on its way, if there is one."""
-        published = None
-        while self.busy:
-            published = self.settle(wait_s=_SLICE_S) or published
-        return published
-
-    def publish(self, step: int) -> Published | None:
-        """Now, and wait for it."""
-        self.begin(step)
-        return self.finish()
 
     def _settle_anchor(self, *, wait_s: float) -> None:
         if self._anchor is None:

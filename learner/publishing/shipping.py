@@ -69,6 +69,51 @@ class Shipped:
     changed_fraction: float
 
 
+class Heralding(Protocol):
+    def make_room(self, num_bytes: int) -> bool:
+        """In the store, for the blobs of all ranks; False when there is none."""
+        ...
+
+    def tell(self, manifest: Manifest, *, amended: bool) -> tuple[bool, Fenced | None]:
+        """Tell the workers: (they were told, what forbids to go on)."""
+        ...
+
+
+class Herald:
+    """On rank 0."""
+
+    def __init__(self, announcer: Announcer, sweeper: Sweeper) -> None:
+        self._announcer, self._sweeper = announcer, sweeper
+
+    def make_room(self, num_bytes: int) -> bool:
+        return self._sweeper.make_room(num_bytes)
+
+    def tell(self, manifest: Manifest, *, amended: bool) -> tuple[bool, Fenced | None]:
+        tell = self._announcer.amend if amended else self._announcer.announce
+        try:
+            encoded = encode_manifest(manifest)
+            told = Announcement(version=manifest.version, base=manifest.base, step=manifest.step, manifest=encoded)
+            tell(told, keep=sorted(self._sweeper.kept_with(manifest)))
+        except Fenced as error:
+            return False, error
+        except StreamrlError as error:
+            what = "anchor not announced" if amended else "weights not announced"
+            log.warning(what, version=show(manifest.version), error=str(error))
+            return False, None
+        self._sweeper.announced(manifest)
+        return True, None
+
+
+class Silent:
+    """Every other rank leaves that to rank 0."""
+
+    def make_room(self, num_bytes: int) -> bool:
+        return True
+
+    def tell(self, manifest: Manifest, *, amended: bool) -> tuple[bool, Fenced | None]:
+        return True, None
+
+
 class Shipper:
     def __init__(
         self,
@@ -77,12 +122,10 @@ class Shipper:
         run_uid: str,
         tensors: tuple[TensorMeta, ...],
         store: BlobStore,
-        announcer: Announcer | None,  # rank 0 has one
-        sweeper: Sweeper | None,  # rank 0 has one
+        herald: Heralding,
     ) -> None:
-        assert (announcer is None) == (sweeper is None)
         self._world, self._run_uid, self._tensors = world, run_uid, tensors
-        self._store, self._announcer, self._sweeper = store, announcer, sweeper
+        self._store, self._herald = store, herald
         self._encoder = ShardEncoder()
         self._announced: Manifest | None = None  # the newest
 
@@ -152,37 +195,16 @@ class Shipper:
     def _found_room(self, shard: EncodedShard | None) -> bool:
         """Rank 0 makes room for the blobs of all; False also when a rank has none."""
         num_bytes = self._world.total(np.array([0 if shard is None else len(shard.blob)], dtype=np.float64))
-        room = self._sweeper is None or self._sweeper.make_room(int(num_bytes[0]))
+        room = self._herald.make_room(int(num_bytes[0]))
         return self._world.all_agree(room and shard is not None)
 
     def _all_told(self, manifest: Manifest, *, amended: bool = False) -> bool:
         """Rank 0 tells the workers; the others must hear of a refusal, and not wait for ever."""
-        told, refusal = True, None
-        if self._announcer is not None and self._sweeper is not None:
-            keep = sorted(self._sweeper.kept_with(manifest))
-            told, refusal = _told(self._announcer, manifest, keep=keep, amended=amended)
-        if told and self._sweeper is not None:
-            self._sweeper.announced(manifest)
+        told, refusal = self._herald.tell(manifest, amended=amended)
         agreed = self._world.all_agree(told)
         if refusal is not None:
             raise refusal
         return agreed
-
-
-def _told(announcer: Announcer, manifest: Manifest, *, keep: list[int], amended: bool) -> tuple[bool, Fenced | None]:
-    tell = announcer.amend if amended else announcer.announce
-    try:
-        encoded = encode_manifest(manifest)
-        tell(
-            Announcement(version=manifest.version, base=manifest.base, step=manifest.step, manifest=encoded), keep=keep
-        )
-    except Fenced as error:
-        return False, error
-    except StreamrlError as error:
-        what = "anchor not announced" if amended else "weights not announced"
-        log.warning(what, version=show(manifest.version), error=str(error))
-        return False, None
-    return True, None
 
 
 def _changed_fraction(records: Sequence[ShardRecord]) -> float:

@@ -14,7 +14,7 @@ import gc
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,9 +40,9 @@ class Tokenizer(Protocol):
 
     chat_template: Any
 
-    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]: ...
+    def __call__(self, text: list[str], /, *, add_special_tokens: bool) -> Mapping[str, Any]: ...
 
-    def decode(self, token_ids: list[int]) -> str: ...
+    def decode(self, token_ids: list[int], /) -> str | list[str]: ...
 
     def apply_chat_template(self, conversation: list[Any], *, tokenize: bool, add_generation_prompt: bool) -> Any: ...
 
@@ -56,12 +56,6 @@ class Prompt:
     dataset: str = ""  # by which name `data.train` knows it; empty where there is only one
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NumSkipped:
-    malformed: int
-    overlong: int
-
-
 class PromptSet:
     """All usable prompts of the files, in their order, and the tickets' order over them."""
 
@@ -71,14 +65,10 @@ class PromptSet:
         *,
         seed: int,
         shuffle: bool,
-        num_skipped: NumSkipped,
-        num_truncated: int = 0,
         parts: Sequence[Part] | None = None,  # of the rows, in their order; None: one
     ) -> None:
         assert rows, "a prompt set holds at least one prompt"
         self.rows = tuple(rows)
-        self.num_skipped = num_skipped
-        self.num_truncated = num_truncated
         self._seed = seed
         self._shuffle = shuffle
         self._mixture = Mixture(parts or [Part(num_rows=len(rows))], seed=seed, shuffle=shuffle)
@@ -87,50 +77,18 @@ class PromptSet:
     def load_train(cls, *, tokenizer: Tokenizer, data: schema.Data, seed: int) -> PromptSet:
         """What `data.train` names: a file, or several."""
         sets = data.train_sets()
-        if isinstance(data.train, str):
-            [one] = sets
-            return cls.load(one.path, tokenizer=tokenizer, data=data, seed=seed)
-        found = [cls.load(one.path, tokenizer=tokenizer, data=data, seed=seed, key=one.key) for one in sets]
-        parts = [Part(num_rows=len(of.rows), weight=one.weight) for one, of in zip(sets, found, strict=True)]
+        found = [_read(one.path, tokenizer, data, key=one.key, dataset=one.name) for one in sets]
+        parts = [Part(num_rows=len(rows), weight=one.weight) for one, rows in zip(sets, found, strict=True)]
         for one, part in zip(sets, parts, strict=True):
             log.info("dataset", name=one.name, rows=part.num_rows, weight=one.weight, in_each_pass=part.num_places)
-        return cls(
-            [replace(row, dataset=one.name) for one, of in zip(sets, found, strict=True) for row in of.rows],
-            seed=seed,
-            shuffle=data.shuffle,
-            num_skipped=NumSkipped(
-                malformed=sum(of.num_skipped.malformed for of in found),
-                overlong=sum(of.num_skipped.overlong for of in found),
-            ),
-            num_truncated=sum(of.num_truncated for of in found),
-            parts=parts,
-        )
+        return cls([row for rows in found for row in rows], seed=seed, shuffle=data.shuffle, parts=parts)
 
     @classmethod
     def load(
         cls, path: str | Path, *, tokenizer: Tokenizer, data: schema.Data, seed: int, key: str = "data.train"
     ) -> PromptSet:
-        """Read and tokenise one file; `key` is the setting that names it, for errors."""
-        with _uncollected():
-            file = read_prompts(path, malformed=data.malformed, key=key)
-            reader = _Reader(file.path, tokenizer, data)
-            rows = list(reader.read(file.rows))
-        skipped = NumSkipped(malformed=file.num_skipped + reader.num_malformed, overlong=reader.num_overlong)
-        if not rows:
-            raise DataError(
-                f"{key}: no prompt of {path} can be used: {skipped.malformed} are malformed and {skipped.overlong} "
-                f"longer than data.max_prompt_tokens={data.max_prompt_tokens}"
-            )
-        if skipped.malformed or skipped.overlong or reader.num_truncated:
-            log.warning(
-                "prompts left out or cut",
-                key=key,
-                used=len(rows),
-                malformed=skipped.malformed,
-                overlong=skipped.overlong,
-                truncated=reader.num_truncated,
-            )
-        return cls(rows, seed=seed, shuffle=data.shuffle, num_skipped=skipped, num_truncated=reader.num_truncated)
+        """One file; `key` is the setting that names it, for errors."""
+        return cls(_read(path, tokenizer, data, key=key), seed=seed, shuffle=data.shuffle)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -155,6 +113,32 @@ class PromptSet:
         return self._mixture.locate(ticket)
 
 
+def _read(
+    path: str | Path, tokenizer: Tokenizer, data: schema.Data, *, key: str, dataset: str = ""
+) -> Sequence[Prompt]:
+    """Read and tokenise one file."""
+    with _uncollected():
+        file = read_prompts(path, malformed=data.malformed, key=key)
+        reader = _Reader(file.path, tokenizer, data, dataset)
+        rows = list(reader.read(file.rows))
+    num_malformed = file.num_skipped + reader.num_malformed
+    if not rows:
+        raise DataError(
+            f"{key}: no prompt of {path} can be used: {num_malformed} are malformed and {reader.num_overlong} "
+            f"longer than data.max_prompt_tokens={data.max_prompt_tokens}"
+        )
+    if num_malformed or reader.num_overlong or reader.num_truncated:
+        log.warning(
+            "prompts left out or cut",
+            key=key,
+            used=len(rows),
+            malformed=num_malformed,
+            overlong=reader.num_overlong,
+            truncated=reader.num_truncated,
+        )
+    return rows
+
+
 @contextmanager
 def _uncollected() -> Iterator[None]:
     """The garbage collector would look through all rows again after every few hundred: half of the time of reading
@@ -171,10 +155,8 @@ def _uncollected() -> Iterator[None]:
 class _Reader:
     """Makes prompts of rows, and counts the rows it leaves out."""
 
-    def __init__(self, path: Path, tokenizer: Tokenizer, data: schema.Data) -> None:
-        self._path = path
-        self._tokenizer = tokenizer
-        self._data = data
+    def __init__(self, path: Path, tokenizer: Tokenizer, data: schema.Data, dataset: str) -> None:
+        self._path, self._tokenizer, self._data, self._dataset = path, tokenizer, data, dataset
         self.num_malformed = 0
         self.num_overlong = 0
         self.num_truncated = 0
@@ -190,10 +172,10 @@ class _Reader:
                 if len(token_ids) > self._data.max_prompt_tokens and self._data.overlong == "truncate":
                     self.num_truncated += 1
                     token_ids = list(token_ids[-self._data.max_prompt_tokens :])
-                    text = self._tokenizer.decode(token_ids)
+                    text = str(self._tokenizer.decode(token_ids))
                 if self._fits(row, text, token_ids):
                     ids = np.asarray(token_ids, dtype=np.int32)
-                    yield Prompt(line=row.line, text=text, token_ids=ids, fields=row.fields)
+                    yield Prompt(line=row.line, text=text, token_ids=ids, fields=row.fields, dataset=self._dataset)
 
     def _encode(self, texts: list[str], *, add_special_tokens: bool) -> Iterator[Sequence[int]]:
         return iter(self._tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"] if texts else [])

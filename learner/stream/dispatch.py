@@ -55,6 +55,7 @@ class Dispatch:
         self._widest_window = (config.lag.max_steps + 1) * self._groups_per_step
         self.to_repeat: list[int] = []  # dead tickets that the operator wants repeated, as last heard
         self.refused: list[int] = []  # by a full server: issued by the ledger, and in Redis as soon as there is room
+        self._is_sure = False  # of the count, until Redis was asked for tickets issued after the checkpoint
         self.wants_commit = False  # there is less room than there could be, for bytes that a commit would free
 
     @property
@@ -114,12 +115,15 @@ class Dispatch:
             self._ledger.resolve(number, DEAD, step=step + 1)
 
     def count_issued(self, present: Iterable[int], retried: Mapping[int, int], *, step: int) -> None:
-        """Go on behind the tickets that a learner before us issued after the checkpoint, as far as Redis shows them.
+        """Once: go on behind the tickets that a learner before us issued after the checkpoint, as far as Redis shows
+        them.
 
         What was issued since then is still there, but for what Redis has lost; so beyond a gap of more than a window
         nothing counts. A forged number far up must not make us issue all those below it, and to issue genuine ones
         that lie beyond a gap once more costs only their work.
         """
+        if self._is_sure:
+            return
         counter = first = self._ledger.issued
         repeated = {number: dead for number, dead in retried.items() if number >= first}
         retries = Retries({**self._ledger.retries.known(), **repeated})
@@ -132,6 +136,7 @@ class Dispatch:
             if number in repeated:
                 self._ledger.retries.add(number, repeated[number])
             self._ledger.begin(number, step=step)  # with weights at least as young as the checkpoint's
+        self._is_sure = True
 
     def _room(self, step: int) -> int:
         """For how many tickets; negative where the window has shrunk."""

@@ -32,7 +32,7 @@ from learner.stream.lag import LagRule
 from learner.stream.ledger import DEAD, DROPPED, TRAINED, Ledger, StreamState
 from learner.stream.patience import Patience
 from learner.stream.plan import Kind, Plan, Verdict, balance
-from learner.stream.reconcile import Reconciler
+from learner.stream.reconcile import reconcile
 from streamrl.config import schema
 from streamrl.crashpoints import crashpoint
 from streamrl.telemetry.progress import Wait
@@ -62,7 +62,7 @@ class Feed:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         state = state or StreamState()
-        self._stream = stream
+        self._stream, self._prompts = stream, prompts
         self._groups_per_step = config.training.groups_per_step
         self._patience = Patience(config, clock)
         self._narrow = narrow
@@ -70,7 +70,7 @@ class Feed:
         self._sleep = sleep
         self._ledger = Ledger(state.ledger)
         self._lengths = Lengths(config.sampling.max_tokens, state.lengths)
-        self._datasets = Datasets(prompts, self._ledger.retries, state.datasets)
+        self._datasets = Datasets(self._dataset_of, state.datasets)
         self._lag = LagRule(config.lag, state.versions)
         self._hand = Hand(ledger=self._ledger, lag=self._lag, groups_per_step=self._groups_per_step, carry=state.carry)
         self._backlog = Backlog(max_bytes=config.redis.max_backlog_bytes, largest_group=largest_group(config))
@@ -83,13 +83,6 @@ class Feed:
             backlog=self._backlog,
             config=config,
             run_uid=run_uid,
-        )
-        self._reconciler = Reconciler(
-            stream=stream,
-            ledger=self._ledger,
-            hand=self._hand,
-            backlog=self._backlog,
-            dispatch=self._dispatch,
         )
         self._judge = Judge(
             run_uid=run_uid,
@@ -204,7 +197,15 @@ class Feed:
     def reconcile(self, *, step: int) -> None:
         """Find out what Redis has and has not, and put right what differs from the ledger."""
         assert self._planned is None, "a plan is with the ranks: settle it first"
-        self._reconciler.reconcile(cursor=self._cursor, step=step)
+        reconcile(
+            stream=self._stream,
+            ledger=self._ledger,
+            hand=self._hand,
+            backlog=self._backlog,
+            dispatch=self._dispatch,
+            cursor=self._cursor,
+            step=step,
+        )
         self._patience.reconciled()
 
     def _plan_until(self, deadline: float, step: int, world_size: int) -> Plan | None:
@@ -283,11 +284,11 @@ class Feed:
             case Take(header):
                 self._backlog.expect(len(entry.header) + len(entry.body))
                 self._hand.take(Held(entry.id, header, entry.body))
-            case Drop(reason, None):
-                self._ledger.resolve(entry.number, f"{DROPPED}{reason}", step=step + 1)
-            case Drop(reason, header):
+            case Drop(reason, GroupHeader() as header):
                 self._backlog.expect(len(entry.header) + len(entry.body))
                 self._end(header, f"{DROPPED}{reason}", step=step)
+            case Drop(reason):
+                self._ledger.resolve(entry.number, f"{DROPPED}{reason}", step=step + 1)
             case Failed(error):
                 self._dispatch.failed(entry.number, error=error, step=step)
             case Ignore(reason):
@@ -300,6 +301,10 @@ class Feed:
         for held in self._hand:
             if self._lag.is_stale(held.header.min_version, held.header.max_version, step):
                 self._end(self._hand.remove(held.header.ticket).header, f"{DROPPED}stale", step=step)
+
+    def _dataset_of(self, ticket: int) -> str:
+        _, row = self._prompts.locate(self._ledger.retries.place(ticket))
+        return self._prompts.rows[row].dataset
 
     def _end(self, header: GroupHeader, outcome: str, *, step: int) -> None:
         self._ledger.resolve(header.ticket, outcome, step=step + 1)

@@ -46,7 +46,7 @@ class Ignore:
     reason: str
 
 
-Verdict = Take | Drop | Failed | Ignore
+Judgement = Take | Drop | Failed | Ignore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Judge:
     lag: LagRule
     keep: Callable[[GroupHeader], str | None]  # the algorithm's reason to drop a group, if it has one
 
-    def __call__(self, entry: Entry, *, step: int, in_hand: Container[int]) -> Verdict:
+    def __call__(self, entry: Entry, *, step: int, in_hand: Container[int]) -> Judgement:
         """`step` is the one that would train this group; `in_hand` holds the tickets that wait with it."""
         if entry.run_uid != self.run_uid:
             return Ignore("wrong_run")
@@ -86,7 +86,7 @@ class Judge:
         fits = (header.ticket, header.run_uid, header.purpose) == expected
         return header if fits and len(header.sample_lengths) <= self.max_samples else None
 
-    def _weigh(self, header: GroupHeader, step: int) -> Verdict:
+    def _weigh(self, header: GroupHeader, step: int) -> Judgement:
         if header.fingerprint != self.fingerprint:
             return Drop("wrong_model", header)
         if self.lag.is_stale(header.min_version, header.max_version, step):

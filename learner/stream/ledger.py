@@ -13,15 +13,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from learner.checkpoints.journal import Ending
+from pydantic import TypeAdapter
+
 from learner.stream.numbering import NumberSet, Retries
 from streamrl.transport.types import START, entry_order
 
 TRAINED = "trained"
 DEAD = "dead"
 DROPPED = "dropped/"  # and the reason
+
+
+class Ending(NamedTuple):
+    """A ticket ended."""
+
+    step: int  # the optimizer step that was being made, counting from 1
+    outcome: str  # trained, dead, or dropped/ and the reason
+    ticket: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,19 +81,7 @@ class StreamState:
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> StreamState:
-        ledger = dict(value["ledger"])
-        ledger["exceptions"] = tuple((start, end) for start, end in ledger["exceptions"])
-        for name in ("attempts", "begins", "retries"):
-            ledger[name] = {int(number): count for number, count in ledger[name].items()}
-        return StreamState(
-            cursor=value["cursor"],
-            carry=tuple(value["carry"]),
-            ledger=LedgerState(**ledger),
-            versions=tuple((version, step) for version, step in value["versions"]),
-            lengths={int(bound): (ended, dropped) for bound, (ended, dropped) in value["lengths"].items()},
-            datasets={name: (trained, dropped) for name, (trained, dropped) in value.get("datasets", {}).items()},
-            journal=value["journal"],
-        )
+        return TypeAdapter(StreamState).validate_python(value)
 
 
 class Ledger:

@@ -1,35 +1,33 @@
-"""The plan of a step: which groups are trained, and which rank takes each. Rank 0 makes it, all ranks follow it.
-
-It travels as one int64 array through the process group, since that carries tensors and no objects. The layout is
-
-    kind, step, number of entries, then per entry: id milliseconds, id sequence, ticket, digest, tokens, rank
-
-with the unsigned digest in the bits of the signed item.
-"""
+"""The plan of a step: which groups are trained, and which rank takes each. Rank 0 makes it, all ranks follow it."""
 
 from __future__ import annotations
 
 import heapq
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-import numpy as np
-import numpy.typing as npt
-
 from streamrl.wire.group import GroupHeader
-
-_HEAD = 3
-_ROW = 6
 
 
 class Kind(IntEnum):
+    """What the ranks do next."""
+
     IDLE = 0  # nothing to train yet; go round again
     STEP = 1
     END = 2  # every ticket of the run is resolved
     STOP = 3  # told to stop, or drained; tickets are left
     COMMIT = 4  # Redis is short of room, and a checkpoint would make some: make one now
     PUBLISH = 5  # Redis lost what the newest version consists of: send the weights out whole
+
+
+class Outcome(IntEnum):
+    """Of something that all ranks wait for together."""
+
+    WAITING = 0  # still
+    DONE = 1
+    STOPPED = 2  # told to stop before
 
 
 class Verdict(IntEnum):
@@ -63,29 +61,21 @@ class Plan:
         """This rank's entries, each with its place in `entries`, which is its place in the accept vector."""
         return [(at, entry) for at, entry in enumerate(self.entries) if entry.rank == rank]
 
-    def to_array(self) -> npt.NDArray[np.int64]:  # [3 + 6 * entries]
-        values = [int(self.kind), self.step, len(self.entries)]
-        for entry in self.entries:
-            milliseconds, _, sequence = entry.entry_id.partition("-")
-            digest = entry.digest - (1 << 64) if entry.digest >> 63 else entry.digest
-            values += [int(milliseconds), int(sequence), entry.ticket, digest, entry.num_tokens, entry.rank]
-        return np.array(values, dtype=np.int64)
+    def to_bytes(self) -> bytes:
+        entries = [[one.entry_id, one.ticket, one.digest, one.num_tokens, one.rank] for one in self.entries]
+        return json.dumps([self.kind, self.step, entries]).encode()
 
     @staticmethod
-    def from_array(array: npt.NDArray[np.int64]) -> Plan:
-        kind, step, num_entries = array[:_HEAD].tolist()
-        assert len(array) == _HEAD + _ROW * num_entries, f"a plan of {num_entries} entries has {len(array)} items"
-        entries = tuple(
-            PlanEntry(
-                entry_id=f"{milliseconds}-{sequence}",
-                ticket=ticket,
-                digest=digest % (1 << 64),
-                num_tokens=num_tokens,
-                rank=rank,
-            )
-            for milliseconds, sequence, ticket, digest, num_tokens, rank in array[_HEAD:].reshape(-1, _ROW).tolist()
+    def from_bytes(data: bytes) -> Plan:
+        kind, step, entries = json.loads(data)
+        return Plan(
+            kind=Kind(kind),
+            step=step,
+            entries=tuple(
+                PlanEntry(entry_id=entry_id, ticket=ticket, digest=digest, num_tokens=num_tokens, rank=rank)
+                for entry_id, ticket, digest, num_tokens, rank in entries
+            ),
         )
-        return Plan(kind=Kind(kind), step=step, entries=entries)
 
 
 def balance(num_tokens: Sequence[int], world_size: int) -> list[int]:

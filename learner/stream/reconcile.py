@@ -21,39 +21,31 @@ from streamrl.transport.seam import GroupStream
 log = structlog.get_logger(__name__)
 
 
-class Reconciler:
-    def __init__(
-        self, *, stream: GroupStream, ledger: Ledger, hand: Hand, backlog: Backlog, dispatch: Dispatch
-    ) -> None:
-        self._stream, self._ledger, self._hand = stream, ledger, hand
-        self._backlog, self._dispatch = backlog, dispatch
-        self._counter_is_sure = False  # until Redis was asked for tickets issued after the checkpoint
-
-    def reconcile(self, *, cursor: str, step: int) -> None:
-        """Groups up to the cursor have been read."""
-        self._stream.restore(cursor=cursor, retried=self._ledger.retries.known())
-        self._hand.put_back()  # read again: bodies may be gone, and the ranks have yet to fetch them
-        found = Inventory.take(self._stream)
-        self._backlog.recount(found.groups, cursor=cursor)
-        present = found.asked() | found.answered(cursor=cursor, unread=self._hand.unread)
-        if not self._counter_is_sure:
-            self._dispatch.count_issued(present, found.retried, step=step)
-            self._counter_is_sure = True
-        superfluous = found.superfluous(self._ledger)
-        missing = [number for number in self._ledger.open_tickets() if number not in present]
-        flaws = found.unreadable()
-        unreadable = flaws.keys() & set(missing)
-        if superfluous:
-            self._stream.delete_tickets("train", superfluous)
-            crashpoint("reconcile.deleted")
-        self._dispatch.issue((number for number in missing if number not in unreadable), step=step)
-        for number in sorted(unreadable):
-            self._dispatch.failed(number, error=f"no worker could read the ticket: {flaws[number]}", step=step)
-        self._stream.count_issued(self._ledger.issued)
-        log.info(
-            "reconciled",
-            present=len(present),
-            deleted=len(superfluous),
-            issued_again=len(missing),
-            unreadable=len(unreadable),
-        )
+def reconcile(
+    *, stream: GroupStream, ledger: Ledger, hand: Hand, backlog: Backlog, dispatch: Dispatch, cursor: str, step: int
+) -> None:
+    """Groups up to the cursor have been read."""
+    stream.restore(cursor=cursor, retried=ledger.retries.known())
+    hand.put_back()  # read again: bodies may be gone, and the ranks have yet to fetch them
+    found = Inventory.take(stream)
+    backlog.recount(found.groups, cursor=cursor)
+    present = found.asked() | found.answered(cursor=cursor, unread=hand.unread)
+    dispatch.count_issued(present, found.retried, step=step)
+    superfluous = found.superfluous(ledger)
+    missing = [number for number in ledger.open_tickets() if number not in present]
+    flaws = found.unreadable()
+    unreadable = flaws.keys() & set(missing)
+    if superfluous:
+        stream.delete_tickets("train", superfluous)
+        crashpoint("reconcile.deleted")
+    dispatch.issue((number for number in missing if number not in unreadable), step=step)
+    for number in sorted(unreadable):
+        dispatch.failed(number, error=f"no worker could read the ticket: {flaws[number]}", step=step)
+    stream.count_issued(ledger.issued)
+    log.info(
+        "reconciled",
+        present=len(present),
+        deleted=len(superfluous),
+        issued_again=len(missing),
+        unreadable=len(unreadable),
+    )

@@ -5,21 +5,30 @@ Addresses are judged in `places`, files in `files`: this needs nothing but the c
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import reduce
 from operator import getitem
 from typing import Any
 
 from streamrl.config import places
 from streamrl.config.explain import show
-from streamrl.config.losses import DEFAULTS
 from streamrl.config.problem import Problem
 from streamrl.config.schema import Algorithm, Config, Sampling
 from streamrl.errors import ConfigError
+from streamrl.recipe.advantages import ADVANTAGES
+from streamrl.recipe.losses import LOSSES
+from streamrl.recipe.own import FORMS, is_own
 from streamrl.wire.limits import MAX_GROUP_TOKENS, MAX_REWARD_SOURCES, MAX_SAMPLES, MAX_TOKENS
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
+_AT_ONE = "1 is the ratio of a sample that is not stale"
+_LIMITS: Mapping[str, tuple[Callable[[float], bool], str]] = {  # arguments of losses
+    "clamp": (lambda clamp: clamp > 0, "above 0"),
+    "low": (lambda low: 0 <= low <= 1, f"from 0 to 1: {_AT_ONE}"),
+    "high": (lambda high: high >= 1, f"of at least 1: {_AT_ONE}"),
+}
 _MAX_TIME = re.compile(r"(\d+):([01]\d|2[0-3]):([0-5]\d):([0-5]\d)\Z")
 
 Where = Callable[[str], str | None]
@@ -117,36 +126,62 @@ def _losses(config: Config) -> Iterator[Problem]:
     if settings.name == "rejection_sampling":
         yield from _of_reinforce_only(settings)
         return
-    correction = f"algorithm.correction={settings.correction}"
-    if settings.ratio_clamp is not None and DEFAULTS[settings.correction].clamp is None:
-        having = ", ".join(name for name, limits in DEFAULTS.items() if limits.clamp is not None)
-        remedy = f"{correction} clamps no ratio; set it to null (used by {having})"
-        yield Problem(key="algorithm.ratio_clamp", remedy=remedy)
-    if settings.ratio_bounds is not None:
-        if DEFAULTS[settings.correction].bounds is None:
-            having = ", ".join(name for name, limits in DEFAULTS.items() if limits.bounds is not None)
-            remedy = f"{correction} has no bounds; set it to null (used by {having})"
-            yield Problem(key="algorithm.ratio_bounds", remedy=remedy)
-        elif not settings.ratio_bounds[0] <= 1 <= settings.ratio_bounds[1]:
-            remedy = "must be [low, high] with low <= 1 <= high: 1 is the ratio of a sample that is not stale"
-            yield Problem(key="algorithm.ratio_bounds", remedy=remedy)
-    if settings.reinforce_epochs > 1 and settings.correction == "none":
+    yield from _function("loss", settings.loss, settings.loss_args, LOSSES)
+    yield from _function("advantages", settings.advantages, settings.advantages_args, ADVANTAGES)
+    if settings.loss in LOSSES:
+        yield from _limits(settings)
+    if settings.reinforce_epochs > 1 and settings.loss == "none":
         yield Problem(
             key="algorithm.reinforce_epochs",
-            remedy="after the first pass the samples are another policy's, which algorithm.correction=none ignores; "
-            "choose another correction, or set this to 1",
+            remedy="after the first pass the samples are another policy's, which algorithm.loss=none ignores; "
+            "choose another loss, or set this to 1",
         )
-    if settings.discount_factor < 1 and settings.correction == "gspo":
-        remedy = "gspo judges a response as a whole, so its tokens cannot have advantages of their own; must be 1"
-        yield Problem(key="algorithm.discount_factor", remedy=remedy)
+    if settings.discount_factor < 1 and settings.loss == "gspo":
+        yield Problem(
+            key="algorithm.discount_factor",
+            remedy="gspo judges a response as a whole, so its tokens cannot have advantages of their own; must be 1",
+        )
+
+
+def _function(
+    key: str, target: str, arguments: Mapping[str, Any], known: Mapping[str, Callable[..., Any]]
+) -> Iterator[Problem]:
+    """What can be seen without the user's own code, which only the learner has and runs."""
+    if target not in known:
+        if not is_own(target):
+            remedy = f"must be one of {', '.join(known)}, or code of yours as {FORMS}"
+            yield Problem(key=f"algorithm.{key}", value=target, remedy=remedy)
+        return
+    taken = _arguments_of(known[target])
+    for name in (name for name in arguments if name not in taken):
+        having = ", ".join(other for other in known if name in _arguments_of(known[other]))
+        yield Problem(
+            key=f"algorithm.{key}_args.{name}",
+            value=arguments[name],
+            remedy=f"algorithm.{key}={target} takes {' and '.join(taken) or 'no arguments'}; take it away"
+            + (f" (used by {having})" if having else ""),
+        )
+
+
+def _arguments_of(function: Callable[..., Any]) -> list[str]:
+    _, *named = inspect.signature(function).parameters
+    return named
+
+
+def _limits(settings: Algorithm) -> Iterator[Problem]:
+    for name, value in settings.loss_args.items():
+        allows, words = _LIMITS.get(name, (lambda _: True, ""))
+        if isinstance(value, str | bool) or not allows(value):
+            yield Problem(key=f"algorithm.loss_args.{name}", value=value, remedy=f"must be a number {words}".strip())
 
 
 def _of_reinforce_only(settings: Algorithm) -> Iterator[Problem]:
     """What the user asked for, and rejection sampling would not do."""
     asked = {
-        "correction": settings.correction not in ("none", Algorithm().correction),
-        "ratio_clamp": settings.ratio_clamp is not None,
-        "ratio_bounds": settings.ratio_bounds is not None,
+        "loss": settings.loss not in ("none", Algorithm().loss),
+        "loss_args": bool(settings.loss_args),
+        "advantages": settings.advantages != Algorithm().advantages,
+        "advantages_args": bool(settings.advantages_args),
         "discount_factor": settings.discount_factor < 1,
         "scale_by_std": settings.scale_by_std,
         "normalize_batch": settings.normalize_batch,

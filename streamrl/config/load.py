@@ -4,7 +4,8 @@
 
 Maps merge key by key; lists and scalars replace what they meet; `null` over a map takes it away, so that its default
 holds again. Nothing is coerced: a number in quotes is text. Relative paths *in* a configuration (data, models, run
-folder) are relative to the directory in which the command runs; `extends` to the file in which it stands.
+folder) are relative to the directory in which the command runs; `extends` to the file in which it stands; a recipe's
+own code is looked for in the one, then beside the other.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from streamrl.errors import ConfigError
 from streamrl.transport.url import masked
 
 EXTENDS = "extends"
+_OWN_CODE = ("loss", "advantages")  # of `algorithm`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +69,10 @@ def _read(path: Path, chain: tuple[Path, ...]) -> Node:
         found = "it is empty" if tree.value is None else f"it holds {show(tree.plain())}"
         raise ConfigError(f"{path}: a configuration is a map of settings; {found}")
     entries = dict(tree.value)
-    tree = Node(value=entries, origin=str(path))  # the whole file, not the line of its first key
     extends = entries.pop(EXTENDS, None)
+    tree = Node(value=entries, origin=str(path))  # the whole file, not the line of its first key
+    for key in _OWN_CODE:
+        tree = _code_beside(tree, key, path.parent)
     if extends is None:
         return tree
     if not isinstance(extends.value, str):
@@ -81,6 +85,18 @@ def _read(path: Path, chain: tuple[Path, ...]) -> Node:
         raise ConfigError(f"{extends.origin}: extends = {extends.value!r}: there is no file {base}")
     merged = merge(_read(base, chain=tuple(seen)), tree)
     return Node(value=merged.value, origin=str(path))
+
+
+def _code_beside(tree: Node, key: str, folder: Path) -> Node:
+    """With the place of `file.py:function` where it lies beside the configuration."""
+    node = tree.find("algorithm", key)
+    if node is None or not isinstance(node.value, str):
+        return tree
+    place, _, function = node.value.rpartition(":")
+    if not place.endswith(".py") or Path(place).exists() or not (folder / place).exists():
+        return tree
+    found = Node(value=f"{folder / place}:{function}", origin=node.origin)
+    return merge(tree, Node(value={"algorithm": Node(value={key: found}, origin=node.origin)}, origin=tree.origin))
 
 
 def _text(path: Path) -> str:

@@ -16,6 +16,7 @@ Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Arguments = dict[str, str | int | float | bool]  # keyword arguments of a function
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
@@ -125,7 +126,7 @@ class FunctionReward(Section):
     max_abs: PositiveFloat = 1e6  # a score beyond is nonsense: the sample counts as failed
     timeout_s: PositiveFloat = 10.0
     memory_mb: Positive = 4096  # of one child process; beyond it the function gets a MemoryError
-    options: dict[str, str | int | float | bool] = {}  # keyword arguments of the function
+    options: Arguments = {}  # keyword arguments of the function
     processes: Positive = 1  # child processes that run it side by side
 
 
@@ -171,15 +172,14 @@ class Kl(Section):
     absolute: bool = True  # |k1| in the reward [use_absolute_kl]
 
 
-Correction = Literal["truncated", "tis", "icepop", "sequence_mask", "gspo", "ppo", "decoupled", "none"]
-
-
 class Algorithm(Section):
     name: Literal["reinforce", "rejection_sampling"] = "reinforce"
-    correction: Correction = "truncated"  # off-policy correction by the ratio pi / mu: learner/algorithms/losses
-    ratio_clamp: PositiveFloat | None = None  # above; null: truncated, sequence_mask, decoupled 5, tis 2
-    # Below and above; null: icepop 0.5, 5; sequence_mask 0.99, 1.01; gspo 0.9997, 1.0004; ppo, decoupled 0.8, 1.2
-    ratio_bounds: tuple[NonNegativeFloat, PositiveFloat] | None = None
+    # How a token of a stale sample counts: one of streamrl/recipe/losses.py, or your own function, as
+    # `package.module:function` or `path/to/file.py:function`
+    loss: str = "truncated"
+    loss_args: Arguments = {}  # over its defaults: clamp of truncated, tis, sequence_mask, decoupled; low and high
+    advantages: str = "leave_one_out"  # one of streamrl/recipe/advantages.py, or your own function
+    advantages_args: Arguments = {}
     reinforce_epochs: Positive = 1  # optimizer passes over a batch [reinforce_epochs]
     discount_factor: Annotated[float, Field(gt=0, le=1)] = 1.0  # a token, from the end of the response back
     scale_by_std: bool = False  # divide advantages by the group's standard deviation

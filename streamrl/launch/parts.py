@@ -16,6 +16,7 @@ from pathlib import Path
 from streamrl.config import schema
 from streamrl.config.places import reward_code, reward_hosts
 from streamrl.launch.processes import Command
+from streamrl.run_lock import LOCK
 
 REWARD = "reward/0"
 LEARNER = "learner"
@@ -35,7 +36,7 @@ class RunFolder:
 
     @property
     def lock(self) -> Path:
-        return self.path / "up.lock"
+        return self.path / LOCK
 
     @property
     def redis(self) -> Path:

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
-from collections.abc import Iterator
-from pathlib import Path
-
 import redis
 
 from streamrl.config.load import Loaded
 from streamrl.config.places import EMBEDDED_REDIS
 from streamrl.config.schema import Config
-from streamrl.errors import ResourceError
 from streamrl.monitor.doctor.musts import MUSTS
 from streamrl.transport.connection import check_server, connect
 from streamrl.transport.embedded import find_server
@@ -37,27 +30,3 @@ def check_redis(client: redis.Redis, config: Config) -> None:
     check_server(
         client, max_backlog_bytes=config.redis.max_backlog_bytes, max_store_bytes=budget_in_redis(config.weights)
     )
-
-
-@contextlib.contextmanager
-def only_one(lock: Path, name: str) -> Iterator[None]:
-    """Inside, no other launcher runs this folder. The kernel frees the lock with the process, however that ends."""
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ResourceError(
-                f"the run {name!r} is live: another process (pid {_read_pid(descriptor)}) runs {lock.parent}; "
-                "end it with Ctrl-C, or choose another name with name=..."
-            ) from None
-        os.truncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _read_pid(descriptor: int) -> str:
-    return os.pread(descriptor, 20, 0).decode() or "unknown"

@@ -26,10 +26,11 @@ from streamrl.durable import write_durably
 from streamrl.launch.display import Display
 from streamrl.launch.interrupts import Interrupts
 from streamrl.launch.parts import RunFolder
-from streamrl.launch.preflight import check_before_start, only_one
+from streamrl.launch.preflight import check_before_start
 from streamrl.launch.redis_part import RedisPart
 from streamrl.launch.summary import Summary, summarise
 from streamrl.launch.supervisor import Supervisor
+from streamrl.run_lock import only_one
 from streamrl.telemetry.logs import configure_logging
 from streamrl.transport.connection import check_server, connect
 

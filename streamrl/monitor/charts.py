@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from streamrl.monitor.history import History
+from streamrl.telemetry.metrics import OF_LOSS
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
@@ -72,3 +75,10 @@ CHARTS = (
         series={"trained": "train_rollouts/response_lengths", "held out": "val_rollouts/response_lengths"},
     ),
 )
+
+
+def charts_of(history: History) -> tuple[Chart, ...]:
+    """With a chart of what the run's loss tells of itself, if it tells anything."""
+    newest = history.steps.records[-1].values if history.steps.records else {}
+    own = {name.removeprefix(OF_LOSS): name for name in sorted(newest) if name.startswith(OF_LOSS)}
+    return (*CHARTS, Chart(name="own", title="What the loss tells", unit="", series=own)) if own else CHARTS

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from streamrl.extras import need
-from streamrl.monitor.charts import CHARTS, Chart
+from streamrl.monitor.charts import Chart, charts_of
 from streamrl.monitor.history import History
 from streamrl.transport.thinning import is_validation
 
@@ -18,11 +18,12 @@ _WIDTH, _SHAPE = 10.4, 0.52  # inches, of the whole; height of a chart, as a sha
 _SMOOTHING = 0.04  # of the steps: the window of the running mean
 
 
-def save_report(path: Path, history: History, *, title: str, charts: Sequence[Chart] = CHARTS) -> None:
+def save_report(path: Path, history: History, *, title: str, charts: Sequence[Chart] | None = None) -> None:
     need("a plot", "matplotlib", extra="monitor")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    charts = charts_of(history) if charts is None else charts
     num_columns = min(2, len(charts))
     num_rows = -(-len(charts) // num_columns)
     height = num_rows * _SHAPE * _WIDTH / num_columns

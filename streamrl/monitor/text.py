@@ -8,6 +8,7 @@ from textwrap import wrap
 
 from streamrl.monitor.units import age, number, plural, size
 from streamrl.monitor.view import Cause, Part, View, Worker
+from streamrl.telemetry.metrics import OF_LOSS
 from streamrl.terminal import printable, sparkline
 
 WIDTH = 100
@@ -126,7 +127,8 @@ _METRICS = (
 def metrics_line(view: View, *, width: int = WIDTH) -> str:
     """The metrics of the last step, and the curve of the reward, as long as there is room for."""
     found = view.learner.metrics
-    words = [f"{name} {number(found[metric])}" for name, metric in _METRICS if metric in found]
+    of_loss = [(printable(metric.removeprefix(OF_LOSS)), metric) for metric in found if metric.startswith(OF_LOSS)]
+    words = [f"{name} {number(found[metric])}" for name, metric in (*_METRICS, *of_loss) if metric in found]
     if not words:
         return "no step has been made yet"
     room = width - LABEL - sum(len(word) + 2 for word in words)

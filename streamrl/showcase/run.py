@@ -20,9 +20,9 @@ from streamrl.config.schema import Config
 from streamrl.extras import need
 from streamrl.launch.display import Display, spinner
 from streamrl.launch.parts import RunFolder
-from streamrl.launch.preflight import only_one
 from streamrl.launch.up import shipped_config, up
 from streamrl.monitor.doctor.musts import check_packages
+from streamrl.run_lock import only_one
 from streamrl.showcase.folder import clear
 from streamrl.showcase.report import Task, make_report, report_lines
 

@@ -7,7 +7,9 @@ number: `stream/dropped_by_length/<tokens>` counts them, `stream/drop_rate_by_le
 Where `data.train` names several datasets, `stream/trained_by_dataset/<name>` and `stream/dropped_by_dataset/<name>`
 count groups since the start of the run, `train_rollouts/rewards_by_dataset/<name>` is the mean reward of those trained.
 `policy/ratio_histogram/<edge>` is the share of tokens whose ratio pi / mu is at most that edge and above the next
-smaller one. `idle/<wait>` is the share of the step that rank 0 spent in that wait.
+smaller one. What a loss tells of itself is `loss/<name>`, a mean over trained tokens unless it counts something else;
+`loss/weight` of those that come with us is what they made of the ratio. `idle/<wait>` is the share of the step that
+rank 0 spent in that wait.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ METRICS: Mapping[str, str] = {
     "train_rollouts/fraction_of_samples_properly_ended": "share of samples that ended by themselves",
     "train_rollouts/init_policy_kl": "mean over tokens of log pi - log pi_ref",
     "train_rollouts/rewards_with_kl": "mean reward after the KL penalty",
-    "train_rollouts/baseline": "mean leave-one-out baseline",
+    "train_rollouts/baseline": "mean of what was taken off the rewards: the leave-one-out baseline",
     "train_rollouts/zero_variance_groups": "share of groups whose rewards are all equal",
     "train_rollouts/consumed_samples": "samples trained since the start of the run",
     "train_rollouts/epoch": "passes over the dataset",
@@ -85,8 +87,11 @@ METRICS: Mapping[str, str] = {
     "weights/changed_fraction": "share of elements that changed with it",
 }
 
+OF_LOSS = "loss/"  # what the run's loss tells of itself
+
 _FAMILIES = (
     "policy/ratio_histogram/",
+    OF_LOSS,
     "idle/",
     "train_rollouts/rewards/",
     "train_rollouts/rewards_by_dataset/",

@@ -23,7 +23,7 @@ from typing import Any, Self
 import redis
 
 from learner.checkpoints.epochs import CheckpointName
-from learner.checkpoints.journal import Ending
+from learner.stream.ledger import Ending
 from streamrl.audit import Audit, audit_folder
 from streamrl.audit.commit import read_commit
 from streamrl.audit.journal import read_chain

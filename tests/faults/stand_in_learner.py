@@ -14,15 +14,17 @@ import threading
 import time
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import redis
 
+from learner.checkpoints.checkpoint import CheckpointRoot, describe
 from learner.checkpoints.epochs import CheckpointName
 from learner.conductor import Conductor
 from learner.lease import LeaseKeeper
-from learner.metrics.record import Recorder, Timers
-from learner.rejections import Rejections
-from learner.start import Admitted, admit, take_lease
+from learner.metrics.record import Timers
+from learner.start import Admitted, Server, admit, take_lease
 from learner.stream.data import PromptSet
 from learner.stream.feed import Feed
 from learner.stream.plan import Kind, Plan, Verdict
@@ -49,14 +51,6 @@ _NUM_KEPT = 2  # versions
 
 
 @dataclass(frozen=True, slots=True)
-class _Speech:
-    """What admission asks of the tokenizer."""
-
-    fingerprint: str = MODEL
-    end_ids: tuple[int, ...] = (0,)
-
-
-@dataclass(frozen=True, slots=True)
 class _Published:
     version: int
     step: int
@@ -64,6 +58,20 @@ class _Published:
     @property
     def needs(self) -> tuple[int, ...]:
         return (self.version,)
+
+
+def _surroundings(config: schema.Config) -> Any:
+    """What the conductor asks of them; the real ones bring torch, which takes seconds to import."""
+    return SimpleNamespace(
+        config=config,
+        world=SimpleNamespace(size=1, broadcast=lambda words: words),
+        speech=SimpleNamespace(tokenizer=None),
+        progress=Progress(part="learner/0", role="learner"),
+        timers=Timers(),
+        watchdog=SimpleNamespace(beat=lambda: None),
+        stop=threading.Event(),
+        job_began=time.monotonic(),
+    )
 
 
 def versions_in(output: str) -> list[int]:
@@ -86,18 +94,17 @@ def learn(place: Place, *, holder: str, takeover: bool) -> None:
     config, prompts = place.config(), make_prompts(place.num_prompts)
     with connect(place.url, config.redis) as client:
         keys = Keys(config.name)
-        take = partial(take_lease, config, client, keys, holder=holder)
+        server = Server(client=client, keys=keys, holder=holder)
+        take = partial(take_lease, config, server)
         take(takeover=takeover)
         keeper = LeaseKeeper(take, lease_s=config.learner.lease_s)
         with keeper.keeping():
             admitted = admit(
                 config=config,
-                client=client,
-                keys=keys,
+                server=server,
                 keeper=keeper,
                 prompts=prompts,
-                speech=_Speech(),  # type: ignore[arg-type]
-                holder=holder,
+                fingerprint=MODEL,
             )
             done = _Loop(place, admitted, keeper, prompts, open_store_of(config, client, keys)).run()
             admitted.stream.release("finished" if done else "failed")
@@ -110,7 +117,7 @@ class _Loop:
         config = place.config()
         self._deadly_ticket = place.deadly_ticket
         start, state = admitted.start, admitted.checkpoint.state.stream if admitted.checkpoint else None
-        self._config, self._start, self._checkpoints = config, start, admitted.checkpoints
+        self._config, self._start, self._checkpoints = config, start, CheckpointRoot(config.folder)
         self._step = start.step
         suspects = Suspects(config.folder, epoch=start.epoch)
         self._publisher = _Publisher(admitted.stream, store, run_uid=start.run_uid, epoch=start.epoch)
@@ -127,23 +134,14 @@ class _Loop:
         if state is not None:
             feed.committed(state, step=start.step)
         self._conductor = Conductor(
-            config=config,
-            world_size=1,
-            run_uid=start.run_uid,
+            _surroundings(config),
+            start,
             prompts=prompts,
             stream=admitted.stream,
             feed=feed,
-            validation=None,
-            checkpoints=admitted.checkpoints,
-            lease=keeper,
-            recorder=Recorder(folder=config.folder, journal=admitted.stream, decoder=None, epoch=start.epoch),
             suspects=suspects,
-            rejections=Rejections(admitted.stream.reports, give_up_after_s=config.weights.give_up_after_s),
-            progress=Progress(part="learner/0", role="learner"),
-            timers=Timers(),
-            stop=threading.Event(),
-            first_step=start.first_step,
-            job_began=time.monotonic(),
+            validation=None,
+            lease=keeper,
         )
 
     def run(self) -> bool:
@@ -181,8 +179,10 @@ class _Loop:
         """As the saver does: what the disk refuses is tried again at the next checkpoint."""
         name = CheckpointName(self._start.epoch, self._step)
         try:
-            (self._checkpoints.new_folder(name) / "weights").write_bytes(b"w" * 10)
-            self._conductor.commit(name, version_n=self._publisher.last_n, consumed_samples=0)
+            weights = self._checkpoints.new_folder(name) / "weights"
+            weights.write_bytes(b"w" * 10)
+            files = {weights.name: describe(weights)}
+            self._conductor.commit(name, consumed_samples=0, files=files)
         except OSError as error:
             print(error)
             return False

@@ -19,8 +19,6 @@ import safetensors.torch
 import torch
 from torch.distributed.tensor import DTensor
 
-from learner.algorithms import make_algorithm
-from learner.algorithms.losses import LOSSES
 from learner.checkpoints.export import export
 from learner.checkpoints.state import load_state, save_state
 from learner.companion import Beside
@@ -31,22 +29,27 @@ from learner.policy.lora import adapter_parameters, merged_parameters
 from learner.policy.model import load_policy, load_reference, read_speech
 from learner.policy.optim import make_optimizer, update
 from learner.policy.packing import pack
-from learner.policy.policy import Policy, probe
+from learner.policy.policy import Policy
 from learner.policy.reference import asking, make_reference
 from learner.policy.tensors import whole
 from learner.publishing.publish import Publisher
 from streamrl.config import schema
+from streamrl.recipe.algorithms import make_algorithm
+from streamrl.recipe.losses import LOSSES
 from streamrl.transport.types import Announcement
 from streamrl.weights.stores import FileStore
 from tests.learner_cases import learner_config, random_groups
+from tests.probing import probe
+from tests.publish_world import finish, publish
 
 NUM_STEPS = 3
 NUM_DOUBLE_STEPS = 51
 ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
-    **{name: {"correction": name} for name in LOSSES},
+    **{name: {"loss": name} for name in LOSSES},
     "token mean": {"loss_mean": "token"},
     "normalized, scaled, discounted": {"normalize_batch": True, "scale_by_std": True, "discount_factor": 0.9},
     "kl in the loss": {"kl": schema.Kl(placement="loss", estimator="k3", coefficient=0.3)},
+    "a loss of one's own": {"loss": "tests.own_loss:with_bonus", "loss_args": {"bonus": 0.3}},
     "rejection sampling": {"name": "rejection_sampling"},
 }
 END = 1  # of the tiny tokenizer
@@ -145,7 +148,7 @@ def publisher(rank: Rank, folder: Path, beside: Beside) -> Publisher:
         run_uid="run",
         epoch=1,
         store=FileStore(folder / "blobs"),
-        announcer=KeptAnnouncements(folder) if rank.world.is_main else None,
+        announcer=KeptAnnouncements(folder),
         canary_ids=(3, 9, 4),
         beside=beside,
     )
@@ -171,7 +174,7 @@ def poison_one_rank(rank: Rank, versions: Publisher) -> dict[str, bool]:
         (gradient.to_local() if isinstance(gradient, DTensor) else gradient).view(-1)[0] = torch.nan
     made = update(rank.optimizer, loss=loss, lr=1e-3, clip_norm=1.0, world=rank.world)
     after = [moment for state in rank.optimizer.state.values() for moment in state.values()]
-    assert versions.publish(NUM_STEPS) is not None
+    assert publish(versions, NUM_STEPS) is not None
     return {
         "skipped": not made.applied,
         "weights stayed": all(torch.equal(w, before[name]) for name, w in rank.weights().items()),
@@ -194,8 +197,8 @@ def work(folder: Path, world: World) -> None:
             versions.begin(number)
             # The last batch has one group: with two ranks, one of them gets nothing.
             metrics = rank.step(number, num_groups=1 if number == NUM_STEPS - 1 else 5)
-            assert versions.finish() is not None
-        assert versions.publish(NUM_STEPS) is not None
+            assert finish(versions) is not None
+        assert publish(versions, NUM_STEPS) is not None
         found = poison_one_rank(rank, publisher(rank, out / "poisoned", beside))
     assert torch.equal(rank.reference_logprobs(), reference), "steps do not move the reference"
     (out / f"poisoned-{world.rank}.json").write_text(json.dumps(found))
@@ -229,7 +232,7 @@ def train_adapters(folder: Path, world: World) -> None:
         versions = publisher(rank, out, beside)
         for number in range(NUM_STEPS):
             rank.step(number)
-            assert versions.publish(number + 1) is not None
+            assert publish(versions, number + 1) is not None
     assert torch.equal(rank.reference_logprobs(), before), "the base is the reference, and never moves"
     (out / "checkpoint").mkdir(exist_ok=True)
     world.barrier()

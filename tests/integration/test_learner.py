@@ -28,7 +28,7 @@ from tests.helpers import wait_until
 from tests.integration.learner_world import lines, made_up_worker, make_run, output, running_learner
 
 PATIENCE_S = 120
-TWO_PASSES = schema.Algorithm(correction="decoupled", reinforce_epochs=2)
+TWO_PASSES = schema.Algorithm(loss="decoupled", reinforce_epochs=2)
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +119,18 @@ def test_a_run_interrupted_at_one_two_and_one_ranks_learns_what_the_whole_one_le
     assert epochs == {1, 2, 3}
 
 
+def test_a_loss_of_ones_own_trains_on_two_ranks_and_tells_of_itself(url: str, tmp_path: Path) -> None:
+    algorithm = schema.Algorithm(loss="tests.own_loss:with_bonus", loss_args={"bonus": 0.01})
+    config = make_run(tmp_path, name="own", algorithm=algorithm)
+    with made_up_worker(config, url):
+        assert run_to_end(config, url, processes=2) == 0, output(config)
+    records = [record for record in lines(config.folder / "metrics.jsonl") if "train_optim/loss" in record]
+    assert len(records) == 6
+    assert records[0]["loss/apart"] == 0, "the policy begins as its reference"
+    assert records[-1]["loss/apart"] > 0
+    assert all(record["loss/tokens"] > 0 for record in records)
+
+
 def test_steps_that_are_never_finite_end_the_run_with_a_clear_error(
     url: str, tmp_path: Path, client: redis.Redis
 ) -> None:
@@ -130,11 +142,14 @@ def test_steps_that_are_never_finite_end_the_run_with_a_clear_error(
     assert steps(config) == []
 
 
-def test_a_mistake_under_torchrun_is_told_once_and_not_tried_again(url: str, tmp_path: Path) -> None:
-    model = schema.Model(path=str(tmp_path / "model"), dtype="float32", lora=schema.Lora(targets=("nowhere",)))
-    config = make_run(tmp_path, name="mistaken", model=model)
+@pytest.mark.parametrize("key", ["model.lora.targets", "algorithm.loss"])
+def test_a_mistake_under_torchrun_is_told_once_and_not_tried_again(url: str, tmp_path: Path, key: str) -> None:
+    lora = schema.Lora(targets=("nowhere",)) if key == "model.lora.targets" else None
+    model = schema.Model(path=str(tmp_path / "model"), dtype="float32", lora=lora)
+    loss = "tests.own_loss:without_values" if key == "algorithm.loss" else "truncated"
+    config = make_run(tmp_path, name="mistaken", model=model, algorithm=schema.Algorithm(loss=loss))
     assert run_to_end(config, url, processes=2) == 2
-    told = [line for line in output(config).splitlines() if line.startswith("learner: model.lora.targets")]
+    told = [line for line in output(config).splitlines() if line.startswith(f"learner: {key}")]
     assert len(told) == 1
     assert json.loads((config.folder / "error.json").read_text())["exit_code"] == 2
 

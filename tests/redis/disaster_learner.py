@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from learner.stream.data import NumSkipped, Prompt, PromptSet
+from learner.stream.data import Prompt, PromptSet
 from learner.stream.plan import Plan
 from learner.validation import Validation
 from streamrl.config import schema
@@ -65,4 +65,4 @@ def make_prompts(count: int) -> PromptSet:
         Prompt(line=i + 1, text=f"prompt {i}", token_ids=np.array([i, i], dtype=np.int32), fields={})
         for i in range(count)
     ]
-    return PromptSet(rows, seed=1, shuffle=True, num_skipped=NumSkipped(malformed=0, overlong=0))
+    return PromptSet(rows, seed=1, shuffle=True)

@@ -105,9 +105,7 @@ class Learner:
         state = CheckpointState(
             run_uid=self.uid,
             step=self.step,
-            version_n=0,
             stream=stream,
-            config_fingerprint="config",
             data_fingerprint="data",
         )
         return self.root.commit(name, state)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
 import pytest
 import redis
-import transformers
 
 from learner.lease import LeaseKeeper
-from learner.policy.model import Speech
-from learner.start import Admitted, admit, take_lease, was_restarted
+from learner.start import Admitted, Server, admit, take_lease, was_restarted
 from streamrl.config import schema
 from streamrl.errors import RunGone
 from streamrl.transport.keys import Keys
@@ -20,10 +17,6 @@ from streamrl.transport.operate import remove_run, set_control
 from streamrl.transport.snapshot import snapshot
 from streamrl.transport.types import Control
 from tests.feed_world import MODEL, make_config, make_prompts
-
-SPEECH = Speech(
-    tokenizer=cast(transformers.PreTrainedTokenizerBase, None), end_ids=(2,), vocabulary=100, fingerprint=MODEL
-)
 
 Come = Callable[..., Admitted]
 
@@ -38,17 +31,14 @@ def come(config: schema.Config, learner_client: redis.Redis, keys: Keys) -> Come
     """Be admitted, as one rank 0 after the other under the same agent."""
 
     def come(*, takeover: bool = False, is_restart: bool = False) -> Admitted:
-        take_lease(config, learner_client, keys, holder="job", takeover=takeover)
+        server = Server(client=learner_client, keys=keys, holder="job", takeover=takeover, is_restart=is_restart)
+        take_lease(config, server, takeover=takeover)
         return admit(
             config=config,
-            client=learner_client,
-            keys=keys,
+            server=server,
             keeper=LeaseKeeper(lambda: None, lease_s=30.0),
             prompts=make_prompts(4),
-            speech=SPEECH,
-            holder="job",
-            takeover=takeover,
-            is_restart=is_restart,
+            fingerprint=MODEL,
         )
 
     return come

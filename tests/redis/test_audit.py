@@ -13,7 +13,7 @@ import pytest
 import redis
 import redis.asyncio
 
-from learner.checkpoints.journal import Ending
+from learner.stream.ledger import Ending
 from streamrl.audit import Audit, audit_folder
 from streamrl.audit.streams import read_streams
 from streamrl.errors import ConfigError, Fenced, ResourceError

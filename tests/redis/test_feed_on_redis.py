@@ -192,7 +192,7 @@ async def test_a_group_deleted_after_it_was_planned_is_missing_and_its_ticket_co
     plan = feed.plan(step=0, world_size=1, timeout_s=0.0)
     assert plan is not None
     client.xdel(keys.groups("train"), plan.entries[1].entry_id)
-    travelled = Plan.from_array(plan.to_array())  # who has read nothing yet
+    travelled = Plan.from_bytes(plan.to_bytes())  # who has read nothing yet
     fetched = fetch_groups(learner, travelled, rank=0, vocabulary=1000)
     verdicts = [Verdict(int(verdict)) for verdict in fetched.verdicts]
     assert verdicts == [Verdict.SOUND, Verdict.MISSING, Verdict.SOUND]
@@ -236,5 +236,5 @@ async def test_a_validation_gets_its_answers_and_leaves_nothing_behind(
     result = validation.poll()
     assert result is not None
     assert result.complete
-    assert (result.num_answered, result.reward) == (100, 0.5)
+    assert (result.metrics["val_rollouts/num_prompts"], result.metrics["val_rollouts/rewards"]) == (100, 0.5)
     assert client.xlen(keys.groups("eval")) == client.xlen(keys.tickets("eval")) == 0

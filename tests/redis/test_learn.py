@@ -175,9 +175,7 @@ def make_checkpoint(config: schema.Config) -> None:
     state = CheckpointState(
         run_uid=uid,
         step=5,
-        version_n=0,
         stream=StreamState(),
-        config_fingerprint="",
         data_fingerprint="",
         extra={"config": config.model_dump(mode="json")},
     )

@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
-from learner.algorithms import make_algorithm
-from learner.algorithms.reinforce import leave_one_out
 from streamrl.config import schema
+from streamrl.recipe.advantages import ScoredGroup, leave_one_out
+from streamrl.recipe.algorithms import Judged, make_algorithm
 from tests.learner_cases import group_of
+
+
+def scored(rewards: npt.NDArray[np.float64], may_teach: npt.NDArray[np.bool_]) -> ScoredGroup:
+    return ScoredGroup(
+        rewards=rewards,
+        may_teach=may_teach,
+        lengths=np.ones(len(rewards), dtype=np.int64),
+        finish_reasons=("stop",) * len(rewards),
+        masks=(np.ones(1, dtype=np.bool_),) * len(rewards),
+        rewards_by_source={},
+    )
+
+
+def first_tokens(judged: Judged) -> list[float]:
+    """Of responses whose tokens are all worth the same."""
+    assert all((values == values[0]).all() for values in judged.values)
+    return [values[0] for values in judged.values]
 
 
 def test_baselines_are_those_of_nemo_aligners_own_test() -> None:
@@ -19,7 +37,7 @@ def test_baselines_are_those_of_nemo_aligners_own_test() -> None:
     baselines = np.zeros(8)
     for prompt in "AB":
         group = prompts == prompt
-        baselines[group] = leave_one_out(rewards[group], finished[group])
+        baselines[group] = rewards[group] - leave_one_out(scored(rewards[group], finished[group]))
     np.testing.assert_allclose(baselines, [2 / 3, 1, 3, 2, -2 / 3, 1 / 2, 9 / 2, 4], atol=1e-12)
 
 
@@ -27,7 +45,7 @@ def test_an_advantage_is_the_reward_less_the_kl_penalty_less_the_others_mean() -
     algorithm = make_algorithm(schema.Algorithm())
     group = group_of(rewards=[1.0, 2.0, 4.0])
     advantages = algorithm.advantages(group, np.array([0.5, 0.0, 1.0]))
-    np.testing.assert_allclose(advantages.values, [0.5 - 2.5, 2 - 1.75, 3 - 1.25])
+    np.testing.assert_allclose(first_tokens(advantages), [0.5 - 2.5, 2 - 1.75, 3 - 1.25])
     np.testing.assert_allclose(advantages.baselines, [2.5, 1.75, 1.25])
 
 
@@ -35,7 +53,7 @@ def test_a_sample_that_was_cut_off_teaches_nothing_and_is_nobodys_baseline() -> 
     algorithm = make_algorithm(schema.Algorithm())
     group = group_of(rewards=[1.0, 3.0, 100.0], finished=[True, True, False])
     advantages = algorithm.advantages(group, np.zeros(3))
-    np.testing.assert_allclose(advantages.values[:2], [-2.0, 2.0])
+    np.testing.assert_allclose(first_tokens(advantages)[:2], [-2.0, 2.0])
     selection = algorithm.select(group)
     assert selection.trained.tolist() == [True, True, False]
     assert selection.counted.tolist() == [True, True, True]
@@ -45,36 +63,36 @@ def test_unfinished_samples_teach_when_the_setting_says_so() -> None:
     algorithm = make_algorithm(schema.Algorithm(mask_unfinished=False))
     group = group_of(rewards=[1.0, 3.0], finished=[True, False])
     assert algorithm.select(group).trained.all()
-    np.testing.assert_allclose(algorithm.advantages(group, np.zeros(2)).values, [-2.0, 2.0])
+    np.testing.assert_allclose(first_tokens(algorithm.advantages(group, np.zeros(2))), [-2.0, 2.0])
 
 
 @pytest.mark.parametrize("finished", [[True, False, False], [False, False, False]])
 def test_fewer_than_two_usable_samples_have_no_advantage(finished: list[bool]) -> None:
     algorithm = make_algorithm(schema.Algorithm())
     group = group_of(rewards=[1.0, 3.0, 5.0], finished=finished)
-    assert (algorithm.advantages(group, np.zeros(3)).values == 0).all()
-    assert algorithm.keep(group.header) == "too_few_finished"
+    assert first_tokens(algorithm.advantages(group, np.zeros(3))) == [0, 0, 0]
+    assert algorithm.drop_reason(group.header) == "too_few_finished"
 
 
 def test_equal_rewards_are_dropped_unless_the_setting_keeps_them() -> None:
     header = group_of(rewards=[0.5, 0.5, 9.0], finished=[True, True, False]).header
-    assert make_algorithm(schema.Algorithm()).keep(header) == "zero_variance"
-    assert make_algorithm(schema.Algorithm(drop_zero_variance=False)).keep(header) is None
+    assert make_algorithm(schema.Algorithm()).drop_reason(header) == "zero_variance"
+    assert make_algorithm(schema.Algorithm(drop_zero_variance=False)).drop_reason(header) is None
 
 
 def test_scaling_by_the_standard_deviation_is_of_usable_samples_only() -> None:
     algorithm = make_algorithm(schema.Algorithm(scale_by_std=True))
     group = group_of(rewards=[0.0, 2.0, 50.0], finished=[True, True, False])
-    values = algorithm.advantages(group, np.zeros(3)).values
+    values = first_tokens(algorithm.advantages(group, np.zeros(3)))
     np.testing.assert_allclose(values[:2], np.array([-2.0, 2.0]) / np.sqrt(2), rtol=1e-5)
 
 
 def test_the_penalty_is_the_absolute_k1_of_the_sampled_tokens() -> None:
-    logmu, logref = torch.tensor([-1.0, -3.0]), torch.tensor([-2.0, -1.0])
+    behaviour, reference = torch.tensor([-1.0, -3.0]), torch.tensor([-2.0, -1.0])
     absolute = make_algorithm(schema.Algorithm(kl=schema.Kl(coefficient=0.1)))
     signed = make_algorithm(schema.Algorithm(kl=schema.Kl(coefficient=0.1, absolute=False)))
-    torch.testing.assert_close(absolute.penalty(logmu, logref), torch.tensor([0.1, 0.2]))
-    torch.testing.assert_close(signed.penalty(logmu, logref), torch.tensor([0.1, -0.2]))
+    torch.testing.assert_close(absolute.penalty(behaviour, reference), torch.tensor([0.1, 0.2]))
+    torch.testing.assert_close(signed.penalty(behaviour, reference), torch.tensor([0.1, -0.2]))
 
 
 @pytest.mark.parametrize("kl", [schema.Kl(placement="none"), schema.Kl(coefficient=0.0)])
@@ -88,8 +106,8 @@ def test_rejection_sampling_trains_the_best_and_the_earlier_of_equals() -> None:
     selection = algorithm.select(group)
     assert selection.trained.tolist() == [False, True, True, False]
     assert selection.counted.tolist() == selection.trained.tolist()
-    assert algorithm.advantages(group, np.zeros(4)).values.tolist() == [1.0] * 4
-    assert algorithm.keep(group.header) is None
+    assert first_tokens(algorithm.advantages(group, np.zeros(4))) == [1.0] * 4
+    assert algorithm.drop_reason(group.header) is None
     assert not algorithm.needs_reference
 
 
@@ -98,5 +116,5 @@ def test_rejection_sampling_has_no_winner_among_unfinished_samples() -> None:
     group = group_of(rewards=[1.0, 9.0, 9.0], finished=[True, False, False])
     assert algorithm.select(group).trained.tolist() == [True, False, False]
     nobody = group_of(rewards=[1.0, 9.0], finished=[False, False])
-    assert algorithm.keep(nobody.header) == "too_few_finished"
+    assert algorithm.drop_reason(nobody.header) == "too_few_finished"
     assert not algorithm.select(nobody).trained.any()

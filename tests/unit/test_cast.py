@@ -11,7 +11,7 @@ import torch
 from learner.policy.tensors import held
 from learner.publishing.cast import cast_digests
 from streamrl.weights.format import MAX_RANGE_ELEMENTS
-from tests.publish_world import Scene
+from tests.publish_world import Scene, publish
 
 
 @pytest.fixture(params=["float32", "bfloat16"])
@@ -20,7 +20,7 @@ def scene(request: pytest.FixtureRequest, tmp_path: Path) -> Scene:
 
 
 def test_the_digests_of_a_version_are_those_of_its_cast(scene: Scene) -> None:
-    scene.publisher.publish(0)
+    publish(scene.publisher, 0)
     [manifest] = scene.stream.manifests
     published = {(part.tensor, part.start): part.digest for shard in manifest.shards for part in shard.ranges}
     assert published == cast_digests(scene.policy.model, scene.config.weights.dtype)
@@ -29,16 +29,16 @@ def test_the_digests_of_a_version_are_those_of_its_cast(scene: Scene) -> None:
 def test_a_copy_that_was_not_refreshed_is_not_published_and_the_next_one_is(scene: Scene, tmp_path: Path) -> None:
     names = [name for name, _ in scene.policy.model.named_parameters()]
     for stale in names:
-        scene.publisher.publish(0)
+        publish(scene.publisher, 0)
         num_published = len(scene.stream.manifests)
         scene.train()
         refreshed = scene.publisher._copy._buffers[stale]
         scene.publisher._copy._buffers[stale] = Deaf.of(refreshed)
-        assert scene.publisher.publish(1) is None, stale
+        assert publish(scene.publisher, 1) is None, stale
         assert scene.publisher.failing
         assert len(scene.stream.manifests) == num_published
         scene.publisher._copy._buffers[stale] = refreshed
-        assert scene.publisher.publish(1) is not None
+        assert publish(scene.publisher, 1) is not None
     assert scene.is_served(tmp_path / "mirror")
 
 
@@ -66,4 +66,4 @@ def test_long_tensors_are_cut_where_the_encoder_cuts_them() -> None:
 def test_a_nan_has_the_bits_that_the_copy_has(scene: Scene) -> None:
     with torch.no_grad():
         next(scene.policy.model.parameters())[0, 0] = np.nan
-    assert scene.publisher.publish(0) is not None
+    assert publish(scene.publisher, 0) is not None

@@ -10,9 +10,8 @@ import pytest
 
 from learner.checkpoints.checkpoint import MANIFEST, Checkpoint, CheckpointRoot, CheckpointState
 from learner.checkpoints.epochs import CheckpointName, ancestry
-from learner.checkpoints.journal import Ending
 from learner.checkpoints.scores import BEST_METRIC, write_score
-from learner.stream.ledger import Ledger, StreamState
+from learner.stream.ledger import Ending, Ledger, StreamState
 from streamrl.errors import DataError, Fenced
 
 
@@ -22,9 +21,7 @@ def state_of(step: int, **changes: Any) -> CheckpointState:
     fields: dict[str, Any] = {
         "run_uid": "uid",
         "step": step,
-        "version_n": step + 1,
         "stream": StreamState(cursor=f"{step}-0", ledger=ledger.state()),
-        "config_fingerprint": "config",
         "data_fingerprint": "data",
     }
     return CheckpointState(**{**fields, **changes})

@@ -63,7 +63,17 @@ def test_the_defaults_contradict_nothing(good: Path) -> None:
         ("data.validation=null", "validation.every_steps = 10: ", "data.validation"),
         ("algorithm.kl.estimator=k2", "algorithm.kl.estimator = 'k2': ", "must be k1"),
         ("algorithm.kl.placement=loss", "algorithm.kl.estimator = 'k1': ", "must be k2 or k3"),
-        ("algorithm.ratio_bounds=[0.5,2]", "algorithm.ratio_bounds = [0.5, 2.0]: ", "used by icepop, sequence_mask"),
+        ("algorithm.loss=truncatd", "algorithm.loss = 'truncatd': ", "must be one of truncated, tis, icepop"),
+        ("algorithm.loss=own.py", "algorithm.loss = 'own.py': ", "`path/to/file.py:function`"),
+        ("algorithm.loss_args.low=0.5", "algorithm.loss_args.low = 0.5: ", "used by icepop, sequence_mask"),
+        ("algorithm.loss_args.clamp=true", "algorithm.loss_args.clamp = True: ", "a number above 0"),
+        ("algorithm.loss_args.clamp=0", "algorithm.loss_args.clamp = 0: ", "a number above 0"),
+        (
+            "algorithm.advantages=gae",
+            "algorithm.advantages = 'gae': ",
+            "must be one of leave_one_out, or code of yours",
+        ),
+        ("algorithm.advantages_args.x=1", "algorithm.advantages_args.x = 1: ", "takes no arguments"),
         ("optimizer.min_lr=1", "optimizer.min_lr = 1.0: ", "optimizer.lr = 9e-07"),
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas = [0.9, 1.0]: ", "less than 1"),
         ("training.max_time=3h", "training.max_time = '3h': ", "DD:HH:MM:SS"),
@@ -127,9 +137,11 @@ def test_a_password_is_refused_and_not_shown(good: Path, override: str, remedy: 
         ["data.validation=null", "validation.every_steps=0"],
         ["algorithm.kl={placement: loss, estimator: k3}"],
         ["algorithm.kl={placement: none, estimator: k3}"],
-        ["algorithm.correction=decoupled", "algorithm.ratio_clamp=3", "algorithm.ratio_bounds=[0.9,1.1]"],
-        ["algorithm.correction=ppo", "algorithm.reinforce_epochs=4", "algorithm.discount_factor=0.99"],
-        ["algorithm.name=rejection_sampling", "algorithm.correction=none", "algorithm.reinforce_epochs=2"],
+        ["algorithm.loss=decoupled", "algorithm.loss_args={clamp: 3, low: 0.9, high: 1.1}"],
+        ["algorithm.loss=my.module:loss", "algorithm.loss_args={anything: text}"],
+        ["algorithm.advantages=path/to/mine.py:advantages", "algorithm.advantages_args={scale: 2}"],
+        ["algorithm.loss=ppo", "algorithm.reinforce_epochs=4", "algorithm.discount_factor=0.99"],
+        ["algorithm.name=rejection_sampling", "algorithm.loss=none", "algorithm.reinforce_epochs=2"],
         ["optimizer.min_lr=1", "optimizer.schedule=constant"],
         ["lag.max_steps=0"],
         ["rewards.m={type: http, url: local}", "reward_server.model=rm"],
@@ -178,24 +190,22 @@ def largest_sample(num_tokens: int, step: int) -> Sample:
 
 
 @pytest.mark.parametrize(
-    ("correction", "override", "starts", "names"),
+    ("loss", "override", "starts", "names"),
     [
         (
             "icepop",
-            "ratio_clamp=3",
-            "algorithm.ratio_clamp = 3.0: ",
-            "used by truncated, tis, sequence_mask, decoupled",
+            "loss_args.clamp=3",
+            "algorithm.loss_args.clamp = 3: ",
+            "takes low and high; take it away (used by truncated, tis, sequence_mask, decoupled)",
         ),
-        ("ppo", "ratio_bounds=[1.1,1.2]", "algorithm.ratio_bounds = [1.1, 1.2]: ", "low <= 1 <= high"),
-        ("ppo", "ratio_bounds=[0.5,0.9]", "algorithm.ratio_bounds = [0.5, 0.9]: ", "low <= 1 <= high"),
-        ("none", "reinforce_epochs=2", "algorithm.reinforce_epochs = 2: ", "choose another correction"),
+        ("ppo", "loss_args={low: 1.1, high: 1.2}", "algorithm.loss_args.low = 1.1: ", "from 0 to 1"),
+        ("ppo", "loss_args={low: 0.5, high: 0.9}", "algorithm.loss_args.high = 0.9: ", "at least 1"),
+        ("none", "reinforce_epochs=2", "algorithm.reinforce_epochs = 2: ", "choose another loss"),
         ("gspo", "discount_factor=0.9", "algorithm.discount_factor = 0.9: ", "must be 1"),
     ],
 )
-def test_each_loss_refuses_what_it_would_not_use(
-    good: Path, correction: str, override: str, starts: str, names: str
-) -> None:
-    [problem] = problems(good, f"algorithm.correction={correction}", f"algorithm.{override}")
+def test_each_loss_refuses_what_it_would_not_use(good: Path, loss: str, override: str, starts: str, names: str) -> None:
+    [problem] = problems(good, f"algorithm.loss={loss}", f"algorithm.{override}")
 
     assert problem.startswith(starts)
     assert names in problem
@@ -204,9 +214,10 @@ def test_each_loss_refuses_what_it_would_not_use(
 @pytest.mark.parametrize(
     ("override", "key"),
     [
-        ("correction=ppo", "correction"),
-        ("ratio_clamp=3", "ratio_clamp"),
-        ("ratio_bounds=[0.5,2]", "ratio_bounds"),
+        ("loss=ppo", "loss"),
+        ("loss_args.clamp=3", "loss_args"),
+        ("advantages=mine:own", "advantages"),
+        ("advantages_args.x=1", "advantages_args"),
         ("discount_factor=0.9", "discount_factor"),
         ("scale_by_std=true", "scale_by_std"),
         ("normalize_batch=true", "normalize_batch"),

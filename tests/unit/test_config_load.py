@@ -249,3 +249,24 @@ def test_an_override_may_hold_a_whole_map(folder: Path) -> None:
     config = load_config("base.yaml", [f"rewards.other={json.dumps(source)}"]).config
 
     assert list(config.rewards) == ["exact", "other"]
+
+
+def test_code_of_a_recipe_is_found_in_the_working_directory_and_then_beside_the_file_that_names_it(
+    folder: Path,
+) -> None:
+    (folder / "sub").mkdir()
+    (folder / "sub" / "mine.yaml").write_text(
+        "extends: ../base.yaml\nalgorithm: {loss: 'own.py:loss', advantages: 'own.py:advantages', loss_args: {x: 1}}\n"
+    )
+
+    def named() -> tuple[str, str]:
+        loaded = load_config("sub/mine.yaml")
+        assert loaded.origin("algorithm.loss") == "sub/mine.yaml:2"
+        assert loaded.config.algorithm.loss_args == {"x": 1}
+        return loaded.config.algorithm.loss, loaded.config.algorithm.advantages
+
+    assert named() == ("own.py:loss", "own.py:advantages"), "where it is nowhere, it stays as it was written"
+    (folder / "sub" / "own.py").touch()
+    assert named() == ("sub/own.py:loss", "sub/own.py:advantages")
+    (folder / "own.py").touch()
+    assert named() == ("own.py:loss", "own.py:advantages")

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jinja2 import TemplateError
+from structlog.testing import capture_logs
 
-from learner.stream.data import NumSkipped, PromptSet
+from learner.stream.data import PromptSet
 from streamrl.config import schema
 from streamrl.errors import DataError
 
@@ -30,6 +31,12 @@ class CharTokenizer:
         if conversation[0]["role"] != "user":
             raise TemplateError("a user must begin")
         return "".join(f"<{m['role']}>{m['content']}" for m in conversation) + "<assistant>" * add_generation_prompt
+
+
+def told(logs: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, int]]:
+    """(malformed, overlong, truncated) of each file, as the log has them."""
+    counts = ("malformed", "overlong", "truncated")
+    return [tuple(entry[name] for name in counts) for entry in logs if entry["event"] == "prompts left out or cut"]
 
 
 def write(folder: Path, *lines: str) -> Path:
@@ -70,18 +77,21 @@ def test_an_overlong_prompt_is_an_error_with_file_and_line_and_remedy(tmp_path: 
 
 
 def test_overlong_prompts_are_skipped_and_counted_where_asked_for(tmp_path: Path) -> None:
-    prompts = load(write(tmp_path, '{"text": "a"}', '{"text": "abcdef"}', "{"), max_prompt_tokens=4, overlong="skip",
-                   malformed="skip")  # fmt: skip
+    path = write(tmp_path, '{"text": "a"}', '{"text": "abcdef"}', "{")
+    with capture_logs() as logs:
+        prompts = load(path, max_prompt_tokens=4, overlong="skip", malformed="skip")
     assert [row.text for row in prompts.rows] == ["a"]
-    assert prompts.num_skipped == NumSkipped(malformed=1, overlong=1)
+    assert told(logs) == [(1, 1, 0)]
 
 
 def test_overlong_prompts_keep_their_end_where_asked_for_and_are_counted(tmp_path: Path) -> None:
-    prompts = load(write(tmp_path, '{"text": "a"}', '{"text": "abcdef"}'), max_prompt_tokens=4, overlong="truncate")
+    path = write(tmp_path, '{"text": "a"}', '{"text": "abcdef"}')
+    with capture_logs() as logs:
+        prompts = load(path, max_prompt_tokens=4, overlong="truncate")
     whole = load(write(tmp_path, '{"text": "abcdef"}'), max_prompt_tokens=99)
     assert prompts.rows[1].token_ids.tolist() == whole.rows[0].token_ids.tolist()[-4:]
     assert prompts.rows[1].text == "cdef"
-    assert (prompts.num_truncated, prompts.num_skipped.overlong) == (1, 0)
+    assert told(logs) == [(0, 0, 1)]
 
 
 def test_a_set_without_usable_prompts_is_an_error(tmp_path: Path) -> None:
@@ -99,7 +109,9 @@ def test_messages_that_the_template_refuses_are_malformed(tmp_path: Path) -> Non
     path = write(tmp_path, '{"text": "a"}', '{"messages": [{"role": "system", "content": "x"}]}')
     with pytest.raises(DataError, match=r"train\.jsonl:2: .*a user must begin"):
         load(path)
-    assert load(path, malformed="skip").num_skipped == NumSkipped(malformed=1, overlong=0)
+    with capture_logs() as logs:
+        load(path, malformed="skip")
+    assert told(logs) == [(1, 0, 0)]
 
 
 def test_a_prompt_without_tokens_is_malformed(tmp_path: Path) -> None:
@@ -122,8 +134,9 @@ def test_messages_that_the_template_makes_too_long_for_a_ticket_are_malformed(tm
 
     with pytest.raises(DataError, match=r"train\.jsonl:2: .*1260000 characters; a ticket carries 1048576"):
         load(path, tokenizer=Wordy(), max_prompt_tokens=1 << 21)
-    skipped = load(path, tokenizer=Wordy(), max_prompt_tokens=1 << 21, malformed="skip").num_skipped
-    assert skipped == NumSkipped(malformed=1, overlong=0)
+    with capture_logs() as logs:
+        load(path, tokenizer=Wordy(), max_prompt_tokens=1 << 21, malformed="skip")
+    assert told(logs) == [(1, 0, 0)]
 
 
 def test_each_pass_over_the_data_asks_for_each_prompt_once_in_an_order_of_its_own(tmp_path: Path) -> None:
@@ -192,14 +205,15 @@ def test_a_dataset_without_usable_prompts_is_named_by_its_setting(tmp_path: Path
         mixed(tmp_path, 1.0, 1.0, counts=(3, 0))
 
 
-def test_what_was_left_out_is_counted_over_all_datasets(tmp_path: Path) -> None:
+def test_what_was_left_out_is_told_of_each_dataset(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text('{"text": "abcdef"}\n{"text": "x"}\n{\n')
     train = {name: {"path": str(tmp_path / f"{name}.jsonl")} for name in "ab"}
     settings = {"max_prompt_tokens": 3, "overlong": "skip", "malformed": "skip"}
     data = schema.Data.model_validate({"train": train, **settings})
-    prompts = PromptSet.load_train(tokenizer=CharTokenizer(), data=data, seed=1)
-    assert prompts.num_skipped == NumSkipped(malformed=2, overlong=2)
+    with capture_logs() as logs:
+        PromptSet.load_train(tokenizer=CharTokenizer(), data=data, seed=1)
+    assert told(logs) == [(1, 1, 0), (1, 1, 0)]
 
 
 def test_without_shuffling_the_order_is_that_of_the_file(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from streamrl.demo.prepare import write_data
 from streamrl.demo.rewards import right
 from streamrl.errors import PartError, ResourceError
 from streamrl.launch.up import shipped_config
-from workers.rewards.builtin import BUILTINS
+from streamrl.recipe.rewards import REWARDS
 
 # As the real one, of which only this module may be imported.
 BASIC_ARITHMETIC = """
@@ -135,7 +135,7 @@ def test_the_form_is_to_end_with_a_number_right_or_wrong(completion: str, score:
     source = load_config(shipped_config("demo.yaml")).config.rewards["form"]
 
     assert isinstance(source, FunctionReward)
-    assert BUILTINS[source.target]("", completion, (), {"answer": "3"}, **source.options) == score
+    assert REWARDS[source.target]("", completion, (), {"answer": "3"}, **source.options) == score
 
 
 def test_another_file_than_the_one_that_was_looked_at_is_refused(tmp_path: Path) -> None:

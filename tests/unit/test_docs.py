@@ -34,8 +34,8 @@ def code(page: Path) -> list[str]:
     if page.suffix == ".sh":
         lines = [line for line in text.splitlines() if not line.lstrip().startswith(("#", ":"))]
         return [line for line in lines if not re.search(r"printf|echo", line)]
-    blocks = re.findall(r"^ *```\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
-    phrases = re.findall(r"`([^`]+)`", re.sub(r"^ *```\n.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL))
+    blocks = re.findall(r"^ *```\w*\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
+    phrases = re.findall(r"`([^`]+)`", re.sub(r"^ *```\w*\n.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL))
     return [*(line for block in blocks for line in block.splitlines()), *(" ".join(p.split()) for p in phrases)]
 
 

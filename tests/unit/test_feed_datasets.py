@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 
-from learner.stream.data import NumSkipped, Prompt, PromptSet
+from learner.stream.data import Prompt, PromptSet
 from learner.stream.ledger import StreamState
 from learner.stream.mixture import Part
 from learner.stream.plan import Kind
@@ -22,7 +22,7 @@ def two_datasets() -> PromptSet:
         for i in range(count)
     ]
     parts = [Part(num_rows=3, weight=2.0), Part(num_rows=12, weight=0.5)]
-    return PromptSet(rows, seed=1, shuffle=True, num_skipped=NumSkipped(malformed=0, overlong=0), parts=parts)
+    return PromptSet(rows, seed=1, shuffle=True, parts=parts)
 
 
 def dataset_of(world: FeedWorld, number: int) -> str:

@@ -12,10 +12,9 @@ import pytest
 from learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot, CheckpointState
 from learner.checkpoints.epochs import CheckpointName, ancestry, claim_run
 from learner.checkpoints.fork import check_steps, fork
-from learner.checkpoints.journal import Ending
 from learner.checkpoints.resume import ANY_DATA, find_checkpoint
 from learner.checkpoints.scores import BEST_METRIC, write_score
-from learner.stream.ledger import Ledger, StreamState
+from learner.stream.ledger import Ending, Ledger, StreamState
 from streamrl.audit import audit_folder
 from streamrl.config import schema
 from streamrl.errors import ConfigError, DataError
@@ -41,11 +40,9 @@ def make_run(folder: Path, *, steps: Mapping[int, float | None]) -> Path:
             CheckpointState(
                 run_uid=uid,
                 step=step,
-                version_n=step,
                 stream=StreamState(
                     cursor="50-0", carry=("40-0",), ledger=ledger.state(), journal=journal, uncommitted=uncommitted
                 ),
-                config_fingerprint="config",
                 data_fingerprint="data",
                 extra={"consumed_samples": 16, "config": {"seed": 1}},
             ),

@@ -6,7 +6,8 @@ from typing import Any
 
 import xxhash
 
-from learner.checkpoints.journal import Ending, Journal
+from learner.checkpoints.journal import write_journal
+from learner.stream.ledger import Ending
 
 
 def read(root: Path, name: str) -> list[dict[str, Any]]:
@@ -15,7 +16,7 @@ def read(root: Path, name: str) -> list[dict[str, Any]]:
 
 def test_a_file_tells_which_ticket_ended_how_and_in_which_step(tmp_path: Path) -> None:
     endings = [Ending(11, "trained", n) for n in (4, 2, 3, 9)] + [Ending(12, "dropped/stale", 5), Ending(12, "dead", 0)]
-    name = Journal(tmp_path).write("e000001-s00000020", endings, after="e000001-s00000010", run_uid="uid")
+    name = write_journal(tmp_path, "e000001-s00000020", endings, after="e000001-s00000010", run_uid="uid")
     assert name == "e000001-s00000020"
     assert read(tmp_path, name)[:-1] == [
         {"schema": 1, "run_uid": "uid", "after": "e000001-s00000010"},
@@ -26,31 +27,33 @@ def test_a_file_tells_which_ticket_ended_how_and_in_which_step(tmp_path: Path) -
 
 
 def test_the_last_line_seals_those_before(tmp_path: Path) -> None:
-    name = Journal(tmp_path).write("e000001-s00000010", [Ending(1, "trained", 0)], after=None, run_uid="uid")
+    name = write_journal(tmp_path, "e000001-s00000010", [Ending(1, "trained", 0)], after=None, run_uid="uid")
     text = (tmp_path / "journal" / f"{name}.jsonl").read_bytes()
     body = b"".join(text.splitlines(keepends=True)[:-1])
     assert read(tmp_path, name)[-1] == {"num_tickets": 1, "digest": xxhash.xxh3_128_hexdigest(body)}
 
 
 def test_a_commit_in_which_nothing_ended_has_a_file_too(tmp_path: Path) -> None:
-    name = Journal(tmp_path).write("e000001-s00000010", [], after=None, run_uid="uid")
+    name = write_journal(tmp_path, "e000001-s00000010", [], after=None, run_uid="uid")
     assert [set(line) for line in read(tmp_path, name)] == [{"schema", "run_uid", "after"}, {"num_tickets", "digest"}]
 
 
 def test_a_file_is_never_written_over(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    names = [journal.write("e000001-s00000010", [Ending(1, "dead", n)], after=None, run_uid="uid") for n in range(3)]
+    names = [
+        write_journal(tmp_path, "e000001-s00000010", [Ending(1, "dead", n)], after=None, run_uid="uid")
+        for n in range(3)
+    ]
     assert names == ["e000001-s00000010", "e000001-s00000010.1", "e000001-s00000010.2"]
     assert [read(tmp_path, name)[1]["tickets"] for name in names] == [[[0, 1]], [[1, 2]], [[2, 3]]]
 
 
 def test_a_ticket_that_ends_twice_is_written_twice(tmp_path: Path) -> None:
-    name = Journal(tmp_path).write("e000001-s00000010", [Ending(1, "trained", 7)] * 2, after=None, run_uid="uid")
+    name = write_journal(tmp_path, "e000001-s00000010", [Ending(1, "trained", 7)] * 2, after=None, run_uid="uid")
     assert read(tmp_path, name)[1]["tickets"] == [[7, 8], [7, 8]]
 
 
 def test_a_ticket_costs_few_bytes_however_many_there_are(tmp_path: Path) -> None:
     """In order, as tickets mostly end."""
     endings = [Ending(1 + n // 16, "trained", n) for n in range(16 * 1000)]
-    name = Journal(tmp_path).write("e000001-s00001000", endings, after=None, run_uid="uid")
+    name = write_journal(tmp_path, "e000001-s00001000", endings, after=None, run_uid="uid")
     assert (tmp_path / "journal" / f"{name}.jsonl").stat().st_size < 5 * len(endings)

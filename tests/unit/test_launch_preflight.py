@@ -11,7 +11,7 @@ import pytest
 from streamrl.cli.main import main
 from streamrl.errors import ResourceError
 from streamrl.extras import need
-from streamrl.launch.preflight import only_one
+from streamrl.run_lock import only_one
 
 CONFIG = """
 name: checked

@@ -10,7 +10,7 @@ import torch
 
 from streamrl.errors import Fenced, StreamrlError, TrainingError, TransportError, WeightsError
 from streamrl.weights.mirror import Mirror
-from tests.publish_world import ByHand, Scene
+from tests.publish_world import ByHand, Scene, finish, publish
 
 
 def has_anchor(scene: Scene) -> list[bool]:
@@ -20,7 +20,7 @@ def has_anchor(scene: Scene) -> list[bool]:
 def test_an_anchor_comes_as_often_as_set_beside_a_delta(tmp_path: Path) -> None:
     scene = Scene(tmp_path, anchor_every=3)
     for step in range(7):
-        scene.publisher.publish(step)
+        publish(scene.publisher, step)
         scene.train()
     assert has_anchor(scene) == [True, False, False, True, False, False, True]
     assert [manifest.base == 0 for manifest in scene.stream.manifests] == [True] + [False] * 6
@@ -32,7 +32,7 @@ def anchor_due_at_once(folder: Path, **more: Any) -> Scene:
     scene.publisher.begin(0)
     if isinstance(hand := scene.beside, ByHand):
         hand.work()
-    assert scene.publisher.finish() is not None
+    assert finish(scene.publisher) is not None
     scene.train()
     return scene
 
@@ -68,12 +68,12 @@ def test_an_anchor_that_fails_leaves_its_version_and_comes_with_the_next(
 ) -> None:
     scene = anchor_due_at_once(tmp_path)
     scene.stream.anchor_refusal = trouble
-    assert scene.publisher.publish(1) is not None
+    assert publish(scene.publisher, 1) is not None
     assert not scene.publisher.failing
     assert has_anchor(scene) == [True, False]
     scene.stream.anchor_refusal = None
     scene.train()
-    assert scene.publisher.publish(2) is not None
+    assert publish(scene.publisher, 2) is not None
     assert has_anchor(scene) == [True, False, True]
     assert [manifest.base for manifest in scene.stream.manifests[1:]] == [m.version for m in scene.stream.manifests[:2]]
     assert scene.is_served(tmp_path / "mirror")
@@ -82,7 +82,7 @@ def test_an_anchor_that_fails_leaves_its_version_and_comes_with_the_next(
 def test_a_version_that_fails_has_no_anchor_laid_beside_it(tmp_path: Path) -> None:
     scene = anchor_due_at_once(tmp_path)
     scene.stream.refusal = TransportError("away")
-    assert scene.publisher.publish(1) is None
+    assert publish(scene.publisher, 1) is None
     assert scene.publisher.failing
     assert has_anchor(scene) == [True]
 
@@ -92,23 +92,23 @@ def test_anchors_that_fail_for_too_long_end_the_run(tmp_path: Path) -> None:
     scene.stream.anchor_refusal = TransportError("away")
     for step, now in ((1, 0.0), (2, 29.0)):
         scene.clock.now = now
-        assert scene.publisher.publish(step) is not None
+        assert publish(scene.publisher, step) is not None
     scene.clock.now = 31.0
     with pytest.raises(TrainingError, match=r"no anchor of the weights could be published for 31 s"):
-        scene.publisher.publish(3)
+        publish(scene.publisher, 3)
 
 
 def test_a_newer_learner_ends_publishing_also_while_an_anchor_is_laid(tmp_path: Path) -> None:
     scene = anchor_due_at_once(tmp_path)
     scene.stream.anchor_refusal = Fenced("a newer epoch")
     with pytest.raises(Fenced):
-        scene.publisher.publish(1)
+        publish(scene.publisher, 1)
 
 
 def test_an_anchor_comes_as_soon_as_the_deltas_weigh_a_share_of_it(tmp_path: Path) -> None:
     scene = Scene(tmp_path, anchor_every=50, anchor_share=0.05)
     for step in range(8):
-        scene.publisher.publish(step)
+        publish(scene.publisher, step)
         scene.train()
     sizes = [manifest.num_bytes for manifest in scene.stream.manifests]
     limit = 0.05 * sizes[0]
@@ -119,7 +119,7 @@ def test_an_anchor_comes_as_soon_as_the_deltas_weigh_a_share_of_it(tmp_path: Pat
 def test_an_anchor_comes_alone_where_deltas_are_as_large(tmp_path: Path) -> None:
     scene = Scene(tmp_path, dtype="float32")
     for step in range(6):
-        scene.publisher.publish(step)
+        publish(scene.publisher, step)
         with torch.no_grad():
             for parameter in scene.policy.parameters():
                 parameter += torch.randn_like(parameter)
@@ -131,7 +131,7 @@ def test_an_anchor_comes_alone_where_deltas_are_as_large(tmp_path: Path) -> None
 def test_the_anchor_beside_a_delta_is_the_same_state(tmp_path: Path) -> None:
     scene = Scene(tmp_path, anchor_every=2)
     for step in range(3):
-        scene.publisher.publish(step)
+        publish(scene.publisher, step)
         scene.train()
     anchor = scene.stream.manifests[2].as_anchor()
     assert anchor is not None

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from learner.stream.plan import Kind, Plan
+from learner.following import Follower
+from learner.stream.plan import Kind, Outcome, Plan, PlanEntry
 from streamrl.errors import Fenced, TransportError
 from streamrl.versions import make_version
-from tests.conductor_world import Scene, published
+from tests.conductor_world import Scene, Wire, published, surroundings
+from tests.learner_cases import learner_config
 
 
 def test_the_feeds_plan_is_handed_on_and_nothing_is_idle(tmp_path: Path) -> None:
@@ -33,22 +35,22 @@ def test_a_signal_stops_before_anything_else(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     scene.stop.set()
     assert scene.kinds(0) == [Kind.STOP]
-    assert scene.conductor.next_while_validating(0).kind is Kind.STOP
-    assert scene.conductor.next_after_pause(0).kind is Kind.STOP
-    assert scene.conductor.next_while_publishing(0).kind is Kind.STOP
+    assert scene.conductor.look_at_validation() is Outcome.STOPPED
+    assert scene.conductor.must_stop(after_s=1.0)
+    assert scene.conductor.must_stop()
 
 
 def test_while_no_step_may_be_made_a_commit_may_and_all_else_is_heard(tmp_path: Path) -> None:
     scene = Scene(tmp_path, max_steps=5)
-    kinds = [scene.conductor.next_without_a_step(4).kind for _ in range(2)]
+    kinds = [scene.conductor.next_plan(4, may_train=False).kind for _ in range(2)]
     assert kinds == [Kind.COMMIT, Kind.IDLE]
-    assert len(scene.journal.records) == 1, "the validation is looked after"
-    assert scene.conductor.next_without_a_step(5).kind is Kind.END
+    assert len(scene.stream.records) == 1, "the validation is looked after"
+    assert scene.conductor.next_plan(5, may_train=False).kind is Kind.END
     scene.feed.control = "stop"
-    assert scene.conductor.next_without_a_step(4).kind is Kind.STOP
+    assert scene.conductor.next_plan(4, may_train=False).kind is Kind.STOP
     scene.feed.control = "run"
     scene.stop.set()
-    assert scene.conductor.next_without_a_step(4).kind is Kind.STOP
+    assert scene.conductor.next_plan(4, may_train=False).kind is Kind.STOP
 
 
 def test_the_run_ends_at_its_last_step(tmp_path: Path) -> None:
@@ -60,18 +62,18 @@ def test_a_job_whose_time_is_over_stops_whatever_it_does_and_leaves_the_end_of_t
 ) -> None:
     scene = Scene(tmp_path, None, max_time="00:00:02:00")
     assert scene.kinds(0) == [Kind.IDLE]
-    assert scene.conductor.next_while_publishing(0).kind is Kind.IDLE
+    assert not scene.conductor.must_stop()
     scene.clock.advance(20.0)
     assert scene.kinds(0) == [Kind.STOP]
-    assert scene.conductor.next_while_validating(0).kind is Kind.STOP
-    assert scene.conductor.next_after_pause(0).kind is Kind.STOP
-    assert scene.conductor.next_while_publishing(0).kind is Kind.STOP
+    assert scene.conductor.look_at_validation() is Outcome.STOPPED
+    assert scene.conductor.must_stop(after_s=1.0)
+    assert scene.conductor.must_stop()
 
 
 def test_waiting_for_validation_is_idle_until_the_result_which_is_recorded(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
-    assert [scene.conductor.next_while_validating(3).kind for _ in range(2)] == [Kind.IDLE, Kind.END]
-    [(step, metrics)] = scene.journal.records
+    assert [scene.conductor.look_at_validation() for _ in range(2)] == [Outcome.WAITING, Outcome.DONE]
+    [(step, metrics)] = scene.stream.records
     assert (step, metrics["val_rollouts/rewards"]) == (3, 0.5)
     [line] = (scene.folder / "validation.jsonl").read_text().splitlines()
     assert json.loads(line)["samples"] == [{"prompt": "say", "completion": "5 6", "reward": 0.5, "fields": {"n": 1}}]
@@ -82,7 +84,7 @@ def test_a_newer_version_is_validated_when_the_one_before_is_done_and_none_twice
     older, newer = (published(make_version(1, step)) for step in (3, 4))
     scene.conductor.start_validation(newer)
     assert scene.validation.started == [], "one of the older version still runs"
-    assert [scene.conductor.next_while_validating(4).kind for _ in range(2)] == [Kind.IDLE, Kind.END]
+    assert [scene.conductor.look_at_validation() for _ in range(2)] == [Outcome.WAITING, Outcome.DONE]
     scene.conductor.start_validation(older)
     scene.conductor.start_validation(newer)
     assert scene.validation.started == [newer.step]
@@ -91,7 +93,7 @@ def test_a_newer_version_is_validated_when_the_one_before_is_done_and_none_twice
 def test_a_validation_that_finds_redis_away_does_not_end_training_and_one_that_is_fenced_does(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     while scene.validation.running:
-        scene.conductor.next_while_validating(4)
+        scene.conductor.look_at_validation()
     scene.validation.trouble = TransportError("Redis is away")
     scene.conductor.start_validation(published(make_version(1, 4)))
     assert len(scene.validation.started) == 1
@@ -103,7 +105,7 @@ def test_a_validation_that_finds_redis_away_does_not_end_training_and_one_that_i
 def test_validation_runs_beside_training(tmp_path: Path) -> None:
     scene = Scene(tmp_path, None, None)
     assert scene.kinds(3, 3) == [Kind.IDLE, Kind.IDLE]
-    assert len(scene.journal.records) == 1
+    assert len(scene.stream.records) == 1
 
 
 def test_a_record_names_known_metrics_only(tmp_path: Path) -> None:
@@ -120,7 +122,7 @@ def test_a_record_that_cannot_be_written_does_not_stop_training(tmp_path: Path) 
     scene = Scene(tmp_path)
     (scene.folder / "metrics.jsonl").mkdir()
     scene.conductor.record(1, {"train_optim/loss": 0.5})
-    assert scene.journal.records
+    assert scene.stream.records
 
 
 def test_weights_that_redis_lost_are_published_again_and_looked_for_now_and_then(tmp_path: Path) -> None:
@@ -150,3 +152,19 @@ def test_while_redis_is_away_no_weights_are_missed(tmp_path: Path) -> None:
     scene.stream.trouble = TransportError("away")
     scene.conductor.note_published(published(8, 8))
     assert scene.kinds(8) == [Kind.IDLE]
+
+
+def test_a_rank_that_follows_gets_what_rank_0_decides_and_records_nothing(tmp_path: Path) -> None:
+    entry = PlanEntry(entry_id="5-1", ticket=3, digest=(1 << 64) - 1, num_tokens=7, rank=1)
+    wire, plan = Wire(), Plan(kind=Kind.STEP, step=2, entries=(entry,))
+    lead = Scene(tmp_path, plan, world=wire)
+    follower = Follower(surroundings(learner_config(tmp_path), world=wire))
+    assert [one.look_at_validation() for one in (lead.conductor, follower)] == [Outcome.WAITING] * 2
+    assert (lead.conductor.next_plan(2), follower.next_plan(2)) == (plan, plan)
+    assert [one.look_at_validation() for one in (lead.conductor, follower)] == [Outcome.DONE] * 2
+    assert (lead.conductor.must_stop(), follower.must_stop()) == (False, False)
+    lead.stop.set()
+    assert (lead.conductor.must_stop(after_s=1.0), follower.must_stop(after_s=1.0)) == (True, True)
+    num_records = len(lead.stream.records)
+    follower.record(2, {"train_optim/loss": 0.5})
+    assert len(lead.stream.records) == num_records

@@ -15,11 +15,12 @@ from learner.policy.lora import merged_parameters, without_adapters
 from learner.policy.model import load_policy, read_speech
 from learner.policy.optim import make_optimizer
 from learner.policy.packing import MicroBatch, pack
-from learner.policy.policy import Policy, evaluating, probe
+from learner.policy.policy import Policy, evaluating
 from learner.policy.pretrained import load_model
 from streamrl.config import schema
 from streamrl.errors import ConfigError
 from tests.learner_cases import learner_config
+from tests.probing import probe
 from tests.tiny_models import make_model
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))

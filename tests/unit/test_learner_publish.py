@@ -11,7 +11,7 @@ import torch
 from learner.publishing.sweep import Sweeper
 from streamrl.errors import Fenced, ResourceError, TrainingError, TransportError
 from streamrl.weights.stores import MemoryStore
-from tests.publish_world import ByHand, FakeClock, Scene
+from tests.publish_world import ByHand, FakeClock, Scene, finish, publish
 from tests.weights_world import RUN_UID, World, random_state
 
 
@@ -24,9 +24,9 @@ def scene(tmp_path: Path) -> Scene:
 def test_workers_get_the_policys_bits_as_an_anchor_and_deltas(tmp_path: Path, dtype: str) -> None:
     scene = Scene(tmp_path, dtype=dtype)
     for step in range(4):
-        scene.publisher.publish(step)
+        publish(scene.publisher, step)
         scene.train()
-    scene.publisher.publish(4)
+    publish(scene.publisher, 4)
     assert [manifest.base == 0 for manifest in scene.stream.manifests] == [True, False, False, False, False]
     assert scene.is_served(tmp_path / "mirror")
 
@@ -34,7 +34,7 @@ def test_workers_get_the_policys_bits_as_an_anchor_and_deltas(tmp_path: Path, dt
 def test_weights_that_were_lost_go_out_whole_and_deltas_build_on_that(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     for step in range(2):
-        scene.publisher.publish(step)
+        publish(scene.publisher, step)
         scene.train()
     latest = scene.publisher.latest
     assert latest is not None
@@ -43,11 +43,11 @@ def test_weights_that_were_lost_go_out_whole_and_deltas_build_on_that(tmp_path: 
 
     scene.stream.manifests.clear()
     scene.publisher.begin(2, whole=True)
-    anchor = scene.publisher.finish()
+    anchor = finish(scene.publisher)
     assert anchor is not None
     assert anchor.needs == (anchor.version,)
     scene.train()
-    scene.publisher.publish(3)
+    publish(scene.publisher, 3)
     assert [manifest.base for manifest in scene.stream.manifests] == [0, anchor.version]
     assert scene.is_served(tmp_path / "mirror")
 
@@ -105,15 +105,15 @@ def test_a_version_that_does_not_get_out_ends_the_run_in_time(tmp_path: Path) ->
 
 
 def test_a_failed_announcement_keeps_the_base_and_burns_the_number(scene: Scene, tmp_path: Path) -> None:
-    first = scene.publisher.publish(0)
+    first = publish(scene.publisher, 0)
     assert first is not None
     scene.train()
     scene.stream.refusal = TransportError("away")
-    assert scene.publisher.publish(1) is None
+    assert publish(scene.publisher, 1) is None
     assert scene.publisher.failing
     scene.train()
     scene.stream.refusal = None
-    second = scene.publisher.publish(2)
+    second = publish(scene.publisher, 2)
     assert second is not None
     assert second.version == first.version + 2
     assert scene.stream.manifests[-1].base == first.version
@@ -127,25 +127,25 @@ def test_a_store_that_fails_is_a_failed_publish(tmp_path: Path) -> None:
             raise TransportError("full")
 
     scene = Scene(tmp_path, store=FullStore())
-    assert scene.publisher.publish(0) is None
+    assert publish(scene.publisher, 0) is None
     assert not scene.stream.manifests
 
 
 def test_publishing_that_fails_for_too_long_ends_the_run(tmp_path: Path) -> None:
     scene = Scene(tmp_path, give_up_after_s=30.0)
     scene.stream.refusal = TransportError("away")
-    scene.publisher.publish(0)
+    publish(scene.publisher, 0)
     scene.clock.now = 29.0
-    scene.publisher.publish(0)
+    publish(scene.publisher, 0)
     scene.clock.now = 31.0
     with pytest.raises(TrainingError, match=r"weights\.give_up_after_s"):
-        scene.publisher.publish(0)
+        publish(scene.publisher, 0)
 
 
 def test_a_newer_learner_ends_publishing_at_once(scene: Scene) -> None:
     scene.stream.refusal = Fenced("a newer epoch")
     with pytest.raises(Fenced):
-        scene.publisher.publish(0)
+        publish(scene.publisher, 0)
 
 
 def test_the_last_two_anchors_are_kept_and_the_rest_goes_after_a_grace(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_the_last_two_anchors_are_kept_and_the_rest_goes_after_a_grace(tmp_path:
     scene.store.put("run/000002/7-0-abc", b"of a dead epoch")
     scene.store.put("other/000001/1-0-abc", b"of another run")
     for step in range(9):
-        scene.publisher.publish(step)
+        publish(scene.publisher, step)
         scene.train()
         scene.clock.now += 100.0
     kept = {manifest.version for manifest in scene.stream.manifests[-3:]}
@@ -167,7 +167,7 @@ def test_the_last_two_anchors_are_kept_and_the_rest_goes_after_a_grace(tmp_path:
 def test_what_is_not_needed_stays_for_the_grace(scene: Scene) -> None:
     sweeper = Sweeper(store=scene.store, run_uid="run", epoch=3, clock=scene.clock)
     scene.store.put("run/000002/7-0-abc", b"of a dead epoch")
-    scene.publisher.publish(0)
+    publish(scene.publisher, 0)
     sweeper.announced(scene.stream.manifests[0])
     scene.clock.now += 30.0
     sweeper.announced(scene.stream.manifests[0])
@@ -182,7 +182,7 @@ def test_a_budget_makes_room_for_the_next_version_before_the_grace_is_over(tmp_p
     scene = Scene(tmp_path, anchor_every=2, max_store_bytes=int(3.2 * model_bytes))
     most = 0
     for step in range(9):
-        assert scene.publisher.publish(step) is not None
+        assert publish(scene.publisher, step) is not None
         most = max(most, sum(scene.store.list().values()))
         scene.train()
     assert 2.5 * model_bytes < most <= 3.2 * model_bytes
@@ -197,7 +197,7 @@ def test_a_model_that_does_not_fit_the_budget_is_refused_at_the_start(tmp_path: 
 
 
 def test_a_version_says_what_workers_may_try_their_engine_on(scene: Scene) -> None:
-    scene.publisher.publish(0)
+    publish(scene.publisher, 0)
     assert scene.stream.manifests[0].canary_ids == (3, 4, 5)
 
 
@@ -205,12 +205,12 @@ def test_a_learner_that_resumes_twenty_steps_back_gives_no_number_again(tmp_path
     """Also what the abandoned steps published stays what it was, until it is collected."""
     before = Scene(tmp_path, anchor_every=8)
     for step in range(25):
-        before.publisher.publish(step)
+        publish(before.publisher, step)
         before.train()
     after = Scene(tmp_path, store=before.store, epoch=4)
     blobs = dict(before.store.blobs)
     for step in range(5, 30):
-        after.publisher.publish(step)
+        publish(after.publisher, step)
         after.train(0.02)
 
     old, new = ([manifest.version for manifest in scene.stream.manifests] for scene in (before, after))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from learner.rejections import Rejections
-from learner.stream.plan import Kind, Plan
+from learner.stream.plan import Kind, Outcome, Plan
 from streamrl.errors import Fenced, TrainingError, TransportError
 from streamrl.telemetry.progress import Progress, Report, Wait
 from streamrl.versions import make_version
@@ -156,13 +156,13 @@ def scene(tmp_path: Path, *answers: Plan | None) -> Scene:
     made = Scene(tmp_path, *answers)
     made.conductor.note_published(published(V5))
     report = Progress(part="worker/a", role="worker", clock=made.clock).report()
-    made.reports = [replace(report, detail=REJECTS)]
+    made.stream.told = [replace(report, detail=REJECTS)]
     return made
 
 
 def passes(scene: Scene, seconds: float) -> None:
     scene.clock.advance(seconds)
-    scene.reports = [replace(report, at=scene.clock()) for report in scene.reports]
+    scene.stream.told = [replace(report, at=scene.clock()) for report in scene.stream.told]
 
 
 def test_the_conductor_looks_while_it_waits_for_groups(tmp_path: Path) -> None:
@@ -177,10 +177,10 @@ def test_the_conductor_looks_while_it_waits_for_groups(tmp_path: Path) -> None:
 def test_the_conductor_looks_while_it_waits_for_a_validation(tmp_path: Path) -> None:
     there = scene(tmp_path)
     there.validation.look_for_ever()
-    assert there.conductor.next_while_validating(0).kind is Kind.IDLE
+    assert there.conductor.look_at_validation() is Outcome.WAITING
     passes(there, BORNE_S)
     with pytest.raises(TrainingError, match=r"version 1\.5"):
-        there.conductor.next_while_validating(0)
+        there.conductor.look_at_validation()
 
 
 def test_a_run_that_is_paused_or_waits_for_stragglers_is_not_ended(tmp_path: Path) -> None:

@@ -23,9 +23,7 @@ from tests.feed_world import Clock, make_config, make_prompts
 from tests.learner_cases import learner_config
 
 CLAIMED = Claimed(
-    run_uid="run",
     epoch=Epoch(number=1, parent=None, run_uid="run"),
-    checkpoints=CheckpointRoot(Path("runs/run")),
     checkpoint=None,
 )
 
@@ -74,16 +72,14 @@ def start_of(*, num_prompts: int, max_steps: int = -1, step: int = 500, **extra:
     state = CheckpointState(
         run_uid="run",
         step=step,
-        version_n=0,
         stream=StreamState(),
-        config_fingerprint="",
         data_fingerprint="",
         extra=extra,
     )
     checkpoint = Checkpoint(name=CheckpointName(1, step), folder=Path("unused"), state=state)
     config = make_config(training={"max_steps": max_steps})
     claimed = replace(CLAIMED, checkpoint=checkpoint)
-    return make_start(config, claimed, make_prompts(num_prompts), lineage=(), canary_ids=())
+    return make_start(config, claimed, make_prompts(num_prompts), lineage={}, canary_ids=())
 
 
 def test_the_steps_of_a_run_are_those_of_its_data_or_as_many_as_it_may_make() -> None:

@@ -133,7 +133,7 @@ def test_tokens_of_a_branch_that_was_given_up_are_dead() -> None:
         run_uid="run",
         epoch=3,
         checkpoint="e000001-s00000020",
-        lineage=((3, None), (1, 20)),  # epoch 2 never wrote what 3 went on from
+        lineage={3: None, 1: 20},  # epoch 2 never wrote what 3 went on from
         step=20,
         first_step=10,
         consumed_samples=7,

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.checkpoints.journal import Ending
-from learner.stream.ledger import DEAD, DROPPED, TRAINED, Ledger, LedgerState, StreamState
+from learner.stream.ledger import DEAD, DROPPED, TRAINED, Ending, Ledger, LedgerState, StreamState
 from learner.stream.numbering import NumberSet
 
 

@@ -32,7 +32,8 @@ def _plain(
     ends = torch.zeros(VOCABULARY, dtype=torch.bool)
     ends[list(head.end_ids)] = True
     logp = logits.masked_fill(early[:, None] & ends, -torch.inf).log_softmax(-1)
-    return logp.gather(1, targets[:, None])[:, 0], torch.special.entr(logp.exp()).sum(-1)
+    entropy = -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0.0)).sum(-1)
+    return logp.gather(1, targets[:, None])[:, 0], entropy
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 5, TOKENS, 1000])
@@ -80,15 +81,51 @@ def test_bias_scale_and_cap_are_the_models_own_also_in_gradients(scale: float, s
     torch.testing.assert_close(ours, plain)
 
 
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 1000])
+def test_an_entropy_that_learns_has_the_gradient_of_the_plain_one_chunk_by_chunk(
+    chunk_tokens: int, soft_cap: float | None
+) -> None:
+    hidden, weight, targets = _inputs()
+    bias = torch.randn(VOCABULARY, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    early = torch.arange(TOKENS) % 3 == 0
+    head = Head(
+        scale=0.3,
+        soft_cap=soft_cap,
+        temperature=0.7,
+        end_ids=(0, 1),
+        compute_dtype=torch.float64,
+        chunk_elements=chunk_tokens * VOCABULARY,
+    )
+    out = token_logprobs(hidden, weight, targets, early, head, bias, entropy_learns=True)
+    logp, entropy = _plain(hidden, weight, targets, early, head, bias)
+    upstream = torch.linspace(-1, 2, TOKENS, dtype=torch.float64)
+    for of_ours, of_plain in (
+        ((out.entropy * upstream).sum(), (entropy * upstream).sum()),
+        (out.logp @ upstream - out.entropy.sum(), logp @ upstream - entropy.sum()),
+    ):
+        ours = torch.autograd.grad(of_ours, (hidden, weight, bias), retain_graph=True)
+        plain = torch.autograd.grad(of_plain, (hidden, weight, bias), retain_graph=True)
+        torch.testing.assert_close(ours, plain)
+
+
+def test_an_entropy_that_nobody_asked_for_has_no_gradient() -> None:
+    hidden, weight, targets = _inputs()
+    never = torch.zeros(TOKENS, dtype=torch.bool)
+    head = Head(compute_dtype=torch.float64)
+    assert not token_logprobs(hidden, weight, targets, never, head).entropy.requires_grad
+    assert not given_logprobs(hidden @ weight.T, targets, never, head).entropy.requires_grad
+
+
 def test_given_logits_are_cooled_and_banned_like_ours() -> None:
     hidden, weight, targets = _inputs()
     early = torch.arange(TOKENS) % 3 == 0
     head = Head(temperature=0.7, end_ids=(0, 1), compute_dtype=torch.float64)
-    given = given_logprobs(hidden @ weight.T, targets, early, head)
-    ours = token_logprobs(hidden, weight, targets, early, head)
+    given = given_logprobs(hidden @ weight.T, targets, early, head, entropy_learns=True)
+    ours = token_logprobs(hidden, weight, targets, early, head, entropy_learns=True)
     torch.testing.assert_close(given.logp, ours.logp)
     torch.testing.assert_close(given.entropy, ours.entropy)
-    gradients = [torch.autograd.grad(out.logp.sum(), (hidden, weight)) for out in (given, ours)]
+    gradients = [torch.autograd.grad((out.logp - 2 * out.entropy).sum(), (hidden, weight)) for out in (given, ours)]
     torch.testing.assert_close(*gradients)
 
 

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from learner.algorithms import make_algorithm
-from learner.algorithms.kl import k1, k2, k3
 from learner.distributed import World
 from learner.metrics.tally import Tally
 from learner.policy.gradients import Gradients
@@ -20,6 +18,8 @@ from learner.policy.model import Policy, load_policy
 from learner.policy.packing import MicroBatch
 from learner.policy.pretrained import load_model
 from streamrl.config import schema
+from streamrl.recipe.algorithms import make_algorithm
+from streamrl.recipe.kl import k1, k2, k3
 from streamrl.wire.group import Group
 from tests.learner_cases import group_of, learner_config, random_groups
 from tests.plain_objective import plain_logprobs, plain_loss
@@ -76,22 +76,22 @@ ALGORITHMS = {
     "beta 0": {"kl": schema.Kl(coefficient=0.0)},
     "beta 0 in the loss": {"kl": schema.Kl(placement="loss", estimator="k3", coefficient=0.0)},
     "unfinished teach too": {"mask_unfinished": False},
-    "uncorrected": {"correction": "none"},
-    "tight clamp": {"ratio_clamp": 0.3},
+    "uncorrected": {"loss": "none"},
+    "tight clamp": {"loss_args": {"clamp": 0.3}},
     "token mean": {"loss_mean": "token"},
-    "tis": {"correction": "tis"},
-    "icepop": {"correction": "icepop"},
-    "sequence mask": {"correction": "sequence_mask", "ratio_bounds": (0.2, 4.0)},
-    "sequence mask as usual": {"correction": "sequence_mask"},
-    "gspo": {"correction": "gspo", "ratio_bounds": (0.5, 2.0)},
-    "gspo as usual, token mean": {"correction": "gspo", "loss_mean": "token"},
-    "ppo": {"correction": "ppo"},
+    "tis": {"loss": "tis"},
+    "icepop": {"loss": "icepop"},
+    "sequence mask": {"loss": "sequence_mask", "loss_args": {"low": 0.2, "high": 4.0}},
+    "sequence mask as usual": {"loss": "sequence_mask"},
+    "gspo": {"loss": "gspo", "loss_args": {"low": 0.5, "high": 2.0}},
+    "gspo as usual, token mean": {"loss": "gspo", "loss_mean": "token"},
+    "ppo": {"loss": "ppo"},
     "ppo, token mean, kl in the loss": {
-        "correction": "ppo",
+        "loss": "ppo",
         "loss_mean": "token",
         "kl": schema.Kl(placement="loss", estimator="k3", coefficient=0.3),
     },
-    "decoupled": {"correction": "decoupled"},
+    "decoupled": {"loss": "decoupled"},
     "discounted": {"discount_factor": 0.7},
     "scaled by std": {"scale_by_std": True},
     "normalized over the batch": {"normalize_batch": True},
@@ -201,9 +201,8 @@ def test_gradient_checkpointing_changes_no_gradient(model_folder: Path) -> None:
 def test_a_second_pass_compares_with_the_policy_before_the_first(model_folder: Path) -> None:
     groups = random_groups(3)
     settings = {
-        "correction": "decoupled",
-        "ratio_clamp": 1e6,
-        "ratio_bounds": (1e-6, 1e6),
+        "loss": "decoupled",
+        "loss_args": {"clamp": 1e6, "low": 1e-6, "high": 1e6},
         "kl": schema.Kl(placement="none"),
     }
     config = learner_config(model_folder, algorithm=schema.Algorithm(**settings))
@@ -212,18 +211,18 @@ def test_a_second_pass_compares_with_the_policy_before_the_first(model_folder: P
     tally = Tally(sources=("made_up",), step=0, is_dead=lambda _version, _step: False)
     batch = gradients.prepare(groups, tally)
     first = gradients.accumulate(batch, tally)
-    kept = [logprox.clone() for logprox in batch.logprox]
+    kept = [logprobs.clone() for logprobs in batch.proximal_logprobs]
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter -= 0.02 * parameter.grad
     policy.zero_grad()
     second = gradients.accumulate(batch, tally)
     assert second < first, "a step against the gradient lowers the loss on the same batch"
-    assert all(torch.equal(now, before) for now, before in zip(batch.logprox, kept, strict=True))
+    assert all(torch.equal(now, before) for now, before in zip(batch.proximal_logprobs, kept, strict=True))
     # Without a bound that binds, pi_p cancels out: (pi_p / mu) (pi / pi_p) = pi / mu.
     ours = {name: p.grad.clone() for name, p in policy.named_parameters()}
     policy.zero_grad()
-    plain = schema.Algorithm(**{**settings, "correction": "truncated", "ratio_bounds": None})
+    plain = schema.Algorithm(**{**settings, "loss": "truncated", "loss_args": {"clamp": 1e6}})
     accumulate(policy, policy, groups, learner_config(model_folder, algorithm=plain))
     torch.testing.assert_close(ours, {name: p.grad for name, p in policy.named_parameters()}, atol=1e-9, rtol=1e-6)
 

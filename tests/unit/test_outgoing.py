@@ -24,7 +24,6 @@ class FakePublisher:
     has an anchor, that gets out at the next look."""
 
     latest: Published | None = None
-    last_n = -1
 
     def __init__(self, settles_in: int | None) -> None:
         self._settles_in, self._left = settles_in, 0
@@ -67,17 +66,26 @@ class Answers:
     def __init__(self, stop_at: int | None = None) -> None:
         self._stop_at, self.asked = stop_at, 0
 
-    def __call__(self) -> bool:
+    def must_stop(self) -> bool:
         self.asked += 1
         return self.asked == self._stop_at
 
+    def note_published(self, published: Published) -> None: ...
 
-def outgoing(publisher: object, answers: Callable[[], bool], *, max_ahead: int = 1) -> Outgoing:
+
+class StopsOnce(Answers):
+    """This is so."""
+
+    def __init__(self, is_so: Callable[[], bool]) -> None:
+        super().__init__()
+        self.must_stop = is_so  # type: ignore[method-assign]
+
+
+def outgoing(publisher: object, answers: Answers, *, max_ahead: int = 1) -> Outgoing:
     return Outgoing(
         publisher=publisher,
         max_ahead=max_ahead,
-        conductor=None,
-        told_to_stop=answers,
+        conductor=answers,
         progress=Progress(part="learner/0", role="learner"),
         timers=Timers(),
     )
@@ -185,7 +193,7 @@ def test_a_store_that_hangs_holds_up_the_end_for_a_second_or_two(tmp_path: Path)
     publisher = Scene(tmp_path, store=store, beside=beside).publisher
     with beside.working(join_s=30):
         began = time.monotonic()
-        assert not outgoing(publisher, store.reached.is_set).send(0)  # told to stop once it hangs
+        assert not outgoing(publisher, StopsOnce(store.reached.is_set)).send(0)  # told to stop once it hangs
         took_s = time.monotonic() - began
         store.let_go.set()
     assert publisher.busy
@@ -196,7 +204,7 @@ def test_a_store_that_hangs_holds_up_the_end_for_a_second_or_two(tmp_path: Path)
 def test_training_that_waits_for_workers_does_not_wait_for_an_anchor(tmp_path: Path) -> None:
     store, beside = HangingStore(from_bytes=100_000), Beside("publisher")
     scene = Scene(tmp_path, store=store, beside=beside, anchor_every=1)
-    out = outgoing(scene.publisher, lambda: False, max_ahead=0)
+    out = outgoing(scene.publisher, Answers(), max_ahead=0)
     with beside.working(join_s=30):
         store.let_go.set()
         assert out.send(0)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from learner.algorithms import make_algorithm
 from learner.checkpoints.state import load_state, save_state
 from learner.distributed import World
 from learner.metrics.tally import Tally
@@ -18,6 +17,7 @@ from learner.policy.model import load_policy, load_reference
 from learner.policy.optim import make_optimizer, update
 from learner.policy.reference import asking, make_reference
 from streamrl.config import schema
+from streamrl.recipe.algorithms import make_algorithm
 from tests.learner_cases import learner_config, random_groups
 from tests.tiny_models import make_model
 

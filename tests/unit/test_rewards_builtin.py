@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from workers.rewards.builtin import exact_match, length_penalty, math_equal, numeric_match, regex_format
+from streamrl.recipe.rewards import exact_match, length_penalty, math_equal, numeric_match, regex_format
 
 
 @pytest.mark.parametrize(

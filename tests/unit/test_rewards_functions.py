@@ -99,7 +99,7 @@ async def test_built_in_functions_need_no_permission() -> None:
 
 
 async def test_a_module_on_the_path_can_be_named(start: Start) -> None:
-    async with start("workers.rewards.builtin:exact_match") as reward:
+    async with start("streamrl.recipe.rewards:exact_match") as reward:
         assert await reward.score(make_item("42", answer="43")) == 0.0
 
 

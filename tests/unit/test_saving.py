@@ -17,23 +17,20 @@ from learner.checkpoints.checkpoint import MANIFEST, describe
 from learner.checkpoints.epochs import CheckpointName, ancestry
 from learner.checkpoints.save import Saver
 from learner.distributed import World
-from learner.metrics.record import Timers
 from learner.policy.model import Speech, load_policy, read_speech
-from learner.rank import Surroundings, at_disk_s, stall_limit_s, work
+from learner.rank import work
 from learner.replayed import Unpublished
-from learner.start import Start
+from learner.surroundings import at_disk_s, stall_limit_s
 from learner.watchdog import Watchdog
 from streamrl.config import schema
 from streamrl.crashpoints import Point, armed
-from streamrl.telemetry.progress import Progress
 from streamrl.transport.double import LearnerStreamDouble, MemoryServer
-from tests.conductor_world import Scene
+from tests.conductor_world import ALONE, Scene, start_of, surroundings
 from tests.feed_world import Clock
 from tests.learner_cases import learner_config
 from tests.tiny_models import make_model
 
 CPU = torch.device("cpu")
-ALONE = World(rank=0, size=1, device=CPU)
 EPOCH_1 = CheckpointName(1, 5)
 
 
@@ -74,7 +71,7 @@ def test_the_manifest_has_what_each_rank_tells_of_its_file_and_rank_0_reads_none
     scene = Scene(tmp_path)
     told = {"train-00001-of-00002.safetensors": [84, "what the other rank has found"]}  # and not seen on this machine
     world = WithAnother(rank=0, size=2, device=CPU, told=json.dumps(told).encode())
-    assert make_saver(scene, world).save(5, version_n=5, consumed_samples=0)
+    assert make_saver(scene, world).save(5, consumed_samples=0)
     mine = scene.checkpoints.folder_of(EPOCH_1) / "train-00000-of-00002.safetensors"
     assert files_of(scene) == {mine.name: list(describe(mine)), **told}
 
@@ -82,14 +79,14 @@ def test_the_manifest_has_what_each_rank_tells_of_its_file_and_rank_0_reads_none
 def test_a_checkpoint_that_one_rank_could_not_write_is_none(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     world = WithAnother(rank=0, size=2, device=CPU, told=b"", agrees=False)
-    assert not make_saver(scene, world).save(5, version_n=5, consumed_samples=0)
+    assert not make_saver(scene, world).save(5, consumed_samples=0)
     assert list((scene.folder / "checkpoints").iterdir()) == []
 
 
 def test_what_was_saved_is_found_again_with_its_digests(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     saver = make_saver(scene, ALONE)
-    assert [saver.save(5, version_n=5, consumed_samples=0) for _ in range(2)] == [True, True]
+    assert [saver.save(5, consumed_samples=0) for _ in range(2)] == [True, True]
     found = scene.checkpoints.newest_complete(ancestry(scene.folder))
     assert found is not None
     assert found.name == EPOCH_1
@@ -126,34 +123,15 @@ def test_a_rank_at_the_disk_is_not_stalled_before_the_disks_own_timeout(
     scene = Scene(tmp_path, max_steps=0)
     speech = read_speech(config.model.path)
     tokenizer: Any = SlowTokenizer(speech, disk) if slow == "export" else speech.tokenizer
-    around = Surroundings(
-        config=config,
-        world=ALONE,
-        patient=ALONE,
-        job_began=0.0,
-        speech=replace(speech, tokenizer=tokenizer),
-        progress=Progress(part="learner/0", role="learner"),
-        watchdog=Watchdog(
-            limit_s=stall_limit_s(config),
-            at_disk_s=at_disk_s(config),
-            clock=clock,
-            check_every_s=0.01,
-            on_stall=stalls.append,
-        ),
-        timers=Timers(),
-        stop=threading.Event(),
+    watchdog = Watchdog(
+        limit_s=stall_limit_s(config),
+        at_disk_s=at_disk_s(config),
+        clock=clock,
+        check_every_s=0.01,
+        on_stall=stalls.append,
     )
-    start = Start(
-        run_uid="run",
-        epoch=scene.checkpoints.claim_epoch("run").number,
-        checkpoint=None,
-        lineage=((1, None),),
-        step=0,
-        consumed_samples=0,
-        first_step=0,
-        total_steps=0,
-        canary_ids=(),
-    )
+    around = surroundings(config, speech=replace(speech, tokenizer=tokenizer), watchdog=watchdog)
+    start = start_of(epoch=scene.checkpoints.claim_epoch("run").number)
     stream = LearnerStreamDouble(MemoryServer(wait=clock.advance), epoch=1)
     policy = load_policy(config, ALONE, speech.end_ids)
     with armed(at_point):

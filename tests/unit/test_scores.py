@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.checkpoints.checkpoint import CheckpointRoot
+from learner.checkpoints.checkpoint import CheckpointRoot, describe
 from learner.checkpoints.epochs import CheckpointName, ancestry
 from learner.checkpoints.fork import fork
 from learner.checkpoints.resume import find_checkpoint
@@ -26,7 +26,7 @@ KEEP_ONE = schema.Checkpoint(keep_last=1, keep_best=1)
 class Beside:
     """A validation whose answers come some rounds later; the steps' weights are as good as they are here."""
 
-    def __init__(self, rewards: Mapping[int, float]) -> None:
+    def __init__(self, rewards: Mapping[int, float | None]) -> None:
         self.rewards, self.started = rewards, list[int]()
         self.trouble: Exception | None = None
         self._under_way: tuple[int, int, int] | None = None
@@ -46,7 +46,10 @@ class Beside:
             return None
         step, version, looks = self._under_way
         self._under_way = (step, version, looks - 1) if looks > 1 else None
-        return None if looks > 1 else replace(RESULT, step=step, version=version, reward=self.rewards[step])
+        if looks > 1:
+            return None
+        reward = self.rewards[step]
+        return replace(RESULT, step=step, version=version, metrics={} if reward is None else {BEST_METRIC: reward})
 
 
 class Run:
@@ -76,8 +79,9 @@ class Run:
 
     def save(self, step: int) -> None:
         name = CheckpointName(self.epoch, step)
-        (self.root.new_folder(name) / "weights").write_bytes(b"%d" % step)
-        self.conductor.commit(name, version_n=step, consumed_samples=0)
+        weights = self.root.new_folder(name) / "weights"
+        weights.write_bytes(b"%d" % step)
+        self.conductor.commit(name, consumed_samples=0, files={weights.name: describe(weights)})
 
     def validate(self) -> None:
         """As at the end of a run."""
@@ -87,7 +91,7 @@ class Run:
 
     def wait(self) -> None:
         while self.validation.running:
-            self.conductor.next_while_validating(0)
+            self.conductor.look_at_validation()
 
     def scores(self) -> dict[int, float | None]:
         names = self.root.names(ancestry(self.root.root))

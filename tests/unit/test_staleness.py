@@ -13,8 +13,8 @@ from bench.staleness_task import Task, Trial, run_trial
 SHORT = replace(Task(), num_steps=12, look_every=2, num_looked_at=256)
 
 
-def rewards(correction: str, *, lag: int, seed: int = 3) -> list[float]:
-    return list(run_trial(SHORT, correction=correction, lag=lag, seed=seed).rewards)
+def rewards(loss: str, *, lag: int, seed: int = 3) -> list[float]:
+    return list(run_trial(SHORT, loss=loss, lag=lag, seed=seed).rewards)
 
 
 def test_a_trial_is_decided_by_its_seed() -> None:
@@ -33,12 +33,12 @@ def test_stale_samples_do_not() -> None:
 def test_before_the_first_new_weights_arrive_the_lag_makes_no_difference() -> None:
     """Samples of the first steps come from the first weights, whatever the lag."""
     ages_alike = replace(SHORT, num_steps=4)
-    one, other = (run_trial(ages_alike, correction="tis", lag=lag, seed=1).rewards for lag in (4, 50))
+    one, other = (run_trial(ages_alike, loss="tis", lag=lag, seed=1).rewards for lag in (4, 50))
     assert one == other
 
 
 def test_a_policy_that_learns_gets_more() -> None:
-    found = run_trial(replace(SHORT, num_steps=100), correction="truncated", lag=1, seed=0).rewards
+    found = run_trial(replace(SHORT, num_steps=100), loss="truncated", lag=1, seed=0).rewards
     assert found[-1] > found[0] + 0.05
 
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
-from learner.algorithms.base import Advantages, TokenLosses
 from learner.distributed import World
 from learner.metrics.tally import Tally
-from learner.policy.logprobs import LogProbs
+from streamrl.recipe.losses import TokenBatch
 from streamrl.telemetry.metrics import is_metric
 from streamrl.versions import make_version
 from streamrl.wire.group import Sample, Span
@@ -19,17 +25,72 @@ from tests.learner_cases import group_of
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 
 
+class Rank:
+    """One of several ranks whose collectives meet at a barrier, each on its own thread."""
+
+    def __init__(self, number: int, told: list[Any], barrier: threading.Barrier) -> None:
+        self._number, self._told, self._barrier = number, told, barrier
+
+    def _exchange(self, mine: Any) -> list[Any]:
+        self._told[self._number] = mine
+        self._barrier.wait(timeout=10)
+        told = list(self._told)
+        self._barrier.wait(timeout=10)
+        return told
+
+    gather_bytes = _exchange
+
+    def total(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        return np.sum(self._exchange(values), axis=0)
+
+    def largest(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        return np.max(self._exchange(values), axis=0)
+
+
+def metrics_over_ranks(*tallies: Tally) -> list[dict[str, float]]:
+    told: list[Any] = [None] * len(tallies)
+    barrier = threading.Barrier(len(tallies))
+    with ThreadPoolExecutor(len(tallies)) as pool:
+        ranks = [Rank(number, told, barrier) for number in range(len(tallies))]
+        return list(pool.map(lambda tally, rank: tally.metrics(rank), tallies, ranks))
+
+
+def test_metrics_of_a_loss_are_means_over_all_ranks_also_where_one_had_no_tokens_and_another_other_names() -> None:
+    first, second, idle = make_tally(), make_tally(), make_tally()
+    two = tokens_of([-1.0, -1.0], [-1.0, -1.0])
+    first.add_tokens(two, torch.zeros(2), {"own": torch.tensor([1.0, 2.0]), "of_some": (6.0, 3)}, fresh=None)
+    first.add_tokens(two, torch.zeros(2), {"own": torch.tensor([3.0, 4.0])}, fresh=None)
+    second.add_tokens(tokens_of([-1.0], [-1.0]), torch.zeros(1), {"own": torch.tensor([10.0]), "z": (0, 0)}, fresh=None)
+    idle.add_tokens(tokens_of([], []), torch.zeros(0), {"own": torch.zeros(0)}, fresh=None)
+
+    found = metrics_over_ranks(first, second, idle)
+
+    assert found[0] == found[1] == found[2]
+    assert {name: value for name, value in found[0].items() if name.startswith("loss/")} == {
+        "loss/own": pytest.approx((1 + 2 + 3 + 4 + 10) / 5),
+        "loss/of_some": 2.0,
+    }
+    assert all(is_metric(name) for name in found[0])
+
+
+def test_a_loss_without_bounds_clips_and_masks_nothing() -> None:
+    tally = make_tally()
+    tally.add_tokens(tokens_of([-1.0], [-1.0]), torch.zeros(1), {}, fresh=None)
+    metrics = tally.metrics(ALONE)
+    assert (metrics["policy/clipped_fraction"], metrics["policy/masked_fraction"]) == (0, 0)
+
+
 def make_tally(step: int = 5) -> Tally:
     return Tally(sources=("made_up",), step=step, is_dead=lambda version, _step: version < make_version(2, 0))
 
 
 def test_rewards_lengths_and_lag_are_means_over_samples_and_tokens() -> None:
     tally = make_tally()
-    judged = Advantages(values=np.zeros(2), baselines=np.array([1.0, 2.0]))
+    baselines = np.array([1.0, 2.0])
     fresh = group_of(rewards=[1, 3], responses=[[3], [3, 4, 5]], step=4, version=make_version(2, 1))
     stale = group_of(rewards=[2, 2], finished=[True, False], responses=[[3, 4], [5, 6]], step=1)
-    tally.add_group(fresh, judged, np.array([0.0, 0.5]))
-    tally.add_group(stale, judged, np.zeros(2))
+    tally.add_group(fresh, baselines, np.array([0.0, 0.5]))
+    tally.add_group(stale, baselines, np.zeros(2))
     metrics = tally.metrics(ALONE)
     expected = {
         "train_rollouts/rollout_size": 4,
@@ -51,38 +112,42 @@ def test_rewards_lengths_and_lag_are_means_over_samples_and_tokens() -> None:
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 
 
+def tokens_of(behaviour: Sequence[float], logprobs: Sequence[float]) -> TokenBatch:
+    at, nothing = torch.tensor(logprobs, dtype=torch.float64), torch.zeros(len(logprobs), dtype=torch.int64)
+    return TokenBatch(
+        logprobs=at,
+        behaviour_logprobs=torch.tensor(behaviour, dtype=torch.float64),
+        proximal_logprobs=at,
+        advantages=at,
+        staleness=nothing,
+        sample=nothing,
+        num_samples=1,
+    )
+
+
 def test_ratios_give_their_mean_and_the_effective_sample_size() -> None:
     tally = make_tally()
-    logmu, logpi = torch.tensor([-1.0, -1.0, -2.0]), torch.tensor([-1.0, -1.0, -1.0])
-    ratio = torch.tensor([1.0, 1.0, 4.0])
-    losses = TokenLosses(
-        values=torch.zeros(3),
-        ratio=ratio,
-        weight=ratio.clamp(max=2.0),
-        clipped=ratio > 2.0,
-        masked=torch.tensor([True, False, False]),
-    )
-    tally.add_tokens(LogProbs(logp=logpi, entropy=torch.tensor([0.5, 0.5, 2.0])), logmu, losses, fresh=None)
-    tally.add_tokens(LogProbs(logp=logpi[:0], entropy=logpi[:0]), logmu[:0], losses, fresh=None)
+    batch = tokens_of([-1.0, -1.0, -1.0 - math.log(4)], [-1.0, -1.0, -1.0])
+    own = {"clipped": torch.tensor([False, False, True]), "masked": torch.tensor([True, False, False])}
+    tally.add_tokens(batch, torch.tensor([0.5, 0.5, 2.0]), own, fresh=None)
+    tally.add_tokens(tokens_of([], []), torch.zeros(0), {}, fresh=None)
     metrics = tally.metrics(ALONE)
     assert metrics["policy/ratio_mean"] == pytest.approx(2)
-    assert metrics["policy/ratio_max"] == 4
+    assert metrics["policy/ratio_max"] == pytest.approx(4)
     assert metrics["policy/ess"] == pytest.approx(6**2 / 18 / 3)
     assert metrics["policy/clipped_fraction"] == pytest.approx(1 / 3)
-    assert metrics["policy/mismatch_kl"] == pytest.approx(-1 / 3)
+    assert metrics["policy/mismatch_kl"] == pytest.approx(-math.log(4) / 3)
     assert metrics["policy/masked_fraction"] == pytest.approx(1 / 3)
-    assert metrics["policy/token_mult_prob_error"] == pytest.approx((2 + np.e) / 3)
+    assert metrics["policy/token_mult_prob_error"] == pytest.approx((2 + 4) / 3)
     assert metrics["policy/entropy"] == pytest.approx(1.0)
 
 
 def fresh_metrics(*passes: tuple[list[float], list[float], list[bool] | None]) -> dict[str, float]:
     """Of passes with their log mu, log pi, and which tokens are fresh."""
     tally = make_tally()
-    for logmu, logpi, fresh in passes:
-        ones, no = torch.ones(len(logmu)), torch.zeros(len(logmu), dtype=torch.bool)
-        losses = TokenLosses(values=ones, ratio=ones, weight=ones, clipped=no, masked=no)
-        out = LogProbs(logp=torch.tensor(logpi), entropy=ones)
-        tally.add_tokens(out, torch.tensor(logmu), losses, fresh=None if fresh is None else torch.tensor(fresh))
+    for behaviour, logprobs, fresh in passes:
+        told = None if fresh is None else torch.tensor(fresh)
+        tally.add_tokens(tokens_of(behaviour, logprobs), torch.ones(len(logprobs)), {}, fresh=told)
     return tally.metrics(ALONE)
 
 
@@ -125,10 +190,9 @@ def test_fresh_is_what_the_weights_of_this_step_and_lineage_made_wholly() -> Non
 
 def test_the_histogram_of_ratios_counts_up_to_each_edge() -> None:
     tally = make_tally()
-    ratio = torch.tensor([0.1, 0.5, 1.0, 1.0, 1.2, 5.0, 5.1, 4e8])
-    nothing = torch.zeros(8)
-    losses = TokenLosses(values=nothing, ratio=ratio, weight=ratio, clipped=nothing.bool(), masked=nothing.bool())
-    tally.add_tokens(LogProbs(logp=nothing, entropy=nothing), nothing, losses, fresh=None)
+    ratios = [0.1, 0.5, 1.0, 1.0, 1.2, 5.0, 5.1, 4e8]
+    batch = tokens_of([-math.log(ratio) for ratio in ratios], [0.0] * 8)
+    tally.add_tokens(batch, torch.zeros(8), {}, fresh=None)
     mark = "policy/ratio_histogram/"
     shares = {name.removeprefix(mark): s for name, s in tally.metrics(ALONE).items() if name.startswith(mark)}
     assert all(is_metric(mark + edge) for edge in shares)

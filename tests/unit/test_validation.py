@@ -77,13 +77,17 @@ def test_the_result_tells_means_by_source_lengths_and_the_steps_that_answered() 
         sample = make_sample(**{"num_tokens": 4, **kinds[i % 2], "spans": spans[i % 2]})
         world.deliver(ticket, encode_group(make_group(ticket, samples=(sample,))))
     result = world.result()
-    assert (result.num_prompts, result.num_answered, result.num_failed) == (3, 3, 0)
-    assert result.complete
-    assert result.reward == pytest.approx(3.5 / 3)
-    assert result.rewards == {"exact": pytest.approx(2 / 3), "style": 0.5}
-    assert (result.response_length, result.finished) == (4.0, pytest.approx(2 / 3))
-    assert result.version_steps == (5, 6)
-    assert (result.step, result.version, result.duration_s) == (5, VERSION, 2.0)
+    assert result.metrics == {
+        "val_rollouts/num_prompts": 3,
+        "val_rollouts/rewards": pytest.approx(3.5 / 3),
+        "val_rollouts/rewards/exact": pytest.approx(2 / 3),
+        "val_rollouts/rewards/style": 0.5,
+        "val_rollouts/response_lengths": 4.0,
+        "val_rollouts/fraction_of_samples_properly_ended": pytest.approx(2 / 3),
+        "val_rollouts/min_version_step": 5,
+        "val_rollouts/max_version_step": 6,
+    }
+    assert (result.step, result.version, result.complete) == (5, VERSION, True)
     assert [answer.prompt for answer in result.shown] == ["prompt 0", "prompt 1", "prompt 2"]
     assert result.shown[0].token_ids.tolist() == [0, 1, 2, 3]
     assert not world.validation.running
@@ -95,7 +99,7 @@ def test_all_metrics_have_names_that_are_known() -> None:
     world.validation.start(step=5, version=VERSION)
     for ticket in world.tickets():
         world.answer(ticket)
-    metrics = world.result().metrics()
+    metrics = world.result().metrics
     assert metrics["val_rollouts/rewards"] == 1.0
     assert metrics["val_rollouts/rewards/exact"] == 1.0
     assert metrics["val_rollouts/num_prompts"] == 3.0
@@ -110,7 +114,7 @@ def test_time_runs_out_with_a_partial_result_and_the_tickets_are_withdrawn() -> 
     world.clock.advance(60.0)
     result = world.result()
     assert not result.complete
-    assert (result.num_prompts, result.num_answered, result.reward) == (3, 1, 1.0)
+    assert (result.metrics["val_rollouts/num_prompts"], result.metrics["val_rollouts/rewards"]) == (1, 1.0)
     assert world.tickets() == []
 
 
@@ -133,9 +137,7 @@ def test_without_any_answer_there_is_no_reward_to_report() -> None:
     world = ValidationWorld()
     world.validation.start(step=5, version=VERSION)
     world.clock.advance(60.0)
-    result = world.result()
-    assert result.reward is None
-    assert result.metrics() == {"val_rollouts/num_prompts": 0.0}
+    assert world.result().metrics == {"val_rollouts/num_prompts": 0.0}
 
 
 def test_waiting_for_an_answer_is_bounded() -> None:
@@ -168,7 +170,7 @@ def test_a_prompt_without_sound_answers_is_tried_again_and_then_given_up(
     assert (again.number, again.attempt) == (first.number, 1)
     world.deliver(again, unsound(again))
     result = world.result()
-    assert (result.num_answered, result.num_failed, result.complete) == (1, 1, False)
+    assert (result.metrics["val_rollouts/num_prompts"], result.complete) == (1, False)
 
 
 def test_answers_that_nobody_asked_for_are_ignored_and_leave_the_stream() -> None:
@@ -181,7 +183,7 @@ def test_answers_that_nobody_asked_for_are_ignored_and_leave_the_stream() -> Non
     world.answer(ticket)
     world.server.append("eval", number=ticket.number, run_uid=RUN, header=header, body=body)
     result = world.result()
-    assert (result.num_answered, result.reward) == (1, 1.0)
+    assert (result.metrics["val_rollouts/num_prompts"], result.metrics["val_rollouts/rewards"]) == (1, 1.0)
     assert world.server.groups["eval"] == {}
 
 

@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
-import importlib
-import importlib.util
 import inspect
 import json
 import math
 import os
 import resource
 import signal
-import sys
-import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from streamrl.recipe.own import bind, describe, load_function
+from streamrl.recipe.rewards import REWARDS
+
 _PR_SET_PDEATHSIG = 1
-_MAX_ERROR_CHARS = 500
-_MODULE_NAME = "streamrl_reward_code"  # of the user's file, whatever it is called: `json.py` must not be our json
 
 
 def main() -> None:
@@ -35,9 +31,10 @@ def main() -> None:
     _volunteer_when_memory_is_short()
     _limit_memory(setup["memory_mb"] << 20)
     try:
-        function = load(setup["target"], setup["options"])
+        found = load_function(setup["target"], REWARDS)
+        function = bind(found, setup["options"], "prompt", "completion", "token_ids", "fields")
     except BaseException as error:  # noqa: BLE001 - user code may raise anything while it is imported
-        _write(answers, {"error": _describe(error)})
+        _write(answers, {"error": describe(error)})
         return
     asynchronous = inspect.iscoroutinefunction(function)
     _write(answers, {"concurrent": asynchronous})
@@ -47,38 +44,6 @@ def main() -> None:
         asyncio.run(_serve_concurrently(function, setup["timeout_s"], calls, answers))
     else:
         _serve(function, calls, answers)
-
-
-def load(target: str, options: Mapping[str, Any]) -> Callable[..., Any]:
-    """The function that a target names, its options bound; any exception says why there is none."""
-    place, _, name = target.rpartition(":")
-    if not place:
-        from workers.rewards.builtin import BUILTINS
-
-        function = BUILTINS[name]
-    else:
-        module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-        function = getattr(module, name)
-    if not callable(function):
-        raise TypeError(f"{target} is a {type(function).__name__}, not a function")
-    bound = functools.partial(function, **options)
-    try:
-        inspect.signature(function).bind("", "", [], {}, **options)
-    except TypeError as error:
-        raise TypeError(f"{name}(prompt, completion, token_ids, fields, **options) cannot be called: {error}") from None
-    return bound
-
-
-def _load_file(path: Path) -> Any:
-    # As for a script, so that the file may import its neighbours.
-    sys.path.insert(0, str(path.resolve().parent))
-    spec = importlib.util.spec_from_file_location(_MODULE_NAME, path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise FileNotFoundError(f"no such file: {path}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[_MODULE_NAME] = module  # dataclasses, for one, look there
-    spec.loader.exec_module(module)
-    return module
 
 
 def _serve(function: Callable[..., Any], calls: BinaryIO, answers: BinaryIO) -> None:
@@ -129,13 +94,7 @@ def _as_number(value: Any) -> float:
 
 def _failure(error: BaseException) -> dict[str, Any]:
     """`last`: who has eaten all its memory may have leaked it, so its place begins another process."""
-    return {"error": _describe(error)} | ({"last": True} if isinstance(error, MemoryError) else {})
-
-
-def _describe(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS] + place
+    return {"error": describe(error)} | ({"last": True} if isinstance(error, MemoryError) else {})
 
 
 def _write(answers: BinaryIO, answer: Mapping[str, Any]) -> None:

@@ -25,8 +25,9 @@ from typing import Any
 from streamrl.config import schema
 from streamrl.errors import ConfigError, RewardError
 from streamrl.permissions import Permissions
+from streamrl.recipe.own import FORMS, is_own
+from streamrl.recipe.rewards import REWARDS
 from workers.rewards.base import Health, ScoreItem
-from workers.rewards.builtin import BUILTINS
 from workers.rewards.child import CallFailed, CannotLoad, Child, ChildLost
 
 CONCURRENT_CALLS = 32  # of an `async def` in one process
@@ -35,13 +36,9 @@ CONCURRENT_CALLS = 32  # of an `async def` in one process
 def build_function_reward(name: str, source: schema.FunctionReward, permissions: Permissions) -> FunctionReward:
     """Checks the target's form and this worker's permission for it; loads nothing yet."""
     key = f"rewards.{name}.target"
-    if source.target not in BUILTINS:
-        place, _, function = source.target.rpartition(":")
-        if not place or not function.isidentifier():
-            raise ConfigError(
-                f"{key}: {source.target!r} is neither built in ({', '.join(BUILTINS)}) nor `package.module:function` "
-                "nor `path/to/file.py:function`"
-            )
+    if source.target not in REWARDS:
+        if not is_own(source.target):
+            raise ConfigError(f"{key}: {source.target!r} is neither built in ({', '.join(REWARDS)}) nor {FORMS}")
         if _canonical(source.target) not in map(_canonical, permissions.reward_code):
             raise ConfigError(
                 f"{key}: this worker may not run {source.target!r}; if you trust that code, start the worker with "

@@ -252,5 +252,5 @@ def steps_skipped(view: View) -> Cause | None:
         level="attention",
         title="steps were skipped",
         evidence=f"{skipped:.0f} had a loss or gradient that is not finite",
-        remedy="lower optimizer.lr or algorithm.ratio_clamp, and look at the rewards",
+        remedy="lower optimizer.lr or algorithm.loss_args.clamp, and look at the rewards",
     )

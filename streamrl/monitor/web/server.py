@@ -28,7 +28,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from streamrl.monitor.charts import CHARTS, Chart
+from streamrl.monitor.charts import Chart, charts_of
 from streamrl.monitor.exporter import make_registry
 from streamrl.monitor.history import History, thin
 from streamrl.monitor.looker import Looker, Seen
@@ -149,7 +149,7 @@ class Dashboard:
 
 def curves(history: History) -> dict[str, Any]:
     """{charts: [{name, title, unit, stacked, series: {label: [[step, value], ..]}}]}"""
-    return {"charts": [_chart(history, chart) for chart in CHARTS]}
+    return {"charts": [_chart(history, chart) for chart in charts_of(history)]}
 
 
 def _chart(history: History, chart: Chart) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Rewards that need no code of the user's: named by `target` in the configuration, and allowed everywhere.
+"""What a completion is worth: rewards that need no code of the user's, named by `target`, and allowed everywhere.
 
-Each has the form of every reward function (see `functions`); what follows the `*` is set by `options`.
+Each has the form of every reward function (see `workers.rewards.functions`); what follows the `*` is set by `options`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def length_penalty(
     return max(-1.0, -over / (max_tokens - free_tokens))
 
 
-BUILTINS: Mapping[str, Callable[..., float]] = {
+REWARDS: Mapping[str, Callable[..., float]] = {
     "exact_match": exact_match,
     "numeric_match": numeric_match,
     "math_equal": math_equal,

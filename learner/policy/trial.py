@@ -1,0 +1,98 @@
+"""The loss and the advantages of a recipe, called once on what is made up, before anything is spent on a run.
+
+What is wrong with a function of the user's is one ConfigError that names its setting: that it raises, that its results
+have the wrong form, are not finite, or carry no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from streamrl.config import schema
+from streamrl.errors import ConfigError
+from streamrl.recipe.advantages import ScoredGroup
+from streamrl.recipe.algorithms import Reinforce
+from streamrl.recipe.losses import Metric, TokenBatch
+from streamrl.recipe.own import describe
+
+T = TypeVar("T")
+
+_GROUPS = {
+    "four samples, one of them cut off and one empty": ((1.0, 0.0, 0.5, 2.0), (True, True, False, True)),
+    "four samples with the same reward": ((1.0, 1.0, 1.0, 1.0), (True, True, True, True)),
+    "four samples of which one ended by itself": ((1.0, 0.0, 0.5, 2.0), (False, True, False, False)),
+}
+_LENGTHS = (3, 5, 2, 0)
+
+
+def try_out(settings: schema.Algorithm) -> None:
+    if settings.name != "reinforce":
+        return  # nothing in it is the user's
+    algorithm = Reinforce(settings)
+    for what, (rewards, finished) in _GROUPS.items():
+        group = _made_up_group(rewards, finished)
+        _call(f"algorithm.advantages = {settings.advantages!r}", what, partial(algorithm.judge, group))
+    key = f"algorithm.loss = {settings.loss!r}"
+    # A rank that has no tokens left while others do must go with them.
+    for what, samples in {"five tokens of three samples": [0, 0, 1, 2, 2], "no tokens": []}.items():
+        batch = _made_up_tokens(samples)
+        values, metrics = _call(key, what, partial(algorithm.loss, batch))
+        wrong = _senseless(values, metrics, batch)
+        if wrong:
+            raise ConfigError(f"{key}: for a made-up batch with {what} {wrong}")
+
+
+def _call(key: str, what: str, call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{key}: it fails on a made-up batch with {what}: {describe(error)}") from error
+
+
+def _senseless(values: torch.Tensor, metrics: Mapping[str, Metric], batch: TokenBatch) -> str:
+    if not values.isfinite().all():
+        return f"its values are not finite: {values.tolist()}"
+    for name, metric in metrics.items():
+        parts = metric if isinstance(metric, tuple) else (metric,)
+        if not all(torch.as_tensor(part).isfinite().all() for part in parts):
+            return f"its metric {name!r} is not finite: {metric}"
+    if not values.requires_grad:
+        return "its values carry no gradient: make them of batch.logprobs or batch.entropy, without `detach`"
+    learning = [tensor for tensor in (batch.logprobs, batch.entropy) if tensor is not None]
+    gradients = torch.autograd.grad(values.sum(), learning, allow_unused=True)
+    if not all(gradient.isfinite().all() for gradient in gradients if gradient is not None):
+        return "the gradient of its values is not finite"
+    return ""
+
+
+def _made_up_tokens(samples: list[int]) -> TokenBatch:
+    some = torch.linspace(-3.0, -0.1, len(samples))
+    return TokenBatch(
+        logprobs=some.clone().requires_grad_(),
+        behaviour_logprobs=some.flip(0) * 0.9,
+        proximal_logprobs=some * 1.1,
+        reference_logprobs=some - 0.5,
+        entropy=(some + 4).requires_grad_(),
+        advantages=torch.linspace(-1.0, 1.0, len(samples)),
+        staleness=torch.arange(len(samples)),
+        sample=torch.tensor(samples, dtype=torch.int64),
+        num_samples=3,
+    )
+
+
+def _made_up_group(rewards: tuple[float, ...], finished: tuple[bool, ...]) -> ScoredGroup:
+    return ScoredGroup(
+        rewards=np.array(rewards),
+        may_teach=np.array(finished),
+        lengths=np.array(_LENGTHS),
+        finish_reasons=tuple("stop" if ended else "length" for ended in finished),
+        masks=tuple(np.ones(length, dtype=np.bool_) for length in _LENGTHS),
+        rewards_by_source={"made_up": np.array(rewards)},
+    )

@@ -1,0 +1,85 @@
+"""What one rank is given to work with, before it knows whether it leads or follows, and whether the run is a replay.
+
+tokenizer and configuration of the model ─► Surroundings ─► rank 0 reads the prompts, the others wait ─► the model
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from learner.distributed import World
+from learner.job import job_began
+from learner.metrics.record import Timers
+from learner.policy.model import Speech, load_policy, read_speech
+from learner.policy.policy import Policy
+from learner.stream.data import PromptSet
+from learner.watchdog import Watchdog
+from streamrl.config import schema
+from streamrl.telemetry.progress import Progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    config: schema.Config
+    world: World
+    patient: World  # the same ranks, for waiting while one of them is at the disk
+    speech: Speech
+    progress: Progress
+    watchdog: Watchdog
+    timers: Timers
+    stop: threading.Event  # a signal asked us, or another rank, to end
+    job_began: float  # on the clock of `time.monotonic`
+    elastic: bool = False  # whoever is asked to end leaves, and the other machines go on
+
+
+def surround(
+    config: schema.Config,
+    world: World,
+    progress: Progress,
+    *,
+    stop: threading.Event,
+    environment: Mapping[str, str],
+    elastic: bool = False,
+) -> Surroundings:
+    return Surroundings(
+        config=config,
+        world=world,
+        patient=world.beside(timeout_s=at_disk_s(config)),
+        speech=read_speech(config.model.path),
+        progress=progress,
+        watchdog=Watchdog(limit_s=stall_limit_s(config), at_disk_s=at_disk_s(config)),
+        timers=Timers(),
+        stop=stop,
+        job_began=job_began(environment),
+        elastic=elastic,
+    )
+
+
+def rank_progress(world: World) -> Progress:
+    return Progress(part=f"learner/{world.rank}", role="learner")
+
+
+def stall_limit_s(config: schema.Config) -> float:
+    """Without a round of the loop for so long a rank ends itself: longer than Redis may be away, twice over."""
+    return 60 + 2 * config.redis.give_up_after_s
+
+
+def at_disk_s(config: schema.Config) -> float:
+    """Likewise, while files as large as the model are written or read, which one rank may do while all others wait."""
+    return stall_limit_s(config) + config.checkpoint.timeout_s
+
+
+def read_train_prompts(around: Surroundings) -> PromptSet:
+    config = around.config
+    return PromptSet.load_train(tokenizer=around.speech.tokenizer, data=config.data, seed=config.seed)
+
+
+def load_model_together(around: Surroundings) -> Policy:
+    """A collective; rank 0 reads the prompts before, for as long as it takes."""
+    around.patient.barrier()
+    torch.manual_seed(around.config.seed)
+    return load_policy(around.config, around.world, around.speech.end_ids)

@@ -1,0 +1,79 @@
+"""What a sample is worth beside the others of its group: numbers from one prompt's samples alone.
+
+For sample i of n, with m_j = 1 where sample j may teach (it ended by itself, or `mask_unfinished` is off):
+
+    leave_one_out   A_i = R_i - sum over j != i of m_j R_j / (sum over j of m_j - 1)     RLOO; 0 for a lone teacher
+
+A function takes a `ScoredGroup` and returns [n] numbers, or a list of n arrays with a number for each token. With
+whatever it gives is done what settings of `algorithm` ask for, in this order, token t of T_i having A_t = A_i at first:
+
+    A_t = A_t / std of R over the samples that may teach     `scale_by_std`
+    A_t = (A_t - mean of A) / std of A                       `normalize_batch`: over the batch, each trained sample once
+    A_t = gamma^(T_i - 1 - t) A_t                            `discount_factor` gamma
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+PerToken = tuple[npt.NDArray[np.float64], ...]  # n times [T_i]
+Advantages = npt.NDArray[np.float64] | Sequence[npt.NDArray[np.float64]]  # [n], or n times [T_i]
+
+STD_FLOOR = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredGroup:
+    """The samples of one prompt."""
+
+    rewards: npt.NDArray[np.float64]  # [n] less the KL penalty, where that is in the reward
+    may_teach: npt.NDArray[np.bool_]  # [n] samples with a loss; the others are to be nobody's baseline
+    lengths: npt.NDArray[np.int64]  # [n] tokens of the response
+    finish_reasons: tuple[str, ...]  # [n] "stop", "length", ...
+    masks: tuple[npt.NDArray[np.bool_], ...]  # n times [T_i] tokens with a loss
+    rewards_by_source: Mapping[str, npt.NDArray[np.float64]]  # [n] each; before their weights, NaN where there is none
+
+
+def leave_one_out(group: ScoredGroup) -> npt.NDArray[np.float64]:  # [n]
+    """Each sample's own reward is left out, not subtracted again, so that no rounding of it stays."""
+    if group.may_teach.sum() < 2:
+        return np.zeros_like(group.rewards)
+    others = group.may_teach & ~np.eye(len(group.rewards), dtype=np.bool_)  # [n, n] row i: who speaks for sample i
+    baselines = np.where(others, group.rewards, 0.0).sum(axis=1) / (group.may_teach.sum() - 1)
+    values: npt.NDArray[np.float64] = group.rewards - baselines
+    return values
+
+
+ADVANTAGES: Mapping[str, Callable[..., Advantages]] = {"leave_one_out": leave_one_out}
+
+
+def given(lengths: Sequence[int]) -> PerToken:
+    """Of samples that are trained as if somebody had written them: 1."""
+    return tuple(np.ones(length) for length in lengths)
+
+
+def scaled_by_std(values: PerToken, group: ScoredGroup) -> PerToken:
+    if group.may_teach.sum() < 2:
+        return values
+    std = group.rewards[group.may_teach].std(ddof=1) + STD_FLOOR
+    return tuple(each / std for each in values)
+
+
+def discounted(values: PerToken, gamma: float) -> PerToken:
+    if gamma == 1:
+        return values
+    return tuple(each * gamma ** np.arange(len(each) - 1, -1, -1.0) for each in values)
+
+
+def per_token(values: Advantages, lengths: Sequence[int] | npt.NDArray[np.int64]) -> PerToken | None:
+    """A sample's number is that of each of its tokens. None where shapes are wrong or a number is not finite."""
+    if len(values) != len(lengths):
+        return None
+    arrays = [np.asarray(value, dtype=np.float64) for value in values]
+    each = tuple(np.full(n, a) if a.ndim == 0 else a for a, n in zip(arrays, lengths, strict=True))
+    right = all(a.shape == (n,) and np.isfinite(a).all() for a, n in zip(each, lengths, strict=True))
+    return each if right else None

@@ -1,0 +1,237 @@
+"""What is learnt from a group: which groups, which samples, what advantage, what loss.
+
+An algorithm is asked these things, in this order, and never blocks:
+
+    drop_reason(header)     rank 0, before a group is planned: why it is not to be trained, or None
+    select(group)           which samples have a loss, and which count in the mean
+    advantages(group, ...)  a number for each token, from this group's own samples only, so that ranks need not talk
+    loss(batch)             a number for each token; the loop weighs and sums them, once for each pass over the batch:
+
+    loss = sum over tokens of  weight_t * loss_t,   weight_t = 1 / (N * T_i)   loss_mean: sequence
+                                                    weight_t = 1 / T           loss_mean: token
+
+where N counts the samples that `select` counts and T the trained tokens, both over the whole global batch: so the loss
+is one and the same however the batch is cut into micro-batches and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.errors import ConfigError
+from streamrl.recipe.advantages import ADVANTAGES, PerToken, ScoredGroup, given, per_token, scaled_by_std
+from streamrl.recipe.kl import ESTIMATORS
+from streamrl.recipe.losses import LOSSES, Losses, Metric, TokenBatch, needs_of, uncorrected
+from streamrl.recipe.own import FORMS, bind, describe, is_own, load_function
+from streamrl.wire.group import Group, GroupHeader
+
+if TYPE_CHECKING:
+    import torch
+
+    from streamrl.config import schema
+
+_PER_TOKEN = ("weight", "clipped", "masked")  # metrics that mean something here
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    trained: npt.NDArray[np.bool_]  # [n] has a loss
+    counted: npt.NDArray[np.bool_]  # [n] is one of the N of a mean over sequences
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A group's advantages."""
+
+    values: PerToken  # n times [T_i]
+    baselines: npt.NDArray[np.float64]  # [n] what was taken off the reward, in the mean over a sample's tokens
+
+
+class Algorithm(Protocol):
+    needs_reference: bool  # ask for the reference's log-probs
+    needs_entropy: bool  # ask for an entropy that carries a gradient
+
+    def drop_reason(self, header: GroupHeader) -> str | None: ...
+    def select(self, group: Group) -> Selection: ...
+    def penalty(self, behaviour_logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
+        """[T] what each token costs its sample's reward, as a mean over the sample's tokens."""
+        ...
+
+    def advantages(self, group: Group, penalties: npt.NDArray[np.float64]) -> Judged: ...
+    def loss(self, batch: TokenBatch) -> Losses: ...
+
+
+class Reinforce:
+    """REINFORCE, corrected for stale samples. For sample i of a group and its token t, with the settings' names:
+
+        R_i = r_i - beta * mean over tokens of |log mu - log pi_ref|   KL in the reward; without |.| if not `absolute`
+        A_t = `advantages` of R, then `scale_by_std`; see `streamrl.recipe.advantages`
+        loss_t = `loss`(log pi_t, A_t) + beta * w_t * k(log pi_t, log pi_ref_t)    the second term: KL in the loss
+
+    The penalty in the reward uses the log-probs under which the sample was made, so it needs no further forward pass of
+    the policy. w_t is the loss's own weight: the KL is that of today's policy, not of the one that sampled.
+    """
+
+    def __init__(self, settings: schema.Algorithm) -> None:
+        self._settings = settings
+        self._loss = _function("loss", settings.loss, settings.loss_args, LOSSES, "batch")
+        self._advantages = _function("advantages", settings.advantages, settings.advantages_args, ADVANTAGES, "group")
+        self._kl_in = settings.kl.placement if settings.kl.coefficient > 0 else "none"
+        self._estimate_kl = ESTIMATORS[settings.kl.estimator]
+        asked = needs_of(self._loss.func)
+        self.needs_reference = self._kl_in != "none" or "reference" in asked
+        self.needs_entropy = "entropy" in asked
+
+    def drop_reason(self, header: GroupHeader) -> str | None:
+        may_teach = usable(header.sample_finished, mask_unfinished=self._settings.mask_unfinished)
+        rewards = np.asarray(header.sample_rewards)[may_teach]
+        if not self._settings.drop_zero_variance:
+            return None
+        if len(rewards) < 2:
+            return "too_few_finished"
+        return "zero_variance" if (rewards == rewards[0]).all() else None
+
+    def select(self, group: Group) -> Selection:
+        may_teach = usable(group.header.sample_finished, mask_unfinished=self._settings.mask_unfinished)
+        return Selection(trained=may_teach, counted=np.ones_like(may_teach))
+
+    def penalty(self, behaviour_logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:  # [T]
+        if self._kl_in != "reward":
+            return behaviour_logprobs.new_zeros(behaviour_logprobs.shape)
+        difference = self._estimate_kl(behaviour_logprobs, reference_logprobs)
+        return self._settings.kl.coefficient * (difference.abs() if self._settings.kl.absolute else difference)
+
+    def advantages(self, group: Group, penalties: npt.NDArray[np.float64]) -> Judged:
+        header, samples = group.header, group.samples
+        scored = ScoredGroup(
+            rewards=np.asarray(header.sample_rewards, dtype=np.float64) - penalties,
+            may_teach=usable(header.sample_finished, mask_unfinished=self._settings.mask_unfinished),
+            lengths=np.asarray(header.sample_lengths, dtype=np.int64),
+            finish_reasons=tuple(sample.finish_reason for sample in samples),
+            masks=tuple(sample.loss_mask() for sample in samples),
+            rewards_by_source={
+                name: np.array([sample.rewards.get(name, np.nan) for sample in samples])
+                for name in sorted({name for sample in samples for name in sample.rewards})
+            },
+        )
+        return self.judge(scored)
+
+    def judge(self, group: ScoredGroup) -> Judged:
+        given_back = self._advantages(group)
+        values = per_token(given_back, group.lengths)
+        if values is None:
+            returned = " ".join(str(given_back).split())
+            raise ConfigError(
+                f"algorithm.advantages = {self._settings.advantages!r}: it must return {len(group.rewards)} finite "
+                "numbers, one for each sample, or for each sample an array of them, one for each token; for rewards "
+                f"{group.rewards.tolist()!s:.100} and lengths {group.lengths.tolist()!s:.100} it returned "
+                f"{returned:.200}"
+            )
+        means = np.array([np.mean(value) if np.size(value) else 0.0 for value in given_back])
+        return Judged(
+            values=scaled_by_std(values, group) if self._settings.scale_by_std else values,
+            baselines=group.rewards - means,
+        )
+
+    def loss(self, batch: TokenBatch) -> Losses:
+        values, metrics = self._loss(batch)
+        wrong = _misshapen(values, metrics, batch)
+        if wrong:
+            raise ConfigError(f"algorithm.loss = {self._settings.loss!r}: {wrong}")
+        if self._kl_in != "loss":
+            return values, metrics
+        assert batch.reference_logprobs is not None, "KL in the loss needs the reference's log-probs"
+        weight = metrics.get("weight", 1.0)
+        assert not isinstance(weight, tuple), "a weight is a number for each token"
+        kl = self._estimate_kl(batch.logprobs, batch.reference_logprobs)
+        return values + self._settings.kl.coefficient * weight * kl, metrics
+
+
+class RejectionSampling:
+    """Of each prompt's samples keep the `top_n` by reward, and train on them as on given answers:
+
+        loss_t = -log pi_t    for the tokens of the winners; nothing for the others
+
+    No reference, no baseline, and no correction: the winners are data. Among equal rewards the earlier sample wins. The
+    metrics of rewards and lengths still cover all samples.
+    """
+
+    needs_reference = False
+    needs_entropy = False
+
+    def __init__(self, settings: schema.Algorithm) -> None:
+        self._settings = settings
+
+    def drop_reason(self, header: GroupHeader) -> str | None:
+        may_win = usable(header.sample_finished, mask_unfinished=self._settings.mask_unfinished)
+        return None if may_win.any() else "too_few_finished"
+
+    def select(self, group: Group) -> Selection:
+        may_win = usable(group.header.sample_finished, mask_unfinished=self._settings.mask_unfinished)
+        rewards = np.where(may_win, group.header.sample_rewards, -np.inf)
+        winners = np.zeros_like(may_win)
+        winners[np.argsort(-rewards, kind="stable")[: self._settings.top_n]] = True
+        winners &= may_win
+        return Selection(trained=winners, counted=winners)
+
+    def penalty(self, behaviour_logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:  # [T]
+        return behaviour_logprobs.new_zeros(behaviour_logprobs.shape)
+
+    def advantages(self, group: Group, penalties: npt.NDArray[np.float64]) -> Judged:
+        return Judged(values=given(group.header.sample_lengths), baselines=np.zeros_like(penalties))
+
+    def loss(self, batch: TokenBatch) -> Losses:
+        return uncorrected(batch)
+
+
+ALGORITHMS: Mapping[str, Callable[[schema.Algorithm], Algorithm]] = {
+    "reinforce": Reinforce,
+    "rejection_sampling": RejectionSampling,
+}
+
+
+def make_algorithm(settings: schema.Algorithm) -> Algorithm:
+    """ConfigError where a function of the user's cannot be had, or not be called like this."""
+    return ALGORITHMS[settings.name](settings)
+
+
+def usable(finished: npt.ArrayLike, *, mask_unfinished: bool) -> npt.NDArray[np.bool_]:  # [n]
+    """Samples that may teach: those that ended by themselves, or all where the setting says so."""
+    ended = np.asarray(finished, dtype=np.bool_)
+    return ended if mask_unfinished else np.ones_like(ended)
+
+
+def _function(
+    key: str, target: str, arguments: Mapping[str, Any], known: Mapping[str, Callable[..., Any]], parameter: str
+) -> partial[Any]:
+    if target not in known and not is_own(target):
+        raise ConfigError(f"algorithm.{key} = {target!r}: must be one of {', '.join(known)}, or {FORMS}")
+    try:
+        return bind(load_function(target, known), arguments, parameter)
+    except Exception as error:  # user code may raise anything while it is imported
+        place = f"algorithm.{key} = {target!r}" + (f", algorithm.{key}_args = {dict(arguments)}" if arguments else "")
+        raise ConfigError(f"{place}: cannot use it: {describe(error)}") from error
+
+
+def _misshapen(values: torch.Tensor, metrics: Mapping[str, Metric], batch: TokenBatch) -> str:
+    """What is wrong with the form of a loss's result. Reads no number, for which a GPU would have to stop."""
+    expected = batch.logprobs.shape
+    if getattr(values, "shape", None) != expected:
+        return f"it must return a value for each of {len(batch.logprobs)} tokens; it returned {_shape(values)}"
+    for name, metric in metrics.items():
+        is_pair = isinstance(metric, tuple) and len(metric) == 2
+        if not (getattr(metric, "shape", None) == expected or (is_pair and name not in _PER_TOKEN)):
+            also = "" if name in _PER_TOKEN else " or a pair (sum, count)"
+            return f"its metric {name!r} must be a tensor of {len(batch.logprobs)}{also}; it is {_shape(metric)}"
+    return ""
+
+
+def _shape(value: object) -> str:
+    shape = getattr(value, "shape", None)
+    return f"a {type(value).__name__}" + (f" of shape {list(shape)}" if shape is not None else "")

@@ -1,0 +1,177 @@
+"""How a token that an older policy sampled counts in the loss of today's: each loss a function, beside its formula.
+
+Everywhere r = pi / mu is a token's ratio of today's policy to the one that sampled it, A the token's advantage, pi_p
+the policy before the first pass over the batch, g the geometric mean of r over a response's trained tokens, and sg the
+stop-gradient. C, lo and hi are the keyword arguments `clamp`, `low` and `high`, which `algorithm.loss_args` sets:
+
+    truncated, tis   -sg(min(r, C)) A log pi                                 C = 5 (also known as CISPO), C = 2
+    icepop           -sg(r 1[lo <= r <= hi]) A log pi
+    sequence_mask    -sg(min(r, C) 1[lo <= g <= hi]) A log pi
+    gspo             -min(g A, clip(g, lo, hi) A)                            for each token of the response
+    ppo              -min(r A, clip(r, lo, hi) A)
+    decoupled        -sg(min(pi_p / mu, C)) min(q A, clip(q, lo, hi) A)      q = pi / pi_p
+    none             -A log pi                                               plain REINFORCE
+
+In expectation over mu, the gradient of `truncated`, `tis` and `decoupled` is that of today's policy where no ratio
+reaches the clamp; that of `icepop`, `ppo` and, for responses of one token, `gspo` where none leaves the bounds. Beyond,
+they are biased by construction, to keep single tokens from ruling the batch. `sequence_mask` is so for the responses
+that it keeps. `none` is so only when nothing is stale.
+
+A loss takes a batch and returns ([T] values, metrics by name). A metric is a tensor [T], of which the mean over trained
+tokens is published, or a pair (sum, count); over all ranks, as `loss/NAME`. Three of them mean something here:
+
+    weight    what the loss made of r; KL in the loss is weighed by it (by 1 where a loss has none)
+    clipped   a bound changed what the token teaches     published as policy/clipped_fraction
+    masked    a bound took the token out                 published as policy/masked_fraction
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+
+Metric: TypeAlias = "torch.Tensor | tuple[torch.Tensor | float, torch.Tensor | float]"  # [T], or (sum, count)
+Losses: TypeAlias = "tuple[torch.Tensor, Mapping[str, Metric]]"  # [T] values, metrics by name
+F = TypeVar("F", bound=Callable[..., Any])
+
+_MAX_LOG = 20.0  # e^20 = 4.9e8: no policy learns from more, and its square is still finite in fp32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBatch:
+    """The trained tokens of one micro-batch, laid end to end. Only `logprobs` and `entropy` carry a gradient."""
+
+    logprobs: torch.Tensor  # [T] log pi: of today's policy
+    behaviour_logprobs: torch.Tensor  # [T] log mu: of the engine that sampled the token
+    proximal_logprobs: torch.Tensor  # [T] log pi_p: of the policy before the first pass over the batch
+    advantages: torch.Tensor  # [T]
+    staleness: torch.Tensor  # [T] steps between the weights that sampled the token and today's
+    sample: torch.Tensor  # [T] whose token it is, from 0 up to num_samples; all trained tokens of a sample are here
+    num_samples: int
+    reference_logprobs: torch.Tensor | None = None  # [T] log pi_ref; None where neither KL nor the loss needs it
+    entropy: torch.Tensor | None = None  # [T] of the next-token distribution; None where the loss does not need it
+
+
+def needs(*what: Literal["entropy", "reference"]) -> Callable[[F], F]:
+    """`@needs("entropy")` above a loss: it reads what costs something to make, and is made for those alone who do."""
+
+    def mark(loss: F) -> F:
+        loss.needs = frozenset(what)  # type: ignore[attr-defined]
+        return loss
+
+    return mark
+
+
+def needs_of(loss: Callable[..., Any]) -> frozenset[str]:
+    marked: frozenset[str] = getattr(loss, "needs", frozenset())
+    return marked
+
+
+def truncated(batch: TokenBatch, *, clamp: float = 5.0) -> Losses:
+    """Truncated importance sampling: -sg(min(r, C)) A log pi.
+
+    With the gradient going through log pi, and not through r as in PPO, a token beyond C still teaches, with weight C.
+    """
+    ratio = ratios(batch.logprobs.detach(), batch.behaviour_logprobs)
+    weight = ratio.clamp(max=clamp)
+    return -weight * batch.advantages * batch.logprobs, {"weight": weight, "clipped": ratio > clamp}
+
+
+def icepop(batch: TokenBatch, *, low: float = 0.5, high: float = 5.0) -> Losses:
+    """-sg(r 1[lo <= r <= hi]) A log pi. A token on which engine and learner disagree teaches nothing."""
+    ratio = ratios(batch.logprobs.detach(), batch.behaviour_logprobs)
+    masked = (ratio < low) | (ratio > high)
+    weight = ratio.masked_fill(masked, 0.0)
+    return -weight * batch.advantages * batch.logprobs, {"weight": weight, "masked": masked}
+
+
+def sequence_mask(batch: TokenBatch, *, low: float = 0.99, high: float = 1.01, clamp: float = 5.0) -> Losses:
+    """Geometric sequence mask: -sg(min(r, C) 1[lo <= g <= hi]) A log pi.
+
+    A response whose tokens drifted on the whole teaches nothing; in the others each token counts as in `truncated`.
+    """
+    ratio = ratios(batch.logprobs.detach(), batch.behaviour_logprobs)
+    of_response = sequence_ratios(batch).detach()
+    masked = (of_response < low) | (of_response > high)
+    weight = ratio.clamp(max=clamp).masked_fill(masked, 0.0)
+    metrics = {"weight": weight, "clipped": (ratio > clamp) & ~masked, "masked": masked}
+    return -weight * batch.advantages * batch.logprobs, metrics
+
+
+def gspo(batch: TokenBatch, *, low: float = 1 - 3e-4, high: float = 1 + 4e-4) -> Losses:
+    """-min(g A, clip(g, lo, hi) A) for each token of a response.
+
+    All tokens of a response have the same g, so with `loss_mean: sequence` their mean is the loss of the response.
+    """
+    ratio = sequence_ratios(batch)
+    values, clipped = _pessimistic(ratio, batch.advantages, low, high)
+    return values, {"weight": ratio.detach().clamp(low, high), "clipped": clipped}
+
+
+def ppo(batch: TokenBatch, *, low: float = 0.8, high: float = 1.2) -> Losses:
+    """PPO's clip on the ratio to the policy that sampled: -min(r A, clip(r, lo, hi) A), with the gradient through r."""
+    ratio = ratios(batch.logprobs, batch.behaviour_logprobs)
+    values, clipped = _pessimistic(ratio, batch.advantages, low, high)
+    return values, {"weight": ratio.detach().clamp(low, high), "clipped": clipped}
+
+
+def decoupled(batch: TokenBatch, *, low: float = 0.8, high: float = 1.2, clamp: float = 5.0) -> Losses:
+    """Decoupled PPO: -sg(min(pi_p / mu, C)) min(q A, clip(q, lo, hi) A), with q = pi / pi_p and the gradient through q.
+
+    How far the policy may move in the passes over one batch is bounded from where it stood before the first (pi_p); how
+    old the samples are is corrected apart from that. With one pass q = 1, and this is `truncated`.
+    """
+    age = ratios(batch.proximal_logprobs, batch.behaviour_logprobs)
+    moved = ratios(batch.logprobs, batch.proximal_logprobs)
+    correction = age.clamp(max=clamp)
+    values, clipped = _pessimistic(moved, batch.advantages, low, high)
+    weight = correction * moved.detach().clamp(low, high)
+    return correction * values, {"weight": weight, "clipped": clipped | (age > clamp)}
+
+
+def uncorrected(batch: TokenBatch) -> Losses:
+    """Plain REINFORCE: -A log pi, as if everything had been sampled by today's policy."""
+    return -batch.advantages * batch.logprobs, {}
+
+
+LOSSES: Mapping[str, Callable[..., Losses]] = {
+    "truncated": truncated,
+    "tis": partial(truncated, clamp=2.0),
+    "icepop": icepop,
+    "sequence_mask": sequence_mask,
+    "gspo": gspo,
+    "ppo": ppo,
+    "decoupled": decoupled,
+    "none": uncorrected,
+}
+
+
+def ratios(logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> torch.Tensor:  # [T]
+    """p / q of each token, finite whatever the engine said."""
+    return _log_ratios(logprobs, other_logprobs).exp()
+
+
+def sequence_ratios(batch: TokenBatch) -> torch.Tensor:  # [T] the same for all tokens of a sample
+    """g: the geometric mean of r over the trained tokens of a response."""
+    each = _log_ratios(batch.logprobs, batch.behaviour_logprobs)
+    total = each.new_zeros(batch.num_samples).index_add(0, batch.sample, each)
+    count = each.new_zeros(batch.num_samples).index_add(0, batch.sample, each.new_ones(each.shape))
+    mean: torch.Tensor = (total / count.clamp(min=1))[batch.sample]
+    return mean.exp()
+
+
+def _log_ratios(logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> torch.Tensor:  # [T]
+    return (logprobs - other_logprobs).clamp(max=_MAX_LOG)
+
+
+def _pessimistic(
+    ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float
+) -> tuple[torch.Tensor, torch.Tensor]:  # [T] values, [T] bool: the clip took the gradient away
+    values = -(ratio * advantages).minimum(ratio.clamp(low, high) * advantages)
+    clipped = ((ratio > high) & (advantages > 0)) | ((ratio < low) & (advantages < 0))
+    return values, clipped

@@ -1,0 +1,83 @@
+"""A function of the user's, by what a configuration calls it: a built-in's name, or where its code is.
+
+name                        one of the built-ins
+package.module:function     a module that can be imported: an installed one, or one in the working directory
+path/to/file.py:function    a file, which may import its neighbours
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+FORMS = "`package.module:function` or `path/to/file.py:function`"
+
+_MAX_ERROR_CHARS = 500
+
+
+def is_own(target: str) -> bool:
+    """Whether it has the form of code that is not built in."""
+    place, _, function = target.rpartition(":")
+    return bool(place) and function.isidentifier()
+
+
+def load_function(target: str, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """What the target names; any exception says why there is nothing."""
+    place, _, name = target.rpartition(":")
+    if not place:
+        return known[name]
+    function = getattr(_load_file(Path(place)) if place.endswith(".py") else _load_module(place), name)
+    if not callable(function):
+        raise TypeError(f"{target} is a {type(function).__name__}, not a function")
+    return function  # type: ignore[no-any-return]
+
+
+def bind(function: Callable[..., Any], arguments: Mapping[str, Any], *given: str) -> partial[Any]:
+    """The function with its keyword arguments set; TypeError where it cannot be called with these and what is given."""
+    name = getattr(function, "__name__", "it")
+    try:
+        inspect.signature(function).bind(*given, **arguments)
+    except TypeError as error:
+        raise TypeError(f"{name}({', '.join(given)}, **options) cannot be called: {error}") from None
+    return partial(function, **arguments)
+
+
+def describe(error: BaseException) -> str:
+    """What user code raised, and where."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS] + place
+
+
+def _load_module(name: str) -> ModuleType:
+    if os.getcwd() not in sys.path:  # a program that was not begun with `python -m` does not look there
+        sys.path.append(os.getcwd())
+    return importlib.import_module(name)
+
+
+def _load_file(path: Path) -> ModuleType:
+    # A name of ours, whatever the file is called: `json.py` must not be our json.
+    name = f"streamrl_own_{str(path.resolve()).encode().hex()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise FileNotFoundError(f"no such file: {path}")
+    sys.path.insert(0, str(path.resolve().parent))  # as for a script, so that the file may import its neighbours
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses, for one, look there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

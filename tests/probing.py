@@ -1,0 +1,21 @@
+"""A sequence whose log-probs are asked for by themselves."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from learner.policy.packing import Piece
+
+
+def probe(token_ids: npt.NDArray[np.int32], *, sample: int = 0, group: int = 0) -> Piece:
+    """A piece that asks for the log-prob of every token but the first."""
+    rest = token_ids[1:]
+    return Piece(
+        sample=sample,
+        group=group,
+        prompt_ids=token_ids[:1],
+        token_ids=rest,
+        logmu=np.zeros(len(rest), dtype=np.float32),
+        mask=np.ones(len(rest), dtype=np.bool_),
+    )

@@ -1,0 +1,98 @@
+"""`docs/recipes.md`, step by step: its code is written down, tried, named in a configuration and trained with."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from learner.distributed import World
+from learner.metrics.tally import Tally
+from learner.policy.gradients import Gradients
+from learner.policy.model import load_policy
+from learner.policy.trial import try_out
+from streamrl.config import schema
+from streamrl.config.check import check_config
+from streamrl.config.load import load_config
+from streamrl.recipe.algorithms import make_algorithm
+from tests.learner_cases import random_groups
+from tests.tiny_models import make_model
+
+PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
+ALONE = World(rank=0, size=1, device=torch.device("cpu"))
+BASE = """
+model: {path: model, dtype: float32}
+data: {train: prompts.jsonl}
+validation: {every_steps: 0}
+rewards: {made_up: {type: function, target: exact_match}}
+"""
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a user works: with a model, and with what the page has them write."""
+    folder = tmp_path_factory.mktemp("work")
+    make_model(folder / "model", hidden=32)
+    written = [block for block in blocks("python") if block.startswith("# my_recipe.py\n")]
+    assert len(written) == 2
+    (folder / "my_recipe.py").write_text("\n\n".join(written))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def working_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    yield
+    sys.modules.pop("my_recipe", None)
+
+
+@pytest.mark.parametrize("step", [block for block in blocks("python") if "from my_recipe import" in block])
+def test_what_is_tried_on_numbers_holds(step: str) -> None:
+    assert "assert" in step
+    exec(step, {})
+
+
+def configured(text: str, folder: Path) -> schema.Config:
+    (folder / "run.yaml").write_text(BASE + text)
+    loaded = load_config("run.yaml")
+    check_config(loaded.config, loaded.origin)
+    return loaded.config
+
+
+def trained(config: schema.Config) -> tuple[float, dict[str, float]]:
+    """The loss and the metrics of a step on the tiny model."""
+    try_out(config.algorithm)
+    torch.manual_seed(0)
+    policy = load_policy(config, ALONE, (1,))
+    gradients = Gradients(
+        policy=policy,
+        reference=lambda batch: torch.full_like(batch.logmu, -1.0),
+        algorithm=make_algorithm(config.algorithm),
+        config=config,
+        world=ALONE,
+        beat=lambda: None,
+    )
+    tally = Tally(sources=("made_up",), step=5, is_dead=lambda _version, _step: False)
+    loss = gradients.accumulate(gradients.prepare(random_groups(3), tally), tally)
+    assert all(torch.isfinite(p.grad).all() for p in policy.parameters() if p.grad is not None)
+    return loss, tally.metrics(ALONE)
+
+
+def test_the_configurations_train_with_what_was_written(folder: Path) -> None:
+    plain, _ = trained(configured("", folder))
+    with_loss, with_advantages = (trained(configured(block, folder)) for block in blocks("yaml"))
+    assert with_loss[0] != pytest.approx(plain, rel=1e-3)
+    assert with_advantages[0] != pytest.approx(plain, rel=1e-3)
+    named = set(re.findall(r"`(loss/\w+)`", PAGE.read_text()))
+    assert len(named) == 2
+    assert named <= set(with_loss[1])
+    assert with_loss[1]["loss/bonus"] == pytest.approx(0.02 * with_loss[1]["policy/entropy"], rel=1e-4)
