@@ -14,10 +14,9 @@ import redis
 
 from streamrl.errors import DataError, WireError
 from streamrl.record.read import open_group
-from streamrl.record.tap import to_entry
 from streamrl.record.words import Words, find_words
 from streamrl.transport.keys import Keys
-from streamrl.transport.types import Entry
+from streamrl.transport.types import Entry, to_entry
 from streamrl.versions import show
 from streamrl.wire.group import Group, decode_header
 
