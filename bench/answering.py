@@ -18,13 +18,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from streamrl.config import schema
-from streamrl.transport.connection import connect, connect_async
-from streamrl.transport.keys import Keys
-from streamrl.transport.types import Leased
-from streamrl.transport.worker import WorkerStream
+from streamrl.protocol.transport.connection import connect, connect_async
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.types import Leased
+from streamrl.protocol.transport.worker import WorkerStream
+from streamrl.protocol.wire.group import Group, GroupHeader, Sample, Span, encode_group
+from streamrl.protocol.wire.ticket import Ticket
 from streamrl.versions import make_version
-from streamrl.wire.group import Group, GroupHeader, Sample, Span, encode_group
-from streamrl.wire.ticket import Ticket
 
 MODEL = "bench"  # the fingerprint that groups carry
 VOCABULARY = 32_000

@@ -38,5 +38,8 @@ BENCHES: Mapping[str, Entry] = {
     "peers": Entry("bench.peers:bench", "A whole run against TRL's RLOO trainer: samples/s, time to a reward, memory."),
     "peers-trl": Entry("bench.peers_tune:bench", "What TRL's settings make of its speed on two cores."),
     "monitor": Entry("bench.monitor:bench", "Watching a run: top, the page, status, and what it costs Redis."),
+    "house": Entry(
+        "bench.house:bench", "The code itself: the way from a ticket to its gradient, sizes, cycles, types."
+    ),
     "watchers": Entry("bench.watchers:bench", "A run's steps under a hundred monitors, and when all are killed."),
 }

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.publishing import State
-from streamrl.weights.format import Bits
+from streamrl.protocol.weights.format import Bits
 
 _EXPONENTS = 256  # of bf16, whose bits are sign, 8 of exponent, 7 of mantissa
 

@@ -21,8 +21,8 @@ from bench.answering import Shape, Team, answer_tickets, example_answer, in_back
 from bench.learning import Learning
 from bench.measure import Say
 from bench.report import Bar, Fact, Line
-from streamrl.transport.embedded import EmbeddedRedis
-from streamrl.wire.group import decode_body, decode_header
+from streamrl.protocol.transport.embedded import EmbeddedRedis
+from streamrl.protocol.wire.group import decode_body, decode_header
 
 _SMALL = Shape(num_samples=2, num_tokens=4)
 _GROUPS_PER_STEP = 64

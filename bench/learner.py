@@ -26,10 +26,10 @@ from bench.peer_trl import running
 from bench.report import Bar, Fact, Line
 from bench.stepping import Stepping
 from streamrl.config import schema
-from streamrl.held_folder import scratch_folder
-from streamrl.transport.connection import connect
-from streamrl.transport.embedded import EmbeddedRedis
-from streamrl.wire.group import Group
+from streamrl.files import scratch_folder
+from streamrl.protocol.transport.connection import connect
+from streamrl.protocol.transport.embedded import EmbeddedRedis
+from streamrl.protocol.wire.group import Group
 
 _SIZE = Size(vocabulary=16_384, hidden=384, intermediate=1024, layers=9, heads=6, kv_heads=2)  # 20M
 _STREAMED_SIZE = Size(vocabulary=STREAMED_VOCABULARY, hidden=384, intermediate=1024, layers=5, heads=6, kv_heads=2)

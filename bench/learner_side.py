@@ -10,15 +10,15 @@ from safetensors.torch import save_file
 from bench.measure import seconds
 from bench.publishing import RUN_UID
 from bench.training import train_once
-from learner.companion import AtOnce, Beside
-from learner.distributed import World
-from learner.policy.model import Policy, load_policy
-from learner.publishing.cast import CastDigests, cast_digests
-from learner.publishing.publish import Published, Publisher
-from learner.publishing.shipping import Announcer
 from streamrl.config import schema
-from streamrl.weights.format import DType
-from streamrl.weights.stores import BlobStore
+from streamrl.learner.model.load import Policy, load_policy
+from streamrl.learner.process.background import BackgroundThread, BackgroundThreadDouble
+from streamrl.learner.process.ranks import World
+from streamrl.learner.publishing.host_copy import CastDigests, cast_digests
+from streamrl.learner.publishing.publish import Published, Publisher
+from streamrl.learner.publishing.shipping import Announcer
+from streamrl.protocol.weights.format import DType
+from streamrl.protocol.weights.stores import BlobStore
 
 _LR = 1e-6
 _CANARY_TOKENS = 16
@@ -31,7 +31,7 @@ class LearnerSide:
         *,
         store: BlobStore,
         announcer: Announcer,
-        beside: Beside | AtOnce,
+        beside: BackgroundThread | BackgroundThreadDouble,
         num_tokens: int,
         lr: float = _LR,
     ) -> None:
@@ -45,7 +45,7 @@ class LearnerSide:
             config=config,
             world=world,
             run_uid=RUN_UID,
-            epoch=1,
+            term=1,
             store=store,
             announcer=announcer,
             canary_ids=tuple(range(3, 3 + _CANARY_TOKENS)),

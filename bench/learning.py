@@ -16,17 +16,16 @@ import redis
 
 from bench.answering import MODEL, VOCABULARY, Shape
 from bench.waiting import TimedStream
-from learner.checkpoints.checkpoint import CheckpointRoot, CheckpointState
-from learner.checkpoints.epochs import CheckpointName, ancestry, claim_run
-from learner.stream.data import Prompt, PromptSet
-from learner.stream.feed import Feed
-from learner.stream.fetch import fetch_groups
-from learner.stream.plan import Kind
 from streamrl.config import schema
 from streamrl.errors import TrainingError
-from streamrl.transport.keys import Keys
+from streamrl.learner.checkpoints.checkpoint import CheckpointRoot, CheckpointState
+from streamrl.learner.checkpoints.terms import CheckpointName, ancestry, claim_run
+from streamrl.learner.groups.feed import Feed
+from streamrl.learner.groups.plan import Kind, fetch_groups
+from streamrl.learner.groups.prompts import Prompt, PromptSet
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.wire.group import Group
 from streamrl.versions import make_version
-from streamrl.wire.group import Group
 
 _NUM_PROMPTS = 1024
 _PROMPT_TOKENS = 40
@@ -56,8 +55,8 @@ class Learning:
         self._step = 0
         self._root = None if folder is None else CheckpointRoot(folder)
         self._uid = "bench" if folder is None else claim_run(folder)
-        epoch = 1 if self._root is None else self._root.claim_epoch(self._uid).number
-        self.stream = TimedStream(client, self.keys, run_uid=self._uid, epoch=epoch, holder="bench", lease_s=600.0)
+        term = 1 if self._root is None else self._root.claim_term(self._uid).number
+        self.stream = TimedStream(client, self.keys, run_uid=self._uid, term=term, holder="bench", lease_s=600.0)
         self.stream.claim(config_json="{}", fingerprint=MODEL, wait_s=0.0)
         self._feed = Feed(
             stream=self.stream,
@@ -118,7 +117,7 @@ class Learning:
             ),
         )
         self._feed.committed(checkpoint.state.stream, step=self._step)
-        self._root.prune(ancestry(self._root.root), epoch=1, keep_last=2, keep_best=0)
+        self._root.prune(ancestry(self._root.root), term=1, keep_last=2, keep_best=0)
 
 
 def groups_per_second(step: Callable[[], int], *, warm_up: int, for_s: float) -> float:

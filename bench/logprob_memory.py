@@ -1,7 +1,7 @@
 """What log-probs cost in memory at a large vocabulary: `python -m bench.logprob_memory naive|ours`, a process each.
 
     naive    logits = hidden @ head, log_softmax, gather; forward and backward in fp32
-    ours     learner.policy.logprobs
+    ours     learner.model.logprobs
 
 Prints the bytes by which the process grew beyond its inputs at its peak.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from learner.policy.logprobs import Head, token_logprobs
+from streamrl.learner.model.logprobs import Head, token_logprobs
 
 VOCABULARY, _HIDDEN, NUM_TOKENS = 131_072, 64, 2048
 

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 import transformers
 
-from learner.policy.attention import MASKED
 from streamrl.config import schema
+from streamrl.learner.model.attention import MASKED
+from streamrl.protocol.wire.group import Group, GroupHeader, Sample, Span, decode_body, decode_header, encode_group
 from streamrl.versions import make_version
-from streamrl.wire.group import Group, GroupHeader, Sample, Span, decode_body, decode_header, encode_group
 
 END = 1  # the token that ends a response
 

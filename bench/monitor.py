@@ -24,19 +24,19 @@ from rich.console import Console
 from bench.measure import Rounds, Say, cpu_s, seconds
 from bench.report import Bar, Fact, Line
 from streamrl.config import schema
-from streamrl.held_folder import scratch_folder
-from streamrl.monitor.opening import Opened
-from streamrl.monitor.top.draw import draw
-from streamrl.monitor.top.screen import Screen
-from streamrl.monitor.watcher import Watcher
+from streamrl.files import scratch_folder
+from streamrl.ops.monitor.poller import Watcher
+from streamrl.ops.monitor.runs import Opened
+from streamrl.ops.monitor.top.draw import draw
+from streamrl.ops.monitor.top.screen import Screen
+from streamrl.protocol.transport.connection import connect, server_name
+from streamrl.protocol.transport.embedded import EmbeddedRedis
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.learner import LearnerStream
+from streamrl.protocol.transport.report_codec import encode_report
+from streamrl.protocol.transport.thinning import history_streams
+from streamrl.protocol.transport.types import START
 from streamrl.telemetry.progress import Report
-from streamrl.transport.connection import connect, server_name
-from streamrl.transport.embedded import EmbeddedRedis
-from streamrl.transport.keys import Keys
-from streamrl.transport.learner import LearnerStream
-from streamrl.transport.report_codec import encode_report
-from streamrl.transport.thinning import history_streams
-from streamrl.transport.types import START
 from streamrl.versions import make_version
 
 _WORKERS, _WORKERS_OF_LOAD = 1_000, 200
@@ -67,13 +67,13 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
 def _make_run(client: redis.Redis, keys: Keys, *, num_steps: int) -> int:
     """How many points of metrics lie in Redis then."""
     config = {"training": {"max_steps": 2 * num_steps, "groups_per_step": 16}, "lag": {"max_steps": 4}}
-    learner = LearnerStream(client, keys, run_uid="bench", epoch=1, holder="bench", lease_s=600.0)
+    learner = LearnerStream(client, keys, run_uid="bench", term=1, holder="bench", lease_s=600.0)
     learner.claim(config_json=json.dumps(config), fingerprint="model", wait_s=0.0)
     learner.restore(cursor=START)
     for first in range(1, num_steps + 1, _STEPS_A_PIPELINE):
         with client.pipeline(transaction=False) as pipe:
             for step in range(first, min(first + _STEPS_A_PIPELINE, num_steps + 1)):
-                fields = {"step": step, "epoch": 1, "at": time.time(), "values": _values(step)}
+                fields = {"step": step, "term": 1, "at": time.time(), "values": _values(step)}
                 for stream, longest in history_streams(keys, step, is_validation=False).items():
                     pipe.xadd(stream, dict(fields), maxlen=longest, approximate=True)
             pipe.execute()
@@ -163,7 +163,7 @@ def _dashboard(url: str, keys: Keys) -> Iterator[str]:
 
 
 def _streamrl(command: str, url: str, keys: Keys) -> list[str]:
-    return [sys.executable, "-m", "streamrl.cli.main", command, "--redis", url, "--run", keys.name]
+    return [sys.executable, "-m", "streamrl.ops.cli.main", command, "--redis", url, "--run", keys.name]
 
 
 def _status(url: str, keys: Keys, say: Say, *, num_rounds: int) -> Iterator[Line]:

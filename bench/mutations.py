@@ -1,7 +1,7 @@
 """Thousands of ways in which blobs and manifests may be wrong, and what a mirror makes of each.
 
 A worker that holds a version is told of the next one, by a path of manifests and blobs of which something was changed:
-flipped, cut, swapped, of another version, base, run or epoch. Whatever the mirror then claims to hold must be, bit by
+flipped, cut, swapped, of another version, base, run or term. Whatever the mirror then claims to hold must be, bit by
 bit, what was published under that version.
 """
 
@@ -19,11 +19,11 @@ from safetensors import deserialize
 
 from bench.publishing import Publishing, State
 from streamrl.errors import WeightsError
-from streamrl.weights.catchup import catch_up
-from streamrl.weights.format import BITS, Bits, TensorMeta
-from streamrl.weights.manifest import Manifest, decode_manifest, encode_manifest
-from streamrl.weights.mirror import Mirror
-from streamrl.weights.stores import MemoryStore
+from streamrl.protocol.weights.catchup import catch_up
+from streamrl.protocol.weights.format import BITS, Bits, TensorMeta
+from streamrl.protocol.weights.manifest import Manifest, decode_manifest, encode_manifest
+from streamrl.protocol.weights.mirror import Mirror
+from streamrl.protocol.weights.stores import MemoryStore
 
 TENSORS = (
     TensorMeta(name="embed", dtype="bfloat16", shape=(97, 16)),

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
 
 from bench.measure import seconds
-from workers.read_back import ReadBackExtension
+from streamrl.workers.proofs.read_back import ReadBackExtension
 
 
 class OwnReload(ReadBackExtension):

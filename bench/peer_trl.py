@@ -22,7 +22,7 @@ from streamrl.errors import ResourceError
 
 if TYPE_CHECKING:
     from bench.long_tailed import Size
-    from streamrl.wire.group import Group
+    from streamrl.protocol.wire.group import Group
 
 _MAKE_S = 600
 _STAMP = "made"

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from statistics import mean
 
-from streamrl.monitor.history import History, read_lines
+from streamrl.ops.monitor.history import History, read_lines
 
 TRL_STEPS = "steps.jsonl"
 _READY = "version_loaded"  # the worker's first word that it has weights

@@ -27,7 +27,7 @@ from bench.peers_curve import Curve, Target, read_streamrl, read_trl
 from bench.peers_terms import NUM_CORES, Terms
 from bench.peers_trl_side import BEST, Settings, trl_command
 from streamrl.errors import ResourceError
-from streamrl.launch.processes import Command, Process, end_all, ending
+from streamrl.ops.launch.processes import Command, Process, end_all, ending
 
 _LOOK_EVERY_S = 1.0
 _FEWEST = 3  # steps, for there to be a rate
@@ -154,7 +154,7 @@ def streamrl_command(terms: Terms, prompts: Path, folder: Path, seed: int) -> Co
     file.write_text(yaml.safe_dump(_config(terms, prompts, folder, seed)))
     return Command(
         name="streamrl",
-        arguments=(sys.executable, "-m", "streamrl.cli.main", "up", str(file)),
+        arguments=(sys.executable, "-m", "streamrl.ops.cli.main", "up", str(file)),
         log=folder / "streamrl.log",
         environment={"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
     )

@@ -23,7 +23,7 @@ from bench import peers_task
 from bench.peers_curve import TRL_STEPS
 from bench.peers_terms import NUM_CORES, Terms
 from bench.report import Fact
-from streamrl.launch.processes import Command
+from streamrl.ops.launch.processes import Command
 
 _SCRIPT = Path(__file__).with_name("peers_trl.py")
 

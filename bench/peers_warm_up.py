@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from learner.sft import Row, collate, read_rows
+from streamrl.learner.model.sft import Row, collate, read_rows
 
 
 def warm_up(base: Path, demonstrations: Path, output: Path, *, batch_tokens: int, lr: float, seed: int) -> float:

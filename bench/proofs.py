@@ -18,11 +18,11 @@ from bench.proofs_family import Row, try_families
 from bench.proofs_models import FAMILIES
 from bench.proofs_pretrained import bench_pretrained
 from bench.report import Bar, Fact, Line
-from streamrl.weights.format import digest_of
+from streamrl.protocol.weights.format import digest_of
 
 _QUICK = ("llama",)
-_TRIED = ("bench/proofs_family.py", "bench/proofs_faults.py", "bench/proofs_models.py", "workers/read_back.py",
-          "workers/reference.py", "workers/proving.py", "workers/weight_transfer.py")  # fmt: skip
+_TRIED = ("bench/proofs_family.py", "bench/proofs_faults.py", "bench/proofs_models.py", "workers/proofs/read_back.py",
+          "workers/proofs/reference.py", "workers/proofs/proving.py", "workers/engines/vllm_weights.py")  # fmt: skip
 
 _PRETRAINED = "bench/proofs_pretrained.py"
 

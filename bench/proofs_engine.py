@@ -1,7 +1,7 @@
 """vLLM in this very process behind the worker's seam: an engine within seconds, one for each process.
 
 What is proved here is what a worker proves: the loads, the read-back and the canary's log-probs are those of
-`workers.weight_transfer` and `workers.read_back` on vLLM's own model; its front end and its processes are left out.
+`vllm_weights` and `read_back` on vLLM's own model; its front end and its processes are left out.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from workers.engines.base import EngineStats, Generated, KvCache, ReadBack, SampleRequest
-from workers.engines.vllm_names import WEIGHT_TRANSFER_BACKEND, WORKER_EXTENSION
+from streamrl.workers.engines.base import EngineStats, Generated, KvCache, ReadBack, SampleRequest
+from streamrl.workers.engines.vllm_names import WEIGHT_TRANSFER_BACKEND, WORKER_EXTENSION
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

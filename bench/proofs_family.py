@@ -26,12 +26,12 @@ from bench.measure import Say
 from bench.proofs_engine import EngineHere, import_vllm
 from bench.proofs_faults import Tensors, faults, place, served, updated
 from bench.proofs_models import DEPTHS, DTYPES, VOCABULARY, write_model
-from learner.publishing.cast import cast_digests
 from streamrl.errors import LoadRejected
+from streamrl.learner.publishing.host_copy import cast_digests
+from streamrl.protocol.weights.manifest import Manifest
 from streamrl.telemetry.progress import Progress
-from streamrl.weights.manifest import Manifest
-from workers.engines.model import read_model
-from workers.proving import Prover
+from streamrl.workers.engines.model import read_model
+from streamrl.workers.proofs.proving import Prover
 
 _FORK = multiprocessing.get_context("fork")  # vLLM is imported once
 _TIMEOUT_S = 300.0

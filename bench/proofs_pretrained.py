@@ -22,19 +22,19 @@ import numpy as np
 from bench.learner_side import LearnerSide
 from bench.measure import Say, seconds
 from bench.report import Bar, Fact, Line
-from learner.companion import AtOnce
 from streamrl.config import schema
 from streamrl.errors import LoadRejected
-from streamrl.held_folder import scratch_folder
+from streamrl.files import scratch_folder
+from streamrl.learner.process.background import BackgroundThreadDouble
+from streamrl.protocol.transport.types import Announcement
+from streamrl.protocol.weights.manifest import Manifest, decode_manifest
+from streamrl.protocol.weights.mirror import Mirror
+from streamrl.protocol.weights.stores import MemoryStore
 from streamrl.telemetry.progress import Progress
-from streamrl.transport.types import Announcement
-from streamrl.weights.manifest import Manifest, decode_manifest
-from streamrl.weights.mirror import Mirror
-from streamrl.weights.stores import MemoryStore
-from workers.engines.base import EngineSettings
-from workers.engines.model import ModelFacts, read_model
-from workers.engines.vllm_engine import VllmEngine
-from workers.proving import Prover
+from streamrl.workers.engines.base import EngineSettings
+from streamrl.workers.engines.model import ModelFacts, read_model
+from streamrl.workers.engines.vllm_engine import VllmEngine
+from streamrl.workers.proofs.proving import Prover
 
 MODEL = Path("runs/models/SmolLM2-135M-Instruct")
 _NUM_VERSIONS = 500
@@ -111,7 +111,9 @@ def _facts(found: _Found) -> list[Line]:
 async def _prove_versions(num_versions: int, found: _Found, say: Say) -> None:
     config, facts = _config(), read_model(str(MODEL), trust_remote_code=False)
     announced, store = _Announced(), MemoryStore()
-    learner = LearnerSide(config, store=store, announcer=announced, beside=AtOnce(), num_tokens=_UPDATE_TOKENS, lr=1e-5)
+    learner = LearnerSide(
+        config, store=store, announcer=announced, beside=BackgroundThreadDouble(), num_tokens=_UPDATE_TOKENS, lr=1e-5
+    )
     found.step_s = learner.measure_step(rows=_STEP_ROWS, length=_STEP_LENGTH)
     progress = Progress(part="worker/0", role="worker")
     prover = Prover(

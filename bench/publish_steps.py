@@ -20,14 +20,14 @@ from bench.learner_side import LearnerSide
 from bench.measure import Rounds, Say, seconds
 from bench.report import Bar, Fact, Line
 from bench.training import make_model
-from learner.companion import Beside
 from streamrl.config import schema
-from streamrl.held_folder import scratch_folder
-from streamrl.transport.connection import connect
-from streamrl.transport.embedded import EmbeddedRedis
-from streamrl.transport.keys import Keys
-from streamrl.transport.types import Announcement
-from streamrl.weights.redis_store import RedisStore
+from streamrl.files import scratch_folder
+from streamrl.learner.process.background import BackgroundThread
+from streamrl.protocol.transport.connection import connect
+from streamrl.protocol.transport.embedded import EmbeddedRedis
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.types import Announcement
+from streamrl.protocol.weights.redis_store import RedisStore
 
 _NUM_TOKENS = 512
 
@@ -73,7 +73,7 @@ def bench_steps(*, quick: bool, say: Say) -> list[Line]:
         connect(server.url, schema.Redis()) as client,
     ):
         make_model(quick=quick).save_pretrained(folder / "model")
-        beside = Beside("publisher")
+        beside = BackgroundThread("publisher")
         learner = LearnerSide(
             _config(folder / "model"),
             store=RedisStore(client, Keys("bench")),

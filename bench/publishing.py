@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from streamrl.protocol.weights.encoder import EncodedShard, ShardEncoder
+from streamrl.protocol.weights.format import Bits, HeldRange, TensorMeta
+from streamrl.protocol.weights.manifest import Manifest, ShardRecord, decode_manifest, encode_manifest
+from streamrl.protocol.weights.retention import AnchorPace
+from streamrl.protocol.weights.stores import BlobStore
 from streamrl.versions import make_version
-from streamrl.weights.encoder import EncodedShard, ShardEncoder
-from streamrl.weights.format import Bits, HeldRange, TensorMeta
-from streamrl.weights.manifest import Manifest, ShardRecord, decode_manifest, encode_manifest
-from streamrl.weights.retention import AnchorPace
-from streamrl.weights.stores import BlobStore
 
 RUN_UID = "bench"
 State = Mapping[str, Bits]  # the flat bits of each tensor

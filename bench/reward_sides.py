@@ -21,8 +21,8 @@ import numpy as np
 from streamrl.config import schema
 from streamrl.errors import ResourceError
 from streamrl.permissions import Permissions
-from workers.rewards.base import ScoreItem
-from workers.rewards.http_client import HttpReward, build_http_reward
+from streamrl.workers.rewards.base import ScoreItem
+from streamrl.workers.rewards.http_client import HttpReward, build_http_reward
 
 _START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 15.0
@@ -89,7 +89,7 @@ def running_server(model: Path, folder: Path, *, max_batch_tokens: int) -> Itera
     url_file, log = folder / "url", folder / "log"
     url_file.unlink(missing_ok=True)
     options = [f"--model={model}", f"--max-batch-tokens={max_batch_tokens}", f"--url-file={url_file}"]
-    command = [sys.executable, "-m", "streamrl.cli.main", "reward", "serve", "--port=0", "--threads=1", *options]
+    command = [sys.executable, "-m", "streamrl.ops.cli.main", "reward", "serve", "--port=0", "--threads=1", *options]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=_environment())
     try:

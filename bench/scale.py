@@ -18,9 +18,9 @@ from bench.scale_paper import Cluster, on_paper
 from bench.scale_run import Paced, Saturated, Size
 from streamrl.config import schema
 from streamrl.errors import ResourceError, TrainingError
-from streamrl.held_folder import scratch_folder
-from streamrl.transport.connection import connect
-from streamrl.transport.embedded import EmbeddedRedis
+from streamrl.files import scratch_folder
+from streamrl.protocol.transport.connection import connect
+from streamrl.protocol.transport.embedded import EmbeddedRedis
 
 _SIZES = (1, 8, 64, 256, 1000, 2000)
 _QUICK_SIZES = (1, 64)

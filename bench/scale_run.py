@@ -24,8 +24,8 @@ from bench.answering import Shape, Team, answer_tickets, in_background
 from bench.learning import Learning
 from bench.measure import cpu_s
 from streamrl.errors import ResourceError
-from streamrl.transport.embedded import EmbeddedRedis
-from streamrl.wire.group import Group
+from streamrl.protocol.transport.embedded import EmbeddedRedis
+from streamrl.protocol.wire.group import Group
 
 SHAPE = Shape(num_samples=8, num_tokens=2048)
 _LAG = 4  # steps, the default

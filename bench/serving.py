@@ -11,7 +11,7 @@ from the end of the learner's step, so copy and cast are in it. What an update c
 with the pause, against those of a second in which nothing else is done.
 
 The usual way's file is written to the local disk's page cache, and not over a network. On a CPU vLLM's own reload
-leaves a tied head with the old embedding (see `workers.weight_transfer`), which costs it nothing: ours packs it anew.
+leaves a tied head with the old embedding (see `vllm_weights`), which costs it nothing: ours packs it anew.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from bench.report import Bar, Fact, Line
 from bench.serving_engine import GROUP_SIZE, MAX_TOKENS, PROMPT_TOKENS, WatchedEngine, keep_busy
 from bench.training import make_model
 from bench.worker_model import make_tokenizer
-from learner.companion import Beside
 from streamrl.config import schema
 from streamrl.config.dump import config_to_json
-from streamrl.held_folder import scratch_folder
+from streamrl.files import scratch_folder
+from streamrl.learner.process.background import BackgroundThread
+from streamrl.protocol.transport.connection import connect, connect_async
+from streamrl.protocol.transport.embedded import EmbeddedRedis
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.learner import LearnerStream
+from streamrl.protocol.transport.types import START
+from streamrl.protocol.transport.worker import WorkerStream
+from streamrl.protocol.weights.mirror import Mirror
+from streamrl.protocol.weights.redis_store import RedisStore
 from streamrl.tasks import cancel_all
 from streamrl.telemetry.progress import Progress
-from streamrl.transport.connection import connect, connect_async
-from streamrl.transport.embedded import EmbeddedRedis
-from streamrl.transport.keys import Keys
-from streamrl.transport.learner import LearnerStream
-from streamrl.transport.types import START
-from streamrl.transport.worker import WorkerStream
-from streamrl.weights.mirror import Mirror
-from streamrl.weights.redis_store import RedisStore
-from workers.engines.base import EngineSettings, KvCache
-from workers.engines.model import read_model
-from workers.proving import Unproved
-from workers.weights import Patience, WeightFollower
+from streamrl.workers.engines.base import EngineSettings, KvCache
+from streamrl.workers.engines.model import read_model
+from streamrl.workers.proofs.proving import Unproved
+from streamrl.workers.weights import Patience, WeightFollower
 
 _NUM_IN_FLIGHT = 2 * GROUP_SIZE
 _STEP_TOKENS = 32
@@ -209,10 +209,10 @@ async def _opened(folder: Path, shared: Path, *, say: Say) -> AsyncIterator[_Sce
         server = stack.enter_context(EmbeddedRedis.start(folder / "redis"))
         client = stack.enter_context(connect(server.url, config.redis))
         store = RedisStore(client, keys)
-        announcer = LearnerStream(client, keys, run_uid=RUN_UID, epoch=1, holder="bench", lease_s=600.0)
+        announcer = LearnerStream(client, keys, run_uid=RUN_UID, term=1, holder="bench", lease_s=600.0)
         announcer.claim(config_json=config_to_json(config), fingerprint=facts.fingerprint, wait_s=0.0)
         announcer.restore(cursor=START)
-        beside = Beside("publisher")
+        beside = BackgroundThread("publisher")
         stack.enter_context(beside.working(join_s=_TIMEOUT_S))
         learner = LearnerSide(config, store=store, announcer=announcer, beside=beside, num_tokens=_STEP_TOKENS)
         worker = await stack.enter_async_context(connect_async(server.url, config.redis))

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from streamrl.config import schema
-from workers.engines.base import KvCache, SampleRequest
-from workers.engines.vllm_engine import VllmEngine
+from streamrl.workers.engines.base import KvCache, SampleRequest
+from streamrl.workers.engines.vllm_engine import VllmEngine
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs

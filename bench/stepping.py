@@ -12,16 +12,16 @@ import torch
 import torch.nn.functional as F
 
 from bench.long_tailed import END, Size
-from learner.distributed import World
-from learner.metrics.tally import Tally
-from learner.policy.attention import choose
-from learner.policy.gradients import Gradients
-from learner.policy.model import make_policy
-from learner.policy.optim import Update, make_optimizer, update
-from learner.policy.packing import MicroBatch
 from streamrl.config import schema
+from streamrl.learner.metrics.tally import Tally
+from streamrl.learner.model.attention import choose
+from streamrl.learner.model.gradients import Gradients
+from streamrl.learner.model.load import make_policy
+from streamrl.learner.model.optim import Update, make_optimizer, update
+from streamrl.learner.model.packing import MicroBatch
+from streamrl.learner.process.ranks import World
+from streamrl.protocol.wire.group import Group
 from streamrl.recipe.algorithms import make_algorithm
-from streamrl.wire.group import Group
 
 
 class Stepping:

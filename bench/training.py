@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from bench.publishing import State
-from streamrl.weights.format import TensorMeta
+from streamrl.protocol.weights.format import TensorMeta
 
 _LENGTH = 32  # tokens of a step: enough that no weight is without a gradient
 

@@ -34,13 +34,13 @@ from bench.learning import Learning, groups_per_second
 from bench.measure import Rounds, Say
 from bench.report import Bar, Fact, Line
 from streamrl.config import schema
-from streamrl.held_folder import scratch_folder
-from streamrl.transport.connection import connect, connect_async
-from streamrl.transport.embedded import EmbeddedRedis
-from streamrl.transport.keys import WORKERS, Keys
-from streamrl.transport.learner import LearnerStream
-from streamrl.transport.types import START
-from streamrl.transport.worker import WorkerStream
+from streamrl.files import scratch_folder
+from streamrl.protocol.transport.connection import connect, connect_async
+from streamrl.protocol.transport.embedded import EmbeddedRedis
+from streamrl.protocol.transport.keys import WORKERS, Keys
+from streamrl.protocol.transport.learner import LearnerStream
+from streamrl.protocol.transport.types import START
+from streamrl.protocol.transport.worker import WorkerStream
 
 _LARGE = Shape(num_samples=8, num_tokens=512)  # 33 KB
 _TEAMS = (1, 8, 64)  # workers
@@ -145,7 +145,7 @@ def _reclaiming(server: EmbeddedRedis, client: redis.Redis, *, num_rounds: int) 
 def _reclaim(server: EmbeddedRedis, client: redis.Redis, run: str) -> float:
     """Seconds from the death of a worker that renewed its leases until another one has all its tickets."""
     keys = Keys(run)
-    learner = LearnerStream(client, keys, run_uid="bench", epoch=1, holder="bench", lease_s=600.0)
+    learner = LearnerStream(client, keys, run_uid="bench", term=1, holder="bench", lease_s=600.0)
     learner.claim(config_json="{}", fingerprint=MODEL, wait_s=0.0)
     learner.restore(cursor=START)
     learner.issue([example_ticket(number) for number in range(_RECLAIMED)])

@@ -13,10 +13,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from streamrl.transport.learner import LearnerStream
-from streamrl.transport.types import Entry, Orders, entry_order
-from streamrl.wire.purpose import Purpose
-from streamrl.wire.ticket import Ticket
+from streamrl.protocol.transport.learner import LearnerStream
+from streamrl.protocol.transport.types import Entry, Orders, entry_order
+from streamrl.protocol.wire.agreed import Purpose
+from streamrl.protocol.wire.ticket import Ticket
 
 
 class TimedStream(LearnerStream):

@@ -29,12 +29,12 @@ from bench.measure import Say
 from bench.report import Bar, Fact, Line
 from streamrl.config import schema
 from streamrl.errors import ResourceError
-from streamrl.held_folder import scratch_folder
-from streamrl.monitor.watcher import Watcher
-from streamrl.transport.acl import rules
-from streamrl.transport.connection import connect
-from streamrl.transport.embedded import EmbeddedRedis
-from streamrl.transport.keys import Keys
+from streamrl.files import scratch_folder
+from streamrl.ops.monitor.poller import Watcher
+from streamrl.protocol.transport.acl import rules
+from streamrl.protocol.transport.connection import connect
+from streamrl.protocol.transport.embedded import EmbeddedRedis
+from streamrl.protocol.transport.keys import Keys
 
 _MONITORS = 100
 _PERIOD_S = 0.5  # of `top`

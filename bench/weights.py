@@ -21,18 +21,18 @@ from bench.mutations import HARMLESS, REFUSED, WRONG, Trial
 from bench.publishing import RUN_UID, Publishing, State
 from bench.report import Bar, Fact, Line
 from streamrl.config import schema
-from streamrl.held_folder import scratch_folder
-from streamrl.transport.connection import connect
-from streamrl.transport.embedded import EmbeddedRedis
-from streamrl.transport.keys import Keys
-from streamrl.weights.catchup import catch_up
-from streamrl.weights.encoder import EncodedShard
-from streamrl.weights.format import TensorMeta
-from streamrl.weights.manifest import Manifest
-from streamrl.weights.mirror import Mirror
-from streamrl.weights.redis_store import RedisStore
-from streamrl.weights.retention import AnchorPace
-from streamrl.weights.stores import MemoryStore
+from streamrl.files import scratch_folder
+from streamrl.protocol.transport.connection import connect
+from streamrl.protocol.transport.embedded import EmbeddedRedis
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.weights.catchup import catch_up
+from streamrl.protocol.weights.encoder import EncodedShard
+from streamrl.protocol.weights.format import TensorMeta
+from streamrl.protocol.weights.manifest import Manifest
+from streamrl.protocol.weights.mirror import Mirror
+from streamrl.protocol.weights.redis_store import RedisStore
+from streamrl.protocol.weights.retention import AnchorPace
+from streamrl.protocol.weights.stores import MemoryStore
 
 _LEARNING_RATES = (1e-6, 1e-5)
 _NUM_BEHIND = 100  # versions

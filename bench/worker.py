@@ -27,29 +27,29 @@ from bench.publishing import RUN_UID, Publishing
 from bench.report import Bar, Fact, Line
 from streamrl.config import schema
 from streamrl.config.dump import config_to_json
-from streamrl.held_folder import scratch_folder
+from streamrl.files import scratch_folder
 from streamrl.permissions import Permissions
+from streamrl.protocol.transport.connection import connect, connect_async
+from streamrl.protocol.transport.embedded import EmbeddedRedis
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.learner import LearnerStream
+from streamrl.protocol.transport.types import START, Announcement
+from streamrl.protocol.transport.worker import WorkerStream
+from streamrl.protocol.weights.manifest import encode_manifest
+from streamrl.protocol.weights.mirror import Mirror
+from streamrl.protocol.weights.stores import BlobStore, open_store
+from streamrl.protocol.wire.ticket import Ticket
 from streamrl.tasks import cancel_all
 from streamrl.telemetry.progress import Progress
-from streamrl.transport.connection import connect, connect_async
-from streamrl.transport.embedded import EmbeddedRedis
-from streamrl.transport.keys import Keys
-from streamrl.transport.learner import LearnerStream
-from streamrl.transport.types import START, Announcement
-from streamrl.transport.worker import WorkerStream
-from streamrl.weights.manifest import encode_manifest
-from streamrl.weights.mirror import Mirror
-from streamrl.weights.stores import BlobStore, open_store
-from streamrl.wire.ticket import Ticket
-from workers.answer import Answerer
-from workers.engines.base import EngineSettings
-from workers.engines.model import ModelFacts, read_model
-from workers.engines.vllm_engine import VllmEngine
-from workers.proving import Prover
-from workers.rewards.base import build_rewards
-from workers.rollout import Rollout
-from workers.tickets import AnnouncementsDouble
-from workers.weights import Patience, WeightFollower
+from streamrl.workers.answer import Answerer
+from streamrl.workers.engines.base import EngineSettings
+from streamrl.workers.engines.model import ModelFacts, read_model
+from streamrl.workers.engines.vllm_engine import VllmEngine
+from streamrl.workers.proofs.proving import Prover
+from streamrl.workers.rewards.base import build_rewards
+from streamrl.workers.rollout import Rollout
+from streamrl.workers.tickets import AnnouncementsDouble
+from streamrl.workers.weights import Patience, WeightFollower
 
 if TYPE_CHECKING:
     from bench.worker_model import Size
@@ -112,7 +112,7 @@ async def _opened(folder: Path) -> AsyncIterator[_Scene]:
         stream = WorkerStream(
             await stack.enter_async_context(connect_async(server.url, config.redis)), keys, worker="0", lease_s=60.0
         )
-        learner = LearnerStream(client, keys, run_uid=RUN_UID, epoch=1, holder="bench", lease_s=600.0)
+        learner = LearnerStream(client, keys, run_uid=RUN_UID, term=1, holder="bench", lease_s=600.0)
         learner.claim(config_json=config_to_json(config), fingerprint=facts.fingerprint, wait_s=0.0)
         learner.restore(cursor=START)
         versions = _Versions(folder / "model", store)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bench.publishing import State
-from streamrl.weights.format import TensorMeta
+from streamrl.protocol.weights.format import TensorMeta
 
 VOCABULARY = 64
 _PAD, _END = "<pad>", "<end>"

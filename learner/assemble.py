@@ -1,6 +1,6 @@
 """Puts one rank's learner together, in an order such that a user's mistake shows before anything has an effect.
 
-prompts, tokenizer ─► model ─► lease, epoch, claim (rank 0) ─► Start to all ─► restore ─► loop ─► release
+prompts, tokenizer ─► model ─► lease, term, claim (rank 0) ─► Start to all ─► restore ─► loop ─► release
 """
 
 from __future__ import annotations
@@ -10,32 +10,38 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 
-from learner.checkpoints.epochs import highest_epoch
-from learner.companion import Beside
-from learner.conductor import Conductor
-from learner.distributed import World
-from learner.following import Follower
-from learner.lease import LeaseKeeper
-from learner.metrics.exporters import check_exporters
-from learner.policy.policy import Policy
-from learner.policy.trial import try_out
-from learner.publishing.publish import Publisher
-from learner.rank import work
-from learner.start import Admitted, Server, Start, admit, holder_name, take_lease, was_restarted
-from learner.stream.data import PromptSet
-from learner.stream.feed import Feed
-from learner.surroundings import Surroundings, load_model_together, rank_progress, read_train_prompts, surround
-from learner.suspects import Suspects
-from learner.validation import Validation
 from streamrl.config import schema
 from streamrl.errors import TrainingError, UserError
+from streamrl.learner.checkpoints.terms import highest_term
+from streamrl.learner.conductor import Conductor
+from streamrl.learner.groups.feed import Feed
+from streamrl.learner.groups.prompts import PromptSet
+from streamrl.learner.groups.quarantine import Quarantine
+from streamrl.learner.metrics.exporters import check_exporters
+from streamrl.learner.model.policy import Policy
+from streamrl.learner.model.trial import try_out
+from streamrl.learner.process.background import BackgroundThread
+from streamrl.learner.process.lease import LeaseKeeper
+from streamrl.learner.process.ranks import World
+from streamrl.learner.publishing.publish import Publisher
+from streamrl.learner.rank import work
+from streamrl.learner.rank_context import (
+    Follower,
+    RankContext,
+    load_model_together,
+    rank_progress,
+    read_train_prompts,
+    surround,
+)
+from streamrl.learner.start import Admitted, Server, Start, admit, holder_name, take_lease, was_restarted
+from streamrl.learner.validation.validation import Validation
+from streamrl.protocol.transport.connection import check_server, connect
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.learner import LearnerStream
+from streamrl.protocol.transport.reports import ReportWriter
+from streamrl.protocol.transport.types import RunState
+from streamrl.protocol.weights.stores import budget_in_redis, open_store
 from streamrl.recipe.algorithms import make_algorithm
-from streamrl.transport.connection import check_server, connect
-from streamrl.transport.keys import Keys
-from streamrl.transport.learner import LearnerStream
-from streamrl.transport.reports import ReportWriter
-from streamrl.transport.types import RunState
-from streamrl.weights.stores import budget_in_redis, open_store
 
 
 def learn(
@@ -58,15 +64,15 @@ def learn(
         if world.is_main:
             check_exporters(config)
             try_out(config.algorithm)
-        around = surround(config, world, progress, stop=stop, environment=environment, elastic=elastic)
-        return _lead(around, server) if world.is_main else _follow(around, server)
+        context = surround(config, world, progress, stop=stop, environment=environment, elastic=elastic)
+        return _lead(context, server) if world.is_main else _follow(context, server)
 
 
 def _connect(config: schema.Config, url: str, environment: Mapping[str, str], *, takeover: bool) -> Server:
     """The server of a run that has begun comes back, after a failover or when it has read its file, and is waited for.
     Before that the address may be wrong."""
     is_restart = was_restarted(environment)
-    has_begun = is_restart or highest_epoch(config.folder) > 0
+    has_begun = is_restart or highest_term(config.folder) > 0
     return Server(
         client=connect(url, config.redis, patience_s=config.redis.give_up_after_s if has_begun else None),
         keys=Keys(config.name),
@@ -76,20 +82,20 @@ def _connect(config: schema.Config, url: str, environment: Mapping[str, str], *,
     )
 
 
-def _follow(around: Surroundings, server: Server) -> RunState:
+def _follow(context: RankContext, server: Server) -> RunState:
     """Every rank but the first."""
-    policy = load_model_together(around)
-    start = Start.from_bytes(around.patient.broadcast(None))
-    stream = server.stream(around.config, run_uid=start.run_uid, epoch=start.epoch)
-    publisher = _make_publisher(around, server, policy, start, stream)
-    return work(around, policy, start, conductor=Follower(around), stream=stream, publisher=publisher)
+    policy = load_model_together(context)
+    start = Start.from_bytes(context.patient.broadcast(None))
+    stream = server.stream(context.config, run_uid=start.run_uid, term=start.term)
+    publisher = _make_publisher(context, server, policy, start, stream)
+    return work(context, policy, start, conductor=Follower(context), stream=stream, publisher=publisher)
 
 
-def _lead(around: Surroundings, server: Server) -> RunState:
+def _lead(context: RankContext, server: Server) -> RunState:
     """Rank 0: become the learner of the run, do the work, and say how it ended."""
-    config, prompts = around.config, read_train_prompts(around)
-    validation_prompts = _read_validation_prompts(around)
-    policy = load_model_together(around)
+    config, prompts = context.config, read_train_prompts(context)
+    validation_prompts = _read_validation_prompts(context)
+    policy = load_model_together(context)
     check_server(
         server.client, max_backlog_bytes=config.redis.max_backlog_bytes, max_store_bytes=budget_in_redis(config.weights)
     )
@@ -98,14 +104,14 @@ def _lead(around: Surroundings, server: Server) -> RunState:
     keeper = LeaseKeeper(take, lease_s=config.learner.lease_s)
     with keeper.keeping():
         admitted = admit(
-            config=config, server=server, keeper=keeper, prompts=prompts, fingerprint=around.speech.fingerprint
+            config=config, server=server, keeper=keeper, prompts=prompts, fingerprint=context.tokenizer_info.fingerprint
         )
         start, stream = admitted.start, admitted.stream
         try:
-            around.patient.broadcast(start.to_bytes())
-            conductor = _make_conductor(around, admitted, keeper, prompts, validation_prompts)
-            publisher = _make_publisher(around, server, policy, start, stream)
-            state = work(around, policy, start, conductor=conductor, stream=stream, publisher=publisher)
+            context.patient.broadcast(start.to_bytes())
+            conductor = _make_conductor(context, admitted, keeper, prompts, validation_prompts)
+            publisher = _make_publisher(context, server, policy, start, stream)
+            state = work(context, policy, start, conductor=conductor, stream=stream, publisher=publisher)
         except (UserError, TrainingError) as error:
             # Nothing that a restart could mend: say so to whoever watches the run.
             stream.event("failed", error=str(error))
@@ -116,45 +122,45 @@ def _lead(around: Surroundings, server: Server) -> RunState:
     return state
 
 
-def _read_validation_prompts(around: Surroundings) -> PromptSet | None:
-    config, path = around.config, around.config.data.validation
+def _read_validation_prompts(context: RankContext) -> PromptSet | None:
+    config, path = context.config, context.config.data.validation
     if path is None:
         return None
-    tokenizer = around.speech.tokenizer
+    tokenizer = context.tokenizer_info.tokenizer
     return PromptSet.load(path, tokenizer=tokenizer, data=config.data, seed=config.seed, key="data.validation")
 
 
 def _make_publisher(
-    around: Surroundings, server: Server, policy: Policy, start: Start, stream: LearnerStream
+    context: RankContext, server: Server, policy: Policy, start: Start, stream: LearnerStream
 ) -> Publisher:
     return Publisher(
         policy=policy,
-        config=around.config,
-        world=around.world,
+        config=context.config,
+        world=context.world,
         run_uid=start.run_uid,
-        epoch=start.epoch,
-        store=open_store(around.config.weights.store, server.client, server.keys),
+        term=start.term,
+        store=open_store(context.config.weights.store, server.client, server.keys),
         announcer=stream,
         canary_ids=start.canary_ids,
-        beside=Beside("publisher"),
+        beside=BackgroundThread("publisher"),
     )
 
 
 def _make_conductor(
-    around: Surroundings,
+    context: RankContext,
     admitted: Admitted,
     keeper: LeaseKeeper,
     prompts: PromptSet,
     validation_prompts: PromptSet | None,
 ) -> Conductor:
-    config, start = around.config, admitted.start
-    suspects = Suspects(config.folder, epoch=start.epoch)
+    config, start = context.config, admitted.start
+    suspects = Quarantine(config.folder, term=start.term)
     feed = Feed(
         stream=admitted.stream,
         prompts=prompts,
         config=config,
         run_uid=start.run_uid,
-        fingerprint=around.speech.fingerprint,
+        fingerprint=context.tokenizer_info.fingerprint,
         keep=suspects.keep(make_algorithm(config.algorithm).drop_reason),
         narrow=suspects.narrow,
         state=admitted.checkpoint.state.stream if admitted.checkpoint else None,
@@ -169,12 +175,12 @@ def _make_conductor(
             prompts=validation_prompts,
             settings=config.validation,
             run_uid=start.run_uid,
-            epoch=start.epoch,
-            fingerprint=around.speech.fingerprint,
+            term=start.term,
+            fingerprint=context.tokenizer_info.fingerprint,
             max_attempts=config.worker.max_attempts,
         )
     return Conductor(
-        around,
+        context,
         start,
         prompts=prompts,
         stream=admitted.stream,

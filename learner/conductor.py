@@ -5,7 +5,7 @@
     feed ──────────────────────────┘
 
 Each decision takes about a second at most: when there is nothing to do yet the plan says IDLE, so that the other ranks,
-who wait for it in a collective (`learner.following`), never come near its timeout.
+who wait for it in a collective (`learner.rank_context`), never come near its timeout.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
-from learner.assessor import Assessor
-from learner.checkpoints.checkpoint import CheckpointRoot, CheckpointState, Files
-from learner.checkpoints.epochs import CheckpointName, ancestry
-from learner.lease import LeaseKeeper, redis_may_be_away
-from learner.metrics.exporters import open_exporters
-from learner.metrics.record import Recorder
-from learner.rejections import Rejections
-from learner.stream.plan import Kind, Outcome, Plan, Verdict
 from streamrl.config.check import max_time_s
+from streamrl.learner.checkpoints.checkpoint import CheckpointRoot, CheckpointState, Files
+from streamrl.learner.checkpoints.terms import CheckpointName, ancestry
+from streamrl.learner.groups.plan import GroupCheck, Kind, Outcome, Plan
+from streamrl.learner.metrics.exporters import open_exporters
+from streamrl.learner.metrics.record import Recorder
+from streamrl.learner.process.lease import LeaseKeeper, redis_may_be_away
+from streamrl.learner.publishing.rejections import Rejections
+from streamrl.learner.validation.schedule import ValidationSchedule
 from streamrl.telemetry.progress import Report, Wait
 
 if TYPE_CHECKING:
-    from learner.publishing.publish import Published
-    from learner.start import Start
-    from learner.stream.data import PromptSet
-    from learner.stream.feed import Feed
-    from learner.surroundings import Surroundings
-    from learner.validation import Validation
-    from streamrl.transport.types import Control
+    from streamrl.learner.groups.feed import Feed
+    from streamrl.learner.groups.prompts import PromptSet
+    from streamrl.learner.publishing.publish import Published
+    from streamrl.learner.rank_context import RankContext
+    from streamrl.learner.start import Start
+    from streamrl.learner.validation.validation import Validation
+    from streamrl.protocol.transport.types import Control
 
 _SLICE_S = 1.0
 _LOOK_FOR_WEIGHTS_EVERY_S = 5.0
@@ -65,7 +65,7 @@ class Suspicion(Protocol):
 class Conductor:
     def __init__(
         self,
-        around: Surroundings,
+        context: RankContext,
         start: Start,
         *,
         prompts: PromptSet,
@@ -76,18 +76,20 @@ class Conductor:
         lease: LeaseKeeper,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        config = around.config
-        self._around, self._config, self._start = around, config, start
-        self._stream, self._feed, self._suspects, self._lease = stream, feed, suspects, lease
+        config = context.config
+        self._context, self._config, self._start = context, config, start
+        self._stream, self._feed, self._quarantine, self._lease = stream, feed, suspects, lease
         self._checkpoints = CheckpointRoot(config.folder)
         self._recorder = Recorder(
             folder=config.folder,
             journal=stream,
-            decoder=around.speech.tokenizer,
-            epoch=start.epoch,
+            decoder=context.tokenizer_info.tokenizer,
+            term=start.term,
             exporters=open_exporters(config, run_uid=start.run_uid),
         )
-        self._assessor = Assessor(validation=validation, checkpoints=self._checkpoints, recorder=self._recorder)
+        self._validation_schedule = ValidationSchedule(
+            validation=validation, checkpoints=self._checkpoints, recorder=self._recorder
+        )
         self._rejections = Rejections(stream.reports, give_up_after_s=config.weights.give_up_after_s, clock=clock)
         self._data_fingerprint, self._num_prompts = prompts.fingerprint(), prompts.num_tickets(1)
         self._clock = clock
@@ -116,23 +118,23 @@ class Conductor:
         self._lease.check()
         outcome = Outcome.STOPPED
         if not (self._has_to_end() or self._told_to_stop()):
-            with self._around.progress.waiting(Wait.EVALUATION):
-                self._assessor.poll(wait_s=_SLICE_S)
-            outcome = Outcome.WAITING if self._assessor.running else Outcome.DONE
+            with self._context.progress.waiting(Wait.EVALUATION):
+                self._validation_schedule.poll(wait_s=_SLICE_S)
+            outcome = Outcome.WAITING if self._validation_schedule.running else Outcome.DONE
         if outcome is Outcome.WAITING:
             self._look_for_rejections()
         self._tell(bytes([outcome]))
         return outcome
 
     def _tell(self, words: bytes) -> None:
-        self._around.watchdog.beat()
-        self._around.world.broadcast(words)
+        self._context.watchdog.beat()
+        self._context.world.broadcast(words)
 
     # Decisions
 
     def _next_but_training(self, step: int) -> Plan | None:
         self._lease.check()
-        self._assessor.poll(wait_s=0.0)
+        self._validation_schedule.poll(wait_s=0.0)
         if self._has_to_end():
             return Plan(kind=Kind.STOP, step=step)
         if 0 <= self._config.training.max_steps <= step:
@@ -141,12 +143,12 @@ class Conductor:
 
     def _next_of_feed(self, step: int) -> Plan:
         plan = None
-        progress, timers = self._around.progress, self._around.timers
+        progress, timers = self._context.progress, self._context.timers
         with progress.waiting(self._feed.waits_for), timers.measure("rollout"), redis_may_be_away("no plan"):
-            plan = self._feed.plan(step=step, world_size=self._around.world.size, timeout_s=_SLICE_S)
+            plan = self._feed.plan(step=step, world_size=self._context.world.size, timeout_s=_SLICE_S)
         self._show_control()
         if plan is not None and plan.kind is Kind.STEP:
-            self._suspects.begin(plan)
+            self._quarantine.begin(plan)
         if plan is None and self._feed.waits_for is Wait.GROUPS:
             self._look_for_rejections()
         # Live, since a run whose groups are all dropped makes no step and so no record.
@@ -164,15 +166,15 @@ class Conductor:
         return Plan(kind=Kind.STOP if self._has_to_end() else Kind.IDLE, step=step)
 
     def _pause(self, wait_s: float) -> None:
-        with self._around.progress.waiting(Wait.WEIGHTS):
-            self._around.stop.wait(wait_s)
+        with self._context.progress.waiting(Wait.WEIGHTS):
+            self._context.stop.wait(wait_s)
 
     def _has_to_end(self) -> bool:
         """A signal says so, or this job has had its time: the next one goes on."""
-        if self._around.stop.is_set():
+        if self._context.stop.is_set():
             return True
         limit = self._config.training.max_time
-        if limit is None or self._clock() - self._around.job_began < max_time_s(limit):
+        if limit is None or self._clock() - self._context.job_began < max_time_s(limit):
             return False
         log.info("the time of this job is over", max_time=limit)
         return True
@@ -205,7 +207,7 @@ class Conductor:
     def _show_control(self) -> None:
         """Tell whom it may concern which word of the operator is being followed."""
         control = self._feed.control
-        self._around.progress.note(control=control)
+        self._context.progress.note(control=control)
         if control != self._control:
             self._control = control
             self._stream.event("obeys", control=control)
@@ -213,15 +215,15 @@ class Conductor:
     # What the ranks did
 
     def start_validation(self, latest: Published | None) -> None:
-        self._assessor.start(latest)
+        self._validation_schedule.start(latest)
 
     def validate_beside(self, step: int, latest: Published | None) -> None:
-        self._assessor.start_beside(step, latest)
+        self._validation_schedule.start_beside(step, latest)
 
-    def settle(self, plan: Plan, verdicts: Sequence[Verdict], *, trained: bool) -> None:
-        self._suspects.survived()
+    def settle(self, plan: Plan, verdicts: Sequence[GroupCheck], *, trained: bool) -> None:
+        self._quarantine.survived()
         self._feed.settle(plan, verdicts, trained=trained)
-        sound = [entry.ticket for entry, ok in zip(plan.entries, verdicts, strict=True) if ok == Verdict.SOUND]
+        sound = [entry.ticket for entry, ok in zip(plan.entries, verdicts, strict=True) if ok == GroupCheck.SOUND]
         if sound and not trained:
             self._stream.event("step_skipped", step=plan.step, tickets=" ".join(map(str, sound)))
         self._data_epochs = (max(entry.ticket for entry in plan.entries) + 1) / self._num_prompts
@@ -229,7 +231,7 @@ class Conductor:
     def note_published(self, published: Published) -> None:
         self._feed.note_version(published.version, published.step)
         self._newest, self._look_for_weights_at = published, 0.0
-        self._assessor.note_published(published)
+        self._validation_schedule.note_published(published)
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
         facts = {**self._feed.metrics(), "train_rollouts/epoch": self._data_epochs}
@@ -254,16 +256,16 @@ class Conductor:
         )
         with redis_may_be_away("the next checkpoint tells of this one"):
             self._feed.committed(checkpoint.state.stream, step=name.step)
-        self._assessor.note_committed(name)
-        self._prune(name.epoch)
+        self._validation_schedule.note_committed(name)
+        self._prune(name.term)
         self._stream.event("checkpoint", name=str(name), step=name.step)
 
-    def _prune(self, epoch: int) -> None:
-        settings, undecided = self._config.checkpoint, self._assessor.undecided(epoch)
+    def _prune(self, term: int) -> None:
+        settings, undecided = self._config.checkpoint, self._validation_schedule.undecided(term)
         try:
             lineage = ancestry(self._config.folder)
             self._checkpoints.prune(
-                lineage, epoch=epoch, keep_last=settings.keep_last, keep_best=settings.keep_best, keep=undecided
+                lineage, term=term, keep_last=settings.keep_last, keep_best=settings.keep_best, keep=undecided
             )
         except OSError as error:
             log.warning("old checkpoints not removed", error=str(error))

@@ -10,7 +10,7 @@
 A round is one plan. Rank 0 decides within about a second, with IDLE when there is nothing to do, so that no rank waits
 for long without a reason that the monitor shows. All ranks follow the same plan under the same settings, so decisions
 that depend on nothing else (publish now? checkpoint now?) need no words. No rank asks which one it is, or whether the
-run is a replay: its conductor (`learner.following`) and its publisher know.
+run is a replay: its conductor (`learner.rank_context`) and its publisher know.
 """
 
 from __future__ import annotations
@@ -23,25 +23,22 @@ import numpy as np
 import structlog
 import torch
 
-from learner.checkpoints.export import export
-from learner.checkpoints.save import Saver
-from learner.following import Conducting
-from learner.metrics.tally import Tally
-from learner.policy.gradients import Batch, Gradients
-from learner.policy.optim import Update, learning_rate, update
-from learner.policy.policy import Policy
-from learner.policy.work import peak_flops
-from learner.publishing.outgoing import Outgoing
-from learner.publishing.publish import Publishing
-from learner.start import Start
-from learner.stream.fetch import Fetched, fetch_groups
-from learner.stream.lag import oldest_trained_step
-from learner.stream.plan import Kind, Outcome, Plan, Verdict
-from learner.surroundings import Surroundings
 from streamrl.errors import TrainingError
-from streamrl.transport.seam import GroupStream
-from streamrl.transport.types import RunState
-from streamrl.wire.group import Group
+from streamrl.learner.checkpoints.export import export
+from streamrl.learner.checkpoints.save import Saver
+from streamrl.learner.groups.lag import oldest_trained_step
+from streamrl.learner.groups.plan import Fetched, GroupCheck, Kind, Outcome, Plan, fetch_groups
+from streamrl.learner.metrics.tally import Tally
+from streamrl.learner.model.flops import peak_flops
+from streamrl.learner.model.gradients import Batch, Gradients
+from streamrl.learner.model.optim import Update, learning_rate, update
+from streamrl.learner.model.policy import Policy
+from streamrl.learner.publishing.publish import Publishing
+from streamrl.learner.publishing.schedule import PublishSchedule
+from streamrl.learner.rank_context import Conducting, RankContext
+from streamrl.learner.start import Start
+from streamrl.protocol.transport.types import GroupStream, RunState
+from streamrl.protocol.wire.group import Group
 
 _BEFORE_NEXT_TRY_S = 1.0  # to publish
 
@@ -63,15 +60,15 @@ class Parts:
 
 
 class Loop:
-    def __init__(self, around: Surroundings, parts: Parts) -> None:
-        self._around, self._parts, self._config, self._world = around, parts, around.config, around.world
-        self._conductor, self._progress, self._timers = parts.conductor, around.progress, around.timers
-        self._outgoing = Outgoing(
+    def __init__(self, context: RankContext, parts: Parts) -> None:
+        self._context, self._parts, self._config, self._world = context, parts, context.config, context.world
+        self._conductor, self._progress, self._timers = parts.conductor, context.progress, context.timers
+        self._publish_schedule = PublishSchedule(
             publisher=parts.publisher,
-            max_ahead=around.config.lag.max_steps,
+            max_ahead=context.config.lag.max_steps,
             conductor=parts.conductor,
-            progress=around.progress,
-            timers=around.timers,
+            progress=context.progress,
+            timers=context.timers,
         )
         self._step = parts.start.step  # optimizer steps made
         self._consumed_samples = parts.start.consumed_samples
@@ -86,8 +83,8 @@ class Loop:
         if not finished:
             return "stopped"
         self._progress.working("export")
-        with self._around.watchdog.at_disk():
-            export(self._parts.policy, self._around.speech.tokenizer, self._config, self._around.patient)
+        with self._context.watchdog.at_disk():
+            export(self._parts.policy, self._context.tokenizer_info.tokenizer, self._config, self._context.patient)
         return "finished"
 
     # The three acts; False, here and below: told to stop before the end
@@ -99,33 +96,33 @@ class Loop:
 
     def _train(self) -> bool:
         while True:
-            self._outgoing.settle()
+            self._publish_schedule.settle()
             # Workers that cannot have younger weights would answer with tokens that are too old.
-            plan = self._conductor.next_plan(self._step, may_train=self._outgoing.keeps_up(self._step))
+            plan = self._conductor.next_plan(self._step, may_train=self._publish_schedule.keeps_up(self._step))
             match plan.kind:
                 case Kind.STEP:
                     self._make_step(plan)
                 case Kind.IDLE:
-                    self._outgoing.retry(self._step)
+                    self._publish_schedule.retry(self._step)
                 case Kind.COMMIT:
                     self._save()
                 case Kind.PUBLISH:
-                    self._outgoing.send_whole(self._step)
+                    self._publish_schedule.send_whole(self._step)
                 case Kind.END | Kind.STOP:
                     return plan.kind is Kind.END
 
     def _close(self) -> bool:
         """Workers get the last weights, and show how good they are."""
-        if not self._outgoing.wait():
+        if not self._publish_schedule.wait():
             return False
-        latest = self._outgoing.latest
+        latest = self._publish_schedule.latest
         if (latest is None or latest.step != self._step) and not self._publish():
             return False
         return self._validate() if self._config.validation.at_end else True
 
     def _publish(self) -> bool:
         """Again and again if need be."""
-        while not self._outgoing.send(self._step):
+        while not self._publish_schedule.send(self._step):
             if self._conductor.must_stop(after_s=_BEFORE_NEXT_TRY_S):
                 return False
         return True
@@ -134,7 +131,7 @@ class Loop:
         """Of the newest version, after what may still run beside training: that is of an older one."""
         if not self._await_validation():
             return False
-        self._conductor.start_validation(self._outgoing.latest)
+        self._conductor.start_validation(self._publish_schedule.latest)
         return self._await_validation()
 
     def _await_validation(self) -> bool:
@@ -150,7 +147,7 @@ class Loop:
         tally = Tally(sources=tuple(self._config.rewards), step=self._step, is_dead=self._parts.start.is_dead)
         fetched, verdicts = self._fetch(plan)
         tally.add_masked(fetched.num_masked)
-        updates = self._learn(fetched.groups, tally) if Verdict.SOUND in verdicts else []
+        updates = self._learn(fetched.groups, tally) if GroupCheck.SOUND in verdicts else []
         applied = [one for one in updates if one.applied]
         self._conductor.settle(plan, verdicts, trained=bool(applied))
         self._guard(updates)
@@ -158,9 +155,9 @@ class Loop:
             return
         self._step += 1
         if self._step % self._config.weights.publish_every == 0:
-            self._outgoing.send_beside(self._step)
+            self._publish_schedule.send_beside(self._step)
         if self._config.validation.every_steps and self._step % self._config.validation.every_steps == 0:
-            self._conductor.validate_beside(self._step, self._outgoing.latest)
+            self._conductor.validate_beside(self._step, self._publish_schedule.latest)
         metrics = tally.metrics(self._world)
         self._consumed_samples += int(metrics["train_rollouts/rollout_size"])
         if self._step % self._config.checkpoint.every_steps == 0:
@@ -168,25 +165,25 @@ class Loop:
         self._record(metrics, applied[-1])
         self._progress.advanced(step=self._step)
 
-    def _fetch(self, plan: Plan) -> tuple[Fetched, list[Verdict]]:
+    def _fetch(self, plan: Plan) -> tuple[Fetched, list[GroupCheck]]:
         """(what this rank found, the verdicts on all groups of the plan)"""
         fetched = fetch_groups(
             self._parts.stream,
             plan,
             rank=self._world.rank,
-            vocabulary=self._around.speech.vocabulary,
+            vocabulary=self._context.tokenizer_info.vocabulary,
             oldest_step=oldest_trained_step(self._config.lag, plan.step),
         )
-        told = float(self._around.stop.is_set())
+        told = float(self._context.stop.is_set())
         *verdicts, num_told = self._world.total(np.append(fetched.verdicts, told))
         if num_told:  # of whichever machine: rank 0 ends all with its next plan
-            self._around.stop.set()
-        return fetched, [Verdict(int(verdict)) for verdict in verdicts]
+            self._context.stop.set()
+        return fetched, [GroupCheck(int(verdict)) for verdict in verdicts]
 
     def _learn(self, groups: Sequence[Group], tally: Tally) -> list[Update]:
         """An update for each pass over the batch; none after one that had to be skipped."""
         made: list[Update] = []
-        with self._timers.measure("train"), self._around.watchdog.computing():
+        with self._timers.measure("train"), self._context.watchdog.computing():
             with self._timers.measure("init_logprobs"):
                 batch = self._parts.gradients.prepare(groups, tally)
             while len(made) < self._config.algorithm.reinforce_epochs and (not made or made[-1].applied):
@@ -224,7 +221,7 @@ class Loop:
 
     def _save(self) -> bool:
         self._progress.working("checkpoint")
-        with self._around.watchdog.at_disk(), self._timers.measure("checkpoint"):
+        with self._context.watchdog.at_disk(), self._timers.measure("checkpoint"):
             return self._parts.saver.save(self._step, consumed_samples=self._consumed_samples)
 
     def _record(self, metrics: Mapping[str, float], made: Update) -> None:
@@ -232,7 +229,7 @@ class Loop:
         step_s, self._step_began = now - self._step_began, now
         timers = {**self._timers.take(), "timers/step": step_s}
         idle = {f"idle/{wait}": waited_s / step_s for wait, waited_s in self._progress.take_waits().items()}
-        latest = self._outgoing.latest
+        latest = self._publish_schedule.latest
         assert latest is not None, "the first version is published before the first step"
         self._conductor.record(
             self._step,

@@ -1,6 +1,6 @@
 """Learning from a recording, without Redis and without workers: `python -m learner --config FILE --replay DIR`.
 
-    tokenizer, recording, prompts ─► model ─► lock, epoch ─► Start to all ─► restore ─► the loop of every run ─► export
+    tokenizer, recording, prompts ─► model ─► lock, term ─► Start to all ─► restore ─► the loop of every run ─► export
 
 The same validation, algorithm and checkpoints as in a live run; only the stream and the publisher differ
 (learner.replayed). Two replays of one recording under one configuration give the same weights, bit by bit at a fixed
@@ -18,27 +18,33 @@ from pathlib import Path
 
 import structlog
 
-from learner.checkpoints.export import export
-from learner.conductor import Conductor
-from learner.distributed import World
-from learner.following import Conducting, Follower
-from learner.lease import LeaseKeeper
-from learner.metrics.exporters import check_exporters
-from learner.policy.policy import Policy
-from learner.policy.trial import try_out
-from learner.rank import work
-from learner.replayed import ReplayFeed, ReplayStream, Unpublished, Unsuspecting, as_replayed, versions_of
-from learner.start import REPLAY, Start, claim_folder, make_start
-from learner.stream.data import PromptSet
-from learner.surroundings import Surroundings, load_model_together, rank_progress, read_train_prompts, surround
 from streamrl.config import schema
-from streamrl.durable import create_exclusively
 from streamrl.errors import ConfigError, DataError
+from streamrl.files import LOCK, create_exclusively, only_one
+from streamrl.learner.checkpoints.export import export
+from streamrl.learner.conductor import Conductor
+from streamrl.learner.groups.prompts import PromptSet
+from streamrl.learner.metrics.exporters import check_exporters
+from streamrl.learner.model.policy import Policy
+from streamrl.learner.model.trial import try_out
+from streamrl.learner.process.lease import LeaseKeeper
+from streamrl.learner.process.ranks import World
+from streamrl.learner.rank import work
+from streamrl.learner.rank_context import (
+    Conducting,
+    Follower,
+    RankContext,
+    load_model_together,
+    rank_progress,
+    read_train_prompts,
+    surround,
+)
+from streamrl.learner.replayed import ReplayFeed, ReplayStream, Unpublished, Unsuspecting, as_replayed, versions_of
+from streamrl.learner.start import REPLAY, Start, claim_folder, make_start
+from streamrl.ops.record.read import Recording
+from streamrl.protocol.transport.types import RunState
 from streamrl.recipe.algorithms import make_algorithm
-from streamrl.record.read import Recording
-from streamrl.run_lock import LOCK, only_one
-from streamrl.transport.types import RunState
-from streamrl.versions import epoch_of
+from streamrl.versions import term_of
 
 log = structlog.get_logger(__name__)
 
@@ -51,37 +57,37 @@ def replay(
     if world.is_main:
         check_exporters(config)
         try_out(config.algorithm)
-    around = surround(config, world, rank_progress(world), stop=stop, environment=environment)
+    context = surround(config, world, rank_progress(world), stop=stop, environment=environment)
     recording = Recording.open(folder)
-    _check(recording, config, around.speech.fingerprint)
+    _check(recording, config, context.tokenizer_info.fingerprint)
     with closing(ReplayStream(recording)) as stream:
-        return _lead(around, recording, stream) if world.is_main else _follow(around, stream)
+        return _lead(context, recording, stream) if world.is_main else _follow(context, stream)
 
 
-def _follow(around: Surroundings, stream: ReplayStream) -> RunState:
-    policy = load_model_together(around)
-    start = Start.from_bytes(around.patient.broadcast(None))
-    return _work(around, policy, start, conductor=Follower(around), stream=stream)
+def _follow(context: RankContext, stream: ReplayStream) -> RunState:
+    policy = load_model_together(context)
+    start = Start.from_bytes(context.patient.broadcast(None))
+    return _work(context, policy, start, conductor=Follower(context), stream=stream)
 
 
-def _lead(around: Surroundings, recording: Recording, stream: ReplayStream) -> RunState:
-    config, prompts = around.config, read_train_prompts(around)
-    policy = load_model_together(around)
+def _lead(context: RankContext, recording: Recording, stream: ReplayStream) -> RunState:
+    config, prompts = context.config, read_train_prompts(context)
+    policy = load_model_together(context)
     with only_one(config.folder / LOCK, config.name):
-        start, conductor = _begin(around, recording, stream, prompts)
-        around.patient.broadcast(start.to_bytes())
-        return _work(around, policy, start, conductor=conductor, stream=stream)
+        start, conductor = _begin(context, recording, stream, prompts)
+        context.patient.broadcast(start.to_bytes())
+        return _work(context, policy, start, conductor=conductor, stream=stream)
 
 
 def _begin(
-    around: Surroundings, recording: Recording, stream: ReplayStream, prompts: PromptSet
+    context: RankContext, recording: Recording, stream: ReplayStream, prompts: PromptSet
 ) -> tuple[Start, Conductor]:
-    config = around.config
+    config = context.config
     _mark(config.folder, recording)
     claimed = claim_folder(config, prompts)
     versions = versions_of(recording)
     # No token counts as one of a dead lineage: which of the recorded run's learners were replaced is not known here.
-    lineage = dict.fromkeys(epoch_of(version) for version, _ in versions)
+    lineage = dict.fromkeys(term_of(version) for version, _ in versions)
     start = make_start(config, claimed, prompts, lineage=lineage, canary_ids=())
     log.info("replays", recording=str(recording.folder), groups=len(recording.places), goes_on_from=start.checkpoint)
     feed = ReplayFeed(
@@ -95,21 +101,21 @@ def _begin(
     )
     lease = LeaseKeeper(lambda: None, lease_s=config.learner.lease_s)  # the folder's lock is held instead
     return start, Conductor(
-        around, start, prompts=prompts, stream=stream, feed=feed, suspects=Unsuspecting(), validation=None, lease=lease
+        context, start, prompts=prompts, stream=stream, feed=feed, suspects=Unsuspecting(), validation=None, lease=lease
     )
 
 
 def _work(
-    around: Surroundings, policy: Policy, start: Start, *, conductor: Conducting, stream: ReplayStream
+    context: RankContext, policy: Policy, start: Start, *, conductor: Conducting, stream: ReplayStream
 ) -> RunState:
     """A recording that is used up is an end like any other. Rank 0 alone reads it, so all hear it from there."""
-    state = work(around, policy, start, conductor=conductor, stream=stream, publisher=Unpublished(start.epoch))
-    used_up = stream.used_up and not around.stop.is_set()
-    told = around.world.broadcast(bytes([used_up]) if around.world.is_main else None)
+    state = work(context, policy, start, conductor=conductor, stream=stream, publisher=Unpublished(start.term))
+    used_up = stream.used_up and not context.stop.is_set()
+    told = context.world.broadcast(bytes([used_up]) if context.world.is_main else None)
     if state != "stopped" or not told[0]:
         return state
     log.info("the recording is used up; what is left of it is too little for a step")
-    export(policy, around.speech.tokenizer, around.config, around.patient)
+    export(policy, context.tokenizer_info.tokenizer, context.config, context.patient)
     return "finished"
 
 

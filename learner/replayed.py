@@ -15,20 +15,20 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import BinaryIO
 
-from learner.publishing.publish import Published
-from learner.stream.data import PromptSet
-from learner.stream.feed import Feed
-from learner.stream.ledger import DROPPED, LedgerState, StreamState
-from learner.stream.plan import Plan
 from streamrl.config import schema
 from streamrl.errors import WireError
-from streamrl.record.frames import Place, read_group
-from streamrl.record.read import Recording, open_group
+from streamrl.learner.groups.feed import Feed
+from streamrl.learner.groups.ledger import DROPPED, FeedState, LedgerState
+from streamrl.learner.groups.plan import Plan
+from streamrl.learner.groups.prompts import PromptSet
+from streamrl.learner.publishing.publish import Published
+from streamrl.ops.record.frames import Place, read_group
+from streamrl.ops.record.read import Recording, open_group
+from streamrl.protocol.transport.types import Entry, Orders, PresentGroup, PresentTicket, entry_order
+from streamrl.protocol.wire.group import GroupHeader
+from streamrl.protocol.wire.ticket import Purpose, Ticket
 from streamrl.telemetry.progress import Report
-from streamrl.transport.types import Entry, Orders, PresentGroup, PresentTicket, entry_order
 from streamrl.versions import make_version
-from streamrl.wire.group import GroupHeader
-from streamrl.wire.ticket import Purpose, Ticket
 
 NOT_RECORDED = "not_recorded"  # why tickets end that the recording has no answer to
 
@@ -132,13 +132,13 @@ class ReplayFeed(Feed):
         prompts: PromptSet,
         config: schema.Config,
         keep: Callable[[GroupHeader], str | None],
-        state: StreamState | None,
+        state: FeedState | None,
     ) -> None:
         fresh = state is None
         numbers = recording.numbers()
         if state is None:
             issued = _num_issued(numbers, prompts.num_tickets(config.training.max_epochs))
-            state = StreamState(ledger=LedgerState(issued=issued), versions=tuple(versions))
+            state = FeedState(ledger=LedgerState(issued=issued), versions=tuple(versions))
         super().__init__(
             stream=stream,
             prompts=prompts,
@@ -171,8 +171,8 @@ class Unpublished:
 
     failing = False
 
-    def __init__(self, epoch: int) -> None:
-        self._epoch = epoch
+    def __init__(self, term: int) -> None:
+        self._term = term
         self._next_n = 0
         self.busy = False
         self.latest: Published | None = None
@@ -185,7 +185,7 @@ class Unpublished:
         return nullcontext()
 
     def begin(self, step: int, *, whole: bool = False) -> None:
-        version = make_version(self._epoch, self._next_n)
+        version = make_version(self._term, self._next_n)
         self.latest = Published(version=version, step=step, num_bytes=0, changed_fraction=0.0)
         self._next_n, self.busy = self._next_n + 1, True
 

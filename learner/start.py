@@ -1,6 +1,6 @@
 """How rank 0 becomes the learner of a run, and what it then tells the other ranks.
 
-    lease ─► durable epoch ─► checkpoint to go on from ─► claim in Redis ─► Start, broadcast as JSON
+    lease ─► durable term ─► checkpoint to go on from ─► claim in Redis ─► Start, broadcast as JSON
 
 The lease comes first, so that a learner that is not admitted leaves no trace. Blocks in waiting for the lease, at most
 twice its length, on Redis and the disk, and while that is full: as long as Redis may be away.
@@ -22,19 +22,19 @@ import redis
 import structlog
 from pydantic import TypeAdapter
 
-from learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot
-from learner.checkpoints.epochs import CheckpointName, Epoch, Lineage, ancestry, claim_run
-from learner.checkpoints.resume import ANY_DATA, changed_since_checkpoint
-from learner.lease import LeaseKeeper
-from learner.stream.data import PromptSet
 from streamrl.config import schema
 from streamrl.config.changes import check_changes
 from streamrl.config.dump import config_to_json
 from streamrl.errors import ConfigError, DataError
-from streamrl.transport.keys import Keys
-from streamrl.transport.learner import LearnerStream
-from streamrl.transport.tenure import await_lease, known_epoch
-from streamrl.versions import epoch_of
+from streamrl.learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot
+from streamrl.learner.checkpoints.resume import ANY_DATA, changed_since_checkpoint
+from streamrl.learner.checkpoints.terms import CheckpointName, Lineage, Term, ancestry, claim_run
+from streamrl.learner.groups.prompts import PromptSet
+from streamrl.learner.process.lease import LeaseKeeper
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.learner import LearnerStream
+from streamrl.protocol.transport.lease import await_lease, known_term
+from streamrl.versions import term_of
 
 REPLAY = "replay.json"  # in the folder of a run that learns from a recording: which one
 _CANARY_TOKENS = 64
@@ -55,12 +55,12 @@ class Server:
     takeover: bool = False  # replace a learner that holds the run
     is_restart: bool = False  # this very learner was at it already
 
-    def stream(self, config: schema.Config, *, run_uid: str, epoch: int) -> LearnerStream:
+    def stream(self, config: schema.Config, *, run_uid: str, term: int) -> LearnerStream:
         return LearnerStream(
             self.client,
             self.keys,
             run_uid=run_uid,
-            epoch=epoch,
+            term=term,
             holder=self.holder,
             lease_s=config.learner.lease_s,
             give_up_after_s=config.redis.give_up_after_s,
@@ -72,9 +72,9 @@ class Start:
     """What every rank must know before the first step."""
 
     run_uid: str
-    epoch: int
+    term: int
     checkpoint: str | None  # name of the checkpoint to go on from
-    lineage: Mapping[int, int | None]  # epochs that led here, each with its last step; None: all of it
+    lineage: Mapping[int, int | None]  # terms that led here, each with its last step; None: all of it
     step: int  # optimizer steps made
     first_step: int  # with which the data began: a fork with new data goes on counting its source's
     consumed_samples: int
@@ -90,14 +90,14 @@ class Start:
 
     def is_dead(self, version: int, step: int) -> bool:
         """Whether this version, of this optimizer step, belongs to a branch that was given up."""
-        return not Lineage(self.lineage).holds(CheckpointName(epoch_of(version), step))
+        return not Lineage(self.lineage).holds(CheckpointName(term_of(version), step))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claimed:
-    """A run's folder is ours: the newest epoch in it is."""
+    """A run's folder is ours: the newest term in it is."""
 
-    epoch: Epoch
+    term: Term
     checkpoint: Checkpoint | None  # to go on from
 
 
@@ -126,7 +126,7 @@ def was_restarted(environment: Mapping[str, str]) -> bool:
 def admit(
     *, config: schema.Config, server: Server, keeper: LeaseKeeper, prompts: PromptSet, fingerprint: str
 ) -> Admitted:
-    """After `take_lease`: claim the epoch and the run. RunGone where it was removed; `takeover` begins it anew. The
+    """After `take_lease`: claim the term and the run. RunGone where it was removed; `takeover` begins it anew. The
     operator's word to end, said to a learner that has gone, holds for its restarts only. `fingerprint`: of model and
     tokenizer."""
     if (config.folder / REPLAY).exists():
@@ -136,10 +136,10 @@ def admit(
         await_lease, server.client, server.keys, holder=server.holder, lease_s=config.learner.lease_s, wait_s=0.0
     )
     give_up_after_s = config.redis.give_up_after_s
-    known = partial(known_epoch, server.client, server.keys, takeover=server.takeover, give_up_after_s=give_up_after_s)
+    known = partial(known_term, server.client, server.keys, takeover=server.takeover, give_up_after_s=give_up_after_s)
     claim = partial(claim_folder, config, prompts, confirm=still_ours, known=known)
     claimed = once_there_is_room(claim, patience_s=give_up_after_s, check=keeper.check)
-    stream = server.stream(config, run_uid=claimed.epoch.run_uid, epoch=claimed.epoch.number)
+    stream = server.stream(config, run_uid=claimed.term.run_uid, term=claimed.term.number)
     stream.claim(
         config_json=config_to_json(config),
         fingerprint=fingerprint,
@@ -151,9 +151,9 @@ def admit(
         stream.forget_end()
     log.info(
         "learner of the run",
-        run_uid=claimed.epoch.run_uid,
-        epoch=claimed.epoch.number,
-        checkpoint=str(claimed.epoch.parent),
+        run_uid=claimed.term.run_uid,
+        term=claimed.term.number,
+        checkpoint=str(claimed.term.parent),
     )
     lineage = ancestry(config.folder).last_steps
     start = make_start(config, claimed, prompts, lineage=lineage, canary_ids=_canary_ids(prompts))
@@ -167,22 +167,22 @@ def claim_folder(
     confirm: Callable[[], None] = lambda: None,
     known: Callable[[str], int] = lambda run_uid: 0,
 ) -> Claimed:
-    """Claim the next epoch, after the one that is `known` of the run elsewhere; the caller sees to it, and `confirm` by
+    """Claim the next term, after the one that is `known` of the run elsewhere; the caller sees to it, and `confirm` by
     raising, that nobody else works in this folder."""
     root = CheckpointRoot(config.folder)
     run_uid = claim_run(config.folder)
     changed = changed_since_checkpoint(config)
     check_changes(changed, folder=str(config.folder))  # before the claim: who is refused leaves no trace
-    epoch = root.claim_epoch(run_uid, confirm=confirm, known=known(run_uid))
+    term = root.claim_term(run_uid, confirm=confirm, known=known(run_uid))
     if changed:
         log.warning("settings changed since the checkpoint", changes=[str(change) for change in changed])
-    checkpoint = root.open(epoch.parent) if epoch.parent else None
+    checkpoint = root.open(term.parent) if term.parent else None
     if checkpoint is not None and checkpoint.state.data_fingerprint not in (ANY_DATA, prompts.fingerprint()):
         raise DataError(
             f"{checkpoint.folder} was made with other prompts, seed or order than data.train = {_paths(config.data)} "
             "gives now: tickets would mean other prompts"
         )
-    return Claimed(epoch=epoch, checkpoint=checkpoint)
+    return Claimed(term=term, checkpoint=checkpoint)
 
 
 def once_there_is_room(
@@ -218,8 +218,8 @@ def make_start(
     extra = checkpoint.state.extra if checkpoint else {}
     first_step = extra.get("first_step", 0)
     return Start(
-        run_uid=claimed.epoch.run_uid,
-        epoch=claimed.epoch.number,
+        run_uid=claimed.term.run_uid,
+        term=claimed.term.number,
         checkpoint=str(checkpoint.name) if checkpoint else None,
         lineage=lineage,
         step=checkpoint.state.step if checkpoint else 0,

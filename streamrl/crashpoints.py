@@ -39,8 +39,8 @@ Point = Literal[
     # Becoming the learner
     "lease.taken",  # others are kept out; the run's history does not know us yet
     "run.recorded",  # the run has its uid
-    "epoch.recorded",  # the durable epoch is ours; Redis has the one before
-    "claim.written",  # Redis has the epoch; nothing is restored
+    "term.recorded",  # the durable term is ours; Redis has the one before
+    "claim.written",  # Redis has the term; nothing is restored
     # Reconciling
     "restore.written",  # the streams are there; what is missing in them has not been asked for
     "reconcile.deleted",  # superfluous tickets are gone; missing ones are not issued again
@@ -60,7 +60,7 @@ Point = Literal[
     # Consuming
     "group.read",  # the cursor is beyond it, in memory alone
     "group.settled",  # the ledger says how it ended, in memory alone
-    # Files that are whole or not there (streamrl.durable)
+    # Files that are whole or not there (streamrl.files)
     "file.aside",  # all bytes are on the disk under another name
     "file.linked",  # the name is there, and the other one too
     "file.renamed",  # the name is there, and may not survive a power cut
@@ -72,7 +72,7 @@ Point = Literal[
     "checkpoint.renamed",  # the commit point is passed; the name may not survive a power cut
     "checkpoint.committed",  # it would; Redis does not know
     "commit.written",  # the stream is trimmed; older checkpoints are there
-    "prune.aside",  # an old checkpoint is renamed; whether a younger epoch needs it has not been looked at
+    "prune.aside",  # an old checkpoint is renamed; whether a younger term needs it has not been looked at
     "prune.removed",  # one is gone; others are to go
     # Weights
     "blob.begun",  # the index has the blob; chunks are missing (Redis)

@@ -7,7 +7,7 @@ StreamrlError
 │   └── ResourceError    something the run needs is not there: Redis, a port, vLLM, disk
 ├── WireError            a message that does not follow the schema or exceeds a limit
 ├── TransportError       Redis, or the store of weights, did not answer within its bounds
-│   ├── Fenced           a newer learner epoch exists; this process must stop at once
+│   ├── Fenced           a newer learner term exists; this process must stop at once
 │   ├── RunGone          the run's tombstone is there: it was removed, leave
 │   └── ServerFull       Redis takes no more until there is room (maxmemory, its disk); nothing was written
 ├── WeightsError         a blob, manifest, or digest is missing or wrong

@@ -1,6 +1,6 @@
-"""Weight versions: `epoch * 2**32 + n`, shown as `6.103`.
+"""Weight versions: `term * 2**32 + n`, shown as `6.103`.
 
-The learner's epoch is claimed durably in the checkpoint root before any effect, so versions grow over restarts,
+The learner's term is claimed durably in the checkpoint root before any effect, so versions grow over restarts,
 rollbacks and the loss of Redis, and no two learners can ever give one number to different weights.
 """
 
@@ -14,14 +14,14 @@ _N_BITS = 32
 _MAX_N = (1 << _N_BITS) - 1
 
 
-def make_version(epoch: int, n: int) -> Version:
-    """The n-th version that a learner of this epoch publishes (n counts from 0)."""
-    assert epoch >= 1, f"epochs count from 1, got {epoch}"
+def make_version(term: int, n: int) -> Version:
+    """The n-th version that a learner of this term publishes (n counts from 0)."""
+    assert term >= 1, f"terms count from 1, got {term}"
     assert 0 <= n <= _MAX_N, f"n out of range: {n}"
-    return Version((epoch << _N_BITS) | n)
+    return Version((term << _N_BITS) | n)
 
 
-def epoch_of(version: int) -> int:
+def term_of(version: int) -> int:
     return version >> _N_BITS
 
 
@@ -31,14 +31,14 @@ def number_of(version: int) -> int:
 
 def show(version: int) -> str:
     """`6.103`: the form in which people meet versions."""
-    return f"{epoch_of(version)}.{number_of(version)}"
+    return f"{term_of(version)}.{number_of(version)}"
 
 
 def parse(text: str) -> Version:
     """The inverse of `show`; raises ValueError on anything else."""
-    epoch, dot, n = text.partition(".")
-    if not (dot and epoch.isascii() and epoch.isdigit() and n.isascii() and n.isdigit()):
+    term, dot, n = text.partition(".")
+    if not (dot and term.isascii() and term.isdigit() and n.isascii() and n.isdigit()):
         raise ValueError(f"not a weight version: {text!r} (expected EPOCH.NUMBER, such as 6.103)")
-    if int(n) > _MAX_N or int(epoch) < 1:
+    if int(n) > _MAX_N or int(term) < 1:
         raise ValueError(f"weight version out of range: {text!r}")
-    return make_version(int(epoch), int(n))
+    return make_version(int(term), int(n))

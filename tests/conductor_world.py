@@ -10,21 +10,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from learner.checkpoints.checkpoint import CheckpointRoot
-from learner.conductor import Conductor
-from learner.distributed import World
-from learner.lease import LeaseKeeper
-from learner.metrics.record import Timers
-from learner.policy.model import Speech
-from learner.publishing.publish import Published
-from learner.start import Start
-from learner.stream.ledger import StreamState
-from learner.stream.plan import Kind, Plan
-from learner.surroundings import Surroundings
-from learner.suspects import Suspects
-from learner.validation import Answer, ValidationResult
-from learner.watchdog import Watchdog
 from streamrl.config import schema
+from streamrl.learner.checkpoints.checkpoint import CheckpointRoot
+from streamrl.learner.conductor import Conductor
+from streamrl.learner.groups.ledger import FeedState
+from streamrl.learner.groups.plan import Kind, Plan
+from streamrl.learner.groups.quarantine import Quarantine
+from streamrl.learner.metrics.record import Answer, Timers, ValidationResult
+from streamrl.learner.model.load import TokenizerInfo
+from streamrl.learner.process.lease import LeaseKeeper
+from streamrl.learner.process.ranks import World
+from streamrl.learner.process.watchdog import Watchdog
+from streamrl.learner.publishing.publish import Published
+from streamrl.learner.rank_context import RankContext
+from streamrl.learner.start import Start
 from streamrl.telemetry.progress import Progress, Report, Wait
 from streamrl.versions import make_version
 from tests.feed_world import Clock, make_prompts
@@ -65,10 +64,10 @@ class FakeFeed:
     def metrics(self) -> dict[str, float]:
         return {"stream/issued": 7.0}
 
-    def state(self) -> StreamState:
-        return StreamState()
+    def state(self) -> FeedState:
+        return FeedState()
 
-    def committed(self, state: StreamState, *, step: int) -> None: ...
+    def committed(self, state: FeedState, *, step: int) -> None: ...
 
 
 class FakeValidation:
@@ -144,28 +143,28 @@ class Wire:
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 
 
-def surroundings(config: schema.Config, **changes: Any) -> Surroundings:
+def surroundings(config: schema.Config, **changes: Any) -> RankContext:
     """Of a rank that is alone; `changes` instead of what it would have."""
-    speech = Speech(tokenizer=FakeTokenizer(), end_ids=(1,), vocabulary=50, fingerprint="model")
+    tokenizer_info = TokenizerInfo(tokenizer=FakeTokenizer(), end_ids=(1,), vocabulary=50, fingerprint="model")
     given = {
         "config": config,
         "world": ALONE,
         "patient": ALONE,
-        "speech": speech,
+        "tokenizer_info": tokenizer_info,
         "progress": Progress(part="learner/0", role="learner"),
         "watchdog": Watchdog(limit_s=300.0, at_disk_s=300.0),
         "timers": Timers(),
         "stop": threading.Event(),
         "job_began": 0.0,
     }
-    return Surroundings(**{**given, **changes})
+    return RankContext(**{**given, **changes})
 
 
 def start_of(**changes: Any) -> Start:
     """From the beginning."""
     given = {
         "run_uid": "run",
-        "epoch": 1,
+        "term": 1,
         "checkpoint": None,
         "lineage": {1: None},
         "step": 0,
@@ -203,7 +202,7 @@ class Scene:
             prompts=make_prompts(3),
             stream=self.stream,
             feed=self.feed,
-            suspects=Suspects(config.folder, epoch=1),
+            suspects=Quarantine(config.folder, term=1),
             validation=self.validation,
             lease=LeaseKeeper(lambda: None, lease_s=1.0),
             clock=self.clock,

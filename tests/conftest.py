@@ -15,9 +15,9 @@ import redis
 import redis.asyncio
 
 from streamrl.config import schema
-from streamrl.transport.connection import connect, connect_async
-from streamrl.transport.embedded import EmbeddedRedis, find_server
-from streamrl.transport.keys import Keys
+from streamrl.protocol.transport.connection import connect, connect_async
+from streamrl.protocol.transport.embedded import EmbeddedRedis, find_server
+from streamrl.protocol.transport.keys import Keys
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import sys
 
-from streamrl.ports import bind
-from workers.rewards.batcher import Batcher, ScoringModelDouble
-from workers.rewards.server import RewardApp
-from workers.rewards.serving import run
+from streamrl.process import bind
+from streamrl.workers.rewards.batcher import Batcher, ScoringModelDouble
+from streamrl.workers.rewards.server import RewardApp
+from streamrl.workers.rewards.serving import run
 
 
 def main() -> None:

@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from learner.stream.data import Prompt, PromptSet
-from learner.stream.feed import Feed
-from learner.stream.ledger import Ending, StreamState
-from learner.stream.plan import Kind, Plan
 from streamrl.config import schema
-from streamrl.transport.double import LearnerStreamDouble, MemoryServer
+from streamrl.learner.groups.feed import Feed
+from streamrl.learner.groups.ledger import Ending, FeedState
+from streamrl.learner.groups.plan import Kind, Plan
+from streamrl.learner.groups.prompts import Prompt, PromptSet
+from streamrl.protocol.transport.double import LearnerStreamDouble, MemoryServer
+from streamrl.protocol.wire.group import GroupHeader, decode_header, encode_group
+from streamrl.protocol.wire.ticket import Ticket
 from streamrl.versions import make_version
-from streamrl.wire.group import GroupHeader, decode_header, encode_group
-from streamrl.wire.ticket import Ticket
 from tests.helpers import make_group, make_sample
 
 RUN = "uid"
@@ -84,18 +84,18 @@ class FeedWorld:
         self.server = MemoryServer(wait=self.clock.advance)
         self.config = config or make_config()
         self.prompts = prompts or make_prompts(num_prompts)
-        self.committed = StreamState()
+        self.committed = FeedState()
         self.committed_step = 0
         self.journal: dict[str, tuple[str | None, tuple[Ending, ...]]] = {}  # by file: the one before, and what ended
-        self.epoch = 0
-        self.published: dict[int, int] = {}  # step of each version, of all epochs
+        self.term = 0
+        self.published: dict[int, int] = {}  # step of each version, of all terms
         self.start()
 
     def start(self) -> None:
         """A learner begins, from the last commit; whatever one before it held in memory is gone."""
-        self.epoch += 1
+        self.term += 1
         self.step = self.committed_step
-        self.stream = LearnerStreamDouble(self.server, epoch=self.epoch)
+        self.stream = LearnerStreamDouble(self.server, term=self.term)
         self.feed = Feed(
             stream=self.stream,
             prompts=self.prompts,
@@ -111,7 +111,7 @@ class FeedWorld:
         self.publish()
 
     def publish(self) -> None:
-        version = make_version(self.epoch, self.num_published)
+        version = make_version(self.term, self.num_published)
         self.published[version] = self.step
         self.feed.note_version(version, self.step)
         self.num_published += 1

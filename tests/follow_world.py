@@ -9,16 +9,16 @@ from pathlib import Path
 
 import numpy as np
 
+from streamrl.protocol.transport.types import Announcement
+from streamrl.protocol.weights.manifest import Manifest, encode_manifest
+from streamrl.protocol.weights.mirror import Mirror
+from streamrl.protocol.weights.stores import MemoryStore
 from streamrl.telemetry.progress import Progress
-from streamrl.transport.types import Announcement
-from streamrl.weights.manifest import Manifest, encode_manifest
-from streamrl.weights.mirror import Mirror
-from streamrl.weights.stores import MemoryStore
+from streamrl.workers.engines.double import EngineDouble
+from streamrl.workers.proofs.proving import ProofDouble
+from streamrl.workers.tickets import AnnouncementsDouble
+from streamrl.workers.weights import Patience, WeightFollower
 from tests.weights_world import RUN_UID, State, World, nudged, random_state
-from workers.engines.double import EngineDouble
-from workers.proving import ProofDouble
-from workers.tickets import AnnouncementsDouble
-from workers.weights import Patience, WeightFollower
 
 PATIENCE = Patience(look_again_s=600.0, give_up_after_s=0.5, first_version_s=0.5)
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from streamrl.protocol.wire.group import Group, GroupHeader, Sample, Span
+from streamrl.protocol.wire.ticket import Ticket
 from streamrl.versions import make_version
-from streamrl.wire.group import Group, GroupHeader, Sample, Span
-from streamrl.wire.ticket import Ticket
 
 _POLL_S = 0.01
 

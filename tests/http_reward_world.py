@@ -12,8 +12,8 @@ import httpx
 
 from streamrl.config import schema
 from streamrl.permissions import Permissions
+from streamrl.workers.rewards.http_client import HttpReward, build_http_reward
 from tests.helpers import wait_until
-from workers.rewards.http_client import HttpReward, build_http_reward
 
 
 def connect(answer: Callable[[httpx.Request], Any], *, first_pause_s: float = 0.001, **settings: Any) -> HttpReward:

@@ -6,19 +6,19 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from streamrl.monitor.build import build_view
-from streamrl.monitor.history import History
-from streamrl.monitor.view import View
+from streamrl.ops.monitor.build import build_view
+from streamrl.ops.monitor.history import History
+from streamrl.ops.monitor.view import View
+from streamrl.protocol.transport.snapshot import Snapshot, StreamCounts
+from streamrl.protocol.transport.types import Record, RunInfo
 from streamrl.telemetry.progress import Report
-from streamrl.transport.snapshot import Snapshot, StreamCounts
-from streamrl.transport.types import Record, RunInfo
 from streamrl.versions import make_version
 
 NOW = 1_000_000.0
 
 
 def make_record(step: int, **values: float) -> Record:
-    return Record(id=f"{step}-0", step=step, epoch=1, at=NOW + step, values=values)
+    return Record(id=f"{step}-0", step=step, term=1, at=NOW + step, values=values)
 
 
 def step_record(step: int, **values: float) -> Record:
@@ -41,7 +41,7 @@ def make_report(part: str, **changes: Any) -> Report:
 
 
 def make_run(**config: Any) -> RunInfo:
-    return RunInfo(uid="uid", name="run", epoch=1, config_json=json.dumps(config), fingerprint="f", state="running")
+    return RunInfo(uid="uid", name="run", term=1, config_json=json.dumps(config), fingerprint="f", state="running")
 
 
 def make_snapshot(**changes: Any) -> Snapshot:

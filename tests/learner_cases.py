@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from streamrl.config import schema
+from streamrl.protocol.wire.group import Group, GroupHeader, Sample, Span, decode_body, decode_header, encode_group
 from streamrl.versions import make_version
-from streamrl.wire.group import Group, GroupHeader, Sample, Span, decode_body, decode_header, encode_group
 
 
 def group_of(

@@ -12,17 +12,17 @@ import transformers
 
 from streamrl.config import schema
 from streamrl.config.dump import config_to_json
-from streamrl.transport.keys import Keys
-from streamrl.transport.learner import LearnerStream
-from streamrl.transport.types import START, Announcement
-from streamrl.weights.format import BITS, DType, TensorMeta
-from streamrl.weights.manifest import Manifest, encode_manifest
-from streamrl.weights.stores import open_store
-from streamrl.wire.group import Group, decode_body, decode_header
-from streamrl.wire.ticket import Purpose, Ticket
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.learner import LearnerStream
+from streamrl.protocol.transport.types import START, Announcement
+from streamrl.protocol.weights.format import BITS, DType, TensorMeta
+from streamrl.protocol.weights.manifest import Manifest, encode_manifest
+from streamrl.protocol.weights.stores import open_store
+from streamrl.protocol.wire.group import Group, decode_body, decode_header
+from streamrl.protocol.wire.ticket import Purpose, Ticket
+from streamrl.workers.engines.model import read_model
 from tests.helpers import make_ticket, wait_until
 from tests.weights_world import RUN_UID, State, World, read_safetensors
-from workers.engines.model import read_model
 
 EPOCH = 1
 _DTYPES: Mapping[str, DType] = {"F32": "float32", "BF16": "bfloat16"}
@@ -35,10 +35,10 @@ class MadeUpLearner:
         self.config = config
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(config.model.path)
         facts = read_model(config.model.path, trust_remote_code=False)
-        self.stream = LearnerStream(client, keys, run_uid=RUN_UID, epoch=EPOCH, holder="job", lease_s=600.0)
+        self.stream = LearnerStream(client, keys, run_uid=RUN_UID, term=EPOCH, holder="job", lease_s=600.0)
         self.stream.claim(config_json=config_to_json(config), fingerprint=fingerprint or facts.fingerprint, wait_s=0.0)
         self.stream.restore(cursor=START)
-        self._world = World(open_store("redis:", client, keys), epoch=EPOCH)
+        self._world = World(open_store("redis:", client, keys), term=EPOCH)
         self._cursor: dict[Purpose, str] = {"train": START, "eval": START}
 
     def publish(self, folder: Path, *, anchor: bool = False) -> Manifest:

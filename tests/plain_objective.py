@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from learner.policy.model import Policy
 from streamrl.config import schema
-from streamrl.wire.group import Group, Sample
+from streamrl.learner.model.load import Policy
+from streamrl.protocol.wire.group import Group, Sample
 
 
 def plain_logits(policy: Policy, group: Group, tokens: Sequence[int]) -> torch.Tensor:  # [T, V]

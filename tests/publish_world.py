@@ -10,15 +10,15 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from learner.companion import AtOnce, Beside
-from learner.distributed import World as Ranks
-from learner.policy.model import Policy, load_policy
-from learner.publishing.publish import Published, Publisher
 from streamrl.config import schema
-from streamrl.transport.types import Announcement
-from streamrl.weights.manifest import Manifest, decode_manifest
-from streamrl.weights.mirror import Mirror
-from streamrl.weights.stores import MemoryStore
+from streamrl.learner.model.load import Policy, load_policy
+from streamrl.learner.process.background import BackgroundThread, BackgroundThreadDouble
+from streamrl.learner.process.ranks import World as Ranks
+from streamrl.learner.publishing.publish import Published, Publisher
+from streamrl.protocol.transport.types import Announcement
+from streamrl.protocol.weights.manifest import Manifest, decode_manifest
+from streamrl.protocol.weights.mirror import Mirror
+from streamrl.protocol.weights.stores import MemoryStore
 from tests.learner_cases import learner_config
 from tests.tiny_models import make_model
 
@@ -79,21 +79,21 @@ class Scene:
         folder: Path,
         *,
         store: MemoryStore | None = None,
-        beside: Beside | AtOnce | None = None,
-        epoch: int = 3,
+        beside: BackgroundThread | BackgroundThreadDouble | None = None,
+        term: int = 3,
         **weights: object,
     ) -> None:
         settings = schema.Weights(**{"dtype": "bfloat16", **weights})
         self.config = learner_config(make_model(folder / "model"), weights=settings)
         self.policy: Policy = load_policy(self.config, ALONE, (1,))
         self.store, self.stream, self.clock = store or MemoryStore(), FakeStream(), FakeClock()
-        self.beside = beside or AtOnce()
+        self.beside = beside or BackgroundThreadDouble()
         self.publisher = Publisher(
             policy=self.policy,
             config=self.config,
             world=ALONE,
             run_uid="run",
-            epoch=epoch,
+            term=term,
             store=self.store,
             announcer=self.stream,
             canary_ids=(3, 4, 5),
@@ -120,7 +120,7 @@ class Scene:
         return served.keys() == truth.keys() and all(torch.equal(served[name], truth[name]) for name in truth)
 
 
-class ByHand(AtOnce):
+class ByHand(BackgroundThreadDouble):
     """A thread beside the loop that works when it is told to."""
 
     def __init__(self) -> None:

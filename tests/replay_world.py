@@ -10,17 +10,17 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from learner.checkpoints.checkpoint import CheckpointRoot
-from learner.checkpoints.epochs import ancestry
-from learner.distributed import World
-from learner.policy.model import read_speech
-from learner.replay import replay
 from streamrl.config import schema
-from streamrl.record.frames import Origin
-from streamrl.record.write import RecordingWriter
-from streamrl.transport.types import Entry
+from streamrl.learner.checkpoints.checkpoint import CheckpointRoot
+from streamrl.learner.checkpoints.terms import ancestry
+from streamrl.learner.model.load import read_tokenizer_info
+from streamrl.learner.process.ranks import World
+from streamrl.learner.replay import replay
+from streamrl.ops.record.frames import Origin
+from streamrl.ops.record.write import RecordingWriter
+from streamrl.protocol.transport.types import Entry
+from streamrl.protocol.wire.group import encode_group
 from streamrl.versions import make_version
-from streamrl.wire.group import encode_group
 from tests.integration.learner_world import make_run
 from tests.learner_cases import group_of
 
@@ -34,7 +34,7 @@ def make_replay_run(folder: Path, *, name: str = "again", **sections: Any) -> sc
 
 def make_entries(config: schema.Config, numbers: range, *, seed: int = 0) -> list[Entry]:
     """Answers to these tickets, as their run's workers gave them: a step or two old, and none like another."""
-    fingerprint = read_speech(config.model.path).fingerprint
+    fingerprint = read_tokenizer_info(config.model.path).fingerprint
     rng = np.random.default_rng(seed)
     entries = []
     for number in numbers:
@@ -56,8 +56,8 @@ def make_entries(config: schema.Config, numbers: range, *, seed: int = 0) -> lis
 
 
 def make_recording(folder: Path, config: schema.Config, entries: list[Entry]) -> Path:
-    speech = read_speech(config.model.path)
-    origin = Origin(run="live", run_uid=RECORDED, fingerprint=speech.fingerprint, model=config.model.path)
+    tokenizer_info = read_tokenizer_info(config.model.path)
+    origin = Origin(run="live", run_uid=RECORDED, fingerprint=tokenizer_info.fingerprint, model=config.model.path)
     with RecordingWriter(folder, origin, file_bytes=20_000, max_bytes=1 << 30) as writer:
         writer.append(entries)
     return folder

@@ -9,8 +9,8 @@ from typing import Any
 
 import xxhash
 
-from streamrl.audit.commit import Commit
-from streamrl.audit.streams import Streams
+from streamrl.ops.audit.folder import Commit
+from streamrl.ops.audit.streams import Streams
 
 UID = "uid"
 Ranges = Sequence[tuple[int, int]]  # [start, end)
@@ -22,9 +22,9 @@ class RunFolder:
         path.mkdir(parents=True, exist_ok=True)
         (path / "run.json").write_text(json.dumps({"run_uid": UID}))
 
-    def epoch(self, number: int, *, parent: str | None = None) -> None:
-        (self.path / "epochs").mkdir(exist_ok=True)
-        (self.path / "epochs" / f"{number:06d}").write_text(json.dumps({"parent": parent, "run_uid": UID}))
+    def term(self, number: int, *, parent: str | None = None) -> None:
+        (self.path / "terms").mkdir(exist_ok=True)
+        (self.path / "terms" / f"{number:06d}").write_text(json.dumps({"parent": parent, "run_uid": UID}))
 
     def journal(self, name: str, *lines: tuple[int, str, Ranges], after: str | None = None) -> Path:
         """Lines are (step, outcome, ranges of tickets)."""
@@ -66,7 +66,7 @@ class RunFolder:
             "journal": name if journal == "" else journal,
         }
         state = {"step": int(name[-8:]), "stream": stream}
-        content = {"schema": 2, "files": {"weights": [10, "digest"]}, "state": state}
+        content = {"schema": 3, "files": {"weights": [10, "digest"]}, "state": state}
         digest = xxhash.xxh3_128_hexdigest(json.dumps(json.loads(json.dumps(content)), sort_keys=True).encode())
         (folder / "manifest.json").write_text(json.dumps({"content": content, "digest": digest}))
         return folder
@@ -75,10 +75,10 @@ class RunFolder:
 def clean_folder(path: Path) -> RunFolder:
     """Two learners: 12 tickets issued, of which 8 are trained, 1 dropped, 1 dead and 2 open."""
     folder = RunFolder(path)
-    folder.epoch(1)
+    folder.term(1)
     folder.journal("e000001-s00000010", (5, "trained", [(0, 3), (4, 5)]), (9, "dropped/stale", [(3, 4)]))
     folder.checkpoint("e000001-s00000010", issued=7, ended=5, outcomes={"trained": 4, "dropped/stale": 1})
-    folder.epoch(2, parent="e000001-s00000010")
+    folder.term(2, parent="e000001-s00000010")
     folder.journal(
         "e000002-s00000020",
         (11, "trained", [(5, 8)]),
@@ -118,7 +118,7 @@ def make_streams(**changes: Any) -> Streams:
 def make_commit(**changes: Any) -> Commit:
     fields: dict[str, Any] = {
         "run_uid": UID,
-        "epoch": 1,
+        "term": 1,
         "lineage": {1: None},
         "checkpoint": "e000001-s00000010",
         "issued": 6,

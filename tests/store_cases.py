@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from streamrl.errors import WeightsError
-from streamrl.weights.stores import BlobStore
+from streamrl.protocol.weights.stores import BlobStore
 
 
 def check_store(store: BlobStore) -> None:

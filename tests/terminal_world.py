@@ -71,11 +71,11 @@ def set_size(descriptor: int, *, width: int, height: int) -> None:
 def in_terminal(
     arguments: Sequence[str], *, width: int = 80, height: int = 24, **environment: str
 ) -> Iterator[TerminalProgram]:
-    """`python -m streamrl.cli.main ARGUMENTS`; killed at the end if it has not left."""
+    """`python -m cli.main ARGUMENTS`; killed at the end if it has not left."""
     ours, its = pty.openpty()
     set_size(its, width=width, height=height)
     process = subprocess.Popen(
-        [sys.executable, "-m", "streamrl.cli.main", *arguments],
+        [sys.executable, "-m", "streamrl.ops.cli.main", *arguments],
         stdin=its,
         stdout=its,
         stderr=its,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workers.rewards.base import ScoreItem
+from streamrl.workers.rewards.base import ScoreItem
 
 if TYPE_CHECKING:
     from tests.tiny_models import Architecture

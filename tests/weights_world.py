@@ -10,10 +10,9 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import deserialize
 
-from streamrl.versions import make_version
-from streamrl.weights.encoder import EncodedShard, ShardEncoder
-from streamrl.weights.format import BITS, HeldRange, TensorMeta
-from streamrl.weights.manifest import (
+from streamrl.protocol.weights.encoder import EncodedShard, ShardEncoder
+from streamrl.protocol.weights.format import BITS, HeldRange, TensorMeta
+from streamrl.protocol.weights.manifest import (
     Manifest,
     ShardRecord,
     decode_manifest,
@@ -21,7 +20,8 @@ from streamrl.weights.manifest import (
     encode_manifest,
     encode_record,
 )
-from streamrl.weights.stores import BlobStore
+from streamrl.protocol.weights.stores import BlobStore
+from streamrl.versions import make_version
 
 Bits = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 State = Mapping[str, Bits]  # flat bits by tensor
@@ -56,21 +56,21 @@ class World:
     """Ranks that publish into a store, each a part of every tensor."""
 
     def __init__(
-        self, store: BlobStore, *, num_ranks: int = 1, tensors: Sequence[TensorMeta] = TENSORS, epoch: int = 1
+        self, store: BlobStore, *, num_ranks: int = 1, tensors: Sequence[TensorMeta] = TENSORS, term: int = 1
     ) -> None:
         self.store = store
         self.tensors = tuple(tensors)
         self.manifests: dict[int, Manifest] = {}
         self.states: dict[int, State] = {}
         self._encoders = [ShardEncoder() for _ in range(num_ranks)]
-        self._epoch = epoch
+        self._term = term
         self._last = 0
 
     def publish(
         self, state: State, *, anchor: bool = False, beside: bool = False, canary_ids: tuple[int, ...] = ()
     ) -> Manifest:
         anchor = anchor or not self.manifests
-        version = make_version(self._epoch, len(self.manifests))
+        version = make_version(self._term, len(self.manifests))
         records = [
             self._put(encoder.encode(self._held(state, rank), anchor=anchor), version, rank)
             for rank, encoder in enumerate(self._encoders)

@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 
 from streamrl.config import schema
+from streamrl.protocol.transport.types import RunInfo
+from streamrl.protocol.wire.group import Group, decode_body, decode_header
+from streamrl.protocol.wire.ticket import Ticket
 from streamrl.telemetry.progress import Progress
-from streamrl.transport.types import RunInfo
 from streamrl.versions import make_version
-from streamrl.wire.group import Group, decode_body, decode_header
-from streamrl.wire.ticket import Ticket
+from streamrl.workers.answer import Answerer
+from streamrl.workers.engines.base import SampleRequest
+from streamrl.workers.engines.double import EngineDouble
+from streamrl.workers.rewards.base import Reward, RewardDouble, Rewards, ScoreItem, Weighted
+from streamrl.workers.roles import WeightsDouble
+from streamrl.workers.rollout import Rollout
+from streamrl.workers.tickets import TicketsDouble
 from tests.helpers import make_ticket, wait_until_async
-from workers.answer import Answerer
-from workers.engines.base import SampleRequest
-from workers.engines.double import EngineDouble
-from workers.rewards.base import Reward, RewardDouble, Rewards, ScoreItem, Weighted
-from workers.roles import WeightsDouble
-from workers.rollout import Rollout
-from workers.tickets import TicketsDouble
 
 FIRST_VERSION = make_version(1, 0)
 
@@ -60,7 +60,7 @@ class WorkerWorld:
         source: Reward | None = None,
         **worker: Any,
     ) -> None:
-        self.info = RunInfo(uid="uid", name="run", epoch=1, config_json="{}", fingerprint="model", state="running")
+        self.info = RunInfo(uid="uid", name="run", term=1, config_json="{}", fingerprint="model", state="running")
         self.tickets = TicketsDouble(self.info)
         self.engine = engine or EngineDouble()
         self.weights = WeightsDouble(version=FIRST_VERSION)

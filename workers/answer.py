@@ -16,11 +16,11 @@ import structlog
 
 from streamrl.config import schema
 from streamrl.errors import RewardError, RewardOutage, SampleError
+from streamrl.protocol.wire.group import Group, GroupHeader, Sample
+from streamrl.protocol.wire.ticket import Ticket
 from streamrl.tasks import gather_or_cancel
-from streamrl.wire.group import Group, GroupHeader, Sample
-from streamrl.wire.ticket import Ticket
-from workers.engines.base import Engine, Generated, SampleRequest
-from workers.rewards.base import Rewards, ScoreItem, Scores
+from streamrl.workers.engines.base import Engine, Generated, SampleRequest
+from streamrl.workers.rewards.base import Rewards, ScoreItem, Scores
 
 log = structlog.get_logger(__name__)
 

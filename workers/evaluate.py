@@ -21,14 +21,14 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.config import schema
+from streamrl.protocol.wire.group import Group
+from streamrl.protocol.wire.ticket import Ticket
 from streamrl.tasks import cancel_all
 from streamrl.versions import make_version
-from streamrl.wire.group import Group
-from streamrl.wire.ticket import Ticket
-from workers.answer import Answerer
-from workers.engines.base import ENGINES, Engine, EngineSettings
-from workers.engines.model import ModelFacts
-from workers.rewards.base import Rewards
+from streamrl.workers.answer import Answerer
+from streamrl.workers.engines.base import Engine, EngineSettings, make_engine
+from streamrl.workers.engines.model import ModelFacts
+from streamrl.workers.rewards.base import Rewards
 
 _UID = "eval"
 _SHOW_EVERY_S = 1.0
@@ -75,8 +75,7 @@ async def evaluate(
     """With the engine that `worker.engine` names, started and stopped here. `show` hears about once a second how many
     prompts are done."""
     config = _fitted(config, prompts)
-    settings = EngineSettings(model=model, config=config, trust_remote_code=False, seed=config.seed)
-    engine = ENGINES[config.worker.engine](settings)
+    engine = make_engine(EngineSettings(model=model, config=config, trust_remote_code=False, seed=config.seed))
     try:
         await rewards.start()  # closes all of them where one fails
         await engine.start()

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from streamrl.telemetry.progress import Progress
-from workers.rewards.base import Rewards
-from workers.roles import Weights, Work
+from streamrl.workers.rewards.base import Rewards
+from streamrl.workers.roles import Weights, Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,8 +21,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from streamrl.errors import ConfigError
-from streamrl.ports import address_of, bind
-from workers.health import Health
+from streamrl.process import address_of, bind
+from streamrl.workers.health import Health
 
 _STOP_S = 1
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from workers.engines.base import Engine, EngineStats
+from streamrl.workers.engines.base import Engine, EngineStats
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The worker's loop: tickets in, scored groups out.
 
     lease ─► wait for the ticket's version ─► its samples, each generated and scored ─► wait for proof ─► deliver
-      ▲        (one task a ticket, no barrier; as many as `workers.admission` says)                          │
+      ▲        (one task a ticket, no barrier; as many as `num_to_take` says)                               │
       └──────────────────────────────────────────────────────────────────────────────────────────────────────┘
     beside it: leases renewed; weights followed; the engine and the run looked after
 
@@ -9,6 +9,18 @@ Blocks on tickets, on the operator's pause, on the first weights, and on rewards
 lasts, tickets that wait for their scores are handed back, and one at a time is tried until a score comes. A group
 leaves only when every version that made a token of it was proved (see `proving`). What is not delivered in the end is
 handed back, so that nobody waits for a lease to run out.
+
+How many more tickets a worker takes: enough to keep its engine busy, no more than it can soon begin.
+
+What lies in a worker's queue is what another worker could have begun already, so the queue is kept at about one ticket:
+a place that falls free is filled at once, and N workers share the work by speed, since each takes as it finishes.
+
+    queue longer than a ticket, or cache nearly full ─► none          what runs still needs more of the cache
+    else ─► as many again as are at work, up to the bound             the first look at a new load is a guess
+
+The bound is in samples. Answers are long-tailed: of a ticket's samples most are done long before the last one, and if
+tickets were counted, the places of those that are done would stay empty until then (of 8 samples with geometric lengths
+more than half). Nothing waits for a whole batch. Blocks on nothing.
 """
 
 from __future__ import annotations
@@ -24,17 +36,15 @@ import structlog
 
 from streamrl.config import schema
 from streamrl.errors import RewardOutage, TransportError
+from streamrl.protocol.transport.types import Leased
+from streamrl.protocol.wire.group import Group, encode_group
 from streamrl.tasks import cancel_all, run_beside, unless
 from streamrl.telemetry.progress import Progress, Wait
-from streamrl.transport.types import Leased
-from streamrl.wire.group import Group, encode_group
-from workers.admission import num_to_take
-from workers.answer import Answerer
-from workers.engines.base import Engine, EngineStats
-from workers.rates import Rate
-from workers.roles import Counts, Weights
-from workers.stall import StallWatch
-from workers.tickets import Tickets
+from streamrl.workers.answer import Answerer
+from streamrl.workers.engines.base import Engine, EngineStats
+from streamrl.workers.pace import Rate, StallWatch
+from streamrl.workers.roles import Counts, Weights
+from streamrl.workers.tickets import Tickets
 
 log = structlog.get_logger(__name__)
 
@@ -263,3 +273,16 @@ class Rollout:
 
 def _newest_version(group: Group) -> int:
     return max((span.version for sample in group.samples for span in sample.spans), default=0)
+
+
+_KV_FULL = 0.8
+
+
+def num_to_take(stats: EngineStats, *, num_at_work: int, num_open: int, samples_per_ticket: int, most: int) -> int:
+    """`num_open`: samples of the tickets at work that are not made and scored yet; `most`: the bound on these, counted
+    in tickets (`worker.max_groups_in_flight`). The last ticket may go beyond it in part, so that no place waits.
+    """
+    if num_at_work and (stats.num_waiting >= samples_per_ticket or stats.kv_used >= _KV_FULL):
+        return 0
+    room = most * samples_per_ticket - num_open
+    return max(0, min(-(-room // samples_per_ticket), max(1, num_at_work)))

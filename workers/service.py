@@ -5,6 +5,12 @@
 Ends with 0 by returning, else by the error that ended it. What must be there is waited for with a bound; a word to stop
 is heard in every one of these waits, and what does not hear it, such as a call to a Redis that hangs, does not hold the
 worker for longer than its grace and `_LAST_S`.
+
+A worker's wait for its run: until a learner is at it, as long as there is a learner to be waited for.
+
+A learner takes a run up when it has loaded its model, which may last an hour; long before, it shows itself by a report
+each second. That its report *changes* is the sign, so clocks need not agree. Without a sign the wait is bounded; how
+long a learner that shows itself may take is bounded by the learner.
 """
 
 from __future__ import annotations
@@ -12,40 +18,40 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import redis.asyncio
 import structlog
 
 from streamrl.config import schema
 from streamrl.config.dump import config_from_json
-from streamrl.errors import ConfigError, RunGone
+from streamrl.errors import ConfigError, ResourceError, RunGone
 from streamrl.extras import need
-from streamrl.held_folder import mirror_folder
+from streamrl.files import mirror_folder
 from streamrl.permissions import Permissions, allowed_model
-from streamrl.tasks import cancel_all
-from streamrl.telemetry.progress import Progress
-from streamrl.transport.connection import check_server, connect, connect_async
-from streamrl.transport.keys import Keys
-from streamrl.transport.reports import report_progress
-from streamrl.transport.types import RunInfo
-from streamrl.transport.worker import WorkerStream
-from streamrl.weights.mirror import Mirror
-from streamrl.weights.rejected import spread_s
-from streamrl.weights.stores import open_store
-from workers.answer import Answerer
-from workers.await_run import await_run
-from workers.engines.base import ENGINES, Engine, EngineSettings
-from workers.engines.model import ModelFacts, read_model
-from workers.health import Health, Parts
-from workers.proving import Proof, Prover, Unproved
-from workers.rewards.base import build_rewards
-from workers.rollout import Rollout
-from workers.supervise import RestartPatience, Supervisor
-from workers.weights import Patience, WeightFollower
+from streamrl.protocol.transport.connection import check_server, connect, connect_async
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.reports import report_progress
+from streamrl.protocol.transport.types import RunInfo
+from streamrl.protocol.transport.worker import WorkerStream
+from streamrl.protocol.weights.mirror import Mirror
+from streamrl.protocol.weights.rejected import spread_s
+from streamrl.protocol.weights.stores import open_store
+from streamrl.tasks import cancel_all, unless
+from streamrl.telemetry.progress import Progress, Wait
+from streamrl.workers.answer import Answerer
+from streamrl.workers.engines.base import Engine, EngineSettings, make_engine
+from streamrl.workers.engines.model import ModelFacts, read_model
+from streamrl.workers.health import Health, Parts
+from streamrl.workers.proofs.proving import Proof, Prover, Unproved
+from streamrl.workers.rewards.base import build_rewards
+from streamrl.workers.rollout import Rollout
+from streamrl.workers.supervise import RestartPatience, Supervisor
+from streamrl.workers.weights import Patience, WeightFollower
 
 log = structlog.get_logger(__name__)
 
@@ -105,7 +111,10 @@ async def _serve(options: Options, keys: Keys, health: Health, stop: asyncio.Eve
     progress = health.progress
     async with contextlib.AsyncExitStack() as ending:
         if options.http is not None:
-            from workers.http import parse_address, serving  # starlette and uvicorn: only where they are asked for
+            from streamrl.workers.http import (  # starlette and uvicorn: only where they are asked for
+                parse_address,
+                serving,
+            )
 
             where = await ending.enter_async_context(serving(health, parse_address(options.http)))
             log.info("answering_http", address=where)
@@ -218,7 +227,7 @@ class _Service:
 
     def _engine(self, model: ModelFacts) -> Engine:
         self._num_engines += 1
-        return ENGINES[self._config.worker.engine](
+        return make_engine(
             EngineSettings(
                 model=model,
                 config=self._config,
@@ -232,3 +241,45 @@ def _engine_seed(run_seed: int, worker: str, engine: int) -> int:
     """Its own for each worker and each of its engines: the same prompt must not bring the same samples twice."""
     digest = hashlib.sha256(f"{run_seed}/{worker}/{engine}".encode()).digest()
     return int.from_bytes(digest[:4], "little") >> 1
+
+
+_UNMADE_S = 600.0  # without a sign of a learner that would make the run
+_ENDED_S = 300.0  # without a sign of one that would take up a run which has ended
+_POLL_S = 0.5
+
+
+class Run(Protocol):
+    """What is used of `transport.worker.WorkerStream`."""
+
+    async def run_info(self) -> RunInfo | None: ...
+
+    async def learner_report(self) -> bytes | None: ...
+
+
+async def await_run(
+    run: Run,
+    *,
+    name: str,
+    stop: asyncio.Event,
+    progress: Progress,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> RunInfo | None:
+    """The run, once a learner is at it; None when told to stop, or when it has ended and nobody takes it up."""
+    last_sign, last_report = clock(), b""
+    with progress.waiting(Wait.RUN):
+        while not stop.is_set():
+            info = await run.run_info()
+            if info is not None and info.state == "running":
+                return info
+            report = await run.learner_report()
+            if report is not None and report != last_report:
+                last_sign, last_report = clock(), report
+            silent_s = clock() - last_sign
+            if info is not None and silent_s > _ENDED_S:
+                log.info("run_ended", state=info.state)
+                return None
+            if silent_s > _UNMADE_S:
+                raise ResourceError(f"no learner made the run {name!r} in this Redis within {_UNMADE_S:g} s")
+            await unless(stop, sleep(_POLL_S))
+    return None

@@ -25,8 +25,8 @@ import structlog
 from streamrl.errors import EngineError, LoadRejected
 from streamrl.tasks import unless
 from streamrl.telemetry.progress import Progress, Wait
-from workers.engines.base import Engine
-from workers.roles import Weights, Work
+from streamrl.workers.engines.base import Engine
+from streamrl.workers.roles import Weights, Work
 
 log = structlog.get_logger(__name__)
 

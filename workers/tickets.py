@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Protocol
 
 from streamrl.errors import RunGone
-from streamrl.transport.types import Announcement, Control, Leased, RunInfo, RunState
-from streamrl.wire.ticket import Ticket
+from streamrl.protocol.transport.types import Announcement, Control, Leased, RunInfo, RunState
+from streamrl.protocol.wire.ticket import Ticket
 
 
 class Tickets(Protocol):

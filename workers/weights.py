@@ -22,16 +22,16 @@ from dataclasses import dataclass
 import structlog
 
 from streamrl.errors import LoadRejected, RunGone, TransportError, WeightsError
+from streamrl.protocol.transport.types import Announcement
+from streamrl.protocol.weights.catchup import CatchUp
+from streamrl.protocol.weights.manifest import Manifest, decode_manifest
+from streamrl.protocol.weights.mirror import Mirror
+from streamrl.protocol.weights.stores import BlobStore
 from streamrl.telemetry.progress import Progress
-from streamrl.transport.types import Announcement
 from streamrl.versions import show
-from streamrl.weights.catchup import CatchUp
-from streamrl.weights.manifest import Manifest, decode_manifest
-from streamrl.weights.mirror import Mirror
-from streamrl.weights.stores import BlobStore
-from workers.engines.base import Engine, KvCache
-from workers.proving import Proof
-from workers.tickets import Announcements
+from streamrl.workers.engines.base import Engine, KvCache
+from streamrl.workers.proofs.proving import Proof
+from streamrl.workers.tickets import Announcements
 
 log = structlog.get_logger(__name__)
 

@@ -37,7 +37,7 @@ srun --het-group=0 --nodes=1 --ntasks=1 --nodelist="$head" --overlap \
   streamrl reward serve --model "$REWARD_MODEL" --host 0.0.0.0 --port 5555 --token-file "$REWARD_TOKEN_FILE" &
 
 srun --het-group=1 --kill-on-bad-exit=0 \
-  python -m workers --redis "$STREAMRL_REDIS" --run "$RUN_NAME" --model "$MODEL" --allow-host "$head:5555" &
+  streamrl worker --redis "$STREAMRL_REDIS" --run "$RUN_NAME" --model "$MODEL" --allow-host "$head:5555" &
 
 # Before the time limit Slurm sends TERM to this script: the learner writes a checkpoint, and the job ends.
 trap 'streamrl stop --redis "$STREAMRL_REDIS" --run "$RUN_NAME" --timeout-s 300 || true' TERM

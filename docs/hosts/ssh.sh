@@ -43,5 +43,5 @@ done
 
 for host in "${workers[@]}"; do
   start "$host" "worker-$host" \
-    python -m workers --redis "$STREAMRL_REDIS" --run "$RUN_NAME" --model "$MODEL" --allow-host "$REWARD:5555"
+    streamrl worker --redis "$STREAMRL_REDIS" --run "$RUN_NAME" --model "$MODEL" --allow-host "$REWARD:5555"
 done

@@ -1,1 +1,1 @@
-"""What a run keeps on disk: checkpoints, the journal, epochs, and the finished model."""
+"""What a run keeps on disk: checkpoints, the journal, terms, and the finished model."""

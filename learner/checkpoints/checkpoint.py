@@ -2,12 +2,12 @@
 
     run folder/
       run.json                       the run's uid
-      epochs/000006                  which learner is the newest, and its parent checkpoint (learner.checkpoints.epochs)
+      terms/000006                  which learner is the newest, and its parent checkpoint (learner.checkpoints.terms)
       journal/                       which ticket ended how, commit by commit (learner.checkpoints.journal)
       checkpoints/
         .tmp-e000006-s00000130/      being written, by every rank
         e000006-s00000120/           complete: manifest.json has size and digest of every file that the ranks wrote
-          validation.json            how good its weights are, once that is known (learner.checkpoints.scores)
+          validation.json            how good its weights are, once that is known (learner.checkpoints.checkpoint)
 
 Everything is synced to the disk, then the journal and the manifest are written, and then the folder gets its name: that
 rename is the only commit point of a run. Each rank syncs its own file and takes its digest, so that nobody has to read
@@ -16,16 +16,28 @@ newest file of the journal, so that all of it is committed at once. When tickets
 step, as when the last groups of a run are dropped, the tensors are what they were: then a new manifest alone is renamed
 into place.
 
-An epoch removes only checkpoints of its own lineage, and none that a younger epoch goes on from; a branch left behind
+A term removes only checkpoints of its own lineage, and none that a younger term goes on from; a branch left behind
 by a replaced learner is another's and stays. Torch-free; blocks on the disk, for as long as reading or syncing every
 file takes.
+
+How good the weights of a checkpoint are: the validation that was asked for at its step, beside its manifest.
+
+    run folder/
+      checkpoints/
+        e000006-s00000120/
+          manifest.json        sealed while the validation still ran
+          validation.json      added when its answers were in; not there: not validated
+
+Validation runs beside training, on the first version that got out with the checkpoint's weights or younger ones, and
+workers may be further by then: `val_rollouts/min_version_step` and `max_version_step` say which steps answered. The
+file goes with its checkpoint. Blocks on the disk only.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,17 +46,23 @@ import structlog
 import xxhash
 from pydantic import TypeAdapter
 
-from learner.checkpoints.epochs import CheckpointName, Epoch, Lineage, claim_epoch, highest_epoch, parents_named_after
-from learner.checkpoints.journal import write_journal
-from learner.checkpoints.scores import best_first
-from learner.stream.ledger import StreamState
 from streamrl.crashpoints import crashpoint
-from streamrl.durable import fsync_folder, fsync_tree, write_durably
 from streamrl.errors import DataError, Fenced
+from streamrl.files import fsync_folder, fsync_tree, write_durably
+from streamrl.learner.checkpoints.journal import write_journal
+from streamrl.learner.checkpoints.terms import (
+    CheckpointName,
+    Lineage,
+    Term,
+    claim_term,
+    highest_term,
+    parents_named_after,
+)
+from streamrl.learner.groups.ledger import FeedState
 
 MANIFEST = "manifest.json"
 Files = Mapping[str, tuple[int, str]]  # size and digest, by path within the checkpoint's folder
-_SCHEMA = 2
+_SCHEMA = 3
 _CHUNK_BYTES = 1 << 22
 
 log = structlog.get_logger(__name__)
@@ -56,7 +74,7 @@ class CheckpointState:
 
     run_uid: str
     step: int  # optimizer steps made
-    stream: StreamState
+    stream: FeedState
     data_fingerprint: str
     extra: Mapping[str, Any] = field(default_factory=dict)  # JSON; the training loop's own
 
@@ -83,14 +101,14 @@ class CheckpointRoot:
         self.root = root
         self._folder = root / "checkpoints"
 
-    def claim_epoch(self, run_uid: str, *, confirm: Callable[[], None] = lambda: None, known: int = 0) -> Epoch:
-        """Claim the next epoch, going on from the newest complete checkpoint of the surviving lineage."""
+    def claim_term(self, run_uid: str, *, confirm: Callable[[], None] = lambda: None, known: int = 0) -> Term:
+        """Claim the next term, going on from the newest complete checkpoint of the surviving lineage."""
 
         def newest(lineage: Lineage) -> CheckpointName | None:
             checkpoint = self.newest_complete(lineage)
             return checkpoint.name if checkpoint else None
 
-        return claim_epoch(self.root, run_uid=run_uid, newest=newest, confirm=confirm, known=known)
+        return claim_term(self.root, run_uid=run_uid, newest=newest, confirm=confirm, known=known)
 
     def folder_of(self, name: CheckpointName) -> Path:
         """Where it lies once it is committed."""
@@ -113,7 +131,7 @@ class CheckpointRoot:
 
     def commit(self, name: CheckpointName, state: CheckpointState, *, files: Files | None = None) -> Checkpoint:
         """Seal what all ranks have written and give it its name; when this returns, the checkpoint is the newest.
-        Fenced when a younger epoch has the run. `files` are those that were written, and are on the disk, as their
+        Fenced when a younger term has the run. `files` are those that were written, and are on the disk, as their
         writers tell; without them whatever is in the folder is read, and synced, here.
 
         A checkpoint of this very name gets the state alone: no step was made since, so the ranks need not have written.
@@ -151,10 +169,10 @@ class CheckpointRoot:
 
     def _refuse_replaced(self, name: CheckpointName) -> None:
         """Looked at as late as can be. What gets through between the look and the rename is in no lineage; the state
-        of a checkpoint that a younger epoch goes on from must not change under it."""
-        highest = highest_epoch(self.root)
-        if highest > name.epoch:
-            raise Fenced(f"{self.root}: epoch {highest} has the run; a replaced learner's checkpoint {name} is refused")
+        of a checkpoint that a younger term goes on from must not change under it."""
+        highest = highest_term(self.root)
+        if highest > name.term:
+            raise Fenced(f"{self.root}: term {highest} has the run; a replaced learner's checkpoint {name} is refused")
 
     def names(self, lineage: Lineage) -> list[CheckpointName]:
         """Checkpoints of the lineage, the newest first; whether they are complete is not looked at."""
@@ -193,16 +211,16 @@ class CheckpointRoot:
         self,
         lineage: Lineage,
         *,
-        epoch: int,
+        term: int,
         keep_last: int,
         keep_best: int,
         keep: Collection[CheckpointName] = (),  # whatever else
     ) -> list[CheckpointName]:
         """Remove what need not be kept, and what unfinished writes and removals left lying; the names removed."""
-        self._clean_up(epoch)
+        self._clean_up(term)
         readable = list(self._readable(lineage))
         kept = {*keep, *(c.name for c in (*readable[:keep_last], *best_first(readable)[:keep_best]))}
-        return [c.name for c in readable if c.name not in kept and self._remove(c.name, epoch)]
+        return [c.name for c in readable if c.name not in kept and self._remove(c.name, term)]
 
     def _readable(self, lineage: Lineage) -> Iterator[Checkpoint]:
         for name in self.names(lineage):
@@ -211,28 +229,28 @@ class CheckpointRoot:
             except DataError:
                 log.warning("damaged checkpoint left where it is", checkpoint=str(name))
 
-    def _remove(self, name: CheckpointName, epoch: int) -> bool:
-        """Remove a checkpoint unless a younger epoch goes on from it.
+    def _remove(self, name: CheckpointName, term: int) -> bool:
+        """Remove a checkpoint unless a younger term goes on from it.
 
-        Aside first, look second: a younger epoch writes its record first and looks for its parent second, so at least
+        Aside first, look second: a younger term writes its record first and looks for its parent second, so at least
         one of the two sees the other.
         """
         folder, aside = self.folder_of(name), self._folder / f".trash-{name}"
         folder.rename(aside)
         crashpoint("prune.aside")
-        if name in parents_named_after(self.root, epoch):
+        if name in parents_named_after(self.root, term):
             aside.rename(folder)
             return False
         shutil.rmtree(aside, ignore_errors=True)
         crashpoint("prune.removed")
         return True
 
-    def _clean_up(self, epoch: int) -> None:
-        needed = parents_named_after(self.root, epoch)
+    def _clean_up(self, term: int) -> None:
+        needed = parents_named_after(self.root, term)
         for folder in self._folder.glob(".t*-e*"):
             kind, _, text = folder.name.partition("-")
             name = CheckpointName.parse(text)
-            unfinished_write = kind == ".tmp" and name and name.epoch < epoch
+            unfinished_write = kind == ".tmp" and name and name.term < term
             unfinished_removal = kind == ".trash" and name and name not in needed
             if unfinished_write or unfinished_removal:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -277,3 +295,32 @@ def _digest_of(content: Mapping[str, Any]) -> str:
     # Through JSON once, so that it is the same before writing and after reading (tuples, integer keys).
     plain = json.loads(json.dumps(content))
     return xxhash.xxh3_128_hexdigest(json.dumps(plain, sort_keys=True).encode())
+
+
+SCORE = "validation.json"
+BEST_METRIC = "val_rollouts/rewards"  # higher is better
+
+
+def write_score(folder: Path, metrics: Mapping[str, float]) -> None:
+    """Add them to a checkpoint; nothing where there is none, or none any more."""
+    if folder.is_dir():
+        write_durably(folder / SCORE, json.dumps(dict(metrics), allow_nan=False).encode())
+
+
+def read_score(folder: Path) -> float | None:
+    """None: not validated, or nobody answered."""
+    path = folder / SCORE
+    if not path.exists():
+        return None
+    try:
+        score = json.loads(path.read_bytes()).get(BEST_METRIC)
+        return None if score is None else float(score)
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        log.warning("score of a checkpoint ignored", path=str(path), error=str(error))
+        return None
+
+
+def best_first(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
+    """Those that were validated; of equally good ones the newest first."""
+    scored = [(score, one.name, one) for one in checkpoints if (score := read_score(one.folder)) is not None]
+    return [one for _, _, one in sorted(scored, key=lambda each: each[:2], reverse=True)]

@@ -1,4 +1,7 @@
-"""The trained model as a folder that plain transformers loads, and its adapters as one that peft loads."""
+"""The trained model as a folder that plain transformers loads, and its adapters as one that peft loads.
+
+The weights of a checkpoint as workers are served them: one safetensors file, adapters merged, in `weights.dtype`.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,23 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
+import safetensors.torch
 import torch
+import transformers
 from torch import nn
 
-from learner.distributed import World
-from learner.policy.attention import MASKED
-from learner.policy.lora import adapter_parameters, merged_parameters, save_adapters
-from learner.policy.policy import Policy
-from learner.policy.pretrained import begin_model
-from learner.policy.tensors import whole
 from streamrl.config import schema
-from streamrl.durable import replace_folder
+from streamrl.files import replace_folder
+from streamrl.learner.checkpoints.checkpoint import Checkpoint
+from streamrl.learner.checkpoints.save import load_state
+from streamrl.learner.model.attention import MASKED
+from streamrl.learner.model.load import load_policy, read_tokenizer_info
+from streamrl.learner.model.lora import adapter_parameters, merged_parameters, save_adapters
+from streamrl.learner.model.optim import make_optimizer
+from streamrl.learner.model.policy import Policy
+from streamrl.learner.model.pretrained import begin_model, load_model
+from streamrl.learner.model.tensors import whole
+from streamrl.learner.process.ranks import World
 
 ADAPTER = "adapter"  # folder within the export
 
@@ -67,3 +76,19 @@ def _gathered(
         if world.is_main:
             found[name] = tensor.to(device="cpu", dtype=dtype, copy=True)
     return found
+
+
+def write_weights(config: schema.Config, path: Path, *, checkpoint: Checkpoint | None) -> None:
+    """Those of the checkpoint; without one, those of `model.path`. In one process and in memory."""
+    transformers.utils.logging.disable_progress_bar()  # whoever waits for this draws its own
+    if checkpoint is None:
+        model: torch.nn.Module = load_model(config.model.path)
+    else:
+        world = World(rank=0, size=1, device=torch.device("cpu"))
+        policy = load_policy(config, world, read_tokenizer_info(config.model.path).end_ids)
+        load_state(checkpoint.folder, policy, make_optimizer(policy, config.optimizer), world)
+        model = policy.model
+    dtype = getattr(torch, config.weights.dtype)
+    with torch.no_grad():
+        tensors = {name: tensor.detach().to(dtype).contiguous() for name, tensor in merged_parameters(model)}
+    safetensors.torch.save_file(tensors, path)

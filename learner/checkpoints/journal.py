@@ -30,8 +30,8 @@ from pathlib import Path
 
 import xxhash
 
-from learner.stream.ledger import Ending
-from streamrl.durable import create_exclusively, fsync_folder
+from streamrl.files import create_exclusively, fsync_folder
+from streamrl.learner.groups.ledger import Ending
 
 _SCHEMA = 1
 

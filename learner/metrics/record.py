@@ -6,7 +6,7 @@
     exporters          the same metrics, for TensorBoard and W&B where the configuration asks for them
 
 After a crash steps since the last checkpoint are made again and stand there twice; the later line, of the higher
-epoch, counts. Only rank 0 records. A disk or a Redis that fails here never stops training.
+term, counts. Only rank 0 records. A disk or a Redis that fails here never stops training.
 """
 
 from __future__ import annotations
@@ -18,19 +18,40 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import structlog
 
-from learner.metrics.exporters import Exporter
-from learner.validation import ValidationResult
+from streamrl.learner.metrics.exporters import Exporter
 from streamrl.telemetry.metrics import is_metric
 
 log = structlog.get_logger(__name__)
 
 
-class Journal(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One answer, for people to read."""
+
+    prompt: str
+    fields: Mapping[str, object]
+    token_ids: npt.NDArray[np.int32]  # [T] the response
+    reward: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationResult:
+    step: int  # the version's, as asked for
+    version: int
+    complete: bool  # every prompt was answered; else some were given up, or not answered in time
+    metrics: Mapping[str, float]
+    shown: tuple[Answer, ...] = ()
+
+
+class MetricsSink(Protocol):
     """What recording needs of rank 0's stream."""
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None: ...
@@ -44,9 +65,9 @@ class Decoder(Protocol):
 
 class Recorder:
     def __init__(
-        self, *, folder: Path, journal: Journal, decoder: Decoder, epoch: int, exporters: Sequence[Exporter] = ()
+        self, *, folder: Path, journal: MetricsSink, decoder: Decoder, term: int, exporters: Sequence[Exporter] = ()
     ) -> None:
-        self._folder, self._journal, self._decoder, self._epoch = folder, journal, decoder, epoch
+        self._folder, self._journal, self._decoder, self._term = folder, journal, decoder, term
         self._exporters = exporters
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -56,7 +77,7 @@ class Recorder:
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         for exporter in self._exporters:
             exporter.step(step, finite)
-        self._append("metrics.jsonl", {"step": step, "epoch": self._epoch, "at": time.time(), **finite})
+        self._append("metrics.jsonl", {"step": step, "term": self._term, "at": time.time(), **finite})
 
     def validation(self, result: ValidationResult) -> None:
         self.step(result.step, result.metrics)
@@ -70,7 +91,7 @@ class Recorder:
             for answer in result.shown
         ]
         record = {"step": result.step, "version": result.version, "metrics": result.metrics, "samples": samples}
-        self._append("validation.jsonl", {"epoch": self._epoch, "at": time.time(), **record})
+        self._append("validation.jsonl", {"term": self._term, "at": time.time(), **record})
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         line = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()

@@ -17,15 +17,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from learner.distributed import World
+from streamrl.learner.metrics.means import OF_GROUPS, OF_SAMPLES
+from streamrl.learner.process.ranks import World
+from streamrl.protocol.wire.group import Group, Sample
 from streamrl.recipe.losses import Metric, TokenBatch, ratios
 from streamrl.telemetry.metrics import OF_LOSS
-from streamrl.wire.group import Group, Sample
 
 _SUMS: Final = (
-    *("groups", "equal_groups", "generate_s", "reward_s"),
-    *("samples", "finished", "prompt_tokens", "response_tokens", "reward", "reward_squared"),
-    *("penalty", "baseline", "in_flight", "in_queue", "lag", "lag_tokens", "dead_tokens", "masked_tokens"),
+    *("groups", "samples", "reward_squared", "penalty", "baseline"),
+    *("in_flight", "in_queue", "lag", "lag_tokens", "dead_tokens", "masked_tokens"),
     *("model_tokens", "flops", "tokens", "entropy", "mismatch", "mismatch_factor", "ratio", "ratio_squared"),
     *("kl", "kl_tokens"),
     *("fresh_tokens", "fresh_mismatch", "fresh_mismatch_kl"),
@@ -45,7 +45,7 @@ class Tally:
 
     def __init__(self, *, sources: Sequence[str], step: int, is_dead: IsDead) -> None:
         names = (*_SUMS, *(f"ratio/{edge:g}" for edge in RATIO_EDGES), *(f"reward/{name}" for name in sources))
-        self._sums = dict.fromkeys(names, 0.0)
+        self._sums = dict.fromkeys((*names, *OF_SAMPLES, *OF_GROUPS), 0.0)
         self._peaks = dict.fromkeys(_PEAKS, -math.inf)
         self._own: dict[str, npt.NDArray[np.float64]] = {}  # (sum, count) of each metric of the loss's own
         self._sources, self._step, self._is_dead = tuple(sources), step, is_dead
@@ -53,21 +53,15 @@ class Tally:
     def add_group(
         self, group: Group, baselines: npt.NDArray[np.float64], penalties: npt.NDArray[np.float64]
     ) -> None:  # [n] each
-        header = group.header
-        rewards = np.asarray(header.sample_rewards)
         self._add("groups", 1)
-        self._add("equal_groups", float((rewards == rewards[0]).all()))
-        self._add("generate_s", header.generate_s)
-        self._add("reward_s", header.reward_s)
-        self._add("samples", len(rewards))
-        self._add("finished", sum(header.sample_finished))
-        self._add("prompt_tokens", header.num_prompt_tokens * len(rewards))
-        self._add("response_tokens", sum(header.sample_lengths))
-        self._add("reward", rewards.sum())
-        self._add("reward_squared", (rewards**2).sum())
+        self._add("samples", len(group.samples))
         self._add("penalty", penalties.sum())
         self._add("baseline", baselines.sum())
+        for name, of_group in OF_GROUPS.items():
+            self._add(name, of_group(group))
         for sample in group.samples:
+            for name, of_sample in OF_SAMPLES.items():
+                self._add(name, of_sample(group, sample))
             self._add_sample(sample)
 
     def staleness(self, sample: Sample) -> npt.NDArray[np.int64]:  # [T]
@@ -151,6 +145,7 @@ class Tally:
         self._peaks[name] = max(self._peaks[name], value)
 
     def _add_sample(self, sample: Sample) -> None:
+        self._add("reward_squared", sample.reward**2)
         for name in self._sources:
             self._add(f"reward/{name}", sample.rewards.get(name, 0.0))
         for span in sample.spans:
@@ -186,20 +181,14 @@ def _of_fresh(difference: torch.Tensor, fresh: torch.Tensor) -> dict[str, torch.
 
 def _of_rollouts(sums: Mapping[str, float], sources: Sequence[str]) -> dict[str, float]:
     groups, samples = max(1.0, sums["groups"]), max(1.0, sums["samples"])
-    mean = sums["reward"] / samples
+    mean = sums["train_rollouts/rewards"] / samples
     return {
+        **{name: sums[name] / samples for name in OF_SAMPLES},
+        **{name: sums[name] / groups for name in OF_GROUPS},
         "train_rollouts/rollout_size": sums["samples"],
-        "train_rollouts/response_lengths": sums["response_tokens"] / samples,
-        "train_rollouts/prompt_lengths": sums["prompt_tokens"] / samples,
-        "train_rollouts/generation_length": (sums["prompt_tokens"] + sums["response_tokens"]) / samples,
-        "train_rollouts/rewards": mean,
         "train_rollouts/rewards_std": math.sqrt(max(0.0, sums["reward_squared"] / samples - mean**2)),
-        "train_rollouts/fraction_of_samples_properly_ended": sums["finished"] / samples,
         "train_rollouts/rewards_with_kl": mean - sums["penalty"] / samples,
         "train_rollouts/baseline": sums["baseline"] / samples,
-        "train_rollouts/zero_variance_groups": sums["equal_groups"] / groups,
-        "timers/generate": sums["generate_s"] / groups,
-        "timers/reward": sums["reward_s"] / groups,
         **{f"train_rollouts/rewards/{name}": sums[f"reward/{name}"] / samples for name in sources},
     }
 

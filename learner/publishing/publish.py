@@ -27,20 +27,19 @@ from typing import Protocol
 
 import numpy as np
 
-from learner.companion import Jobs
-from learner.distributed import World
-from learner.policy.lora import merged_parameters
-from learner.policy.policy import Policy
-from learner.publishing.cast import cast_digests
-from learner.publishing.hostcopy import HostCopy
-from learner.publishing.shipping import Announcer, Cargo, Herald, Shipped, Shipper, Silent
-from learner.publishing.sweep import Sweeper
 from streamrl.config import schema
 from streamrl.errors import ResourceError, TrainingError
+from streamrl.learner.model.lora import merged_parameters
+from streamrl.learner.model.policy import Policy
+from streamrl.learner.process.background import Jobs
+from streamrl.learner.process.ranks import World
+from streamrl.learner.publishing.host_copy import HostCopy, cast_digests
+from streamrl.learner.publishing.shipping import Announcer, Herald, PendingVersion, Shipped, Shipper, Silent
+from streamrl.learner.publishing.sweep import Sweeper
+from streamrl.protocol.weights.format import TensorMeta
+from streamrl.protocol.weights.retention import AnchorPace
+from streamrl.protocol.weights.stores import BlobStore, budget_in_redis
 from streamrl.versions import make_version
-from streamrl.weights.format import TensorMeta
-from streamrl.weights.retention import AnchorPace
-from streamrl.weights.stores import BlobStore, budget_in_redis
 
 _SPARE_S = 60.0  # the loop, which says why it gives up, comes before the timeout of a collective, which does not
 _LAST_S = 10.0  # for a version that is on its way when the loop ends early
@@ -102,7 +101,7 @@ class Publisher:
         config: schema.Config,
         world: World,
         run_uid: str,
-        epoch: int,
+        term: int,
         store: BlobStore,
         announcer: Announcer,
         canary_ids: tuple[int, ...],  # tokens as the model meets them, for workers to try their engine on
@@ -110,7 +109,7 @@ class Publisher:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._policy, self._settings, self._world = policy, config.weights, world
-        self._epoch, self._canary_ids, self._beside, self._clock = epoch, canary_ids, beside, clock
+        self._term, self._canary_ids, self._beside, self._clock = term, canary_ids, beside, clock
         tensors = tuple(
             TensorMeta(name=name, dtype=config.weights.dtype, shape=tuple(parameter.shape))
             for name, parameter in merged_parameters(policy.model)
@@ -118,7 +117,7 @@ class Publisher:
         max_bytes = budget_in_redis(config.weights)
         if max_bytes:
             _refuse_too_large(sum(tensor.num_bytes for tensor in tensors), config.weights)
-        sweeper = Sweeper(store=store, run_uid=run_uid, epoch=epoch, max_bytes=max_bytes, clock=clock)
+        sweeper = Sweeper(store=store, run_uid=run_uid, term=term, max_bytes=max_bytes, clock=clock)
         self._shipper = Shipper(
             world=world.beside(timeout_s=config.weights.give_up_after_s + _SPARE_S),
             run_uid=run_uid,
@@ -154,8 +153,8 @@ class Publisher:
     def begin(self, step: int, *, whole: bool = False) -> None:
         assert not self.busy, "one version is on its way at a time"
         base = None if whole or self._pace.alone else self.latest
-        cargo = Cargo(
-            version=make_version(self._epoch, self._next_n),
+        pending = PendingVersion(
+            version=make_version(self._term, self._next_n),
             step=step,
             base=base.version if base else 0,
             canary_ids=self._canary_ids,
@@ -164,11 +163,11 @@ class Publisher:
         if self._trying_since is None:
             self._trying_since = self._clock()
         encoded = [
-            self._beside.submit(partial(self._shipper.encode, cargo, part))
+            self._beside.submit(partial(self._shipper.encode, pending, part))
             for part in self._copy.take(self._policy.model)
         ]
         cast = cast_digests(self._policy.model, self._settings.dtype)  # while the copy is encoded
-        shipped = self._under_way = self._beside.submit(lambda: self._shipper.ship(cargo, encoded, cast))
+        shipped = self._under_way = self._beside.submit(lambda: self._shipper.ship(pending, encoded, cast))
         if base is not None and self._pace.due:
             if self._anchorless_since is None:
                 self._anchorless_since = self._clock()
@@ -192,16 +191,18 @@ class Publisher:
             self._give_up_in_time(self._trying_since, "weights")
             return None
         self._under_way, self._failed, self._trying_since = None, False, None
-        if shipped.cargo.base:
+        if shipped.pending.base:
             self._pace.announced(delta_bytes=shipped.num_bytes)
         else:
             self._note_anchor(shipped.num_bytes)
         self.latest = Published(
-            version=shipped.cargo.version,
-            step=shipped.cargo.step,
+            version=shipped.pending.version,
+            step=shipped.pending.step,
             num_bytes=shipped.num_bytes,
             changed_fraction=shipped.changed_fraction,
-            needs=(shipped.cargo.version, shipped.cargo.base) if shipped.cargo.base else (shipped.cargo.version,),
+            needs=(shipped.pending.version, shipped.pending.base)
+            if shipped.pending.base
+            else (shipped.pending.version,),
         )
         return self.latest
 

@@ -28,16 +28,16 @@ from typing import Protocol
 import numpy as np
 import structlog
 
-from learner.distributed import World
-from learner.publishing.cast import CastDigests, refuse_other_bytes
-from learner.publishing.sweep import Sweeper
 from streamrl.errors import Fenced, StreamrlError
-from streamrl.transport.types import Announcement
+from streamrl.learner.process.ranks import World
+from streamrl.learner.publishing.host_copy import CastDigests, refuse_other_bytes
+from streamrl.learner.publishing.sweep import Sweeper
+from streamrl.protocol.transport.types import Announcement
+from streamrl.protocol.weights.encoder import CodedPart, EncodedShard, ShardEncoder
+from streamrl.protocol.weights.format import HeldRange, TensorMeta
+from streamrl.protocol.weights.manifest import Manifest, ShardRecord, decode_record, encode_manifest, encode_record
+from streamrl.protocol.weights.stores import BlobStore
 from streamrl.versions import show
-from streamrl.weights.encoder import EncodedShard, Part, ShardEncoder
-from streamrl.weights.format import HeldRange, TensorMeta
-from streamrl.weights.manifest import Manifest, ShardRecord, decode_record, encode_manifest, encode_record
-from streamrl.weights.stores import BlobStore
 
 log = structlog.get_logger(__name__)
 
@@ -51,7 +51,7 @@ class Announcer(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cargo:
+class PendingVersion:
     """A state that is to become a version."""
 
     version: int
@@ -64,7 +64,7 @@ class Cargo:
 class Shipped:
     """What all ranks know of an announced version."""
 
-    cargo: Cargo
+    pending: PendingVersion
     num_bytes: int  # of the delta, or of the anchor by itself
     changed_fraction: float
 
@@ -129,29 +129,31 @@ class Shipper:
         self._encoder = ShardEncoder()
         self._announced: Manifest | None = None  # the newest
 
-    def encode(self, cargo: Cargo, ranges: Sequence[HeldRange]) -> list[Part]:
+    def encode(self, pending: PendingVersion, ranges: Sequence[HeldRange]) -> list[CodedPart]:
         """Some of what this rank holds."""
-        return self._encoder.encode_part(ranges, anchor=cargo.base == 0)
+        return self._encoder.encode_part(ranges, anchor=pending.base == 0)
 
-    def ship(self, cargo: Cargo, encoded: Sequence[Future[list[Part]]], cast: CastDigests) -> Shipped | None:
+    def ship(
+        self, pending: PendingVersion, encoded: Sequence[Future[list[CodedPart]]], cast: CastDigests
+    ) -> Shipped | None:
         """All of it. A collective; None when it failed somewhere, which all ranks then know."""
-        records = self._gathered(cargo.version, self._joined(cargo, encoded, cast))
+        records = self._gathered(pending.version, self._joined(pending, encoded, cast))
         if records is None:
             return None
         manifest = Manifest(
-            version=cargo.version,
-            base=cargo.base,
-            step=cargo.step,
+            version=pending.version,
+            base=pending.base,
+            step=pending.step,
             run_uid=self._run_uid,
             tensors=self._tensors,
             shards=records,
-            canary_ids=cargo.canary_ids,
+            canary_ids=pending.canary_ids,
         )
         if not self._all_told(manifest):
             return None
         self._encoder.advance()
         self._announced = manifest
-        return Shipped(cargo=cargo, num_bytes=manifest.num_bytes, changed_fraction=_changed_fraction(records))
+        return Shipped(pending=pending, num_bytes=manifest.num_bytes, changed_fraction=_changed_fraction(records))
 
     def lay_anchor(self) -> int | None:
         """Beside the version announced last. A collective; the anchor's bytes, or None when it failed somewhere: then a
@@ -163,15 +165,17 @@ class Shipper:
         manifest = replace(self._announced, anchor=records)
         return sum(record.num_bytes for record in records) if self._all_told(manifest, amended=True) else None
 
-    def _joined(self, cargo: Cargo, encoded: Sequence[Future[list[Part]]], cast: CastDigests) -> EncodedShard | None:
+    def _joined(
+        self, pending: PendingVersion, encoded: Sequence[Future[list[CodedPart]]], cast: CastDigests
+    ) -> EncodedShard | None:
         """This rank's part; None when that did not work."""
         try:
             parts = [part for some in encoded for part in some.result()]
-            shard = self._encoder.join(parts, anchor=cargo.base == 0)
+            shard = self._encoder.join(parts, anchor=pending.base == 0)
             refuse_other_bytes(shard.ranges, cast)
             return shard
         except StreamrlError as error:
-            log.warning("weights not encoded", version=show(cargo.version), error=str(error))
+            log.warning("weights not encoded", version=show(pending.version), error=str(error))
             return None
 
     def _gathered(self, version: int, shard: EncodedShard | None) -> tuple[ShardRecord, ...] | None:

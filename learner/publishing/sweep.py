@@ -1,7 +1,7 @@
 """Which published versions are still needed, and the deletion of what is not.
 
 Nobody pins a version: the last two anchors and what builds on them are kept, the rest goes after a grace, for workers
-that are in the middle of reading it. What failed attempts and earlier epochs left in the store goes the same way.
+that are in the middle of reading it. What failed attempts and earlier terms left in the store goes the same way.
 
 A store with a budget comes first: without room for the next version, what is not needed goes without a grace, the
 oldest first, and then the older of the two anchors with its deltas. A worker in the middle of those finds a hole and
@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Mapping
 import structlog
 
 from streamrl.errors import StreamrlError
-from streamrl.weights.manifest import Manifest
-from streamrl.weights.retention import collectable, retained
-from streamrl.weights.stores import BlobStore
+from streamrl.protocol.weights.manifest import Manifest
+from streamrl.protocol.weights.retention import collectable, retained
+from streamrl.protocol.weights.stores import BlobStore
 
 _GRACE_S = 60.0
 _EVERY_S = 30.0
@@ -31,11 +31,11 @@ class Sweeper:
         *,
         store: BlobStore,
         run_uid: str,
-        epoch: int,
+        term: int,
         max_bytes: int = 0,  # in the store, of this run; 0: no limit
         clock: Callable[[], float],
     ) -> None:
-        self._store, self._run_uid, self._epoch, self._clock = store, run_uid, epoch, clock
+        self._store, self._run_uid, self._term, self._clock = store, run_uid, term, clock
         self._max_bytes = max_bytes
         self._anchors: dict[int, bool] = {}  # announced version -> whether it has an anchor
         self._blobs: dict[int, frozenset[str]] = {}
@@ -92,7 +92,7 @@ class Sweeper:
 
     def _unneeded(self, names: Iterable[str]) -> list[str]:
         needed = frozenset[str]().union(*self._blobs.values())
-        return collectable(names, keep=needed, run_uid=self._run_uid, epoch=self._epoch)
+        return collectable(names, keep=needed, run_uid=self._run_uid, term=self._term)
 
     def _sweep(self) -> None:
         try:
@@ -107,7 +107,7 @@ class Sweeper:
 
 
 def _age(name: str) -> tuple[str, int]:
-    """Oldest first: the epoch, the number within it."""
-    _, epoch, rest = name.split("/", 2)
+    """Oldest first: the term, the number within it."""
+    _, term, rest = name.split("/", 2)
     number = rest.partition("-")[0]
-    return epoch, int(number) if number.isdigit() else -1
+    return term, int(number) if number.isdigit() else -1

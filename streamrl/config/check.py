@@ -13,14 +13,13 @@ from operator import getitem
 from typing import Any
 
 from streamrl.config import places
-from streamrl.config.explain import show
-from streamrl.config.problem import Problem
+from streamrl.config.explain import Problem, show
 from streamrl.config.schema import Algorithm, Config, Sampling
 from streamrl.errors import ConfigError
+from streamrl.protocol.wire.agreed import MAX_GROUP_TOKENS, MAX_REWARD_SOURCES, MAX_SAMPLES, MAX_TOKENS
 from streamrl.recipe.advantages import ADVANTAGES
 from streamrl.recipe.losses import LOSSES
 from streamrl.recipe.own import FORMS, is_own
-from streamrl.wire.limits import MAX_GROUP_TOKENS, MAX_REWARD_SOURCES, MAX_SAMPLES, MAX_TOKENS
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
 _AT_ONE = "1 is the ratio of a sample that is not stale"

@@ -23,7 +23,7 @@ from streamrl.config.explain import explain, show
 from streamrl.config.schema import Config
 from streamrl.config.source import Node, parse
 from streamrl.errors import ConfigError
-from streamrl.transport.url import masked
+from streamrl.protocol.transport.address import masked
 
 EXTENDS = "extends"
 _OWN_CODE = ("loss", "advantages")  # of `algorithm`

@@ -10,18 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Arguments = dict[str, str | int | float | bool]  # keyword arguments of a function
-Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+from streamrl.config.engines import ENGINES
+from streamrl.recipe.settings import Algorithm as Algorithm
+from streamrl.recipe.settings import Kl as Kl
+from streamrl.settings import Arguments, Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
 
 class Redis(Section):
@@ -126,7 +121,7 @@ class FunctionReward(Section):
     max_abs: PositiveFloat = 1e6  # a score beyond is nonsense: the sample counts as failed
     timeout_s: PositiveFloat = 10.0
     memory_mb: Positive = 4096  # of one child process; beyond it the function gets a MemoryError
-    options: Arguments = {}  # keyword arguments of the function
+    options: Arguments = Field(default_factory=dict)  # keyword arguments of the function
     processes: Positive = 1  # child processes that run it side by side
 
 
@@ -163,32 +158,6 @@ class RewardServer(Section):
     attribute_weights: tuple[float, ...] = ()  # of a model with several outputs: the reward is their weighted sum
     reward_mean: float = 0.0  # standardisation: (r - mean) / std
     reward_std: PositiveFloat = 1.0
-
-
-class Kl(Section):
-    placement: Literal["reward", "loss", "none"] = "reward"
-    coefficient: NonNegativeFloat = 0.01  # [initial_policy_kl_penalty]
-    estimator: Literal["k1", "k2", "k3"] = "k1"  # reward: k1; loss: k2 or k3
-    absolute: bool = True  # |k1| in the reward [use_absolute_kl]
-
-
-class Algorithm(Section):
-    name: Literal["reinforce", "rejection_sampling"] = "reinforce"
-    # How a token of a stale sample counts: one of streamrl/recipe/losses.py, or your own function, as
-    # `package.module:function` or `path/to/file.py:function`
-    loss: str = "truncated"
-    loss_args: Arguments = {}  # over its defaults: clamp of truncated, tis, sequence_mask, decoupled; low and high
-    advantages: str = "leave_one_out"  # one of streamrl/recipe/advantages.py, or your own function
-    advantages_args: Arguments = {}
-    reinforce_epochs: Positive = 1  # optimizer passes over a batch [reinforce_epochs]
-    discount_factor: Annotated[float, Field(gt=0, le=1)] = 1.0  # a token, from the end of the response back
-    scale_by_std: bool = False  # divide advantages by the group's standard deviation
-    normalize_batch: bool = False  # advantages of the batch to mean 0 and standard deviation 1
-    drop_zero_variance: bool = True  # groups whose rewards are all equal teach nothing; dropped and counted
-    mask_unfinished: bool = True  # samples cut by max_tokens get no loss and are no baseline
-    loss_mean: Literal["sequence", "token"] = "sequence"  # mean over each sequence first, or over all tokens
-    kl: Kl = Kl()
-    top_n: Positive = 1  # rejection sampling: winners a group [top_n_rollouts]
 
 
 class Optimizer(Section):
@@ -264,16 +233,22 @@ class Metrics(Section):
     wandb: Wandb | None = None
 
 
+def _known_engine(name: str) -> str:
+    if name not in ENGINES:
+        raise PydanticCustomError("engine", "must be {names}", {"names": " or ".join(map(repr, ENGINES))})
+    return name
+
+
 class Worker(Section):
     count: NonNegative = 1  # workers that `streamrl up` starts
-    engine: Literal["vllm", "transformers"] = "vllm"
+    engine: Annotated[str, AfterValidator(_known_engine)] = "vllm"  # one of `config.engines`
     max_groups_in_flight: Positive = 32  # so many groups' samples; those that are done leave their places to others
     lease_s: PositiveFloat = 60.0  # a ticket whose worker shows no life for so long goes to another
     max_attempts: Positive = 3  # reported failures before a ticket goes to the dead letters
     min_survivors: Positive = 2  # deliver a group when at least so many samples have a score
     grace_s: PositiveFloat = 10.0  # on SIGTERM: finish groups for so long, then hand tickets back
     threads: NonNegative = 0  # CPU threads of the engine; 0: the engine's choice
-    engine_args: dict[str, str | int | float | bool] = {}  # passed on to vLLM
+    engine_args: Arguments = Field(default_factory=dict)  # passed on to vLLM
     start_timeout_s: PositiveFloat = 300.0
     stall_s: PositiveFloat = 120.0  # an engine that makes no token for so long while it should is started anew
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from streamrl.durable import write_durably
 from streamrl.errors import DataError
+from streamrl.files import write_durably
 
 ASSISTANT = "\n\nAssistant:"
 

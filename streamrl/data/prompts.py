@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from streamrl.errors import DataError, WireError
-from streamrl.wire.limits import MAX_TEXT_CHARS
-from streamrl.wire.row import encode_row
+from streamrl.protocol.wire.agreed import MAX_TEXT_CHARS
+from streamrl.protocol.wire.ticket import encode_row
 
 OnBadRow = Literal["error", "skip"]
 _MAX_LINE_BYTES = MAX_TEXT_CHARS  # its text fits into a ticket

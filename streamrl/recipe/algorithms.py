@@ -25,16 +25,16 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.errors import ConfigError
+from streamrl.protocol.wire.group import Group, GroupHeader
 from streamrl.recipe.advantages import ADVANTAGES, PerToken, ScoredGroup, given, per_token, scaled_by_std
 from streamrl.recipe.kl import ESTIMATORS
 from streamrl.recipe.losses import LOSSES, Losses, Metric, TokenBatch, needs_of, uncorrected
 from streamrl.recipe.own import FORMS, bind, describe, is_own, load_function
-from streamrl.wire.group import Group, GroupHeader
 
 if TYPE_CHECKING:
     import torch
 
-    from streamrl.config import schema
+    from streamrl.recipe.settings import Algorithm as Settings
 
 _PER_TOKEN = ("weight", "clipped", "masked")  # metrics that mean something here
 
@@ -78,7 +78,7 @@ class Reinforce:
     the policy. w_t is the loss's own weight: the KL is that of today's policy, not of the one that sampled.
     """
 
-    def __init__(self, settings: schema.Algorithm) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._loss = _function("loss", settings.loss, settings.loss_args, LOSSES, "batch")
         self._advantages = _function("advantages", settings.advantages, settings.advantages_args, ADVANTAGES, "group")
@@ -165,7 +165,7 @@ class RejectionSampling:
     needs_reference = False
     needs_entropy = False
 
-    def __init__(self, settings: schema.Algorithm) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
 
     def drop_reason(self, header: GroupHeader) -> str | None:
@@ -190,13 +190,13 @@ class RejectionSampling:
         return uncorrected(batch)
 
 
-ALGORITHMS: Mapping[str, Callable[[schema.Algorithm], Algorithm]] = {
+ALGORITHMS: Mapping[str, Callable[[Settings], Algorithm]] = {
     "reinforce": Reinforce,
     "rejection_sampling": RejectionSampling,
 }
 
 
-def make_algorithm(settings: schema.Algorithm) -> Algorithm:
+def make_algorithm(settings: Settings) -> Algorithm:
     """ConfigError where a function of the user's cannot be had, or not be called like this."""
     return ALGORITHMS[settings.name](settings)
 

@@ -52,10 +52,10 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def epoch_at_work(config: schema.Config) -> int:
+def term_at_work(config: schema.Config) -> int:
     """Of the last step that was recorded; 0 before the first."""
     made = lines(config.folder / "metrics.jsonl")
-    return int(made[-1]["epoch"]) if made else 0
+    return int(made[-1]["term"]) if made else 0
 
 
 def last_step(config: schema.Config) -> int:
@@ -63,8 +63,8 @@ def last_step(config: schema.Config) -> int:
     return int(made[-1]["step"]) if made else 0
 
 
-def await_steps(config: schema.Config, *, beyond_epoch: int = 0, description: str) -> None:
-    wait_until(lambda: epoch_at_work(config) > beyond_epoch, description=f"{description}", timeout_s=PATIENCE_S)
+def await_steps(config: schema.Config, *, beyond_term: int = 0, description: str) -> None:
+    wait_until(lambda: term_at_work(config) > beyond_term, description=f"{description}", timeout_s=PATIENCE_S)
 
 
 def end(agent: subprocess.Popen[str]) -> None:

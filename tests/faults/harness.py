@@ -22,14 +22,13 @@ from typing import Any, Self
 
 import redis
 
-from learner.checkpoints.epochs import CheckpointName
-from learner.stream.ledger import Ending
-from streamrl.audit import Audit, audit_folder
-from streamrl.audit.commit import read_commit
-from streamrl.audit.journal import read_chain
 from streamrl.crashpoints import VARIABLE
 from streamrl.errors import Fenced, TransportError
-from streamrl.transport.keys import WORKERS, Keys
+from streamrl.learner.checkpoints.terms import CheckpointName
+from streamrl.learner.groups.ledger import Ending
+from streamrl.ops.audit import Audit, audit_folder
+from streamrl.ops.audit.folder import read_chain, read_commit
+from streamrl.protocol.transport.keys import WORKERS, Keys
 from tests.faults.place import Place
 from tests.faults.stand_in_learner import learn
 from tests.faults.stand_in_worker import SOUND, Habits, work
@@ -132,7 +131,7 @@ class FaultWorld:
         return Keys(self.place.name)
 
     def newest_checkpoint(self) -> CheckpointName:
-        """Of the highest epoch that made one, whoever's lineage it is; of step 0 before the first."""
+        """Of the highest term that made one, whoever's lineage it is; of step 0 before the first."""
         names = (CheckpointName.parse(path.name) for path in (self.place.run_folder / "checkpoints").glob("e*"))
         return max((name for name in names if name), default=CheckpointName(0, 0))
 

@@ -11,34 +11,34 @@ import numpy as np
 import redis
 
 from streamrl.config import schema
-from streamrl.transport.connection import connect
-from streamrl.transport.keys import Keys
-from streamrl.transport.learner import LearnerStream
-from streamrl.transport.types import Announcement
-from streamrl.weights.manifest import Manifest, encode_manifest
-from streamrl.weights.stores import open_store
+from streamrl.protocol.transport.connection import connect
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.learner import LearnerStream
+from streamrl.protocol.transport.types import Announcement
+from streamrl.protocol.weights.manifest import Manifest, encode_manifest
+from streamrl.protocol.weights.stores import open_store
 from tests.weights_world import RUN_UID, State, World, nudged, random_state
 
 NUM_VERSIONS = 4
 ANCHOR_BESIDE = 2  # the version with an anchor beside it
 
 
-def states(epoch: int) -> list[State]:
-    """What an epoch publishes: anyone can tell what is to be served."""
-    rng = np.random.default_rng(epoch)
+def states(term: int) -> list[State]:
+    """What a term publishes: anyone can tell what is to be served."""
+    rng = np.random.default_rng(term)
     found = [random_state(rng)]
     while len(found) < NUM_VERSIONS:
         found.append(nudged(rng, found[-1]))
     return found
 
 
-def publish(client: redis.Redis, keys: Keys, store: str, *, epoch: int) -> None:
+def publish(client: redis.Redis, keys: Keys, store: str, *, term: int) -> None:
     stream = LearnerStream(
-        client, keys, run_uid=RUN_UID, epoch=epoch, holder=f"learner {epoch}", lease_s=30.0, give_up_after_s=5.0
+        client, keys, run_uid=RUN_UID, term=term, holder=f"learner {term}", lease_s=30.0, give_up_after_s=5.0
     )
     stream.claim(config_json="{}", fingerprint="model", takeover=True, wait_s=5.0)
-    world = World(open_store(store, client, keys), num_ranks=2, epoch=epoch)
-    for n, state in enumerate(states(epoch)):
+    world = World(open_store(store, client, keys), num_ranks=2, term=term)
+    for n, state in enumerate(states(term)):
         stream.announce(_told(world.publish(state)), keep=list(world.manifests))
         if n == ANCHOR_BESIDE:
             stream.amend(_told(world.lay_anchor()), keep=list(world.manifests))
@@ -51,4 +51,4 @@ def _told(m: Manifest) -> Announcement:
 if __name__ == "__main__":
     url, run_name, store_url = sys.argv[1:]
     with connect(url, schema.Redis()) as connection:
-        publish(connection, Keys(run_name), store_url, epoch=1)
+        publish(connection, Keys(run_name), store_url, term=1)

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from bench.measure import Say
 from streamrl.config import schema
-from streamrl.transport.connection import connect
-from streamrl.transport.embedded import EmbeddedRedis
+from streamrl.protocol.transport.connection import connect
+from streamrl.protocol.transport.embedded import EmbeddedRedis
 from tests.faults.place import Place
 from tests.faults.random_injections import INJECTIONS, NEED_REDIS
 from tests.faults.random_leaks import Footprint, unknown_keys

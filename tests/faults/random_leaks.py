@@ -16,8 +16,8 @@ from typing import Self
 
 import redis
 
-from streamrl.transport.keys import Keys
-from streamrl.wire.purpose import Purpose
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.wire.agreed import Purpose
 from tests.faults.random_outcome import Leaks
 
 _SETTLED_WITHIN_S = 5.0

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from streamrl.audit import Audit
+from streamrl.ops.audit import Audit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,10 +14,10 @@ from itertools import count
 
 import redis
 
-from streamrl.audit import Audit
-from streamrl.transport.embedded import EmbeddedRedis
-from streamrl.transport.operate import set_control
-from streamrl.transport.types import Control
+from streamrl.ops.audit import Audit
+from streamrl.protocol.transport.embedded import EmbeddedRedis
+from streamrl.protocol.transport.operator import set_control
+from streamrl.protocol.transport.types import Control
 from tests.faults.harness import FENCED, REFUSED, FaultWorld, Part
 from tests.faults.place import Place
 from tests.faults.stand_in_learner import STEP

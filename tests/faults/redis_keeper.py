@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from streamrl.transport.embedded import EmbeddedRedis
+from streamrl.protocol.transport.embedded import EmbeddedRedis
 from tests.helpers import wait_until
 
 _LOOK_EVERY_S = 0.02

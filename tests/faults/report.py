@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from streamrl.audit import Audit
+from streamrl.ops.audit import Audit
 
 VARIABLE = "STREAMRL_FAULTS_REPORT"
 

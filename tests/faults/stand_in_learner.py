@@ -1,6 +1,6 @@
 """A learner without a model, as a process that can be killed.
 
-    lease ─► epoch ─► claim ─► [conductor's plan ─► settle ─► publish ─► commit] ... ─► release
+    lease ─► term ─► claim ─► [conductor's plan ─► settle ─► publish ─► commit] ... ─► release
 
 Admission, conductor, feed, checkpoints, journal, blobs and streams are the real ones. Left out are the tensors: those
 of a checkpoint are ten bytes, those of a version a text that names it.
@@ -19,28 +19,28 @@ from typing import Any
 
 import redis
 
-from learner.checkpoints.checkpoint import CheckpointRoot, describe
-from learner.checkpoints.epochs import CheckpointName
-from learner.conductor import Conductor
-from learner.lease import LeaseKeeper
-from learner.metrics.record import Timers
-from learner.start import Admitted, Server, admit, take_lease
-from learner.stream.data import PromptSet
-from learner.stream.feed import Feed
-from learner.stream.plan import Kind, Plan, Verdict
-from learner.suspects import Suspects
 from streamrl.config import schema
 from streamrl.errors import Fenced, TransportError
+from streamrl.learner.checkpoints.checkpoint import CheckpointRoot, describe
+from streamrl.learner.checkpoints.terms import CheckpointName
+from streamrl.learner.conductor import Conductor
+from streamrl.learner.groups.feed import Feed
+from streamrl.learner.groups.plan import GroupCheck, Kind, Plan
+from streamrl.learner.groups.prompts import PromptSet
+from streamrl.learner.groups.quarantine import Quarantine
+from streamrl.learner.metrics.record import Timers
+from streamrl.learner.process.lease import LeaseKeeper
+from streamrl.learner.start import Admitted, Server, admit, take_lease
+from streamrl.protocol.transport.connection import connect
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.learner import LearnerStream
+from streamrl.protocol.transport.types import Announcement
+from streamrl.protocol.weights.format import blob_name, digest_of
+from streamrl.protocol.weights.redis_store import RedisStore
+from streamrl.protocol.weights.retention import collectable
+from streamrl.protocol.weights.stores import BlobStore, open_store
 from streamrl.telemetry.progress import Progress
-from streamrl.transport.connection import connect
-from streamrl.transport.keys import Keys
-from streamrl.transport.learner import LearnerStream
-from streamrl.transport.types import Announcement
 from streamrl.versions import make_version, show
-from streamrl.weights.format import blob_name, digest_of
-from streamrl.weights.redis_store import RedisStore
-from streamrl.weights.retention import collectable
-from streamrl.weights.stores import BlobStore, open_store
 from tests.faults.place import Place
 from tests.feed_world import MODEL, keep, make_prompts
 
@@ -65,7 +65,7 @@ def _surroundings(config: schema.Config) -> Any:
     return SimpleNamespace(
         config=config,
         world=SimpleNamespace(size=1, broadcast=lambda words: words),
-        speech=SimpleNamespace(tokenizer=None),
+        tokenizer_info=SimpleNamespace(tokenizer=None),
         progress=Progress(part="learner/0", role="learner"),
         timers=Timers(),
         watchdog=SimpleNamespace(beat=lambda: None),
@@ -119,8 +119,8 @@ class _Loop:
         start, state = admitted.start, admitted.checkpoint.state.stream if admitted.checkpoint else None
         self._config, self._start, self._checkpoints = config, start, CheckpointRoot(config.folder)
         self._step = start.step
-        suspects = Suspects(config.folder, epoch=start.epoch)
-        self._publisher = _Publisher(admitted.stream, store, run_uid=start.run_uid, epoch=start.epoch)
+        suspects = Quarantine(config.folder, term=start.term)
+        self._publisher = _Publisher(admitted.stream, store, run_uid=start.run_uid, term=start.term)
         feed = Feed(
             stream=admitted.stream,
             prompts=prompts,
@@ -159,7 +159,7 @@ class _Loop:
     def _train_on(self, plan: Plan) -> None:
         if self._deadly_ticket in [entry.ticket for entry in plan.entries]:
             os.kill(os.getpid(), signal.SIGKILL)
-        self._conductor.settle(plan, [Verdict.SOUND] * len(plan.entries), trained=True)
+        self._conductor.settle(plan, [GroupCheck.SOUND] * len(plan.entries), trained=True)
         self._step += 1
         print(f"{STEP}{self._step}")
         self._publish()
@@ -177,7 +177,7 @@ class _Loop:
 
     def _commit(self) -> bool:
         """As the saver does: what the disk refuses is tried again at the next checkpoint."""
-        name = CheckpointName(self._start.epoch, self._step)
+        name = CheckpointName(self._start.term, self._step)
         try:
             weights = self._checkpoints.new_folder(name) / "weights"
             weights.write_bytes(b"w" * 10)
@@ -192,14 +192,14 @@ class _Loop:
 class _Publisher:
     """Every version whole and in one blob, which is its manifest's only word, also of the anchor beside it."""
 
-    def __init__(self, stream: LearnerStream, store: BlobStore, *, run_uid: str, epoch: int) -> None:
-        self._stream, self._store, self._run_uid, self._epoch = stream, store, run_uid, epoch
+    def __init__(self, stream: LearnerStream, store: BlobStore, *, run_uid: str, term: int) -> None:
+        self._stream, self._store, self._run_uid, self._term = stream, store, run_uid, term
         self._blobs: dict[int, str] = {}
         self.last_n = -1
 
     def publish(self, step: int) -> _Published:
         self.last_n += 1
-        version = make_version(self._epoch, self.last_n)
+        version = make_version(self._term, self.last_n)
         print(f"{_VERSION}{version}")
         data = weights_of(version)
         name = blob_name(run_uid=self._run_uid, version=version, rank=0, digest=digest_of(data))
@@ -209,6 +209,6 @@ class _Publisher:
         self._stream.announce(announcement, keep=list(self._blobs))
         self._stream.amend(announcement, keep=list(self._blobs))
         names = self._store.list(prefix=f"{self._run_uid}/")
-        for old in collectable(names, keep=self._blobs.values(), run_uid=self._run_uid, epoch=self._epoch):
+        for old in collectable(names, keep=self._blobs.values(), run_uid=self._run_uid, term=self._term):
             self._store.delete(old)
         return _Published(version, step)

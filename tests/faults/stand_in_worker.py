@@ -18,23 +18,23 @@ import redis
 
 from streamrl.config import schema
 from streamrl.errors import SampleError, WeightsError
+from streamrl.protocol.transport.connection import connect, connect_async
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.operator import read_letters, request_retries
+from streamrl.protocol.transport.types import Leased
+from streamrl.protocol.transport.worker import WorkerStream
+from streamrl.protocol.wire.group import decode_header
 from streamrl.telemetry.progress import Progress
-from streamrl.transport.connection import connect, connect_async
-from streamrl.transport.dead import read_letters, request_retries
-from streamrl.transport.keys import Keys
-from streamrl.transport.types import Leased
-from streamrl.transport.worker import WorkerStream
-from streamrl.wire.group import decode_header
+from streamrl.workers.answer import Answerer
+from streamrl.workers.engines.base import Engine, Generated, SampleRequest
+from streamrl.workers.engines.double import EngineDouble
+from streamrl.workers.rewards.base import RewardDouble, Rewards, ScoreItem, Weighted
+from streamrl.workers.roles import WeightsDouble
+from streamrl.workers.rollout import Rollout
 from tests.faults.place import FAILING_TICKET, Place
 from tests.faults.stand_in_learner import open_store_of, weights_of
 from tests.feed_world import MODEL
 from tests.helpers import wait_until_async
-from workers.answer import Answerer
-from workers.engines.base import Engine, Generated, SampleRequest
-from workers.engines.double import EngineDouble
-from workers.rewards.base import RewardDouble, Rewards, ScoreItem, Weighted
-from workers.roles import WeightsDouble
-from workers.rollout import Rollout
 
 _LOOK_EVERY_S = 0.02
 _DELIVERED = "delivered "

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from streamrl.audit import audit_folder
-from streamrl.transport.operate import set_control
+from streamrl.ops.audit import audit_folder
+from streamrl.protocol.transport.operator import set_control
 from tests.faults.harness import FaultWorld
 from tests.faults.place import Place
 from tests.helpers import wait_until
@@ -50,7 +50,7 @@ def test_a_run_goes_on_from_its_backup(
     worker = world.start_worker()
     trained_until(world, 3)
     copy(world.place.run_folder, backup)
-    for life in range(1, 4):  # each one an epoch of which the backup knows nothing
+    for life in range(1, 4):  # each one a term of which the backup knows nothing
         trained_until(world, 3 + 2 * life)
         learner.kill()
         learner = world.start_learner()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import redis
 
-from streamrl.transport.operate import set_control
+from streamrl.protocol.transport.operator import set_control
 from tests.faults.harness import FaultWorld
 from tests.faults.place import Place
 from tests.faults.report import report

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from streamrl.audit import Audit
 from streamrl.crashpoints import POINTS, Point
+from streamrl.ops.audit import Audit
 from tests.faults.harness import FENCED, REFUSED, FaultWorld, Part
 from tests.faults.place import Place
 from tests.faults.report import report
@@ -19,11 +19,11 @@ OF_WORKERS = sorted(p for p in POINTS if p.startswith(("ticket.", "worker.", "gr
 OF_LEARNERS = sorted(POINTS - set(OF_WORKERS))
 IN_A_DIRECTORY = ("blob.aside", "blob.renamed")
 AT_SIGTERM = ("ticket.handed_back", "worker.left")
-ONCE = ("lease.taken", "run.recorded", "epoch.recorded", "claim.written", "restore.written", "release.written")
+ONCE = ("lease.taken", "run.recorded", "term.recorded", "claim.written", "restore.written", "release.written")
 ONCE += ("dead.written", "retry.counted", "reconcile.deleted", "reconcile.counted", "prune.aside", "prune.removed")
 ONCE += AT_SIGTERM
 _FOR_EVER_S = 3600.0
-BEFORE_THE_EPOCH = ("lease.taken", "run.recorded", "file.aside")  # its second passing is the epoch's record
+BEFORE_THE_EPOCH = ("lease.taken", "run.recorded", "file.aside")  # its second passing is the term's record
 
 
 def passing(point: str) -> str:
@@ -75,10 +75,10 @@ def test_a_learner_that_stops_at_a_point_wakes_as_a_zombie_without_effect(
     zombie.wait_until_stopped()
     if superfluous:  # a worker that is there before answers them, and none is
         world.start_worker()
-    before = epoch(client, world)
+    before = term(client, world)
     second = world.start_learner(holder="another", takeover=True)
     wait_until(
-        lambda: epoch(client, world) > before and world.newest_checkpoint().epoch > before,
+        lambda: term(client, world) > before and world.newest_checkpoint().term > before,
         description="the second commits",
     )
     zombie.send(signal.SIGCONT)
@@ -131,6 +131,6 @@ def make_tickets_superfluous(world: FaultWorld, client: redis.Redis) -> None:
         client.xadd(tickets, fields)
 
 
-def epoch(client: redis.Redis, world: FaultWorld) -> int:
+def term(client: redis.Redis, world: FaultWorld) -> int:
     """As Redis knows it."""
-    return int(client.hget(world.keys.meta, "epoch") or 0)
+    return int(client.hget(world.keys.meta, "term") or 0)

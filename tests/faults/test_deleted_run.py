@@ -10,22 +10,22 @@ import pytest
 import redis
 import redis.asyncio
 
-from streamrl.audit import audit_folder
 from streamrl.errors import RunGone
+from streamrl.ops.audit import audit_folder
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.operator import remove_run
+from streamrl.protocol.transport.worker import WorkerStream
 from streamrl.telemetry.progress import Progress
-from streamrl.transport.keys import Keys
-from streamrl.transport.operate import remove_run
-from streamrl.transport.worker import WorkerStream
 from streamrl.versions import make_version
+from streamrl.workers.answer import Answerer
+from streamrl.workers.engines.double import EngineDouble
+from streamrl.workers.rewards.base import RewardDouble, Rewards, Weighted
+from streamrl.workers.roles import WeightsDouble
+from streamrl.workers.rollout import Rollout
 from tests.faults.report import report
 from tests.feed_world import MODEL, encode_answer
 from tests.helpers import make_ticket, wait_until_async
 from tests.redis.run_world import RunWorld
-from workers.answer import Answerer
-from workers.engines.double import EngineDouble
-from workers.rewards.base import RewardDouble, Rewards, Weighted
-from workers.roles import WeightsDouble
-from workers.rollout import Rollout
 
 NUM_WORKERS = 6
 LONGEST_LEAVE_S = 10.0

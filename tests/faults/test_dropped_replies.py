@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from streamrl.config import schema
-from streamrl.transport.connection import connect, connect_async
-from streamrl.transport.keys import Keys
+from streamrl.protocol.transport.connection import connect, connect_async
+from streamrl.protocol.transport.keys import Keys
 from tests.faults.report import report
 from tests.proxy import Proxy
 from tests.redis.run_world import RunWorld

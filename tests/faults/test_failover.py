@@ -12,11 +12,11 @@ from pathlib import Path
 
 import redis
 
-from learner.lease import LeaseKeeper
 from streamrl.config import schema
-from streamrl.transport.connection import connect, connect_async
-from streamrl.transport.embedded import find_server
-from streamrl.transport.keys import Keys
+from streamrl.learner.process.lease import LeaseKeeper
+from streamrl.protocol.transport.connection import connect, connect_async
+from streamrl.protocol.transport.embedded import find_server
+from streamrl.protocol.transport.keys import Keys
 from tests.faults.report import report
 from tests.helpers import wait_until
 from tests.redis.run_world import RunWorld

@@ -22,11 +22,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from streamrl.config import schema
+from streamrl.config.engines import ENGINES, Entry
 from streamrl.errors import ConfigError
 from streamrl.permissions import Permissions
-from streamrl.transport.keys import Keys
-from streamrl.transport.snapshot import snapshot
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.snapshot import snapshot
 from streamrl.versions import make_version
+from streamrl.workers.engines.base import KvCache
+from streamrl.workers.engines.transformers_engine import TransformersEngine
+from streamrl.workers.service import Options, serve
 from tests.faults.harness import FaultWorld
 from tests.faults.place import Place
 from tests.faults.report import Row, note, report
@@ -34,9 +38,6 @@ from tests.faults.stand_in_worker import Delivery, Habits
 from tests.helpers import wait_until_async
 from tests.made_up_learner import EPOCH, MadeUpLearner
 from tests.tiny_models import make_model
-from workers.engines.base import ENGINES, EngineFactory, KvCache
-from workers.engines.transformers_engine import TransformersEngine
-from workers.service import Options, serve
 
 _PROMPTS = [f"say {number}:" for number in range(12)]
 
@@ -133,7 +134,8 @@ async def test_no_group_of_spoilt_weights_leaves_a_worker_and_the_next_ones_serv
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if how == "permuted":
-        monkeypatch.setitem(cast(dict[str, EngineFactory], ENGINES), "transformers", PermutingEngine)
+        entry = Entry(f"{__name__}:{PermutingEngine.__name__}")
+        monkeypatch.setitem(cast(dict[str, Entry], ENGINES), "transformers", entry)
     learner.issue(*_PROMPTS, num_samples=2, fields={"answer": "4"})
     learner.publish(rounded(model, tmp_path / "spoilt") if how == "dtype" else model)
 

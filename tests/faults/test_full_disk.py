@@ -21,12 +21,12 @@ from typing import Protocol
 import pytest
 import redis
 
-from learner.checkpoints.checkpoint import CheckpointRoot
-from learner.checkpoints.epochs import CheckpointName, ancestry
-from streamrl.audit import audit_folder
 from streamrl.config import schema
-from streamrl.transport.keys import Keys
-from streamrl.transport.snapshot import snapshot
+from streamrl.learner.checkpoints.checkpoint import CheckpointRoot
+from streamrl.learner.checkpoints.terms import CheckpointName, ancestry
+from streamrl.ops.audit import audit_folder
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.snapshot import snapshot
 from tests.faults.agents import PATIENCE_S, end, ranks, wasted_steps
 from tests.faults.report import report
 from tests.helpers import wait_until
@@ -167,7 +167,7 @@ def test_a_full_disk_costs_checkpoints_and_never_a_whole_one(
         before = run.await_checkpoint_that_stays(first)
         disk.make_room(rank=rank)
         after = run.await_checkpoint(after=before)
-        assert after.epoch == first.epoch, "it went on by itself, without a restart"
+        assert after.term == first.term, "it went on by itself, without a restart"
 
         disk.fill(rank=rank, leave=min(size // 2, 1))  # and it dies before there is room
         before = run.await_checkpoint_that_stays(after)
@@ -181,8 +181,8 @@ def test_a_full_disk_costs_checkpoints_and_never_a_whole_one(
         last = run.await_checkpoint(after=before)
         recovery_s = time.monotonic() - began
         end(agent)
-    assert last.epoch == first.epoch + 1
-    loaded = ancestry(config.folder).last_steps[first.epoch]
+    assert last.term == first.term + 1
+    loaded = ancestry(config.folder).last_steps[first.term]
     assert loaded == before.step, "it went on from another checkpoint than the newest whole one"
     audit = audit_folder(config.folder, redis_url=redis_url)
     name = f"T12 checkpoint {'tmpfs' if isinstance(disk, SmallDisk) else 'limit'}"

@@ -12,11 +12,11 @@ from typing import Any
 
 import redis
 
-from learner.stream.plan import Kind
 from streamrl.config import schema
-from streamrl.transport.connection import connect, connect_async
-from streamrl.transport.embedded import EmbeddedRedis
-from streamrl.transport.keys import Keys
+from streamrl.learner.groups.plan import Kind
+from streamrl.protocol.transport.connection import connect, connect_async
+from streamrl.protocol.transport.embedded import EmbeddedRedis
+from streamrl.protocol.transport.keys import Keys
 from tests.faults.report import report
 from tests.feed_world import encode_answer
 from tests.helpers import make_ticket

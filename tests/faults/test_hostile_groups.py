@@ -10,11 +10,10 @@ from pathlib import Path
 import redis
 import redis.asyncio
 
-from learner.stream.fetch import fetch_groups
-from learner.stream.ledger import DROPPED
-from learner.stream.plan import Kind
-from streamrl.transport.keys import Keys
-from streamrl.wire.codec import pack
+from streamrl.learner.groups.ledger import DROPPED
+from streamrl.learner.groups.plan import Kind, fetch_groups
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.wire.codec import pack
 from tests.faults.report import report
 from tests.feed_world import encode_answer
 from tests.helpers import make_ticket

@@ -9,12 +9,12 @@ import redis
 import safetensors.torch
 import torch
 
-from streamrl.audit import audit_folder
 from streamrl.config import schema
-from streamrl.transport.keys import Keys
-from streamrl.weights.manifest import decode_manifest
-from streamrl.weights.mirror import Mirror
-from streamrl.weights.stores import open_store
+from streamrl.ops.audit import audit_folder
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.weights.manifest import decode_manifest
+from streamrl.protocol.weights.mirror import Mirror
+from streamrl.protocol.weights.stores import open_store
 from tests.faults.report import report
 from tests.integration.learner_world import lines, made_up_worker, make_run, output, running_learner
 

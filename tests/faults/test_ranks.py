@@ -13,17 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.audit import audit_folder
 from streamrl.config import schema
+from streamrl.ops.audit import audit_folder
 from tests.faults.agents import (
     PATIENCE_S,
     await_steps,
     descendants,
     end,
-    epoch_at_work,
     is_alive,
     num_made,
     ranks,
+    term_at_work,
     wasted_steps,
 )
 from tests.faults.report import report
@@ -36,7 +36,7 @@ _RANKS = 2
 _LONGEST_QUIET_S = 1.0  # between a step after a restart and the next kill
 _FEW = 5  # kills, of which no percentile is worth a word
 _MOST_RECOVERY_S = 8.0  # p95, from the death to the next completed step; the tiny model's load is in it
-_STOPPED_LIMIT_S = 10.0  # as learner/__main__.py has it
+_STOPPED_LIMIT_S = 10.0  # as learner/main.py has it
 _RESTART_S = 50.0  # torchrun, imports, model and first step, on two busy cores
 
 
@@ -71,10 +71,10 @@ def test_ranks_that_are_killed_at_random_cost_the_steps_since_the_checkpoint(
         await_steps(config, description="the first step")
         for number in range(count):
             threading.Event().wait(choose.uniform(0, _LONGEST_QUIET_S))
-            before, rank = epoch_at_work(config), choose.randrange(_RANKS)
+            before, rank = term_at_work(config), choose.randrange(_RANKS)
             os.kill(ranks(agent, number=_RANKS)[rank], signal.SIGKILL)
             began = time.monotonic()
-            await_steps(config, beyond_epoch=before, description=f"a step after a death\n{output(config)[-2000:]}")
+            await_steps(config, beyond_term=before, description=f"a step after a death\n{output(config)[-2000:]}")
             recoveries.append(time.monotonic() - began)
             if count > _FEW:
                 with capsys.disabled():
@@ -104,10 +104,10 @@ def test_ranks_die_with_their_agent_and_another_agent_goes_on(tmp_path: Path, re
             await_steps(config, description="the first step")
             orphans = ranks(agent, number=_RANKS)
             agent.kill()
-            began, before = time.monotonic(), epoch_at_work(config)
+            began, before = time.monotonic(), term_at_work(config)
             wait_until(lambda: not any(map(is_alive, orphans)), description="no orphans", timeout_s=2.0)
         with running_learner(config, redis_url, processes=_RANKS) as agent:
-            await_steps(config, beyond_epoch=before, description=f"a step of the next agent\n{output(config)[-2000:]}")
+            await_steps(config, beyond_term=before, description=f"a step of the next agent\n{output(config)[-2000:]}")
             recovery_s = time.monotonic() - began
             end(agent)
     audit = audit_folder(config.folder, redis_url=redis_url)
@@ -125,15 +125,15 @@ def test_a_whole_tree_that_slept_past_its_lease_is_replaced_and_does_no_harm_whe
         zombies = [pid for rank in ranks(first, number=_RANKS) for pid in descendants(rank)]
         for pid in tree:
             os.kill(pid, signal.SIGSTOP)
-        began, before = time.monotonic(), epoch_at_work(config)
+        began, before = time.monotonic(), term_at_work(config)
         with running_learner(config, redis_url, processes=_RANKS) as second:
-            await_steps(config, beyond_epoch=before, description=f"a step of the second\n{output(config)[-2000:]}")
+            await_steps(config, beyond_term=before, description=f"a step of the second\n{output(config)[-2000:]}")
             recovery_s = time.monotonic() - began
-            at_work = epoch_at_work(config)
+            at_work = term_at_work(config)
             for pid in tree:
                 os.kill(pid, signal.SIGCONT)
             wait_until(lambda: not any(map(is_alive, zombies)), description="the zombies end", timeout_s=PATIENCE_S)
-            assert epoch_at_work(config) == at_work, "the second was disturbed"
+            assert term_at_work(config) == at_work, "the second was disturbed"
             end(second)
         first.kill()
     audit = audit_folder(config.folder, redis_url=redis_url)
@@ -148,10 +148,10 @@ def test_a_rank_that_is_stopped_is_replaced_without_a_person(
     config = make_long_run(tmp_path, run_name)
     with made_up_worker(config, redis_url), running_learner(config, redis_url, processes=_RANKS) as agent:
         await_steps(config, description="the first step")
-        before = epoch_at_work(config)
+        before = term_at_work(config)
         os.kill(ranks(agent, number=_RANKS)[rank], signal.SIGSTOP)
         began = time.monotonic()
-        await_steps(config, beyond_epoch=before, description=f"a step after the stop\n{output(config)[-2000:]}")
+        await_steps(config, beyond_term=before, description=f"a step after the stop\n{output(config)[-2000:]}")
         recovery_s = time.monotonic() - began
         end(agent)
     assert recovery_s <= _STOPPED_LIMIT_S + _RESTART_S

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from learner.lease import LeaseKeeper
 from streamrl.config import schema
 from streamrl.errors import TransportError
-from streamrl.transport.connection import connect, connect_async
-from streamrl.transport.keys import Keys
+from streamrl.learner.process.lease import LeaseKeeper
+from streamrl.protocol.transport.connection import connect, connect_async
+from streamrl.protocol.transport.keys import Keys
 from tests.faults.redis_keeper import RedisKeeper
 from tests.faults.report import report
 from tests.redis.run_world import RunWorld

@@ -20,14 +20,14 @@ import pytest
 import redis
 
 from streamrl.config import schema
-from streamrl.monitor.build import build_view
-from streamrl.monitor.view import Cause
+from streamrl.ops.monitor.build import build_view
+from streamrl.ops.monitor.view import Cause
 from streamrl.permissions import Permissions
-from streamrl.transport.keys import Keys
-from streamrl.transport.snapshot import snapshot
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.snapshot import snapshot
+from streamrl.workers.service import Options, serve
 from tests.helpers import wait_until_async
 from tests.integration.learner_world import make_run, output, running_learner
-from workers.service import Options, serve
 
 _SOON_S, _LATE_S = 20.0, 60.0  # weights.give_up_after_s: the run ends after 3/5 of it, 3 minutes by default
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import redis
 
-from streamrl.audit import audit_folder
 from streamrl.config import schema
 from streamrl.crashpoints import VARIABLE
-from streamrl.transport.keys import Keys
-from streamrl.versions import epoch_of
-from streamrl.weights.published import read_manifests
+from streamrl.ops.audit import audit_folder
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.weights.published import read_manifests
+from streamrl.versions import term_of
 from tests.faults.agents import last_step, wasted_steps
 from tests.faults.harness import FaultWorld
 from tests.faults.place import GROUPS_PER_STEP, Place
@@ -94,4 +94,4 @@ def test_the_versions_of_a_real_learner_that_resumes_twenty_steps_back_are_all_n
     assert steps_before[-1] > _CHECKPOINT_EVERY
     assert (steps_after[0], steps_after[-1]) == (_CHECKPOINT_EVERY, last_step(config))
     assert max(before) < min(after)
-    assert {epoch_of(version) for version in after} == {2}
+    assert {term_of(version) for version in after} == {2}

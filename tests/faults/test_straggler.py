@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import redis
 
-from learner.stream.ledger import TRAINED
-from streamrl.transport.operate import set_control
+from streamrl.learner.groups.ledger import TRAINED
+from streamrl.protocol.transport.operator import set_control
 from streamrl.versions import number_of
 from tests.faults.harness import FaultWorld, Part
 from tests.faults.place import Place

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import redis
 
-from streamrl.transport.operate import set_control
+from streamrl.protocol.transport.operator import set_control
 from tests.faults.harness import FENCED, REFUSED, FaultWorld
 from tests.faults.place import Place
 from tests.faults.report import report
@@ -64,7 +64,7 @@ def test_a_second_learner_is_refused_without_a_trace_while_the_first_is_healthy(
 
     world.start_learner(holder="the second").ends_with(REFUSED)
 
-    assert [path.name for path in (world.place.run_folder / "epochs").iterdir()] == ["000001"]
+    assert [path.name for path in (world.place.run_folder / "terms").iterdir()] == ["000001"]
     set_control(client, world.keys, "run", by="the test")
     first.ends_with(0)
     report("T4 refused", world.audit(), injections=1, admitted=0)

@@ -12,14 +12,14 @@ import pytest
 import redis
 
 from streamrl.crashpoints import VARIABLE, Point
-from streamrl.transport.keys import Keys
-from streamrl.versions import epoch_of, number_of
-from streamrl.weights.catchup import catch_up
-from streamrl.weights.manifest import Manifest
-from streamrl.weights.mirror import Mirror
-from streamrl.weights.published import read_manifests
-from streamrl.weights.retention import collectable
-from streamrl.weights.stores import BlobStore, open_store
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.weights.catchup import catch_up
+from streamrl.protocol.weights.manifest import Manifest
+from streamrl.protocol.weights.mirror import Mirror
+from streamrl.protocol.weights.published import read_manifests
+from streamrl.protocol.weights.retention import collectable
+from streamrl.protocol.weights.stores import BlobStore, open_store
+from streamrl.versions import number_of, term_of
 from tests.faults.publisher import publish, states
 from tests.faults.report import Row, note
 from tests.weights_world import RUN_UID, assert_holds
@@ -52,7 +52,7 @@ def follow(mirror: Mirror, manifests: dict[int, Manifest], store: BlobStore) -> 
         if version > mirror.version:
             mirror.apply_path(catch_up(mirror.version, manifest, manifests.get), store)
             assert mirror.version == version
-            assert_holds(mirror.path, states(epoch_of(version))[number_of(version)])
+            assert_holds(mirror.path, states(term_of(version))[number_of(version)])
             num_served += 1
     return num_served
 
@@ -64,7 +64,7 @@ def check(url: str, client: redis.Redis, keys: Keys, folder: Path, place: str, c
     before = read_manifests(client, keys).by_version
     num_served = follow(worker, before, store)
 
-    publish(client, keys, place, epoch=2)
+    publish(client, keys, place, term=2)
 
     after = read_manifests(client, keys).by_version
     assert not before.keys() & after.keys(), "no number is given again"
@@ -72,7 +72,7 @@ def check(url: str, client: redis.Redis, keys: Keys, folder: Path, place: str, c
     late = Mirror(folder / "late", run_uid=RUN_UID)
     num_served += follow(late, {max(after): after[max(after)]} | after, store)
     needed = {name for manifest in after.values() for name in manifest.blob_names}
-    garbage = collectable(store.list(), keep=needed, run_uid=RUN_UID, epoch=2)
+    garbage = collectable(store.list(), keep=needed, run_uid=RUN_UID, term=2)
     assert set(store.list()) == needed | set(garbage), "what was left behind is found and collected"
     note(Row(scenario=f"T19 {crash_at}", injections=1, lost=0, twice=0, more={"served": num_served, "wrong": 0}))
 

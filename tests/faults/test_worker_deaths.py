@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import redis
 
-from streamrl.transport.operate import set_control
+from streamrl.protocol.transport.operator import set_control
 from tests.faults.harness import FaultWorld, Part
 from tests.faults.place import Place
 from tests.faults.report import report

@@ -23,10 +23,10 @@ import redis
 import safetensors.torch
 import torch
 
-from streamrl.audit import audit_folder
 from streamrl.config import schema
-from streamrl.launch.parts import Cluster, RunFolder, learner_command
-from streamrl.transport.keys import Keys
+from streamrl.ops.audit import audit_folder
+from streamrl.ops.launch.parts import Cluster, RunFolder, learner_command
+from streamrl.protocol.transport.keys import Keys
 from tests.faults.agents import PATIENCE_S, last_step, named_ranks, wasted_steps
 from tests.faults.report import report
 from tests.helpers import wait_until

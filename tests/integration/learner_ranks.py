@@ -19,25 +19,24 @@ import safetensors.torch
 import torch
 from torch.distributed.tensor import DTensor
 
-from learner.checkpoints.export import export
-from learner.checkpoints.state import load_state, save_state
-from learner.companion import Beside
-from learner.distributed import World, join_world
-from learner.metrics.tally import Tally
-from learner.policy.gradients import Gradients, Reference
-from learner.policy.lora import adapter_parameters, merged_parameters
-from learner.policy.model import load_policy, load_reference, read_speech
-from learner.policy.optim import make_optimizer, update
-from learner.policy.packing import pack
-from learner.policy.policy import Policy
-from learner.policy.reference import asking, make_reference
-from learner.policy.tensors import whole
-from learner.publishing.publish import Publisher
 from streamrl.config import schema
+from streamrl.learner.checkpoints.export import export
+from streamrl.learner.checkpoints.save import load_state, save_state
+from streamrl.learner.metrics.tally import Tally
+from streamrl.learner.model.gradients import Gradients, Reference, asking, make_reference
+from streamrl.learner.model.load import load_policy, load_reference, read_tokenizer_info
+from streamrl.learner.model.lora import adapter_parameters, merged_parameters
+from streamrl.learner.model.optim import make_optimizer, update
+from streamrl.learner.model.packing import pack
+from streamrl.learner.model.policy import Policy
+from streamrl.learner.model.tensors import whole
+from streamrl.learner.process.background import BackgroundThread
+from streamrl.learner.process.ranks import World, join_world
+from streamrl.learner.publishing.publish import Publisher
+from streamrl.protocol.transport.types import Announcement
+from streamrl.protocol.weights.stores import FileStore
 from streamrl.recipe.algorithms import make_algorithm
 from streamrl.recipe.losses import LOSSES
-from streamrl.transport.types import Announcement
-from streamrl.weights.stores import FileStore
 from tests.learner_cases import learner_config, random_groups
 from tests.probing import probe
 from tests.publish_world import finish, publish
@@ -140,13 +139,13 @@ class Rank:
         return {name: whole(p).clone() for name, p in merged_parameters(self.policy.model)}
 
 
-def publisher(rank: Rank, folder: Path, beside: Beside) -> Publisher:
+def publisher(rank: Rank, folder: Path, beside: BackgroundThread) -> Publisher:
     return Publisher(
         policy=rank.policy,
         config=rank.config,
         world=rank.world,
         run_uid="run",
-        epoch=1,
+        term=1,
         store=FileStore(folder / "blobs"),
         announcer=KeptAnnouncements(folder),
         canary_ids=(3, 9, 4),
@@ -190,7 +189,7 @@ def work(folder: Path, world: World) -> None:
     keep(rank.weights(), out / "begin.safetensors", world)
     reference = rank.reference_logprobs()
     metrics: dict[str, float] = {}
-    beside = Beside("publisher")
+    beside = BackgroundThread("publisher")
     with beside.working(join_s=60):
         versions = publisher(rank, out, beside)
         for number in range(NUM_STEPS):
@@ -227,7 +226,7 @@ def train_adapters(folder: Path, world: World) -> None:
     rank = Rank(folder, world, lora=ADAPTERS)
     keep(adapters_of(rank), out / "begin.safetensors", world)
     before = rank.reference_logprobs()
-    beside = Beside("publisher")
+    beside = BackgroundThread("publisher")
     with beside.working(join_s=60):
         versions = publisher(rank, out, beside)
         for number in range(NUM_STEPS):
@@ -238,7 +237,7 @@ def train_adapters(folder: Path, world: World) -> None:
     world.barrier()
     save_state(out / "checkpoint", rank.policy, rank.optimizer, world)
     world.barrier()
-    export(rank.policy, read_speech(rank.config.model.path).tokenizer, rank.config, world)
+    export(rank.policy, read_tokenizer_info(rank.config.model.path).tokenizer, rank.config, world)
     keep(rank.merged(), out / "merged.safetensors", world)
     for name, written_by in (("resumed", world.size), ("changed", 1)):
         resumed = Rank(folder, world, lora=ADAPTERS)

@@ -24,13 +24,13 @@ import transformers
 
 from streamrl.config import schema
 from streamrl.config.dump import dump_config
-from streamrl.transport.connection import connect_async
-from streamrl.transport.keys import Keys
-from streamrl.transport.types import Leased
-from streamrl.transport.worker import WorkerStream
-from streamrl.wire.fingerprint import fingerprint, stop_ids
-from streamrl.wire.group import Group, GroupHeader, Sample, Span, encode_group
-from streamrl.wire.ticket import Ticket
+from streamrl.protocol.transport.connection import connect_async
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.types import Leased
+from streamrl.protocol.transport.worker import WorkerStream
+from streamrl.protocol.wire.agreed import fingerprint, stop_ids
+from streamrl.protocol.wire.group import Group, GroupHeader, Sample, Span, encode_group
+from streamrl.protocol.wire.ticket import Ticket
 from tests.tiny_models import make_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,7 +67,7 @@ def make_run(folder: Path, *, name: str, num_prompts: int = 400, **sections: Any
 
 def learner_command(config: schema.Config, url: str, *, processes: int = 0, max_restarts: int = 3) -> list[str]:
     """Under torchrun with so many ranks; 0: alone, without it."""
-    agent = ["-m", "learner.agent", "--standalone", f"--nproc-per-node={processes}"]
+    agent = ["-m", "streamrl.learner.process.agent", "--standalone", f"--nproc-per-node={processes}"]
     program = [*agent, f"--max-restarts={max_restarts}", "--"] if processes else ["-m", "learner"]
     arguments = ["--config", str(config.folder / "config.yaml"), "--redis", url]
     arguments += ["--error-file", str(config.folder / "error.json")]

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from learner.distributed import join_world
-from learner.policy.model import load_policy
+from streamrl.learner.model.load import load_policy
+from streamrl.learner.process.ranks import join_world
 from tests.learner_cases import learner_config
 
 

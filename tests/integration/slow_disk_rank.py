@@ -14,17 +14,17 @@ from pathlib import Path
 
 import torch
 
-from learner.distributed import join_world
-from learner.replay import replay
 from streamrl.config.load import load_config
 from streamrl.crashpoints import Point, armed
+from streamrl.learner.process.ranks import join_world
+from streamrl.learner.replay import replay
 
 _LOOP_WAITS_S = 5.0
 _SLOW_S = 8.0
 
 
 def slowly(point: Point) -> None:
-    if point in ("epoch.recorded", "checkpoint.synced"):  # digests have been read; they have been written
+    if point in ("term.recorded", "checkpoint.synced"):  # digests have been read; they have been written
         threading.Event().wait(_SLOW_S)
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import transformers
 
-from streamrl.demo import sums
-from streamrl.demo.model import NAME, check_gguf, find_gguf
-from streamrl.demo.prepare import write_data
-from streamrl.demo.rewards import right
+from streamrl.demos import sums
+from streamrl.demos.pretrained import write_data
+from streamrl.demos.pretrained_model import NAME, check_gguf, find_gguf
+from streamrl.demos.sums import right
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,7 +40,7 @@ def test_the_real_questions_and_their_judge_are_those_of_the_demo(tmp_path: Path
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_the_demo_teaches_a_pretrained_model(tmp_path: Path) -> None:
-    words = ["-m", "streamrl.cli.main", "demo", "--json", f"dir={tmp_path}"]
+    words = ["-m", "streamrl.ops.cli.main", "demo", "--json", f"dir={tmp_path}"]
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=1700, check=False)
 
     assert done.returncode == 0, done.stderr

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,17 +21,17 @@ import transformers
 
 from streamrl.config import schema
 from streamrl.errors import SampleError
+from streamrl.protocol.weights.manifest import Manifest
+from streamrl.protocol.wire.group import Span
 from streamrl.telemetry.progress import Progress
 from streamrl.versions import make_version
-from streamrl.weights.manifest import Manifest
-from streamrl.wire.group import Span
+from streamrl.workers.engines.base import Engine, EngineSettings, Generated, KvCache, SampleRequest, make_engine
+from streamrl.workers.engines.hf_model import RowState, processed_logprobs
+from streamrl.workers.engines.model import read_model
+from streamrl.workers.engines.vllm_engine import VllmEngine
+from streamrl.workers.proofs.proving import Prover
 from tests.tiny_models import CHARACTERS, Architecture, make_model
 from tests.worker_world import worker_config
-from workers.engines.base import ENGINES, Engine, EngineSettings, Generated, KvCache, SampleRequest
-from workers.engines.model import read_model
-from workers.engines.sampling import RowState, processed_logprobs
-from workers.engines.vllm_engine import VllmEngine
-from workers.proving import Prover
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -44,7 +44,7 @@ MAX_PROMPT = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    engine: Literal["vllm", "transformers"]
+    engine: str
     architecture: Architecture
     tied: bool
 
@@ -81,7 +81,7 @@ class Served:
                 "sampling": schema.Sampling(max_tokens=200),
             }
         )
-        self.engine: Engine = ENGINES[case.engine](
+        self.engine: Engine = make_engine(
             EngineSettings(model=self.facts, config=self.config, trust_remote_code=False, seed=1)
         )
         self._num_loads = 0

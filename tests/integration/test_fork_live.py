@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from learner.checkpoints.fork import fork
-from learner.checkpoints.resume import find_checkpoint
-from learner.policy.optim import learning_rate
-from streamrl.audit import audit_folder
 from streamrl.config import schema
+from streamrl.learner.checkpoints.resume import find_checkpoint, fork
+from streamrl.learner.model.optim import learning_rate
+from streamrl.ops.audit import audit_folder
 from tests.integration.learner_world import lines, made_up_worker, make_run, output, running_learner
 from tests.replay_world import last_state, last_tensors, same_bits
 

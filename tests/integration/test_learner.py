@@ -14,16 +14,16 @@ import safetensors.torch
 import torch
 import transformers
 
-from learner.checkpoints.checkpoint import CheckpointRoot
-from learner.checkpoints.epochs import CheckpointName, claim_run
 from streamrl.config import schema
+from streamrl.learner.checkpoints.checkpoint import CheckpointRoot
+from streamrl.learner.checkpoints.terms import CheckpointName, claim_run
+from streamrl.protocol.transport.embedded import EmbeddedRedis
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.weights.catchup import catch_up
+from streamrl.protocol.weights.manifest import decode_manifest
+from streamrl.protocol.weights.mirror import Mirror
+from streamrl.protocol.weights.stores import open_store
 from streamrl.telemetry.metrics import is_metric
-from streamrl.transport.embedded import EmbeddedRedis
-from streamrl.transport.keys import Keys
-from streamrl.weights.catchup import catch_up
-from streamrl.weights.manifest import decode_manifest
-from streamrl.weights.mirror import Mirror
-from streamrl.weights.stores import open_store
 from tests.helpers import wait_until
 from tests.integration.learner_world import lines, made_up_worker, make_run, output, running_learner
 
@@ -59,7 +59,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, url: str) -> schema.Config:
 def test_a_run_makes_its_steps_and_records_known_metrics(whole: schema.Config) -> None:
     records = lines(whole.folder / "metrics.jsonl")
     assert steps(whole) == [1, 2, 3, 4, 5, 6]
-    names = {name for record in records for name in record} - {"step", "epoch", "at"}
+    names = {name for record in records for name in record} - {"step", "term", "at"}
     assert all(is_metric(name) for name in names)
     expected = {"train_optim/loss", "policy/ess", "lag/mean", "train_rollouts/init_policy_kl", "timers/publish"}
     expected |= {"idle/groups", "policy/masked_fraction", "policy/ratio_histogram/1.01", "throughput/tflop_per_s"}
@@ -115,8 +115,8 @@ def test_a_run_interrupted_at_one_two_and_one_ranks_learns_what_the_whole_one_le
         assert run_to_end(config, url) == 0, output(config)
     assert steps(config) == [1, 2, 3, 4, 5, 6]
     torch.testing.assert_close(exported_weights(config), exported_weights(whole), atol=1e-5, rtol=0)
-    epochs = {line["epoch"] for line in lines(config.folder / "metrics.jsonl")}
-    assert epochs == {1, 2, 3}
+    terms = {line["term"] for line in lines(config.folder / "metrics.jsonl")}
+    assert terms == {1, 2, 3}
 
 
 def test_a_loss_of_ones_own_trains_on_two_ranks_and_tells_of_itself(url: str, tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_mistake_under_torchrun_is_told_once_and_not_tried_again(url: str, tmp
 
 def test_a_learner_without_an_agent_refuses_checkpoints_where_it_may_not_resume(url: str, tmp_path: Path) -> None:
     config = make_run(tmp_path, name="once", checkpoint=schema.Checkpoint(resume=False))
-    CheckpointRoot(config.folder).claim_epoch(claim_run(config.folder))
+    CheckpointRoot(config.folder).claim_term(claim_run(config.folder))
     (config.folder / "checkpoints" / str(CheckpointName(1, 5))).mkdir(parents=True)
     assert run_to_end(config, url) == 2
     assert "checkpoint.resume = false" in output(config)
@@ -170,7 +170,7 @@ def test_a_run_that_was_removed_is_refused_under_torchrun_once_and_leaves_no_tra
     assert run_to_end(config, url, processes=1) == 1
     assert "with --takeover it goes on there" in json.loads((config.folder / "error.json").read_text())["error"]
     assert output(config).count("learner: run 'removed' was removed from Redis") == 1
-    assert not (config.folder / "epochs").exists()
+    assert not (config.folder / "terms").exists()
 
 
 @pytest.mark.long

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import redis
 
-from streamrl.cli.main import main
 from streamrl.config import schema
-from streamrl.transport.embedded import EmbeddedRedis
-from streamrl.transport.keys import Keys
-from streamrl.transport.snapshot import snapshot
+from streamrl.ops.cli.main import main
+from streamrl.protocol.transport.embedded import EmbeddedRedis
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.snapshot import snapshot
 from tests.helpers import wait_until
 from tests.integration.learner_world import lines, made_up_worker, make_run, output, running_learner
 

@@ -15,12 +15,12 @@ import safetensors.torch
 import torch
 import transformers
 
-from learner.checkpoints.state import load_state
-from learner.distributed import World
-from learner.policy.pretrained import load_model
-from streamrl.weights.manifest import Manifest, decode_manifest
-from streamrl.weights.mirror import Mirror
-from streamrl.weights.stores import FileStore
+from streamrl.learner.checkpoints.save import load_state
+from streamrl.learner.model.pretrained import load_model
+from streamrl.learner.process.ranks import World
+from streamrl.protocol.weights.manifest import Manifest, decode_manifest
+from streamrl.protocol.weights.mirror import Mirror
+from streamrl.protocol.weights.stores import FileStore
 from tests.integration.learner_ranks import (
     ADAPTERS,
     ALGORITHMS,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from streamrl.quickstart.task import FALLING, RISING, solve
+from streamrl.demos.quickstart_task import FALLING, RISING, solve
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [1234, 2, 3])
 def test_the_quickstart_learns_what_imitation_did_not_teach(tmp_path: Path, seed: int) -> None:
-    words = ["-m", "streamrl.cli.main", "quickstart", "--json", f"dir={tmp_path}", f"seed={seed}"]
+    words = ["-m", "streamrl.ops.cli.main", "quickstart", "--json", f"dir={tmp_path}", f"seed={seed}"]
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=800, check=False)
 
     assert done.returncode == 0, done.stderr

@@ -18,13 +18,12 @@ import safetensors.torch
 import torch
 
 from streamrl.config import schema
-from streamrl.record.frames import Origin
-from streamrl.record.session import record
-from streamrl.record.tap import Tap
-from streamrl.record.write import RecordingWriter
-from streamrl.transport.connection import connect
-from streamrl.transport.keys import Keys
-from streamrl.transport.snapshot import snapshot
+from streamrl.ops.record.frames import Origin
+from streamrl.ops.record.tap import Tap, record
+from streamrl.ops.record.write import RecordingWriter
+from streamrl.protocol.transport.connection import connect
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.snapshot import snapshot
 from tests.faults.agents import descendants, is_alive
 from tests.helpers import wait_until
 from tests.integration.learner_world import ROOT, lines, made_up_worker, make_run, running_learner
@@ -36,7 +35,7 @@ PATIENCE_S = 120
 @contextmanager
 def replaying(config: schema.Config, recording: Path, *, processes: int = 0) -> Iterator[subprocess.Popen[str]]:
     """Afterwards nothing of it is alive, however it was left."""
-    agent = ["-m", "learner.agent", "--standalone", f"--nproc-per-node={processes}", "--"]
+    agent = ["-m", "streamrl.learner.process.agent", "--standalone", f"--nproc-per-node={processes}", "--"]
     command = [sys.executable, *(agent if processes else ["-m", "learner"])]
     with (config.folder / "learner.out").open("a") as out:
         process = subprocess.Popen(
@@ -92,7 +91,7 @@ def compare_killed_and_whole(folder: Path, *, num_steps: int, kills: list[int], 
     replay_with_kills(killed, recording, steps=kills, seed=seed)
 
     assert same_bits(last_tensors(whole), last_tensors(killed))
-    assert len(list((killed.folder / "epochs").iterdir())) == len(kills) + 1
+    assert len(list((killed.folder / "terms").iterdir())) == len(kills) + 1
 
 
 def test_a_replay_killed_in_mid_run_and_resumed_ends_like_the_whole_one(tmp_path: Path) -> None:

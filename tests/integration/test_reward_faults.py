@@ -12,10 +12,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from streamrl.config import schema
 from streamrl.permissions import Permissions
 from streamrl.tasks import cancel_all
+from streamrl.workers.rewards.base import Health, ScoreItem
+from streamrl.workers.rewards.http_client import HttpReward, build_http_reward
 from tests.faults.report import Row, note
 from tests.worker_world import WorkerWorld
-from workers.rewards.base import Health, ScoreItem
-from workers.rewards.http_client import HttpReward, build_http_reward
 
 NUM_RESTARTS = 10
 TICKETS_A_ROUND = 6

@@ -22,11 +22,11 @@ import pytest
 from streamrl.config import schema
 from streamrl.errors import RewardError
 from streamrl.permissions import Permissions
+from streamrl.workers.rewards.http_client import HttpReward, build_http_reward
+from streamrl.workers.rewards.model import RewardModel
 from tests.helpers import wait_until, wait_until_async
 from tests.tiny_models import CHARACTERS, make_model
 from tests.tiny_rewards import make_item, make_reward_model
-from workers.rewards.http_client import HttpReward, build_http_reward
-from workers.rewards.model import RewardModel
 
 START_TIMEOUT_S = 60.0  # torch and transformers are imported, on a busy machine
 
@@ -57,7 +57,7 @@ def serving(model: Path, folder: Path, *options: str) -> Iterator[Serving]:
 
 def command(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "streamrl.cli.main", "reward", *arguments],
+        [sys.executable, "-m", "streamrl.ops.cli.main", "reward", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

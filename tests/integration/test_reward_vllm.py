@@ -16,10 +16,10 @@ import pytest
 
 from streamrl.config import schema
 from streamrl.permissions import Permissions
+from streamrl.workers.rewards.http_client import build_http_reward
+from streamrl.workers.rewards.model import RewardModel
 from tests.helpers import wait_until
 from tests.tiny_rewards import make_item, make_reward_model
-from workers.rewards.http_client import build_http_reward
-from workers.rewards.model import RewardModel
 
 pytestmark = pytest.mark.long
 

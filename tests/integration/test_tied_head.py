@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
-import workers
+import streamrl
 from streamrl.config import schema
 from streamrl.errors import LoadRejected
+from streamrl.protocol.weights.format import DType
+from streamrl.protocol.weights.manifest import Manifest
 from streamrl.telemetry.progress import Progress
 from streamrl.versions import make_version
-from streamrl.weights.format import DType
-from streamrl.weights.manifest import Manifest
+from streamrl.workers.engines.base import EngineSettings
+from streamrl.workers.engines.model import read_model
+from streamrl.workers.engines.vllm_engine import VllmEngine
+from streamrl.workers.proofs.proving import Prover
 from tests.tiny_models import make_model
 from tests.worker_world import worker_config
-from workers.engines.base import EngineSettings
-from workers.engines.model import read_model
-from workers.engines.vllm_engine import VllmEngine
-from workers.proving import Prover
 
 REPAIR = "head.quant_method.process_weights_after_loading(head)"
 
@@ -39,8 +39,8 @@ def environment() -> Iterator[None]:
 
 def without_the_repair(folder: Path) -> Path:
     """Our code for vLLM's own processes, which import it anew; this process has the whole one already."""
-    shutil.copytree(Path(workers.__file__).parent, folder / "workers")
-    source = folder / "workers" / "weight_transfer.py"
+    shutil.copytree(Path(streamrl.__file__).parent, folder / "streamrl")  # what links lead to is copied, too
+    source = folder / "streamrl" / "workers" / "engines" / "vllm_weights.py"
     whole = source.read_text()
     assert whole.count(REPAIR) == 1
     source.write_text(whole.replace(REPAIR, "pass"))

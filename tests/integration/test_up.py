@@ -16,9 +16,9 @@ import pytest
 import redis
 import transformers
 
-from streamrl.quickstart.base_model import write_base_model
-from streamrl.quickstart.prepare import write_data
-from streamrl.transport.keys import Keys
+from streamrl.demos.quickstart import write_data
+from streamrl.demos.quickstart_model import write_base_model
+from streamrl.protocol.transport.keys import Keys
 from tests.helpers import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,7 +87,7 @@ def left_processes(folder: Path) -> list[str]:
 
 
 def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
-    words = ["-m", "streamrl.cli.main", "up", str(folder / "whole.yaml"), "--json", *overrides]
+    words = ["-m", "streamrl.ops.cli.main", "up", str(folder / "whole.yaml"), "--json", *overrides]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     pipe = subprocess.PIPE
     return subprocess.Popen([sys.executable, *words], cwd=ROOT, env=environment, text=True, stdout=pipe, stderr=pipe)

@@ -17,12 +17,12 @@ import pytest
 import redis
 
 from streamrl.config import schema
-from streamrl.held_folder import remove_those_of_the_dead
-from streamrl.transport.connection import connect
-from streamrl.transport.embedded import EmbeddedRedis
-from streamrl.transport.keys import WORKERS, Keys
-from streamrl.transport.snapshot import snapshot
-from streamrl.wire.group import Group
+from streamrl.files import remove_those_of_the_dead
+from streamrl.protocol.transport.connection import connect
+from streamrl.protocol.transport.embedded import EmbeddedRedis
+from streamrl.protocol.transport.keys import WORKERS, Keys
+from streamrl.protocol.transport.snapshot import snapshot
+from streamrl.protocol.wire.group import Group
 from tests.helpers import wait_until
 from tests.made_up_learner import MadeUpLearner
 from tests.tiny_models import make_model, response_logprobs

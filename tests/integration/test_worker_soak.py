@@ -19,8 +19,8 @@ import pytest
 import redis
 
 from streamrl.config import schema
-from streamrl.transport.keys import Keys
-from streamrl.transport.snapshot import snapshot
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.snapshot import snapshot
 from tests.helpers import wait_until
 from tests.made_up_learner import MadeUpLearner
 from tests.tiny_models import make_model

@@ -23,9 +23,9 @@ import torch
 import transformers
 
 from bench.proofs_engine import EngineHere, import_vllm
-from learner.policy.pretrained import load_model
+from streamrl.learner.model.pretrained import load_model
+from streamrl.workers.engines.base import ReadBack
 from tests.tiny_families import make_family
-from workers.engines.base import ReadBack
 
 IDS = np.random.default_rng(3).integers(3, 45, 21, dtype=np.int32)
 _FORK = multiprocessing.get_context("fork")  # vLLM is imported once

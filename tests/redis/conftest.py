@@ -9,12 +9,12 @@ import redis
 import redis.asyncio
 
 from streamrl.config import schema
-from streamrl.transport.acl import ROLES, Role, rules
-from streamrl.transport.connection import connect, connect_async
-from streamrl.transport.embedded import EmbeddedRedis
-from streamrl.transport.keys import Keys
-from streamrl.transport.learner import LearnerStream
-from streamrl.transport.worker import WorkerStream
+from streamrl.protocol.transport.acl import ROLES, Role, rules
+from streamrl.protocol.transport.connection import connect, connect_async
+from streamrl.protocol.transport.embedded import EmbeddedRedis
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.learner import LearnerStream
+from streamrl.protocol.transport.worker import WorkerStream
 from tests.proxy import Proxy
 
 UID = "uid"
@@ -61,7 +61,7 @@ def make_learner(learner_client: redis.Redis, keys: Keys) -> MakeLearner:
 
     def make(
         *,
-        epoch: int = 1,
+        term: int = 1,
         holder: str = "job",
         uid: str = UID,
         lease_s: float = 30.0,
@@ -69,7 +69,7 @@ def make_learner(learner_client: redis.Redis, keys: Keys) -> MakeLearner:
         of: Keys = keys,
     ) -> LearnerStream:
         stream = LearnerStream(
-            learner_client, of, run_uid=uid, epoch=epoch, holder=holder, lease_s=lease_s, give_up_after_s=5.0
+            learner_client, of, run_uid=uid, term=term, holder=holder, lease_s=lease_s, give_up_after_s=5.0
         )
         if claim:
             stream.claim(config_json='{"name": "x"}', fingerprint="model", wait_s=0.0)

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from learner.stream.data import Prompt, PromptSet
-from learner.stream.plan import Plan
-from learner.validation import Validation
 from streamrl.config import schema
-from streamrl.transport.types import Announcement
+from streamrl.learner.groups.plan import Plan
+from streamrl.learner.groups.prompts import Prompt, PromptSet
+from streamrl.learner.validation.validation import Validation
+from streamrl.protocol.transport.types import Announcement
 from streamrl.versions import make_version
 from tests.feed_world import MODEL
 from tests.redis.disaster_site import LEASE_S
@@ -35,7 +35,7 @@ class Life(Learner):
             prompts=make_prompts(2),
             settings=schema.Validation(),
             run_uid=self.uid,
-            epoch=self.epoch,
+            term=self.term,
             fingerprint=MODEL,
             max_attempts=2,
             clock=world.clock,
@@ -50,7 +50,7 @@ class Life(Learner):
 
     def publish(self) -> int:
         """Announce the weights of now; the version."""
-        version = make_version(self.epoch, self.num_published)
+        version = make_version(self.term, self.num_published)
         announcement = Announcement(version=version, base=0, step=self.step, manifest=b"m")
         self.stream.announce(announcement, keep=[])
         if self.num_published:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from streamrl.crashpoints import SimulatedCrash
-from streamrl.transport.keys import WORKERS, Keys
-from streamrl.transport.types import Leased
-from streamrl.transport.worker import WorkerStream
-from streamrl.wire.group import decode_header
-from streamrl.wire.ticket import PURPOSES
+from streamrl.protocol.transport.keys import WORKERS, Keys
+from streamrl.protocol.transport.types import Leased
+from streamrl.protocol.transport.worker import WorkerStream
+from streamrl.protocol.wire.group import decode_header
+from streamrl.protocol.wire.ticket import PURPOSES
 from tests.feed_world import encode_answer, encode_failure
 from tests.redis.disaster_site import LEASE_S, Peril, Site, facing
 

@@ -13,18 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from learner.stream.fetch import fetch_groups
-from learner.stream.lag import oldest_trained_step
-from learner.stream.numbering import Retries
-from learner.stream.plan import Kind, Verdict
-from learner.validation import ValidationResult
-from streamrl.audit import Audit, audit_folder
 from streamrl.config import schema
 from streamrl.crashpoints import SimulatedCrash
 from streamrl.errors import Fenced, ResourceError
-from streamrl.transport.keys import WORKERS, Keys
+from streamrl.learner.groups.lag import oldest_trained_step
+from streamrl.learner.groups.ledger import Retries
+from streamrl.learner.groups.plan import GroupCheck, Kind, fetch_groups
+from streamrl.learner.metrics.record import ValidationResult
+from streamrl.ops.audit import Audit, audit_folder
+from streamrl.protocol.transport.keys import WORKERS, Keys
+from streamrl.protocol.wire.ticket import PURPOSES
 from streamrl.versions import make_version
-from streamrl.wire.ticket import PURPOSES
 from tests.feed_world import Clock
 from tests.redis.disaster_learner import Life, make_prompts
 from tests.redis.disaster_site import SAFE, Peril, Site, facing
@@ -54,7 +53,7 @@ class DisasterWorld:
         self.looked = True
         self.at_risk = False  # tickets have ended in the learner's memory alone, and Redis has lost their groups
         self.unnoticed = False  # Redis was replaced, and the learner has not asked who is there
-        self.newest_claim = 0  # epoch that Redis was told of, since it last lost something
+        self.newest_claim = 0  # term that Redis was told of, since it last lost something
         self.life: Life | None = None
         self.holder = "job"
         if clock_is_ahead:
@@ -64,12 +63,12 @@ class DisasterWorld:
     # The learner
 
     def start(self, peril: Peril, *, holder: str = "", takeover: bool = False) -> None:
-        """A learner begins; one that was there is a zombie from the moment the new one's epoch is durable."""
+        """A learner begins; one that was there is a zombie from the moment the new one's term is durable."""
         self.holder = holder or self.holder
         if not takeover and self.client.get(self.keys.lease) != self.holder.encode():
             self.client.pexpire(self.keys.lease, 0)  # a stranger has waited until it ran out
         before = self.life
-        epochs = self._epochs()
+        terms = self._terms()
         claimed = False
         self.tally.learners += 1
         try:
@@ -80,18 +79,18 @@ class DisasterWorld:
         except SimulatedCrash:
             life = None
             self.client.pexpire(self.keys.lease, 0)  # in time
-        if self._epochs() > epochs or claimed:
+        if self._terms() > terms or claimed:
             if before is not None:
                 self.zombies = [*self.zombies[-1:], before]
             self.life = life
             self.note_claim()
             self._forget()
         if life is not None:
-            assert life.epoch > epochs, "epochs only grow, whatever is lost"
+            assert life.term > terms, "terms only grow, whatever is lost"
 
     def note_claim(self) -> None:
-        epoch = self.client.hget(self.keys.meta, "epoch")
-        self.newest_claim = int(epoch or 0)
+        term = self.client.hget(self.keys.meta, "term")
+        self.newest_claim = int(term or 0)
 
     def learner_dies(self) -> None:
         self.life = None
@@ -135,9 +134,9 @@ class DisasterWorld:
             with facing(peril, self.client, self.tally):
                 oldest = oldest_trained_step(self.config.lag, plan.step)
                 fetched = fetch_groups(life.stream, plan, rank=0, vocabulary=100, oldest_step=oldest)
-                verdicts = [Verdict(int(verdict)) for verdict in fetched.verdicts]
+                verdicts = [GroupCheck(int(verdict)) for verdict in fetched.verdicts]
                 life.feed.settle(plan, verdicts, trained=finite)
-                sound = [e.ticket for e, v in zip(plan.entries, verdicts, strict=True) if v is Verdict.SOUND]
+                sound = [e.ticket for e, v in zip(plan.entries, verdicts, strict=True) if v is GroupCheck.SOUND]
                 if not finite or not sound:
                     return
                 places = Retries(life.feed.state().ledger.retries)
@@ -154,7 +153,7 @@ class DisasterWorld:
     def commit(self, peril: Peril, *, told: bool) -> None:
         life = self.life
         assert life is not None
-        self.trained_at[f"e{life.epoch:06d}-s{life.step:08d}"] = tuple(life.trained)
+        self.trained_at[f"e{life.term:06d}-s{life.step:08d}"] = tuple(life.trained)
         try:
             with facing(peril, self.client, self.tally):
                 if told:
@@ -169,7 +168,7 @@ class DisasterWorld:
         life = self.life
         assert life is not None
         if not life.validation.running:
-            life.validation.start(step=life.step, version=make_version(life.epoch, life.num_published - 1))
+            life.validation.start(step=life.step, version=make_version(life.term, life.num_published - 1))
             return None
         result = life.validation.poll()
         if result is not None:
@@ -177,10 +176,10 @@ class DisasterWorld:
         return result
 
     def zombie_acts(self, life: Life, act: Callable[[Life], object]) -> None:
-        """It may still write to its own folder; Redis refuses it once it was told of a newer epoch."""
-        replaced = self.newest_claim > life.epoch
+        """It may still write to its own folder; Redis refuses it once it was told of a newer term."""
+        replaced = self.newest_claim > life.term
         before = self._what_lasts()
-        self.trained_at.setdefault(f"e{life.epoch:06d}-s{life.step:08d}", tuple(life.trained))
+        self.trained_at.setdefault(f"e{life.term:06d}-s{life.step:08d}", tuple(life.trained))
         self.tally.zombie_acts += 1
         try:
             act(life)
@@ -190,7 +189,7 @@ class DisasterWorld:
         if replaced:
             wrote = sorted(key for key in {*before, *after} if before.get(key) != after.get(key))
             self.tally.zombie_writes += bool(wrote)
-            assert not wrote, f"epoch {life.epoch} wrote {wrote} after {self.newest_claim} was there"
+            assert not wrote, f"term {life.term} wrote {wrote} after {self.newest_claim} was there"
         elif before != after:
             self.redis_suffered("zombie")
 
@@ -312,6 +311,6 @@ class DisasterWorld:
                 found[key] = self.client.hgetall(key)
         return found
 
-    def _epochs(self) -> int:
-        folder = self.config.folder / "epochs"
+    def _terms(self) -> int:
+        folder = self.config.folder / "terms"
         return max((int(path.name) for path in folder.glob("[0-9]*")), default=0)

@@ -13,11 +13,11 @@ from typing import Any
 
 import redis
 
-from streamrl.monitor.build import build_view
-from streamrl.monitor.view import View
+from streamrl.ops.monitor.build import build_view
+from streamrl.ops.monitor.view import View
+from streamrl.protocol.transport.report_codec import encode_report
+from streamrl.protocol.transport.snapshot import snapshot
 from streamrl.telemetry.progress import Report
-from streamrl.transport.report_codec import encode_report
-from streamrl.transport.snapshot import snapshot
 from tests.redis.run_world import RunWorld
 
 NO_REPORT = Report(

@@ -10,19 +10,19 @@ from typing import Any, Protocol
 import redis
 import redis.asyncio
 
-from learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot, CheckpointState
-from learner.checkpoints.epochs import CheckpointName, ancestry, claim_run
-from learner.stream.data import PromptSet
-from learner.stream.feed import Feed
-from learner.stream.ledger import StreamState
-from learner.stream.plan import Kind, Plan
-from streamrl.audit import Audit, audit_folder
 from streamrl.config import schema
 from streamrl.config.dump import config_to_json
-from streamrl.transport.keys import Keys
-from streamrl.transport.learner import LearnerStream
-from streamrl.transport.tenure import await_lease
-from streamrl.transport.worker import WorkerStream
+from streamrl.learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot, CheckpointState
+from streamrl.learner.checkpoints.terms import CheckpointName, ancestry, claim_run
+from streamrl.learner.groups.feed import Feed
+from streamrl.learner.groups.ledger import FeedState
+from streamrl.learner.groups.plan import Kind, Plan
+from streamrl.learner.groups.prompts import PromptSet
+from streamrl.ops.audit import Audit, audit_folder
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.learner import LearnerStream
+from streamrl.protocol.transport.lease import await_lease
+from streamrl.protocol.transport.worker import WorkerStream
 from streamrl.versions import make_version
 from tests.feed_world import MODEL, encode_answer, encode_failure, keep, make_config, make_prompts
 
@@ -59,12 +59,12 @@ class Learner:
         )
         self.root = CheckpointRoot(config.folder)
         uid = claim_run(config.folder)
-        epoch = self.root.claim_epoch(uid)
-        self.parent = self.root.open(epoch.parent) if epoch.parent else None
-        self.epoch, self.uid = epoch.number, uid
+        term = self.root.claim_term(uid)
+        self.parent = self.root.open(term.parent) if term.parent else None
+        self.term, self.uid = term.number, uid
         self.step = self.parent.state.step if self.parent else 0
         self.stream = LearnerStream(
-            client, keys, run_uid=uid, epoch=self.epoch, holder=holder, lease_s=lease_s, give_up_after_s=patience_s
+            client, keys, run_uid=uid, term=self.term, holder=holder, lease_s=lease_s, give_up_after_s=patience_s
         )
         self.stream.claim(config_json=config_to_json(config), fingerprint=MODEL, wait_s=0.0)
         self.feed = Feed(
@@ -78,7 +78,7 @@ class Learner:
             clock=clock,
         )
         self._num_versions = 0
-        self.feed.note_version(make_version(self.epoch, 0), self.step)
+        self.feed.note_version(make_version(self.term, 0), self.step)
 
     def plan(self) -> Plan | None:
         return self.feed.plan(step=self.step, world_size=1, timeout_s=0.0)
@@ -88,18 +88,18 @@ class Learner:
         self.feed.settle(plan, verdicts or [True] * len(plan.entries))
         self.step += 1
         self._num_versions += 1
-        self.feed.note_version(make_version(self.epoch, self._num_versions), self.step)
+        self.feed.note_version(make_version(self.term, self._num_versions), self.step)
         return [entry.ticket for entry in plan.entries]
 
-    def commit(self, stream: StreamState | None = None) -> Checkpoint:
+    def commit(self, stream: FeedState | None = None) -> Checkpoint:
         checkpoint = self.write_checkpoint(stream or self.feed.state())
         self.feed.committed(checkpoint.state.stream, step=self.step)
-        self.root.prune(ancestry(self.root.root), epoch=self.epoch, keep_last=1, keep_best=0)
+        self.root.prune(ancestry(self.root.root), term=self.term, keep_last=1, keep_best=0)
         return checkpoint
 
-    def write_checkpoint(self, stream: StreamState) -> Checkpoint:
+    def write_checkpoint(self, stream: FeedState) -> Checkpoint:
         """As `commit`, but Redis hears nothing of it."""
-        name = CheckpointName(self.epoch, self.step)
+        name = CheckpointName(self.term, self.step)
         folder = self.root.new_folder(name)
         (folder / "weights").write_bytes(b"w" * 10)
         state = CheckpointState(

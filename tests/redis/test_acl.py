@@ -12,14 +12,14 @@ import pytest
 import redis
 import redis.asyncio
 
-from streamrl.cli.main import main
 from streamrl.config import schema
 from streamrl.errors import ResourceError, TransportError
-from streamrl.transport.acl import ROLES, Role, rules
-from streamrl.transport.connection import check_server, connect, connect_async
-from streamrl.transport.embedded import EmbeddedRedis
-from streamrl.transport.keys import Keys
-from streamrl.weights.redis_store import RedisStore
+from streamrl.ops.cli.main import main
+from streamrl.protocol.transport.acl import ROLES, Role, rules
+from streamrl.protocol.transport.connection import check_server, connect, connect_async
+from streamrl.protocol.transport.embedded import EmbeddedRedis
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.weights.redis_store import RedisStore
 from tests.faults.report import Row, note
 from tests.redis.monitor_world import Watched, healthy_run
 from tests.redis.run_world import RunWorld
@@ -292,7 +292,7 @@ def test_the_printed_file_of_users_is_one_that_a_server_starts_with(tmp_path: Pa
     passwords.mkdir()
     for role in ROLES:
         (passwords / role).write_text(f"of-{role}\n")
-    words = [sys.executable, "-m", "streamrl.cli.main", "redis", "acl", "--passwords", str(passwords)]
+    words = [sys.executable, "-m", "streamrl.ops.cli.main", "redis", "acl", "--passwords", str(passwords)]
     users = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
     assert "of-worker" not in users
     with EmbeddedRedis.start(tmp_path / "server") as server, connect(server.url, SETTINGS) as client:

@@ -18,14 +18,20 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from streamrl.cli.main import main
 from streamrl.config import schema
 from streamrl.errors import ConfigError, ResourceError
-from streamrl.transport.address import open_client, server_name
-from streamrl.transport.ahead import PagedReader
-from streamrl.transport.connection import connect, connect_async, repeat
-from streamrl.transport.embedded import EmbeddedRedis, find_server
-from streamrl.transport.url import PASSWORD, SENTINEL_PASSWORD, masked, split_password
+from streamrl.ops.cli.main import main
+from streamrl.protocol.transport.address import (
+    PASSWORD,
+    SENTINEL_PASSWORD,
+    masked,
+    open_client,
+    server_name,
+    split_password,
+)
+from streamrl.protocol.transport.connection import connect, connect_async, repeat
+from streamrl.protocol.transport.embedded import EmbeddedRedis, find_server
+from streamrl.protocol.transport.reader import PagedReader
 from tests.helpers import wait_until
 
 SETTINGS = schema.Redis(connect_timeout_s=2.0, reply_timeout_s=5.0)

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import redis
 
-from learner.lease import LeaseKeeper
-from learner.start import Admitted, Server, admit, take_lease, was_restarted
 from streamrl.config import schema
 from streamrl.errors import RunGone
-from streamrl.transport.keys import Keys
-from streamrl.transport.operate import remove_run, set_control
-from streamrl.transport.snapshot import snapshot
-from streamrl.transport.types import Control
+from streamrl.learner.process.lease import LeaseKeeper
+from streamrl.learner.start import Admitted, Server, admit, take_lease, was_restarted
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.operator import remove_run, set_control
+from streamrl.protocol.transport.snapshot import snapshot
+from streamrl.protocol.transport.types import Control
 from tests.feed_world import MODEL, make_config, make_prompts
 
 Come = Callable[..., Admitted]
@@ -44,8 +44,8 @@ def come(config: schema.Config, learner_client: redis.Redis, keys: Keys) -> Come
     return come
 
 
-def epochs(config: schema.Config) -> list[str]:
-    return sorted(path.name for path in (config.folder / "epochs").iterdir())
+def terms(config: schema.Config) -> list[str]:
+    return sorted(path.name for path in (config.folder / "terms").iterdir())
 
 
 def test_a_run_that_was_removed_is_refused_without_a_trace_and_told_how_it_goes_on(
@@ -57,7 +57,7 @@ def test_a_run_that_was_removed_is_refused_without_a_trace_and_told_how_it_goes_
     with pytest.raises(RunGone, match=r"was removed from Redis at .*: with --takeover it goes on there"):
         come()
 
-    assert epochs(config) == ["000001"]
+    assert terms(config) == ["000001"]
 
 
 def test_a_takeover_begins_a_removed_run_anew(
@@ -68,9 +68,9 @@ def test_a_takeover_begins_a_removed_run_anew(
 
     again = come(takeover=True)
 
-    assert (again.start.run_uid, again.start.epoch) == (before.start.run_uid, 2)
+    assert (again.start.run_uid, again.start.term) == (before.start.run_uid, 2)
     assert client.hget(keys.meta, "state") == b"running"
-    assert come().start.epoch == 3, "once begun anew it is a run like others"
+    assert come().start.term == 3, "once begun anew it is a run like others"
 
 
 @pytest.mark.parametrize("word", ["stop", "drain"])

@@ -9,11 +9,11 @@ import asyncio
 
 import redis
 
-from streamrl.transport.keys import Keys
-from streamrl.transport.learner import LearnerStream
-from streamrl.transport.operate import remove_run
-from streamrl.transport.types import Announcement
-from streamrl.transport.worker import WorkerStream
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.learner import LearnerStream
+from streamrl.protocol.transport.operator import remove_run
+from streamrl.protocol.transport.types import Announcement
+from streamrl.protocol.transport.worker import WorkerStream
 from streamrl.versions import make_version
 from tests.helpers import wait_until_async
 from tests.redis.conftest import MakeLearner, MakeWorker

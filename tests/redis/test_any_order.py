@@ -23,13 +23,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from learner.stream.plan import Kind
 from streamrl.crashpoints import Point
 from streamrl.errors import TransportError
-from streamrl.held_folder import scratch_folder
-from streamrl.transport.dead import purge, read_letters, request_retries
-from streamrl.transport.embedded import find_server
-from streamrl.transport.tenure import await_lease
+from streamrl.files import scratch_folder
+from streamrl.learner.groups.plan import Kind
+from streamrl.protocol.transport.embedded import find_server
+from streamrl.protocol.transport.lease import await_lease
+from streamrl.protocol.transport.operator import purge, read_letters, request_retries
 from tests.feed_world import encode_answer, encode_failure, make_config
 from tests.helpers import make_ticket
 from tests.redis.disaster_learner import Life
@@ -41,7 +41,7 @@ from tests.redis.two_servers import TwoServers
 STEPS_A_RUN = 50
 GROUP = sum(len(part) for part in encode_answer(make_ticket(0)))
 
-STARTING: tuple[Point, ...] = ("lease.taken", "run.recorded", "epoch.recorded", "claim.written", "announce.written")
+STARTING: tuple[Point, ...] = ("lease.taken", "run.recorded", "term.recorded", "claim.written", "announce.written")
 PLANNING: tuple[Point, ...] = (
     "restore.written", "reconcile.deleted", "reconcile.counted", "issue.counted", "issue.written", "dead.written",
     "retry.counted", "group.read",

@@ -13,11 +13,11 @@ import pytest
 import redis
 import redis.asyncio
 
-from learner.stream.ledger import Ending
-from streamrl.audit import Audit, audit_folder
-from streamrl.audit.streams import read_streams
 from streamrl.errors import ConfigError, Fenced, ResourceError
-from streamrl.transport.keys import Keys
+from streamrl.learner.groups.ledger import Ending
+from streamrl.ops.audit import Audit, audit_folder
+from streamrl.ops.audit.streams import read_streams
+from streamrl.protocol.transport.keys import Keys
 from tests.feed_world import encode_answer
 from tests.helpers import make_ticket
 from tests.redis.run_world import NUM_PROMPTS, RunWorld
@@ -86,7 +86,7 @@ async def test_after_crashes_every_ticket_has_ended_once_in_the_surviving_lineag
     await world.train_steps(ALL_STEPS)
     world.learner.commit()
     audit = found_clean(world.audit())
-    assert (audit.epoch, audit.trained, audit.outstanding, audit.wasted_steps) == (5, NUM_PROMPTS, 0, 0)
+    assert (audit.term, audit.trained, audit.outstanding, audit.wasted_steps) == (5, NUM_PROMPTS, 0, 0)
 
 
 async def test_a_crash_between_journal_and_rename_leaves_no_trace(world: RunWorld) -> None:

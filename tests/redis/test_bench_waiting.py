@@ -13,10 +13,10 @@ import redis
 from bench.scale_run import Size
 from bench.waiting import TimedStream, starved
 from streamrl.config import schema
-from streamrl.transport.connection import connect
-from streamrl.transport.embedded import EmbeddedRedis
-from streamrl.transport.keys import Keys
-from streamrl.transport.types import Entry
+from streamrl.protocol.transport.connection import connect
+from streamrl.protocol.transport.embedded import EmbeddedRedis
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.types import Entry
 from tests.helpers import wait_until
 from tests.redis.conftest import UID
 
@@ -27,7 +27,7 @@ _CLOCK_S = 0.002  # the server tells milliseconds
 
 @pytest.fixture
 def stream(client: redis.Redis, keys: Keys) -> TimedStream:
-    made = TimedStream(client, keys, run_uid=UID, epoch=1, holder="bench", lease_s=30.0)
+    made = TimedStream(client, keys, run_uid=UID, term=1, holder="bench", lease_s=30.0)
     made.claim(config_json="{}", fingerprint="model", wait_s=0.0)
     made.restore(cursor="0-0")
     return made

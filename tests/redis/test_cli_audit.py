@@ -9,12 +9,12 @@ import pytest
 import redis
 import redis.asyncio
 
-from streamrl.cli.main import main
 from streamrl.config import schema
 from streamrl.config.dump import dump_config
-from streamrl.transport.connection import connect
-from streamrl.transport.embedded import EmbeddedRedis
-from streamrl.transport.keys import Keys
+from streamrl.ops.cli.main import main
+from streamrl.protocol.transport.connection import connect
+from streamrl.protocol.transport.embedded import EmbeddedRedis
+from streamrl.protocol.transport.keys import Keys
 from tests.redis.run_world import RunWorld
 
 

@@ -12,10 +12,10 @@ import pytest
 import redis
 import redis.asyncio
 
-from streamrl.cli.main import main
 from streamrl.config.dump import dump_config
 from streamrl.config.load import load_config
-from streamrl.transport.keys import Keys
+from streamrl.ops.cli.main import main
+from streamrl.protocol.transport.keys import Keys
 from tests.redis.monitor_world import Watched
 from tests.redis.run_world import RunWorld
 
@@ -64,7 +64,7 @@ async def test_the_json_keeps_its_names(run: Watched, capsys: pytest.CaptureFixt
     assert (code, found["schema"], found["verdict"], found["causes"]) == (0, 1, "healthy", [])
     part = {"name", "role", "host", "pid", "state", "doing", "doing_s", "progress_s", "report_s"}
     names = {
-        "run": "name uid state control epoch step max_steps data_epochs created_at eta_s share_done",
+        "run": "name uid state control term step max_steps data_epochs created_at eta_s share_done",
         "learner": "lead ranks holder lease_left_s metrics rewards live",
         "weights": "latest step age_s kept num_bytes largest_bytes changed_share behind worst_lag",
         "drops": "trained dropped by_reason rate_by_length ignored",
@@ -129,7 +129,7 @@ def test_why_gives_evidence_and_remedy(run: Watched, capsys: pytest.CaptureFixtu
     assert lines[0].endswith(": stalled")
     assert lines[2] == "!! there are no workers"
     assert lines[3].startswith("   seen  6 tickets wait")
-    assert lines[4].startswith("   do    start one: python -m workers")
+    assert lines[4].startswith("   do    start one: streamrl worker")
     code, found = told(capsys, "why", *target(run), "--json")
     assert (code, set(found["causes"][0])) == (4, {"name", "level", "title", "evidence", "remedy"})
 
@@ -137,7 +137,7 @@ def test_why_gives_evidence_and_remedy(run: Watched, capsys: pytest.CaptureFixtu
 def test_status_loads_nothing_heavy(run: Watched) -> None:
     run.healthy()
     script = (
-        "import sys; from streamrl.cli.main import main; code = main(sys.argv[1:]);"
+        "import sys; from streamrl.ops.cli.main import main; code = main(sys.argv[1:]);"
         f"print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr); sys.exit(code)"
     )
     done = subprocess.run(

@@ -12,19 +12,19 @@ import pytest
 import redis
 from safetensors import deserialize
 
-from streamrl.cli.main import main
 from streamrl.config.dump import config_to_json
+from streamrl.ops.cli.main import main
+from streamrl.protocol.transport import operator_scripts as for_reports
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.learner import LearnerStream
+from streamrl.protocol.transport.report_codec import encode_report
+from streamrl.protocol.transport.script import run
+from streamrl.protocol.transport.types import Announcement
+from streamrl.protocol.weights.format import BITS, DTYPES, TensorMeta
+from streamrl.protocol.weights.manifest import encode_manifest
+from streamrl.protocol.weights.redis_store import RedisStore
 from streamrl.telemetry.progress import Progress
-from streamrl.transport.keys import Keys
-from streamrl.transport.learner import LearnerStream
-from streamrl.transport.report_codec import encode_report
-from streamrl.transport.scripts import for_reports
-from streamrl.transport.scripts.call import run
-from streamrl.transport.types import Announcement
 from streamrl.versions import show
-from streamrl.weights.format import BITS, DTYPES, TensorMeta
-from streamrl.weights.manifest import encode_manifest
-from streamrl.weights.redis_store import RedisStore
 from tests.feed_world import make_config
 from tests.redis.conftest import MakeLearner
 from tests.tiny_models import make_model

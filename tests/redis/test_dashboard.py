@@ -17,8 +17,8 @@ import pytest
 import redis
 import redis.asyncio
 
-from streamrl.cli.main import main
-from streamrl.transport.keys import Keys
+from streamrl.ops.cli.main import main
+from streamrl.protocol.transport.keys import Keys
 from streamrl.versions import make_version
 from tests.browser_world import Page, chromium, find_chromium
 from tests.redis.monitor_world import Watched
@@ -63,7 +63,7 @@ def parts(run: Watched) -> None:
 def dashboard(run: Watched, *arguments: str) -> Iterator[str]:
     """Its URL; a process of its own, as people start it."""
     target = ["--redis", run.world.url, "--run", run.world.keys.name, "--port", "0"]
-    command = [sys.executable, "-m", "streamrl.cli.main", "dashboard", *target, *arguments]
+    command = [sys.executable, "-m", "streamrl.ops.cli.main", "dashboard", *target, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

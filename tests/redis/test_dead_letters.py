@@ -10,13 +10,13 @@ import pytest
 import redis
 import redis.asyncio
 
-from learner.stream.feed import Feed
-from streamrl.cli.main import main
-from streamrl.transport.dead import purge, read_letters, read_requests, read_retried, request_retries
-from streamrl.transport.keys import Keys
-from streamrl.transport.learner import LearnerStream
-from streamrl.transport.snapshot import snapshot
-from streamrl.transport.worker import WorkerStream
+from streamrl.learner.groups.feed import Feed
+from streamrl.ops.cli.main import main
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.learner import LearnerStream
+from streamrl.protocol.transport.operator import purge, read_letters, read_requests, read_retried, request_retries
+from streamrl.protocol.transport.snapshot import snapshot
+from streamrl.protocol.transport.worker import WorkerStream
 from tests.feed_world import MODEL, encode_answer, encode_failure, keep, make_config, make_prompts
 from tests.helpers import make_ticket
 from tests.redis.conftest import UID, MakeLearner
@@ -113,7 +113,7 @@ async def test_a_learner_after_a_crash_knows_the_retry_from_redis(
     request_retries(client, keys, read_letters(client, keys), by="me")
     next_plan(feed)
     assert set(read_retried(client, keys)) == {1, 2}
-    successor = make_feed(make_learner(epoch=2), state=state)
+    successor = make_feed(make_learner(term=2), state=state)
     next_plan(successor)
     seen = await answer_all(worker)
     assert {number: repeats for number, repeats in seen.items() if repeats is not None} == {8: 1, 9: 2}

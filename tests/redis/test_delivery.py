@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import redis
 
-from streamrl.transport.keys import WORKERS, Keys
-from streamrl.transport.learner import LearnerStream
-from streamrl.transport.scripts import for_worker as scripts
-from streamrl.transport.scripts.call import Call, run
-from streamrl.transport.types import START, Leased
-from streamrl.transport.worker import WorkerStream
-from streamrl.wire.group import decode_body, decode_header, encode_group
+from streamrl.protocol.transport import worker_scripts as scripts
+from streamrl.protocol.transport.keys import WORKERS, Keys
+from streamrl.protocol.transport.learner import LearnerStream
+from streamrl.protocol.transport.script import Call, run
+from streamrl.protocol.transport.types import START, Leased
+from streamrl.protocol.transport.worker import WorkerStream
+from streamrl.protocol.wire.group import decode_body, decode_header, encode_group
 from tests.helpers import make_group, make_ticket, wait_until_async
 from tests.redis.conftest import MakeWorker
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import redis
 
-from streamrl.cli.main import main
 from streamrl.config.load import Loaded, load_config
-from streamrl.monitor.doctor import examine, machine
-from streamrl.monitor.doctor.finding import Finding
-from streamrl.monitor.doctor.machine import worker_bytes
-from streamrl.monitor.doctor.model import count_parameters
-from streamrl.monitor.units import size
+from streamrl.ops.cli.main import main
+from streamrl.ops.monitor.doctor import examine, machine
+from streamrl.ops.monitor.doctor.finding import Finding
+from streamrl.ops.monitor.doctor.machine import worker_bytes
+from streamrl.ops.monitor.doctor.model import count_parameters
+from streamrl.ops.monitor.units import size
 
 TOKENS = ["<eos>", *"abcdefgh"]
 

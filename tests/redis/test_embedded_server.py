@@ -13,14 +13,14 @@ import pytest
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError, ResourceError, TransportError
-from streamrl.transport.address import server_name
-from streamrl.transport.connection import check_server, connect, connect_async
-from streamrl.transport.embedded import EmbeddedRedis, find_server
-from streamrl.transport.keys import Keys
-from streamrl.transport.learner import LearnerStream
-from streamrl.transport.types import START
-from streamrl.transport.worker import WorkerStream
-from streamrl.wire.group import encode_group
+from streamrl.protocol.transport.address import server_name
+from streamrl.protocol.transport.connection import check_server, connect, connect_async
+from streamrl.protocol.transport.embedded import EmbeddedRedis, find_server
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.learner import LearnerStream
+from streamrl.protocol.transport.types import START
+from streamrl.protocol.transport.worker import WorkerStream
+from streamrl.protocol.wire.group import encode_group
 from tests.helpers import make_group, make_ticket, wait_until
 
 SETTINGS = schema.Redis(connect_timeout_s=1.0, reply_timeout_s=5.0)
@@ -73,7 +73,7 @@ def test_a_second_server_in_the_same_folder_is_refused(tmp_path: Path) -> None:
 
 def test_the_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     code = (
-        "import os, sys, pathlib; from streamrl.transport.embedded import EmbeddedRedis;"
+        "import os, sys, pathlib; from streamrl.protocol.transport.embedded import EmbeddedRedis;"
         "server = EmbeddedRedis.start(pathlib.Path(sys.argv[1])); print(server.pid, flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
@@ -153,7 +153,7 @@ async def test_a_run_goes_on_after_the_server_was_killed(tmp_path: Path) -> None
     try:
         with connect(server.url, SETTINGS) as client:
             async with connect_async(server.url, SETTINGS) as async_client:
-                learner = LearnerStream(client, keys, run_uid="uid", epoch=1, holder="job", lease_s=30.0)
+                learner = LearnerStream(client, keys, run_uid="uid", term=1, holder="job", lease_s=30.0)
                 learner.claim(config_json="{}", fingerprint="model", wait_s=0.0)
                 learner.restore(cursor=START)
                 learner.issue([make_ticket(0), make_ticket(1)])
@@ -182,7 +182,7 @@ def test_a_server_that_is_replaced_between_two_calls_is_noticed(tmp_path: Path) 
     """No call fails: the pool reconnects silently, and only the server's run id tells."""
     keys = Keys("x")
     with EmbeddedRedis.start(tmp_path) as server, connect(server.url, SETTINGS) as client:
-        learner = LearnerStream(client, keys, run_uid="uid", epoch=1, holder="job", lease_s=30.0)
+        learner = LearnerStream(client, keys, run_uid="uid", term=1, holder="job", lease_s=30.0)
         learner.claim(config_json="{}", fingerprint="model", wait_s=0.0)
         server.stop()
         with EmbeddedRedis.start(tmp_path):

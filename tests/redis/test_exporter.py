@@ -15,17 +15,15 @@ import redis.asyncio
 import yaml
 from prometheus_client import generate_latest
 
-from streamrl.cli.main import main
-from streamrl.monitor.alerts import alert_rules, grafana_dashboard
-from streamrl.monitor.exporter import make_registry
-from streamrl.monitor.looker import Looker, Seen
-from streamrl.monitor.opening import Target, opened
-from streamrl.monitor.scrape import make_server
-from streamrl.monitor.view import View
-from streamrl.monitor.watcher import Watcher
-from streamrl.ports import address_of, bind
-from streamrl.transport.keys import Keys
-from streamrl.transport.operate import set_control
+from streamrl.ops.cli.main import main
+from streamrl.ops.monitor.alerts import alert_rules, grafana_dashboard
+from streamrl.ops.monitor.exporter import make_registry, make_server
+from streamrl.ops.monitor.poller import Poller, Seen, Watcher
+from streamrl.ops.monitor.runs import Target, opened
+from streamrl.ops.monitor.view import View
+from streamrl.process import address_of, bind
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.operator import set_control
 from tests.launch_world import make_view
 from tests.redis.monitor_world import Watched
 from tests.redis.run_world import RunWorld
@@ -131,7 +129,7 @@ def get(url: str) -> bytes:
 def test_a_scrape_over_http_tells_what_was_last_seen_and_asks_redis_nothing(run: Watched) -> None:
     run.worker()
     with opened(Target(url=run.world.url, run=run.world.keys.name)) as there:
-        looker = Looker(Watcher(there.client, there.keys, server=there.server), period_s=1.0)
+        looker = Poller(Watcher(there.client, there.keys, server=there.server), period_s=1.0)
         looker.look()
         bound = bind("127.0.0.1", 0, what="test")
         with make_server(make_registry(there.keys.name, lambda: looker.seen), bound, silence_s=0.2) as server:

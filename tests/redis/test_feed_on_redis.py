@@ -8,18 +8,17 @@ import numpy as np
 import pytest
 import redis
 
-from learner.stream.feed import Feed
-from learner.stream.fetch import fetch_groups
-from learner.stream.ledger import StreamState
-from learner.stream.plan import Kind, Plan, Verdict
-from learner.validation import Validation
 from streamrl.config import schema
 from streamrl.errors import Fenced
-from streamrl.transport.keys import WORKERS, Keys
-from streamrl.transport.learner import LearnerStream
-from streamrl.transport.worker import WorkerStream
+from streamrl.learner.groups.feed import Feed
+from streamrl.learner.groups.ledger import FeedState
+from streamrl.learner.groups.plan import GroupCheck, Kind, Plan, fetch_groups
+from streamrl.learner.validation.validation import Validation
+from streamrl.protocol.transport.keys import WORKERS, Keys
+from streamrl.protocol.transport.learner import LearnerStream
+from streamrl.protocol.transport.worker import WorkerStream
+from streamrl.protocol.wire.group import decode_body, decode_header
 from streamrl.versions import make_version
-from streamrl.wire.group import decode_body, decode_header
 from tests.feed_world import MODEL, encode_answer, encode_failure, keep, make_config, make_prompts
 from tests.helpers import make_ticket
 from tests.redis.conftest import UID, MakeLearner
@@ -30,8 +29,8 @@ NUM_PROMPTS = 11
 def make_feed(
     stream: LearnerStream,
     *,
-    epoch: int = 1,
-    state: StreamState | None = None,
+    term: int = 1,
+    state: FeedState | None = None,
     num_prompts: int = NUM_PROMPTS,
     **sections: Any,
 ) -> Feed:
@@ -44,7 +43,7 @@ def make_feed(
         keep=keep,
         state=state,
     )
-    feed.note_version(make_version(epoch, 0), 0)
+    feed.note_version(make_version(term, 0), 0)
     return feed
 
 
@@ -107,8 +106,8 @@ async def test_a_new_learner_goes_on_from_the_commit_and_the_old_one_is_fenced(
     lost = old.plan(step=1, world_size=1, timeout_s=0.0)  # trained, but never committed
     assert lost is not None
 
-    successor = make_learner(epoch=2)
-    feed = make_feed(successor, epoch=2, state=committed)
+    successor = make_learner(term=2)
+    feed = make_feed(successor, term=2, state=committed)
     trained = await run_to_end(feed, successor, worker)
     assert sorted(trained + [entry.ticket for entry in first.entries]) == list(range(NUM_PROMPTS))
     old.settle(lost, [True] * len(lost.entries))
@@ -194,8 +193,8 @@ async def test_a_group_deleted_after_it_was_planned_is_missing_and_its_ticket_co
     client.xdel(keys.groups("train"), plan.entries[1].entry_id)
     travelled = Plan.from_bytes(plan.to_bytes())  # who has read nothing yet
     fetched = fetch_groups(learner, travelled, rank=0, vocabulary=1000)
-    verdicts = [Verdict(int(verdict)) for verdict in fetched.verdicts]
-    assert verdicts == [Verdict.SOUND, Verdict.MISSING, Verdict.SOUND]
+    verdicts = [GroupCheck(int(verdict)) for verdict in fetched.verdicts]
+    assert verdicts == [GroupCheck.SOUND, GroupCheck.MISSING, GroupCheck.SOUND]
     feed.settle(plan, verdicts)
     assert sorted(await run_to_end(feed, learner, worker)) == [n for n in range(NUM_PROMPTS) if n not in (0, 2)]
 
@@ -211,8 +210,8 @@ async def test_the_rank_that_read_a_group_trains_it_though_redis_has_lost_it(
     client.delete(keys.groups("train"))
     fetched = fetch_groups(learner, plan, rank=0, vocabulary=1000)
     assert [group.header.ticket for group in fetched.groups] == [entry.ticket for entry in plan.entries]
-    assert fetched.verdicts.tolist() == [Verdict.SOUND] * 3
-    feed.settle(plan, [Verdict.SOUND] * 3)
+    assert fetched.verdicts.tolist() == [GroupCheck.SOUND] * 3
+    feed.settle(plan, [GroupCheck.SOUND] * 3)
     feed.reconcile(step=1)
     assert sorted(await run_to_end(feed, learner, worker)) == list(range(3, NUM_PROMPTS))
 
@@ -225,7 +224,7 @@ async def test_a_validation_gets_its_answers_and_leaves_nothing_behind(
         prompts=make_prompts(100),
         settings=schema.Validation(),
         run_uid=UID,
-        epoch=1,
+        term=1,
         fingerprint=MODEL,
         max_attempts=3,
     )

@@ -12,15 +12,15 @@ import redis
 
 from streamrl.config import schema
 from streamrl.errors import TransportError
-from streamrl.transport.connection import connect, connect_async
-from streamrl.transport.embedded import EmbeddedRedis
-from streamrl.transport.keys import Keys
-from streamrl.transport.learner import LearnerStream
-from streamrl.transport.tenure import await_lease
-from streamrl.transport.types import START, Announcement
-from streamrl.transport.worker import WorkerStream
+from streamrl.protocol.transport.connection import connect, connect_async
+from streamrl.protocol.transport.embedded import EmbeddedRedis
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.learner import LearnerStream
+from streamrl.protocol.transport.lease import await_lease
+from streamrl.protocol.transport.types import START, Announcement
+from streamrl.protocol.transport.worker import WorkerStream
+from streamrl.protocol.wire.group import encode_group
 from streamrl.versions import make_version
-from streamrl.wire.group import encode_group
 from tests.helpers import make_group, make_ticket
 
 SETTINGS = schema.Redis(reply_timeout_s=5.0)
@@ -39,9 +39,9 @@ def client(server: EmbeddedRedis) -> Iterator[redis.Redis]:
         yield client
 
 
-def make_learner(client: redis.Redis, *, give_up_after_s: float, epoch: int = 1) -> LearnerStream:
+def make_learner(client: redis.Redis, *, give_up_after_s: float, term: int = 1) -> LearnerStream:
     learner = LearnerStream(
-        client, KEYS, run_uid="uid", epoch=epoch, holder="job", lease_s=30.0, give_up_after_s=give_up_after_s
+        client, KEYS, run_uid="uid", term=term, holder="job", lease_s=30.0, give_up_after_s=give_up_after_s
     )
     learner.claim(config_json="{}", fingerprint="model", wait_s=0.0)
     learner.restore(cursor=START)
@@ -85,7 +85,7 @@ def test_the_learner_stays_the_learner_and_one_that_was_restarted_becomes_it(cli
     assert client.get(KEYS.lease) == b"job"
     for _ in range(2):  # the same job again, and then after its lease has run out
         await_lease(client, KEYS, holder="job", lease_s=30.0, wait_s=0.0, give_up_after_s=0.3)
-        make_learner(client, give_up_after_s=0.3, epoch=2)
+        make_learner(client, give_up_after_s=0.3, term=2)
         client.delete(KEYS.lease)
 
 

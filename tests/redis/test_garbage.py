@@ -10,21 +10,21 @@ import pytest
 import redis
 import redis.asyncio
 
-from streamrl.cli.main import main
-from streamrl.monitor.text import status_lines, why_lines
-from streamrl.monitor.top.draw import draw
-from streamrl.monitor.top.screen import Screen
-from streamrl.monitor.view import View
-from streamrl.monitor.watcher import Watcher
-from streamrl.transport.keys import Keys
-from streamrl.transport.snapshot import snapshot
+from streamrl.ops.cli.main import main
+from streamrl.ops.monitor.poller import Watcher
+from streamrl.ops.monitor.text import status_lines, why_lines
+from streamrl.ops.monitor.top.draw import draw
+from streamrl.ops.monitor.top.screen import Screen
+from streamrl.ops.monitor.view import View
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.snapshot import snapshot
 from tests.redis.monitor_world import Watched, healthy_run
 from tests.redis.run_world import RunWorld
 
 GARBAGE = (b"", b"abc", b"\xff\xfe", b"nan", b"-inf", b"1e999", b"9" * 400, b"9" * 5000, b"1_0\x00", b"null", b"[1]")
 GARBAGE_JSON = (*GARBAGE, b'{"a": {"b": 1}}', b'{"a": "b"}', b'{"a": NaN}', b'{"a": ' + b"9" * 400 + b"}", b"[" * 9999)
 NUMBERS = (
-    *product(("meta",), ("epoch", "step", "created_at")),
+    *product(("meta",), ("term", "step", "created_at")),
     *product(("weights",), ("latest", "step", "at")),
 )
 TEXTS = (("meta", "config"), ("meta", "state"), ("control", "mode"), ("progress", "worker/odd"))
@@ -82,14 +82,14 @@ async def test_a_field_that_cannot_be_read_is_named_and_hides_nothing_else(run: 
 
 async def test_records_and_events_that_cannot_be_read_are_counted_and_the_others_shown(run: Watched) -> None:
     client, keys = run.world.client, run.world.keys
-    stamp = {b"epoch": b"1", b"at": b"1.0"}
+    stamp = {b"term": b"1", b"at": b"1.0"}
     record, event = {**stamp, b"step": b"9", b"values": b'{"a": 1}'}, {**stamp, b"kind": b"x", b"detail": b"{}"}
     run.world.learner.stream.event("sound")
     before = look(run)
     for field, value in product(record, GARBAGE_JSON):
         for stream in (keys.metrics, keys.thinned(1), keys.validations):
             client.xadd(stream, {**record, field: value})
-    for field, value in product((b"epoch", b"at"), GARBAGE):
+    for field, value in product((b"term", b"at"), GARBAGE):
         client.xadd(keys.events, {**event, field: value})
     client.xadd(keys.events, {**event, b"detail": b"[" * 9999})
     client.xadd(keys.events, {"another": "schema"})

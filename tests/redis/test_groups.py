@@ -14,8 +14,8 @@ import pytest
 import redis
 import redis.asyncio
 
-from streamrl.cli.main import main
-from streamrl.transport.keys import Keys
+from streamrl.ops.cli.main import main
+from streamrl.protocol.transport.keys import Keys
 from tests.helpers import wait_until_async
 from tests.redis.run_world import RunWorld
 
@@ -88,7 +88,7 @@ async def test_an_entry_that_is_no_group_is_told_and_passed_over(world: RunWorld
 
 
 async def test_tail_follows_until_the_run_ends(world: RunWorld) -> None:
-    command = [sys.executable, "-m", "streamrl.cli.main", "groups", "tail", "-f", "-n", "99", "--json"]
+    command = [sys.executable, "-m", "streamrl.ops.cli.main", "groups", "tail", "-f", "-n", "99", "--json"]
     seen: list[int] = []
     exit_codes: list[int] = []
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import redis
 
-from streamrl.cli.main import main
-from streamrl.monitor.history import History
-from streamrl.monitor.runs import list_runs
-from streamrl.transport.keys import Keys
-from streamrl.transport.learner import LearnerStream
-from streamrl.transport.thinning import LONGEST_RECENT, LONGEST_THINNED, NUM_LEVELS, history_streams
+from streamrl.ops.cli.main import main
+from streamrl.ops.monitor.history import History
+from streamrl.ops.monitor.runs import list_runs
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.learner import LearnerStream
+from streamrl.protocol.transport.thinning import LONGEST_RECENT, LONGEST_THINNED, NUM_LEVELS, history_streams
 from tests.redis.conftest import MakeLearner
 
 REWARD = "train_rollouts/rewards"
@@ -35,7 +35,7 @@ def long_run(client: redis.Redis, keys: Keys, *, num_steps: int) -> None:
     """As the learner's script writes it, by hand for speed."""
     with client.pipeline(transaction=False) as pipe:
         for step in range(1, num_steps + 1):
-            fields = {"step": step, "epoch": 1, "at": step, "values": json.dumps({REWARD: step / num_steps})}
+            fields = {"step": step, "term": 1, "at": step, "values": json.dumps({REWARD: step / num_steps})}
             for stream, longest in history_streams(keys, step, is_validation=False).items():
                 pipe.xadd(stream, dict(fields), maxlen=longest, approximate=True)
         pipe.execute()
@@ -80,10 +80,10 @@ def test_only_what_is_new_is_read_again(learner: LearnerStream, client: redis.Re
 def test_steps_made_again_after_a_crash_replace_those_of_the_dead(
     make_learner: MakeLearner, client: redis.Redis, keys: Keys
 ) -> None:
-    first = make_learner(epoch=1)
+    first = make_learner(term=1)
     record(first, *range(1, 9), reward=0.1)
     live = read(client, keys)
-    second = make_learner(epoch=2)
+    second = make_learner(term=2)
     record(second, 5, 6, reward=0.9)
     live.refresh(client, keys)
     for history in (live, read(client, keys)):
@@ -95,10 +95,10 @@ def test_steps_made_again_after_a_crash_replace_those_of_the_dead(
 def test_a_redis_that_was_emptied_begins_the_history_anew(
     make_learner: MakeLearner, client: redis.Redis, keys: Keys
 ) -> None:
-    record(make_learner(epoch=1), 1, 2, 3)
+    record(make_learner(term=1), 1, 2, 3)
     history = read(client, keys)
     client.flushall()
-    record(make_learner(epoch=2), 1)
+    record(make_learner(term=2), 1)
     client.xtrim(keys.metrics, maxlen=0)
     history.refresh(client, keys)
     assert history.steps.records == []
@@ -130,8 +130,8 @@ def test_the_plot_is_a_png_from_redis(
 
 
 def test_the_plot_is_a_png_from_the_folder_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [{"step": step, "epoch": 1, "at": 0.0, REWARD: 0.1 * step} for step in (1, 2, 3, 2)]
-    lines[-1]["epoch"] = 2
+    lines = [{"step": step, "term": 1, "at": 0.0, REWARD: 0.1 * step} for step in (1, 2, 3, 2)]
+    lines[-1]["term"] = 2
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     output = tmp_path / "report.png"
     assert main(["plot", str(tmp_path), "-o", str(output)]) == 0

@@ -10,13 +10,13 @@ import redis
 import redis.asyncio
 from rich.console import Console
 
-from streamrl.launch.display import Display
-from streamrl.launch.interrupts import Interrupts
-from streamrl.launch.parts import RunFolder
-from streamrl.launch.summary import Loads
-from streamrl.launch.supervisor import Supervisor
-from streamrl.transport.keys import Keys
-from streamrl.transport.operate import remove_run
+from streamrl.ops.launch.display import Display
+from streamrl.ops.launch.parts import RunFolder
+from streamrl.ops.launch.processes import Interrupts
+from streamrl.ops.launch.summary import Loads
+from streamrl.ops.launch.supervisor import Supervisor
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.operator import remove_run
 from tests.redis.monitor_world import Watched, healthy_run
 from tests.redis.run_world import RunWorld
 

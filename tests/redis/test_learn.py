@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 import redis
 
-from learner.checkpoints.checkpoint import CheckpointRoot, CheckpointState
-from learner.checkpoints.epochs import CheckpointName, claim_run
-from learner.stream.ledger import StreamState
-from streamrl.cli.main import main
 from streamrl.config import schema
 from streamrl.config.load import load_config
-from streamrl.transport.acl import Role
-from streamrl.transport.connection import connect
-from streamrl.transport.embedded import EmbeddedRedis
-from streamrl.transport.keys import Keys
+from streamrl.learner.checkpoints.checkpoint import CheckpointRoot, CheckpointState
+from streamrl.learner.checkpoints.terms import CheckpointName, claim_run
+from streamrl.learner.groups.ledger import FeedState
+from streamrl.ops.cli.main import main
+from streamrl.protocol.transport.acl import Role
+from streamrl.protocol.transport.connection import connect
+from streamrl.protocol.transport.embedded import EmbeddedRedis
+from streamrl.protocol.transport.keys import Keys
 from tests.tiny_models import make_model
 
 
@@ -54,7 +54,7 @@ def test_on_one_machine_the_line_is_that_of_up(
 
     words = line(capsys)
     assert words[0] == "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-    assert words[2:4] == ["-m", "learner.agent"]
+    assert words[2:4] == ["-m", "streamrl.learner.process.agent"]
     expected = {"--nnodes=1", "--nproc-per-node=2", "--max-restarts=7", "--rdzv-endpoint=127.0.0.1:0"}
     assert expected | {"--rdzv-conf=last_call_timeout=1,keep_alive_interval=2"} <= set(words)
     assert words[words.index("--redis") + 1] == redis_url
@@ -146,14 +146,18 @@ def test_a_fork_of_a_run_that_is_not_there_is_told(
 
 def test_what_is_shown_is_what_runs(file: Path, tmp_path: Path) -> None:
     """With an agent that only says what it was given, in this very process's place."""
-    fake = tmp_path / "fake" / "learner"
-    fake.mkdir(parents=True)
-    (fake / "__init__.py").write_text("")
-    (fake / "agent.py").write_text("import os, sys; print(os.getpid(), *sys.argv[1:]); sys.exit(7)")
+    fake = tmp_path / "fake"
+    fake.mkdir()
+    (fake / "sitecustomize.py").write_text(  # which Python imports before anything else
+        "import os, sys\n"
+        "if 'streamrl.learner.process.agent' in sys.orig_argv:\n"
+        "    print(os.getpid(), *sys.orig_argv[3:], flush=True)\n"
+        "    os._exit(7)\n"
+    )
     code = (
         "import os, sys; print(os.getpid()); "
-        f"os.environ['PYTHONPATH'] = {str(fake.parent)!r} + ':' + os.environ.get('PYTHONPATH', ''); "
-        f"from streamrl.cli.main import main; main(['learn', {str(file)!r}, '--replay', 'recording'])"
+        f"os.environ['PYTHONPATH'] = {str(fake)!r} + ':' + os.environ.get('PYTHONPATH', ''); "
+        f"from streamrl.ops.cli.main import main; main(['learn', {str(file)!r}, '--replay', 'recording'])"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
@@ -169,13 +173,13 @@ def test_what_is_shown_is_what_runs(file: Path, tmp_path: Path) -> None:
 def make_checkpoint(config: schema.Config) -> None:
     root = CheckpointRoot(config.folder)
     uid = claim_run(config.folder)
-    root.claim_epoch(uid)
+    root.claim_term(uid)
     name = CheckpointName(1, 5)
     (root.new_folder(name) / "weights").write_bytes(b"w")
     state = CheckpointState(
         run_uid=uid,
         step=5,
-        stream=StreamState(),
+        stream=FeedState(),
         data_fingerprint="",
         extra={"config": config.model_dump(mode="json")},
     )

@@ -11,17 +11,17 @@ import pytest
 import redis
 
 from streamrl.errors import TransportError
+from streamrl.protocol.transport.keys import WORKERS, Keys
+from streamrl.protocol.transport.learner import LearnerStream
+from streamrl.protocol.transport.operator import set_control
+from streamrl.protocol.transport.reader import PagedReader
+from streamrl.protocol.transport.report_codec import encode_report
+from streamrl.protocol.transport.snapshot import snapshot
+from streamrl.protocol.transport.types import START, Announcement
+from streamrl.protocol.transport.worker import WorkerStream
+from streamrl.protocol.wire.ticket import Purpose, decode_ticket, encode_ticket
 from streamrl.telemetry.progress import Progress
-from streamrl.transport.ahead import PagedReader
-from streamrl.transport.keys import WORKERS, Keys
-from streamrl.transport.learner import LearnerStream
-from streamrl.transport.operate import set_control
-from streamrl.transport.report_codec import encode_report
-from streamrl.transport.snapshot import snapshot
-from streamrl.transport.types import START, Announcement
-from streamrl.transport.worker import WorkerStream
 from streamrl.versions import make_version
-from streamrl.wire.ticket import Purpose, decode_ticket, encode_ticket
 from tests.helpers import make_ticket, wait_until
 from tests.redis.conftest import MakeLearner, MakeWorker
 
@@ -131,7 +131,7 @@ def test_the_counter_of_tickets_goes_along_with_them_once_the_learner_has_looked
     assert client.hget(keys.meta, "issued") == b"6"
     learner.count_issued(5)
     assert client.hget(keys.meta, "issued") == b"5"
-    make_learner(epoch=2)
+    make_learner(term=2)
     assert client.hget(keys.meta, "issued") == b"5", "what was issued is there as long as nobody has looked"
 
 
@@ -144,7 +144,7 @@ def test_of_a_ticket_that_repeats_a_dead_one_redis_knows_which(
     assert learner.retried() == {6: 3}, "another lineage may use numbers otherwise"
     client.flushall()
     learner.restore(cursor=START, retried={6: 3, 9: 6})
-    assert make_learner(epoch=2).retried() == {6: 3, 9: 6}
+    assert make_learner(term=2).retried() == {6: 3, 9: 6}
 
 
 def test_tickets_that_cannot_be_read_or_are_of_another_run_are_told_apart(
@@ -306,21 +306,21 @@ def test_versions_only_grow(learner: LearnerStream) -> None:
         learner.announce(Announcement(version=new, base=0, step=5, manifest=b"others"), keep=[])
 
 
-def test_versions_of_a_high_epoch_are_compared_exactly(make_learner: MakeLearner) -> None:
-    learner = make_learner(epoch=100_000)
+def test_versions_of_a_high_term_are_compared_exactly(make_learner: MakeLearner) -> None:
+    learner = make_learner(term=100_000)
     for n in range(3):
         learner.announce(Announcement(version=make_version(100_000, n), base=0, step=n, manifest=b"m"), keep=[])
 
 
-def test_a_version_of_another_epoch_is_a_mistake(learner: LearnerStream) -> None:
-    with pytest.raises(AssertionError, match="another epoch"):
+def test_a_version_of_another_term_is_a_mistake(learner: LearnerStream) -> None:
+    with pytest.raises(AssertionError, match="another term"):
         learner.announce(Announcement(version=make_version(2, 0), base=0, step=0, manifest=b"m"), keep=[])
 
 
 def test_records_keep_finite_numbers_only(learner: LearnerStream, client: redis.Redis, keys: Keys) -> None:
     learner.record(3, {"train_optim/loss": 0.5, "policy/entropy": math.nan, "policy/ratio_max": math.inf})
     [record] = snapshot(client, keys).records
-    assert (record.step, record.epoch, dict(record.values)) == (3, 1, {"train_optim/loss": 0.5})
+    assert (record.step, record.term, dict(record.values)) == (3, 1, {"train_optim/loss": 0.5})
 
 
 def test_telemetry_that_fails_does_not_stop_the_learner(

@@ -11,13 +11,13 @@ import redis.asyncio
 
 from streamrl.config import schema
 from streamrl.errors import TransportError
-from streamrl.transport.connection import connect, connect_async
-from streamrl.transport.keys import Keys
-from streamrl.transport.learner import LearnerStream
-from streamrl.transport.types import START, Announcement
-from streamrl.transport.worker import WorkerStream
+from streamrl.protocol.transport.connection import connect, connect_async
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.learner import LearnerStream
+from streamrl.protocol.transport.types import START, Announcement
+from streamrl.protocol.transport.worker import WorkerStream
+from streamrl.protocol.wire.group import encode_group
 from streamrl.versions import make_version
-from streamrl.wire.group import encode_group
 from tests.helpers import make_group, make_ticket
 from tests.proxy import Proxy
 
@@ -40,7 +40,7 @@ async def lossy_async(proxy: Proxy) -> AsyncIterator[redis.asyncio.Redis]:
 @pytest.fixture
 def learner(lossy: redis.Redis, keys: Keys) -> LearnerStream:
     """Every script is known to the server before replies are lost, so that what is lost is an answer."""
-    stream = LearnerStream(lossy, keys, run_uid="uid", epoch=1, holder="job", lease_s=30.0, give_up_after_s=10.0)
+    stream = LearnerStream(lossy, keys, run_uid="uid", term=1, holder="job", lease_s=30.0, give_up_after_s=10.0)
     stream.claim(config_json="{}", fingerprint="model", wait_s=0.0)
     stream.restore(cursor=START)
     return stream
@@ -202,7 +202,7 @@ async def test_a_ticket_lost_on_the_way_to_a_waiting_worker_arrives_all_the_same
 
 
 def test_a_server_that_stays_away_is_named_and_given_up(proxy: Proxy, lossy: redis.Redis, keys: Keys) -> None:
-    stream = LearnerStream(lossy, keys, run_uid="uid", epoch=1, holder="job", lease_s=30.0, give_up_after_s=0.3)
+    stream = LearnerStream(lossy, keys, run_uid="uid", term=1, holder="job", lease_s=30.0, give_up_after_s=0.3)
     proxy.drop_reply_to(b"HGET", times=1000)
     with pytest.raises(TransportError, match=r"Redis at unix://.* could not read the operator's orders within 0.3 s"):
         stream.orders()

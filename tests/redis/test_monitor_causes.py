@@ -12,15 +12,15 @@ import pytest
 import redis
 import redis.asyncio
 
-from learner.stream.plan import Kind
 from streamrl.config import schema
-from streamrl.monitor.causes import TABLE
-from streamrl.transport.connection import connect, connect_async
-from streamrl.transport.embedded import EmbeddedRedis
-from streamrl.transport.keys import Keys
-from streamrl.transport.operate import remove_run, set_control
-from streamrl.transport.types import Announcement
-from streamrl.transport.worker import WorkerStream
+from streamrl.learner.groups.plan import Kind
+from streamrl.ops.monitor.causes import TABLE
+from streamrl.protocol.transport.connection import connect, connect_async
+from streamrl.protocol.transport.embedded import EmbeddedRedis
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.operator import remove_run, set_control
+from streamrl.protocol.transport.types import Announcement
+from streamrl.protocol.transport.worker import WorkerStream
 from streamrl.versions import make_version
 from tests.helpers import wait_until
 from tests.redis.monitor_world import Watched
@@ -47,7 +47,7 @@ def run(make_world: MakeWorld) -> Watched:
 def publish(run: Watched, *, step: int) -> None:
     """Version n is made by step n."""
     learner = run.world.learner
-    version = make_version(learner.epoch, step)
+    version = make_version(learner.term, step)
     learner.stream.announce(Announcement(version=version, base=0, step=step, manifest=b"m"), keep=[])
 
 

@@ -12,12 +12,11 @@ import pytest
 import redis
 import redis.asyncio
 
-from streamrl.cli.main import main
 from streamrl.errors import TransportError
-from streamrl.monitor.opening import open_server
-from streamrl.monitor.runs import list_runs
-from streamrl.transport.keys import Keys
-from streamrl.transport.report_codec import encode_report
+from streamrl.ops.cli.main import main
+from streamrl.ops.monitor.runs import list_runs, open_server
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.report_codec import encode_report
 from tests.helpers import wait_until
 from tests.redis.monitor_world import Watched, healthy_run
 from tests.redis.run_world import RunWorld
@@ -87,7 +86,16 @@ def test_a_reader_needs_no_more_than_the_right_to_read(run: Watched, client: red
     try:
         path = run.world.url.removeprefix("unix://")
         url = f"unix://monitor:secret@{path}"
-        command = [sys.executable, "-m", "streamrl.cli.main", "status", "--redis", url, "--run", run.world.keys.name]
+        command = [
+            sys.executable,
+            "-m",
+            "streamrl.ops.cli.main",
+            "status",
+            "--redis",
+            url,
+            "--run",
+            run.world.keys.name,
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert (done.returncode, "healthy" in done.stdout) == (0, True), done.stdout + done.stderr
         with pytest.raises(redis.exceptions.NoPermissionError):
@@ -104,12 +112,12 @@ def test_what_a_monitor_cannot_read_hides_nothing_else(run: Watched, client: red
 
 def test_one_broken_run_hides_no_other_in_the_list(run: Watched, client: redis.Redis) -> None:
     broken = Keys(f"{run.world.keys.name}-broken")
-    client.hset(broken.meta, mapping={"state": b"\xff", "epoch": "no number", "step": "inf", "created_at": ""})
+    client.hset(broken.meta, mapping={"state": b"\xff", "term": "no number", "step": "inf", "created_at": ""})
 
     listed = {one.name: one for one in list_runs(client).runs}
 
-    assert listed[run.world.keys.name].epoch == 1
-    assert (listed[broken.name].epoch, listed[broken.name].step, listed[broken.name].created_at) == (0, 0, None)
+    assert listed[run.world.keys.name].term == 1
+    assert (listed[broken.name].term, listed[broken.name].step, listed[broken.name].created_at) == (0, 0, None)
 
 
 def test_what_the_server_refuses_is_one_error_with_its_name(redis_url: str) -> None:

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import redis
 
-from streamrl.cli.main import main
 from streamrl.config import schema
 from streamrl.config.dump import dump_config
+from streamrl.ops.cli.main import main
+from streamrl.protocol.transport import operator_scripts as for_reports
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.learner import LearnerStream
+from streamrl.protocol.transport.operator import await_obedience, set_control
+from streamrl.protocol.transport.report_codec import encode_report
+from streamrl.protocol.transport.script import run
+from streamrl.protocol.transport.snapshot import snapshot
 from streamrl.telemetry.progress import Progress, Report, Role, Wait
-from streamrl.transport.keys import Keys
-from streamrl.transport.learner import LearnerStream
-from streamrl.transport.operate import await_obedience, set_control
-from streamrl.transport.report_codec import encode_report
-from streamrl.transport.scripts import for_reports
-from streamrl.transport.scripts.call import run
-from streamrl.transport.snapshot import snapshot
 from tests.feed_world import make_config
 
 Report_ = Callable[..., None]

@@ -8,10 +8,10 @@ import pytest
 import redis
 
 from streamrl.config import schema
-from streamrl.transport.connection import connect
-from streamrl.transport.keys import Keys
-from streamrl.transport.learner import LearnerStream
-from streamrl.transport.types import START, Entry
+from streamrl.protocol.transport.connection import connect
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.learner import LearnerStream
+from streamrl.protocol.transport.types import START, Entry
 from tests.helpers import wait_until
 from tests.proxy import Proxy
 
@@ -21,7 +21,7 @@ SETTINGS = schema.Redis(reply_timeout_s=5.0, give_up_after_s=10.0)
 @pytest.fixture
 def reader(proxy: Proxy, keys: Keys) -> Iterator[LearnerStream]:
     with connect(proxy.url, SETTINGS) as client:
-        stream = LearnerStream(client, keys, run_uid="uid", epoch=1, holder="job", lease_s=30.0, give_up_after_s=10.0)
+        stream = LearnerStream(client, keys, run_uid="uid", term=1, holder="job", lease_s=30.0, give_up_after_s=10.0)
         stream.claim(config_json="{}", fingerprint="model", wait_s=0.0)
         stream.restore(cursor=START)
         yield stream

@@ -15,14 +15,13 @@ import pytest
 import redis
 import redis.asyncio
 
-from streamrl.cli.main import main
 from streamrl.errors import DataError
-from streamrl.record.frames import Origin
-from streamrl.record.read import Recording
-from streamrl.record.session import record
-from streamrl.record.tap import Tap
-from streamrl.record.write import RecordingWriter
-from streamrl.transport.keys import Keys
+from streamrl.ops.cli.main import main
+from streamrl.ops.record.frames import Origin
+from streamrl.ops.record.read import Recording
+from streamrl.ops.record.tap import Tap, record
+from streamrl.ops.record.write import RecordingWriter
+from streamrl.protocol.transport.keys import Keys
 from tests.helpers import wait_until
 from tests.redis.run_world import RunWorld
 
@@ -136,7 +135,7 @@ async def test_a_recorder_that_is_ended_leaves_a_recording_that_the_next_one_con
 def end_a_recorder(world: RunWorld, folder: Path, number: signal.Signals) -> tuple[int, str]:
     """(its exit code, what it said) after the signal, which it gets when it has recorded what is there."""
     where = ["--redis", world.url, "--run", world.keys.name, "--output", str(folder), "--json"]
-    command = [sys.executable, "-m", "streamrl.cli.main", "record", *where]
+    command = [sys.executable, "-m", "streamrl.ops.cli.main", "record", *where]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as recorder:
         try:
             wait_until(lambda: folder.exists() and num_groups(folder) == 6, description="all are recorded")

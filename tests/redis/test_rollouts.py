@@ -10,9 +10,9 @@ import redis
 import redis.asyncio
 from tokenizers import Tokenizer, models
 
-from streamrl.monitor.rollouts import find_words_of_run, list_rollouts, open_rollout
-from streamrl.record.export import to_json
-from streamrl.transport.keys import Keys
+from streamrl.ops.monitor.rollouts import find_words_of_run, list_rollouts, open_rollout
+from streamrl.ops.record.export import to_json
+from streamrl.protocol.transport.keys import Keys
 from tests.redis.run_world import RunWorld
 
 

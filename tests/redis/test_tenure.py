@@ -9,11 +9,11 @@ import pytest
 import redis
 
 from streamrl.errors import Fenced, ResourceError, RunGone, TransportError
-from streamrl.transport.keys import Keys
-from streamrl.transport.learner import LearnerStream
-from streamrl.transport.operate import remove_run, set_control
-from streamrl.transport.tenure import await_lease
-from streamrl.transport.types import START, Announcement
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.learner import LearnerStream
+from streamrl.protocol.transport.lease import await_lease
+from streamrl.protocol.transport.operator import remove_run, set_control
+from streamrl.protocol.transport.types import START, Announcement
 from streamrl.versions import make_version
 from tests.helpers import make_ticket, wait_until
 from tests.redis.conftest import MakeLearner
@@ -55,11 +55,11 @@ def test_every_writing_method_is_in_the_list_of_writes() -> None:
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
-def test_an_older_epoch_writes_nothing(
+def test_an_older_term_writes_nothing(
     write: Callable[[LearnerStream], None], make_learner: MakeLearner, client: redis.Redis
 ) -> None:
-    old = make_learner(epoch=1)
-    make_learner(epoch=2)  # the same job, restarted
+    old = make_learner(term=1)
+    make_learner(term=2)  # the same job, restarted
     before = everything(client)
     with pytest.raises(Fenced):
         write(old)
@@ -67,10 +67,10 @@ def test_an_older_epoch_writes_nothing(
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
-def test_a_learner_whose_lease_another_took_writes_nothing_even_before_the_new_epoch(
+def test_a_learner_whose_lease_another_took_writes_nothing_even_before_the_new_term(
     write: Callable[[LearnerStream], None], make_learner: MakeLearner, client: redis.Redis, keys: Keys
 ) -> None:
-    old = make_learner(epoch=1)
+    old = make_learner(term=1)
     await_lease(client, keys, holder="stranger", lease_s=30.0, wait_s=0.0, takeover=True)
     before = everything(client)
     with pytest.raises(Fenced):
@@ -101,17 +101,17 @@ def test_an_emptied_server_is_claimed_again_and_the_write_succeeds(
         write(learner)
     assert learner.disturbed or write is WRITES["restore"]
     meta = client.hgetall(keys.meta)
-    assert (meta[b"uid"], meta[b"epoch"], meta[b"config"]) == (b"uid", b"1", b'{"name": "x"}')
+    assert (meta[b"uid"], meta[b"term"], meta[b"config"]) == (b"uid", b"1", b'{"name": "x"}')
 
 
 def test_a_claim_that_a_restart_of_redis_forgot_is_made_again(
     make_learner: MakeLearner, client: redis.Redis, keys: Keys
 ) -> None:
-    learner = make_learner(epoch=2)
-    client.hset(keys.meta, "epoch", 1)  # the append-only file lost its last second
+    learner = make_learner(term=2)
+    client.hset(keys.meta, "term", 1)  # the append-only file lost its last second
     learner.issue([make_ticket(0)])
     assert learner.disturbed
-    assert client.hget(keys.meta, "epoch") == b"2"
+    assert client.hget(keys.meta, "term") == b"2"
 
 
 def test_a_stranger_is_refused_while_the_holder_renews(
@@ -120,15 +120,15 @@ def test_a_stranger_is_refused_while_the_holder_renews(
     with pytest.raises(TransportError, match="job holds its lease"):
         await_lease(client, keys, holder="stranger", lease_s=30.0, wait_s=0.2)
     learner.issue([make_ticket(0)])
-    assert client.hget(keys.meta, "epoch") == b"1"
+    assert client.hget(keys.meta, "term") == b"1"
 
 
 def test_after_a_fail_over_a_learner_wins_over_the_one_that_it_had_replaced(
     learner: LearnerStream, make_learner: MakeLearner, client: redis.Redis, keys: Keys
 ) -> None:
     await_lease(client, keys, holder="another job", lease_s=30.0, wait_s=0.0, takeover=True)
-    second = make_learner(epoch=2, holder="another job")
-    client.hset(keys.meta, "epoch", 1)  # the copy of the data that is served now is from before
+    second = make_learner(term=2, holder="another job")
+    client.hset(keys.meta, "term", 1)  # the copy of the data that is served now is from before
     client.set(keys.lease, "job")
     second.issue([make_ticket(0)])
     assert client.get(keys.lease) == b"another job"
@@ -136,12 +136,12 @@ def test_after_a_fail_over_a_learner_wins_over_the_one_that_it_had_replaced(
         learner.issue([make_ticket(1)])
 
 
-def test_of_two_that_start_at_once_the_newer_epoch_wins_whoever_has_the_lease(
+def test_of_two_that_start_at_once_the_newer_term_wins_whoever_has_the_lease(
     make_learner: MakeLearner, client: redis.Redis, keys: Keys
 ) -> None:
     """Both records are durable by then, and the checkpoints of the older one are cut off."""
-    older = make_learner(epoch=1, holder="older")
-    make_learner(epoch=2, holder="newer")
+    older = make_learner(term=1, holder="older")
+    make_learner(term=2, holder="newer")
     assert client.get(keys.lease) == b"newer"
     with pytest.raises(Fenced):
         older.renew()
@@ -161,7 +161,7 @@ def test_a_stranger_takes_over_when_the_lease_ends(make_learner: MakeLearner, cl
     began = time.monotonic()
     await_lease(client, keys, holder="stranger", lease_s=30.0, wait_s=5.0)
     assert 0.5 * SHORT_S < time.monotonic() - began < 3.0
-    second = make_learner(epoch=2, holder="stranger")
+    second = make_learner(term=2, holder="stranger")
     with pytest.raises(Fenced):
         stopped.commit(step=1, cursor="9-9", trim_below="9-9")
     second.issue([make_ticket(0)])
@@ -191,7 +191,7 @@ def test_an_expired_lease_that_nobody_took_is_renewed(
 
 def test_the_same_job_takes_over_at_once(learner: LearnerStream, make_learner: MakeLearner) -> None:
     began = time.monotonic()
-    make_learner(epoch=2)
+    make_learner(term=2)
     assert time.monotonic() - began < 1.0
 
 
@@ -199,15 +199,15 @@ def test_a_takeover_is_done_when_asked_for(
     learner: LearnerStream, make_learner: MakeLearner, client: redis.Redis, keys: Keys
 ) -> None:
     await_lease(client, keys, holder="stranger", lease_s=30.0, wait_s=0.0, takeover=True)
-    make_learner(epoch=2, holder="stranger")
+    make_learner(term=2, holder="stranger")
     with pytest.raises(Fenced):
         learner.issue([make_ticket(0)])
 
 
-def test_an_older_epoch_cannot_claim_even_an_abandoned_run(make_learner: MakeLearner) -> None:
-    make_learner(epoch=5).release("stopped")
+def test_an_older_term_cannot_claim_even_an_abandoned_run(make_learner: MakeLearner) -> None:
+    make_learner(term=5).release("stopped")
     with pytest.raises(Fenced):
-        make_learner(epoch=4, holder="stranger")
+        make_learner(term=4, holder="stranger")
 
 
 def test_a_released_run_can_be_claimed_at_once_by_anybody(
@@ -216,7 +216,7 @@ def test_a_released_run_can_be_claimed_at_once_by_anybody(
     set_control(client, keys, "stop", by="the test")
     learner.release("stopped")
     assert client.hget(keys.meta, "state") == b"stopped"
-    second = make_learner(epoch=2, holder="stranger")
+    second = make_learner(term=2, holder="stranger")
     assert second.orders().control == "run"
     assert client.hget(keys.meta, "state") == b"running"
 
@@ -241,7 +241,7 @@ def test_a_removed_run_cannot_be_claimed_again(
     assert list(client.scan_iter()) == [keys.tombstone.encode()]
     assert client.pttl(keys.tombstone) > 0
     with pytest.raises(RunGone):
-        make_learner(epoch=2)
+        make_learner(term=2)
     with pytest.raises(RunGone):
         learner.issue([make_ticket(0)])
 
@@ -250,7 +250,7 @@ def test_a_takeover_begins_a_removed_run_anew(
     learner: LearnerStream, make_learner: MakeLearner, client: redis.Redis, keys: Keys
 ) -> None:
     remove_run(client, keys)
-    again = make_learner(epoch=2, claim=False)
+    again = make_learner(term=2, claim=False)
     again.claim(config_json="{}", fingerprint="model", takeover=True, wait_s=0.0)
     again.issue([make_ticket(0)])
     assert client.get(keys.tombstone) is None

@@ -15,9 +15,9 @@ import redis
 import redis.asyncio
 
 from streamrl.config import schema
-from streamrl.transport.connection import connect, connect_async
-from streamrl.transport.embedded import EmbeddedRedis
-from streamrl.transport.keys import Keys
+from streamrl.protocol.transport.connection import connect, connect_async
+from streamrl.protocol.transport.embedded import EmbeddedRedis
+from streamrl.protocol.transport.keys import Keys
 from tests.redis.monitor_world import Watched
 from tests.redis.run_world import RunWorld
 from tests.terminal_world import TerminalProgram, in_terminal
@@ -26,9 +26,9 @@ _WORKER = """
 import sys, threading
 from streamrl.config import schema
 from streamrl.telemetry.progress import Progress
-from streamrl.transport.connection import connect
-from streamrl.transport.keys import Keys
-from streamrl.transport.reports import ReportWriter
+from streamrl.protocol.transport.connection import connect
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.reports import ReportWriter
 progress = Progress(part=sys.argv[3], role="worker")
 progress.working("generate")
 with connect(sys.argv[1], schema.Redis()) as client, ReportWriter(client, Keys(sys.argv[2]), progress):
@@ -189,6 +189,6 @@ async def test_it_follows_the_size_of_the_window(run: Watched) -> None:
 
 
 def test_without_a_terminal_it_says_what_to_use(run: Watched) -> None:
-    command = [sys.executable, "-m", "streamrl.cli.main", "top", "--redis", run.world.url, "--run", "x"]
+    command = [sys.executable, "-m", "streamrl.ops.cli.main", "top", "--redis", run.world.url, "--run", "x"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
     assert (done.returncode, "streamrl status" in done.stderr) == (2, True)

@@ -13,23 +13,23 @@ from structlog.testing import capture_logs
 
 from streamrl.config import schema
 from streamrl.errors import TransportError, WireError
-from streamrl.monitor.watcher import Watcher
+from streamrl.ops.monitor.poller import Watcher
+from streamrl.protocol.transport import operator_scripts as for_reports
+from streamrl.protocol.transport.connection import connect
+from streamrl.protocol.transport.embedded import EmbeddedRedis
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.learner import LearnerStream
+from streamrl.protocol.transport.operator import remove_run, set_control
+from streamrl.protocol.transport.report_codec import decode_report, encode_report
+from streamrl.protocol.transport.reports import ReportWriter, report_progress
+from streamrl.protocol.transport.script import run
+from streamrl.protocol.transport.snapshot import snapshot
+from streamrl.protocol.transport.types import Announcement
+from streamrl.protocol.transport.worker import WorkerStream
+from streamrl.protocol.wire.codec import pack
+from streamrl.protocol.wire.group import encode_group
 from streamrl.telemetry.progress import Progress, Wait
-from streamrl.transport.connection import connect
-from streamrl.transport.embedded import EmbeddedRedis
-from streamrl.transport.keys import Keys
-from streamrl.transport.learner import LearnerStream
-from streamrl.transport.operate import remove_run, set_control
-from streamrl.transport.report_codec import decode_report, encode_report
-from streamrl.transport.reports import ReportWriter, report_progress
-from streamrl.transport.scripts import for_reports
-from streamrl.transport.scripts.call import run
-from streamrl.transport.snapshot import snapshot
-from streamrl.transport.types import Announcement
-from streamrl.transport.worker import WorkerStream
 from streamrl.versions import make_version
-from streamrl.wire.codec import pack
-from streamrl.wire.group import encode_group
 from tests.helpers import make_group, make_ticket, wait_until, wait_until_async
 from tests.redis.conftest import MakeLearner, MakeWorker
 
@@ -226,13 +226,13 @@ def test_a_run_is_over_when_it_was_seen_running_and_is_no_more(
     watch = Watcher(client, keys, server="here")
     watch.look()
     assert not watch.is_over, "it ended before, and may be taken up any moment"
-    learner = make_learner(epoch=2)
+    learner = make_learner(term=2)
     watch.look()
     assert not watch.is_over
     learner.release("finished")
     watch.look()
     assert watch.is_over
-    make_learner(epoch=3)
+    make_learner(term=3)
     watch.look()
     assert not watch.is_over
     remove_run(client, keys)

@@ -7,10 +7,10 @@ import pytest
 import redis
 
 from streamrl.errors import TransportError, WeightsError
-from streamrl.transport.keys import Keys
-from streamrl.weights.mirror import Mirror
-from streamrl.weights.redis_store import RedisStore
-from streamrl.weights.stores import open_store
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.weights.mirror import Mirror
+from streamrl.protocol.weights.redis_store import RedisStore
+from streamrl.protocol.weights.stores import open_store
 from tests.store_cases import check_names, check_store
 from tests.weights_world import World, assert_holds, nudged, random_state
 

@@ -9,11 +9,11 @@ import pytest
 import redis
 
 from streamrl.errors import RunGone
-from streamrl.transport.keys import WORKERS, Keys
-from streamrl.transport.learner import LearnerStream
-from streamrl.transport.operate import remove_run
-from streamrl.transport.types import Leased
-from streamrl.transport.worker import WorkerStream
+from streamrl.protocol.transport.keys import WORKERS, Keys
+from streamrl.protocol.transport.learner import LearnerStream
+from streamrl.protocol.transport.operator import remove_run
+from streamrl.protocol.transport.types import Leased
+from streamrl.protocol.transport.worker import WorkerStream
 from tests.helpers import make_ticket, wait_until_async
 from tests.redis.conftest import LEASE_S, MakeLearner, MakeWorker
 
@@ -207,7 +207,7 @@ async def test_a_worker_before_its_run_waits_and_then_serves_it(
     make_learner().issue([make_ticket(0)])
     info = await worker.run_info()
     assert info is not None
-    assert (info.uid, info.epoch, info.config_json, info.fingerprint) == ("uid", 1, '{"name": "x"}', "model")
+    assert (info.uid, info.term, info.config_json, info.fingerprint) == ("uid", 1, '{"name": "x"}', "model")
     assert numbers(await worker.lease(max_tickets=1, block_ms=0)) == [0]
 
 

@@ -18,7 +18,7 @@ from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from streamrl.transport.embedded import EmbeddedRedis
+from streamrl.protocol.transport.embedded import EmbeddedRedis
 
 Copy = Mapping[bytes, tuple[bytes, int]]  # by key: the value, and how many milliseconds it still lives (0: for ever)
 

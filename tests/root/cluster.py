@@ -21,13 +21,13 @@ from typing import Any
 
 import redis
 
-from streamrl.audit import Audit, audit_folder
 from streamrl.config import schema
+from streamrl.ops.audit import Audit, audit_folder
+from streamrl.protocol.transport.connection import connect
+from streamrl.protocol.transport.embedded import find_server
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.snapshot import snapshot
 from streamrl.telemetry.progress import Report
-from streamrl.transport.connection import connect
-from streamrl.transport.embedded import find_server
-from streamrl.transport.keys import Keys
-from streamrl.transport.snapshot import snapshot
 from tests.helpers import wait_until
 from tests.manifest_world import Container, Object, Rendered
 from tests.root.hosts import Hosts

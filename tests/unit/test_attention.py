@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from learner.distributed import World
-from learner.policy.attention import MASKED, VARLEN, attend, choose, each_by_itself
-from learner.policy.model import Policy, load_policy
-from learner.policy.packing import Shape, pack
 from streamrl.config import schema
 from streamrl.errors import ConfigError
+from streamrl.learner.model.attention import MASKED, VARLEN, attend, choose, each_by_itself
+from streamrl.learner.model.load import Policy, load_policy
+from streamrl.learner.model.packing import Shape, pack
+from streamrl.learner.process.ranks import World
 from tests.learner_cases import learner_config
 from tests.tiny_models import make_model
 from tests.unit.test_packing import piece

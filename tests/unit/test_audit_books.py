@@ -8,16 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from streamrl.audit.books import Books, Mask
-from streamrl.audit.commit import Commit
-from streamrl.audit.journal import Chain, Line
-from streamrl.audit.streams import Streams
+from streamrl.ops.audit.books import Books, Mask
+from streamrl.ops.audit.folder import Chain, Commit, Line
+from streamrl.ops.audit.streams import Streams
 from tests.run_folder import make_commit, make_streams
 
 AUDIT = Path(__file__).parents[2] / "streamrl" / "audit"
 TRAINED = Chain(
     files=frozenset(),
-    lines=(Line(epoch=1, step=1, outcome="trained", ranges=((0, 4),)),),
+    lines=(Line(term=1, step=1, outcome="trained", ranges=((0, 4),)),),
     breaks=(),
 )
 
@@ -105,10 +104,10 @@ def test_the_judge_shares_nothing_with_those_it_judges_but_the_wire_and_the_keys
     ours = {name for name in imported if name.startswith(("streamrl", "learner"))}
     # An address is where a server is, with what password: it says nothing of what lies there.
     allowed = (
-        "streamrl.audit",
-        "streamrl.wire",
+        "streamrl.ops.audit",
+        "streamrl.protocol.wire",
         "streamrl.errors",
-        "streamrl.transport.keys",
-        "streamrl.transport.address",
+        "streamrl.protocol.transport.keys",
+        "streamrl.protocol.transport.address",
     )
     assert [name for name in sorted(ours) if not name.startswith(allowed)] == []

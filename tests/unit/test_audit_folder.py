@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from streamrl.audit import Audit, audit_folder
 from streamrl.errors import DataError
+from streamrl.ops.audit import Audit, audit_folder
 from tests.run_folder import RunFolder, clean_folder
 
 
@@ -31,7 +31,7 @@ def wrong(audit: Audit) -> dict[str, int]:
 def test_a_clean_run_balances(folder: RunFolder) -> None:
     audit = audit_folder(folder.path)
     assert sums(audit) == (12, 8, {"stale": 1}, 1, 2)
-    assert (audit.run, audit.checkpoint, audit.epoch, audit.step) == ("run", "e000002-s00000020", 2, 20)
+    assert (audit.run, audit.checkpoint, audit.term, audit.step) == ("run", "e000002-s00000020", 2, 20)
     assert audit.balanced
     assert audit.clean
     assert audit.redis is None
@@ -102,7 +102,7 @@ def test_a_journal_that_ends_tickets_nobody_issued_is_a_problem(folder: RunFolde
 
 
 def test_steps_of_a_replaced_learner_are_wasted_and_count_for_nothing(folder: RunFolder) -> None:
-    """Epoch 1 did not notice at once that epoch 2 had taken over."""
+    """Term 1 did not notice at once that term 2 had taken over."""
     folder.journal("e000001-s00000015", (11, "trained", [(5, 7)]), (15, "trained", [(7, 8)]), after="e000001-s00000010")
     folder.checkpoint("e000001-s00000015", issued=12, ended=8)
     audit = audit_folder(folder.path)
@@ -173,7 +173,7 @@ def test_a_torn_file_of_a_dead_lineage_is_only_noted(folder: RunFolder) -> None:
 
 
 def test_a_lineage_that_goes_on_from_a_dead_one_is_a_problem(folder: RunFolder) -> None:
-    """Epoch 2 claims to go on from step 10, and its journal from step 15."""
+    """Term 2 claims to go on from step 10, and its journal from step 15."""
     folder.journal("e000001-s00000015", (11, "trained", [(5, 7)]), after="e000001-s00000010")
     folder.journal("e000002-s00000020", (16, "trained", [(7, 8)]), after="e000001-s00000015")
     audit = audit_folder(folder.path)
@@ -191,9 +191,9 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_told(folder: RunFolder) 
 def test_a_run_before_its_first_checkpoint_has_nothing_to_account_for(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     assert sums(audit_folder(folder.path)) == (0, 0, {}, 0, 0)
-    folder.epoch(1)
+    folder.term(1)
     audit = audit_folder(folder.path)
-    assert (audit.epoch, audit.checkpoint, audit.clean) == (1, None, True)
+    assert (audit.term, audit.checkpoint, audit.clean) == (1, None, True)
 
 
 def test_a_folder_that_is_no_runs_is_the_callers_mistake(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_run_whose_checkpoints_are_all_gone_cannot_be_audited(folder: RunFolde
 def test_a_long_run_is_audited_in_seconds(tmp_path: Path) -> None:
     """100,000 tickets that ended in no order at all: a range each."""
     folder = RunFolder(tmp_path / "run")
-    folder.epoch(1)
+    folder.term(1)
     folder.journal("e000001-s00000010", (1, "trained", [(n, n + 1) for n in range(100_000)]))
     folder.checkpoint("e000001-s00000010", issued=100_000, ended=100_000)
     audit = audit_folder(folder.path)

@@ -8,16 +8,16 @@ from collections.abc import Callable
 import pytest
 
 from streamrl.errors import ResourceError
+from streamrl.protocol.transport.types import RunInfo, RunState
 from streamrl.telemetry.progress import Progress
-from streamrl.transport.types import RunInfo, RunState
+from streamrl.workers.service import await_run
 from tests.feed_world import Clock
-from workers.await_run import await_run
 
 HOUR_S = 3600.0
 
 
 def made(state: RunState) -> RunInfo:
-    return RunInfo(uid="uid", name="run", epoch=1, config_json="{}", fingerprint="f", state=state)
+    return RunInfo(uid="uid", name="run", term=1, config_json="{}", fingerprint="f", state=state)
 
 
 class Run:

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import random
 
-from learner.stream.backlog import Backlog
-from streamrl.transport.types import Entry, PresentGroup
+from streamrl.learner.groups.dispatch import Backlog
+from streamrl.protocol.transport.types import Entry, PresentGroup
 
 
 def entry(at: int, size: int) -> Entry:

@@ -19,8 +19,8 @@ from bench.mutations import WRONG, Trial
 from bench.publishing import RUN_UID
 from bench.report import Bar, Fact, Line, Report, describe_machine, record, table, to_json
 from streamrl.errors import ResourceError
-from streamrl.weights.manifest import Manifest
-from streamrl.weights.mirror import Mirror
+from streamrl.protocol.weights.manifest import Manifest
+from streamrl.protocol.weights.mirror import Mirror
 
 FAST = Bar(name="speed / peer", value=0.75, unit="x", goal=0.5, better="higher")
 SLOW = Bar(name="delay", value=7.0, unit="ms", goal=5.0, better="lower")

@@ -6,7 +6,7 @@ import pytest
 
 from bench.report import Bar
 from bench.serving import Round, Update, lines_of
-from workers.engines.base import KvCache
+from streamrl.workers.engines.base import KvCache
 
 OTHERS: list[KvCache] = ["clear", "keep"]
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from learner.policy.tensors import held
-from learner.publishing.cast import cast_digests
-from streamrl.weights.format import MAX_RANGE_ELEMENTS
+from streamrl.learner.model.tensors import held
+from streamrl.learner.publishing.host_copy import cast_digests
+from streamrl.protocol.weights.format import MAX_RANGE_ELEMENTS
 from tests.publish_world import Scene, publish
 
 

@@ -8,11 +8,17 @@ from typing import Any
 
 import pytest
 
-from learner.checkpoints.checkpoint import MANIFEST, Checkpoint, CheckpointRoot, CheckpointState
-from learner.checkpoints.epochs import CheckpointName, ancestry
-from learner.checkpoints.scores import BEST_METRIC, write_score
-from learner.stream.ledger import Ending, Ledger, StreamState
 from streamrl.errors import DataError, Fenced
+from streamrl.learner.checkpoints.checkpoint import (
+    BEST_METRIC,
+    MANIFEST,
+    Checkpoint,
+    CheckpointRoot,
+    CheckpointState,
+    write_score,
+)
+from streamrl.learner.checkpoints.terms import CheckpointName, ancestry
+from streamrl.learner.groups.ledger import Ending, FeedState, Ledger
 
 
 def state_of(step: int, **changes: Any) -> CheckpointState:
@@ -21,14 +27,14 @@ def state_of(step: int, **changes: Any) -> CheckpointState:
     fields: dict[str, Any] = {
         "run_uid": "uid",
         "step": step,
-        "stream": StreamState(cursor=f"{step}-0", ledger=ledger.state()),
+        "stream": FeedState(cursor=f"{step}-0", ledger=ledger.state()),
         "data_fingerprint": "data",
     }
     return CheckpointState(**{**fields, **changes})
 
 
-def save(root: CheckpointRoot, epoch: int, step: int, **changes: Any) -> Checkpoint:
-    name = CheckpointName(epoch, step)
+def save(root: CheckpointRoot, term: int, step: int, **changes: Any) -> Checkpoint:
+    name = CheckpointName(term, step)
     folder = root.new_folder(name)
     (folder / "weights-0-of-2.safetensors").write_bytes(b"w" * 100)
     (folder / "ranks").mkdir()
@@ -39,7 +45,7 @@ def save(root: CheckpointRoot, epoch: int, step: int, **changes: Any) -> Checkpo
 @pytest.fixture
 def root(tmp_path: Path) -> CheckpointRoot:
     root = CheckpointRoot(tmp_path)
-    root.claim_epoch("uid")
+    root.claim_term("uid")
     return root
 
 
@@ -51,7 +57,7 @@ def newest(root: CheckpointRoot) -> CheckpointName:
 
 def test_a_run_without_checkpoints_begins_from_the_start(root: CheckpointRoot) -> None:
     assert root.newest_complete(ancestry(root.root)) is None
-    assert root.claim_epoch("uid").parent is None
+    assert root.claim_term("uid").parent is None
 
 
 def test_a_committed_checkpoint_is_found_with_its_state_and_files(root: CheckpointRoot) -> None:
@@ -64,8 +70,8 @@ def test_a_committed_checkpoint_is_found_with_its_state_and_files(root: Checkpoi
     assert found.folder == root.root / "checkpoints" / "e000001-s00000020"
 
 
-def with_endings(step: int, *endings: Ending, journal: str | None = None) -> StreamState:
-    return StreamState(cursor=f"{step}-0", uncommitted=endings, journal=journal)
+def with_endings(step: int, *endings: Ending, journal: str | None = None) -> FeedState:
+    return FeedState(cursor=f"{step}-0", uncommitted=endings, journal=journal)
 
 
 def journal_of(root: CheckpointRoot, checkpoint: Checkpoint) -> list[dict[str, Any]]:
@@ -75,7 +81,7 @@ def journal_of(root: CheckpointRoot, checkpoint: Checkpoint) -> list[dict[str, A
 
 def test_a_commit_names_the_file_of_the_journal_that_has_what_ended(root: CheckpointRoot) -> None:
     first = save(root, 1, 10, stream=with_endings(10, Ending(9, "trained", 0)))
-    assert first.state.stream == StreamState(cursor="10-0", journal="e000001-s00000010")
+    assert first.state.stream == FeedState(cursor="10-0", journal="e000001-s00000010")
     assert root.open(first.name) == first
     second = save(root, 1, 20, stream=with_endings(20, Ending(11, "trained", 1), journal="e000001-s00000010"))
     header, line, _ = journal_of(root, second)
@@ -96,7 +102,7 @@ def test_without_a_step_in_between_the_same_checkpoint_is_committed_anew(root: C
     weights = (first.folder / "weights-0-of-2.safetensors").stat().st_ino
     stream = with_endings(11, Ending(11, "dropped/stale", 1), journal=first.state.stream.journal)
     second = root.commit(first.name, state_of(10, stream=stream))
-    assert second.state.stream == StreamState(cursor="11-0", journal="e000001-s00000010.1")
+    assert second.state.stream == FeedState(cursor="11-0", journal="e000001-s00000010.1")
     assert root.newest_complete(ancestry(root.root)) == second
     assert (second.folder / "weights-0-of-2.safetensors").stat().st_ino == weights
     assert journal_of(root, second)[0]["after"] == "e000001-s00000010"
@@ -157,26 +163,26 @@ def test_flipped_bits_are_only_seen_when_digests_are_asked_for(root: CheckpointR
 
 def test_a_run_never_silently_begins_anew_when_its_checkpoints_are_damaged_or_gone(root: CheckpointRoot) -> None:
     folder = save(root, 1, 10).folder
-    root.claim_epoch("uid")
+    root.claim_term("uid")
     flip(folder / MANIFEST)
     with pytest.raises(DataError, match="none that is complete is left"):
-        root.claim_epoch("uid")
+        root.claim_term("uid")
     shutil.rmtree(folder)
     with pytest.raises(DataError, match="none that is complete is left"):
-        root.claim_epoch("uid")
+        root.claim_term("uid")
 
 
-def left_behind(root: CheckpointRoot, epoch: int, step: int) -> None:
+def left_behind(root: CheckpointRoot, term: int, step: int) -> None:
     """By a learner that was replaced between its last look and its rename."""
     checkpoints = root.root / "checkpoints"
     newest = max(path for path in checkpoints.iterdir() if CheckpointName.parse(path.name))
-    shutil.copytree(newest, checkpoints / str(CheckpointName(epoch, step)))
+    shutil.copytree(newest, checkpoints / str(CheckpointName(term, step)))
 
 
 def test_a_replaced_learner_commits_nothing(root: CheckpointRoot) -> None:
     first = save(root, 1, 10)
-    root.claim_epoch("uid")
-    with pytest.raises(Fenced, match="epoch 2 has the run"):
+    root.claim_term("uid")
+    with pytest.raises(Fenced, match="term 2 has the run"):
         save(root, 1, 20)
     assert [name.step for name in root.names(ancestry(root.root))] == [10]
     assert not (root.root / "checkpoints" / "e000001-s00000020").exists()
@@ -185,30 +191,30 @@ def test_a_replaced_learner_commits_nothing(root: CheckpointRoot) -> None:
     assert root.open(first.name, digests=True) == first
 
 
-def test_the_checkpoint_that_a_younger_epoch_goes_on_from_keeps_its_state(root: CheckpointRoot) -> None:
+def test_the_checkpoint_that_a_younger_term_goes_on_from_keeps_its_state(root: CheckpointRoot) -> None:
     parent = save(root, 1, 10)
-    assert root.claim_epoch("uid").parent == parent.name
-    with pytest.raises(Fenced, match="epoch 2 has the run"):
+    assert root.claim_term("uid").parent == parent.name
+    with pytest.raises(Fenced, match="term 2 has the run"):
         root.commit(parent.name, state_of(10, stream=with_endings(11, Ending(11, "dropped/stale", 1))))
     assert root.newest_complete(ancestry(root.root)) == parent
 
 
 def test_what_a_replaced_learner_wrote_is_never_gone_on_from(root: CheckpointRoot) -> None:
     save(root, 1, 10)
-    assert root.claim_epoch("uid").parent == CheckpointName(1, 10)
+    assert root.claim_term("uid").parent == CheckpointName(1, 10)
     left_behind(root, 1, 20)
     assert newest(root) == CheckpointName(1, 10)
-    assert root.claim_epoch("uid").parent == CheckpointName(1, 10)
+    assert root.claim_term("uid").parent == CheckpointName(1, 10)
     save(root, 3, 11)
-    assert root.claim_epoch("uid").parent == CheckpointName(3, 11)
+    assert root.claim_term("uid").parent == CheckpointName(3, 11)
 
 
 def kept(root: CheckpointRoot) -> list[tuple[int, int]]:
-    return [(name.epoch, name.step) for name in root.names(ancestry(root.root))]
+    return [(name.term, name.step) for name in root.names(ancestry(root.root))]
 
 
-def prune(root: CheckpointRoot, *, epoch: int = 1, keep_last: int = 2, keep_best: int = 1) -> list[CheckpointName]:
-    return root.prune(ancestry(root.root), epoch=epoch, keep_last=keep_last, keep_best=keep_best)
+def prune(root: CheckpointRoot, *, term: int = 1, keep_last: int = 2, keep_best: int = 1) -> list[CheckpointName]:
+    return root.prune(ancestry(root.root), term=term, keep_last=keep_last, keep_best=keep_best)
 
 
 def test_pruning_keeps_the_last_and_the_best(root: CheckpointRoot) -> None:
@@ -225,14 +231,14 @@ def test_of_equally_good_checkpoints_the_newest_is_kept(root: CheckpointRoot) ->
     assert kept(root) == [(1, 30)]
 
 
-def test_an_epoch_prunes_its_ancestors_but_not_another_branch(root: CheckpointRoot) -> None:
+def test_an_term_prunes_its_ancestors_but_not_another_branch(root: CheckpointRoot) -> None:
     save(root, 1, 10)
     save(root, 1, 20)
-    root.claim_epoch("uid")
+    root.claim_term("uid")
     left_behind(root, 1, 30)
     for step in (21, 22):
         save(root, 2, step)
-    prune(root, epoch=2)
+    prune(root, term=2)
     folders = sorted(path.name for path in (root.root / "checkpoints").iterdir())
     assert folders == ["e000001-s00000030", "e000002-s00000021", "e000002-s00000022"]
 
@@ -240,22 +246,22 @@ def test_an_epoch_prunes_its_ancestors_but_not_another_branch(root: CheckpointRo
 def test_a_replaced_learner_does_not_prune_what_its_successor_goes_on_from(root: CheckpointRoot) -> None:
     save(root, 1, 10)
     lineage = ancestry(root.root)
-    root.claim_epoch("uid")
+    root.claim_term("uid")
     for step in (20, 30):
         left_behind(root, 1, step)
-    assert root.prune(lineage, epoch=1, keep_last=1, keep_best=0) == [CheckpointName(1, 20)]
+    assert root.prune(lineage, term=1, keep_last=1, keep_best=0) == [CheckpointName(1, 20)]
     assert newest(root) == CheckpointName(1, 10)
 
 
 def test_leftovers_of_dead_learners_are_cleaned_up(root: CheckpointRoot) -> None:
     save(root, 1, 10)
     root.new_folder(CheckpointName(1, 20))
-    root.claim_epoch("uid")
+    root.claim_term("uid")
     mine = root.new_folder(CheckpointName(2, 20))
     folder = root.root / "checkpoints"
     (folder / ".trash-e000001-s00000005").mkdir()
     (folder / ".trash-something").mkdir()
-    prune(root, epoch=2)
+    prune(root, term=2)
     assert {path.name for path in folder.iterdir()} == {"e000001-s00000010", mine.name, ".trash-something"}
 
 
@@ -277,7 +283,7 @@ def test_a_checkpoint_of_another_schema_is_refused_with_its_number(
     root: CheckpointRoot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as older:
-        older.setattr("learner.checkpoints.checkpoint._SCHEMA", 1)
+        older.setattr("streamrl.learner.checkpoints.checkpoint._SCHEMA", 1)
         save(root, 1, 10)
     with pytest.raises(DataError, match=r"none that is complete is left; of the newest: .*schema 1; this program"):
-        root.claim_epoch("uid")
+        root.claim_term("uid")

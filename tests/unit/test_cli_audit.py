@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.cli.main import main
 from streamrl.config.dump import dump_config
+from streamrl.ops.cli.main import main
 from tests.feed_world import make_config
 from tests.run_folder import RunFolder, clean_folder
 
@@ -19,7 +19,7 @@ def folder(tmp_path: Path) -> RunFolder:
 def test_a_clean_run_exits_with_0_and_shows_the_sums(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", str(folder.path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "run run: e000002-s00000020, epoch 2, the folder alone"
+    assert lines[0] == "run run: e000002-s00000020, term 2, the folder alone"
     assert [line.split()[:2] for line in lines[2:9]] == [
         ["issued", "12"],
         ["trained", "8"],

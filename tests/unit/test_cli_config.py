@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.cli.main import main
+from streamrl.ops.cli.main import main
 
 CONFIG = """\
 model: {path: model}
@@ -84,7 +84,7 @@ def test_show_prints_json_for_programs(config: str, capsys: pytest.CaptureFixtur
 
 def test_checking_a_configuration_imports_no_torch(config: str) -> None:
     code = (
-        f"import sys; from streamrl.cli.main import main; code = main(['config', 'check', {config!r}]); "
+        f"import sys; from streamrl.ops.cli.main import main; code = main(['config', 'check', {config!r}]); "
         "sys.exit(code or any(name in sys.modules for name in ('torch', 'vllm', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from streamrl.cli.eval import permissions
-from streamrl.cli.main import main
 from streamrl.config import schema
+from streamrl.ops.cli.eval import permissions
+from streamrl.ops.cli.main import main
+from streamrl.workers.evaluate import summarise
+from streamrl.workers.rewards.base import build_rewards
 from tests.helpers import make_group, make_sample, make_ticket
 from tests.replay_world import make_entries, make_recording, make_replay_run, run_replay
-from workers.evaluate import summarise
-from workers.rewards.base import build_rewards
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ import click
 import pytest
 
 from streamrl import __version__
-from streamrl.cli import commands, main
 from streamrl.errors import ConfigError, TransportError
+from streamrl.ops.cli import commands, main
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
@@ -24,7 +24,7 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
 def imported_by(argv: Sequence[str], modules: Sequence[str]) -> list[str]:
     """Which of the modules a command imports."""
     result = run_python(
-        f"import sys; from streamrl.cli.main import main; main({list(argv)!r}); "
+        f"import sys; from streamrl.ops.cli.main import main; main({list(argv)!r}); "
         f"print('imported:', *[m for m in {list(modules)!r} if m in sys.modules])"
     )
     assert result.returncode == 0, result.stderr
@@ -57,7 +57,7 @@ def test_help_takes_at_most_twice_the_time_of_importing_redis_and_a_fifth_of_a_s
             times.append(time.perf_counter() - begun)
         return min(times)
 
-    assert fastest("from streamrl.cli.main import main; main(['--help'])") <= 2 * fastest("import redis") + 0.2
+    assert fastest("from streamrl.ops.cli.main import main; main(['--help'])") <= 2 * fastest("import redis") + 0.2
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.cli.main import main
+from streamrl.ops.cli.main import main
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from streamrl.config import schema
 from streamrl.config.changes import changes, check_changes, refusal_of
-from streamrl.config.keys import known_keys
+from streamrl.config.explain import known_keys
 from streamrl.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from streamrl.config.check import check_config
-from streamrl.config.keys import ANY_NAME, known_keys
+from streamrl.config.explain import ANY_NAME, known_keys
 from streamrl.config.load import load_config
 from streamrl.config.schema import Config, FunctionReward, HttpReward, Lora, RewardServer, Wandb
 from streamrl.config.source import parse

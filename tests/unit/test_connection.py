@@ -8,8 +8,8 @@ import pytest
 import redis
 
 from streamrl.errors import TransportError
-from streamrl.transport.address import server_name
-from streamrl.transport.connection import Attempts, bounded_block_ms, repeat, repeat_async
+from streamrl.protocol.transport.address import server_name
+from streamrl.protocol.transport.connection import Attempts, bounded_block_ms, repeat, repeat_async
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import pytest
 from jinja2 import TemplateError
 from structlog.testing import capture_logs
 
-from learner.stream.data import PromptSet
 from streamrl.config import schema
 from streamrl.errors import DataError
+from streamrl.learner.groups.prompts import PromptSet
 
 
 class CharTokenizer:

@@ -7,7 +7,7 @@ import pytest
 
 from streamrl.data.prompts import read_prompts
 from streamrl.errors import DataError
-from streamrl.wire.ticket import decode_ticket, encode_ticket
+from streamrl.protocol.wire.ticket import decode_ticket, encode_ticket
 from tests.helpers import make_ticket
 
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from streamrl.errors import TransportError
-from streamrl.transport.deliveries import Deliveries, Delivery
-from streamrl.transport.types import Leased
+from streamrl.protocol.transport.deliveries import Deliveries, Delivery
+from streamrl.protocol.transport.types import Leased
 from tests.helpers import make_ticket
 
 

@@ -15,16 +15,16 @@ import pytest
 import torch
 import transformers
 
-from learner import from_gguf
-from streamrl.cli.main import main
 from streamrl.config.load import load_config
 from streamrl.config.schema import FunctionReward
-from streamrl.demo import sums
-from streamrl.demo.model import NAME, check_gguf, make_model
-from streamrl.demo.prepare import write_data
-from streamrl.demo.rewards import right
+from streamrl.demos import sums
+from streamrl.demos.pretrained import write_data
+from streamrl.demos.pretrained_model import NAME, check_gguf, make_model
+from streamrl.demos.sums import right
 from streamrl.errors import PartError, ResourceError
-from streamrl.launch.up import shipped_config
+from streamrl.learner.model import from_gguf
+from streamrl.ops.cli.main import main
+from streamrl.ops.launch.up import shipped_config
 from streamrl.recipe.rewards import REWARDS
 
 # As the real one, of which only this module may be imported.

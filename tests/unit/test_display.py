@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from streamrl.launch.display import Display, Shown, plain_line, render
-from streamrl.monitor.text import rows
-from streamrl.monitor.view import View
+from streamrl.ops.launch.display import Display, Shown, plain_line, render
+from streamrl.ops.monitor.text import rows
+from streamrl.ops.monitor.view import View
 from streamrl.terminal import SPARKS, sparkline
 from streamrl.versions import make_version
 from tests.launch_world import NOW, make_record, make_report, make_snapshot, make_view, step_record
@@ -90,7 +90,7 @@ def test_progress_curve_and_facts_are_there() -> None:
 
 def test_steps_that_a_crash_undid_are_not_shown() -> None:
     before = [step_record(step, **{"train_rollouts/rewards": 1.0}) for step in range(1, 58)]
-    again = replace(step_record(51, **{"train_rollouts/rewards": 2.0}), epoch=2, at=NOW + 60)
+    again = replace(step_record(51, **{"train_rollouts/rewards": 2.0}), term=2, at=NOW + 60)
     view = make_view(*before, again)
 
     assert view.run.step == 51

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.crashpoints import CrashAt, Point, SimulatedCrash, armed
-from streamrl.durable import _exchange, create_exclusively, replace_folder, write_durably
+from streamrl.files import _exchange, create_exclusively, replace_folder, write_durably
 
 
 def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def held(folder: Path) -> str | None:
 
 def without_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on NFS."""
-    monkeypatch.setattr("streamrl.durable._exchange", lambda one, other: False)
+    monkeypatch.setattr("streamrl.files._exchange", lambda one, other: False)
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from learner.metrics.exporters import Guarded, check_exporters, open_exporters
 from streamrl.config import schema
 from streamrl.errors import ConfigError
+from streamrl.learner.metrics.exporters import Guarded, check_exporters, open_exporters
 from tests.feed_world import Clock
 from tests.learner_cases import learner_config
 

@@ -23,10 +23,10 @@ class Core(PathFinder):
         return None if name.partition(".")[0] in OPTIONAL else super().find_spec(name, path, target)
 sys.meta_path = [Core if finder is PathFinder else finder for finder in sys.meta_path]
 """
-_MAIN = "from streamrl.cli.main import main; sys.exit(main(sys.argv[1:]))"
+_MAIN = "from streamrl.ops.cli.main import main; sys.exit(main(sys.argv[1:]))"
 _HELP = """
-from streamrl.cli.commands import COMMANDS
-from streamrl.cli.main import main
+from streamrl.ops.cli.commands import COMMANDS
+from streamrl.ops.cli.main import main
 for name in COMMANDS:
     assert main([name, "--help"]) == 0, name
 """
@@ -63,7 +63,7 @@ def folder(tmp_path: Path) -> Path:
         "model: {path: ./model}\ndata: {train: prompts.jsonl, validation: prompts.jsonl}\n"
         "rewards: {exact: {type: function, target: exact_match}}\n"
     )
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "epoch": 1, "at": 1.0, "train_optim/loss": 1.0}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "term": 1, "at": 1.0, "train_optim/loss": 1.0}\n')
     return tmp_path
 
 

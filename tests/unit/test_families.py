@@ -12,18 +12,18 @@ import torch
 import transformers
 from structlog.testing import capture_logs
 
-from learner.distributed import World
-from learner.policy.attention import VARLEN
-from learner.policy.lora import merged_parameters
-from learner.policy.model import fill, load_policy, load_reference, make_policy, shard
-from learner.policy.packing import pack
-from learner.policy.policy import Policy
-from learner.policy.pretrained import begin_model, load_model
-from learner.policy.settle import settle
-from learner.policy.tensors import whole
-from learner.policy.ways import Way
 from streamrl.config import schema
 from streamrl.errors import ConfigError, DataError
+from streamrl.learner.model.attention import VARLEN
+from streamrl.learner.model.load import fill, load_policy, load_reference, make_policy, shard
+from streamrl.learner.model.lora import merged_parameters
+from streamrl.learner.model.packing import pack
+from streamrl.learner.model.policy import Policy
+from streamrl.learner.model.pretrained import begin_model, load_model
+from streamrl.learner.model.settle import settle
+from streamrl.learner.model.tensors import whole
+from streamrl.learner.model.ways import Way
+from streamrl.learner.process.ranks import World
 from tests.learner_cases import learner_config
 from tests.tiny_families import FAMILIES, make_family
 from tests.tiny_models import make_model

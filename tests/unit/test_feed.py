@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import pytest
 
-from learner.stream.plan import Kind
 from streamrl.errors import Fenced, TrainingError, TransportError
+from streamrl.learner.groups.plan import Kind
+from streamrl.protocol.wire.group import encode_group
+from streamrl.protocol.wire.ticket import Ticket
 from streamrl.versions import make_version
-from streamrl.wire.group import encode_group
-from streamrl.wire.ticket import Ticket
 from tests.feed_world import FeedWorld, encode_answer, encode_failure, make_config, planned
 from tests.helpers import make_group, make_sample, make_ticket
 

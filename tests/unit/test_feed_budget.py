@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from learner.stream.plan import Kind
+from streamrl.learner.groups.plan import Kind
+from streamrl.protocol.transport.types import entry_order
 from streamrl.telemetry.metrics import is_metric
-from streamrl.transport.types import entry_order
 from tests.feed_world import FeedWorld, encode_answer, make_config, planned
 from tests.helpers import make_ticket
 

@@ -12,10 +12,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from learner.stream.ledger import TRAINED
-from learner.stream.numbering import Retries
-from learner.stream.plan import Kind, Plan, Verdict
 from streamrl.errors import TransportError
+from streamrl.learner.groups.ledger import TRAINED, Retries
+from streamrl.learner.groups.plan import GroupCheck, Kind, Plan
 from tests.feed_world import FeedWorld, encode_answer, encode_failure, make_config
 from tests.helpers import make_ticket
 
@@ -23,7 +22,7 @@ NUM_PROMPTS = 7
 NUM_TICKETS = 2 * NUM_PROMPTS
 GROUP = sum(len(part) for part in encode_answer(make_ticket(0)))
 some_ticket = st.integers(0, NUM_TICKETS + 2)
-some_verdicts = st.lists(st.sampled_from([*[Verdict.SOUND] * 5, *Verdict]), min_size=3, max_size=3)
+some_verdicts = st.lists(st.sampled_from([*[GroupCheck.SOUND] * 5, *GroupCheck]), min_size=3, max_size=3)
 # Hypothesis leaves rules out of a run as it likes, and without plans a run shows little; so others may go on to one.
 then_go_on = st.none() | some_verdicts
 
@@ -54,7 +53,7 @@ class Crashes(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 100), count=st.integers(1, 8), dull=st.sampled_from([False, False, False, True]),
           then=then_go_on)  # fmt: skip
-    def deliver(self, pick: int, count: int, dull: bool, then: list[Verdict] | None) -> None:
+    def deliver(self, pick: int, count: int, dull: bool, then: list[GroupCheck] | None) -> None:
         for number in self._some_of(sorted(self.world.tickets()), pick, count):
             prompt = self.world.tickets()[number].prompt_index
             self.world.answer(number, rewards=(1.0, 1.0) if dull else (0.0, 1.0))
@@ -62,7 +61,7 @@ class Crashes(RuleBasedStateMachine):
         self._go_on(then)
 
     @rule(pick=st.integers(0, 100), count=st.integers(1, 2), then=then_go_on)
-    def report_failure(self, pick: int, count: int, then: list[Verdict] | None) -> None:
+    def report_failure(self, pick: int, count: int, then: list[GroupCheck] | None) -> None:
         for number in self._some_of(sorted(self.world.tickets()), pick, count):
             self.world.fail(number)
         self._go_on(then)
@@ -77,7 +76,7 @@ class Crashes(RuleBasedStateMachine):
         self.world.forge(number, header=encode_failure(make_ticket(number))[0] if failed else b"rubbish")
 
     @rule(pick=st.integers(0, 100), spoiled=st.booleans(), then=then_go_on)
-    def lose_or_spoil_a_ticket(self, pick: int, spoiled: bool, then: list[Verdict] | None) -> None:
+    def lose_or_spoil_a_ticket(self, pick: int, spoiled: bool, then: list[GroupCheck] | None) -> None:
         for number in self._some_of(sorted(self.world.tickets()), pick):
             entry_id = self.world.ticket_id(number)
             if spoiled:
@@ -88,19 +87,19 @@ class Crashes(RuleBasedStateMachine):
 
     @precondition(lambda self: self.world.server.dead)
     @rule(pick=st.integers(0, 100), count=st.integers(1, 2), then=then_go_on)
-    def ask_for_a_retry(self, pick: int, count: int, then: list[Verdict] | None) -> None:
+    def ask_for_a_retry(self, pick: int, count: int, then: list[GroupCheck] | None) -> None:
         letters = [ticket.number for ticket, _ in self.world.server.dead]
         for number in self._some_of(letters, pick, count):
             self.world.server.ask_for_retry(number)
         self._go_on(then)
 
     @rule(then=then_go_on)
-    def lose_everything(self, then: list[Verdict] | None) -> None:
+    def lose_everything(self, then: list[GroupCheck] | None) -> None:
         self.world.server.flush()
         self._go_on(then)
 
     @rule(full=st.booleans(), then=then_go_on)
-    def fill_or_make_room(self, full: bool, then: list[Verdict] | None) -> None:
+    def fill_or_make_room(self, full: bool, then: list[GroupCheck] | None) -> None:
         self.world.server.full = full
         self._go_on(then)
 
@@ -111,7 +110,7 @@ class Crashes(RuleBasedStateMachine):
           moment=st.sampled_from(["before", "after"]), disk_is_full=st.booleans(),
           verdicts=st.none() | some_verdicts)  # fmt: skip
     def plan(
-        self, long: bool, fault: str | None, moment: str, disk_is_full: bool, verdicts: list[Verdict] | None
+        self, long: bool, fault: str | None, moment: str, disk_is_full: bool, verdicts: list[GroupCheck] | None
     ) -> None:
         def strike(point: str) -> None:
             if point == f"{fault}:{moment}":
@@ -135,14 +134,14 @@ class Crashes(RuleBasedStateMachine):
 
     @precondition(lambda self: self.plan_in_work is not None)
     @rule(verdicts=some_verdicts, lost=st.booleans())
-    def settle(self, verdicts: list[Verdict], lost: bool) -> None:
+    def settle(self, verdicts: list[GroupCheck], lost: bool) -> None:
         plan, self.plan_in_work = self.plan_in_work, None
         assert plan is not None
         for entry, verdict in zip(plan.entries, verdicts, strict=False):
-            if verdict is Verdict.SOUND:
+            if verdict is GroupCheck.SOUND:
                 self.trained.append(entry.ticket)
                 self._check_prompt(entry.ticket, entry.entry_id)
-            elif verdict is Verdict.MISSING and lost:
+            elif verdict is GroupCheck.MISSING and lost:
                 self.world.server.groups["train"].pop(entry.entry_id, None)
         self.world.train(plan, verdicts[: len(plan.entries)])
 
@@ -153,7 +152,7 @@ class Crashes(RuleBasedStateMachine):
         self.committed = list(self.trained)
 
     @rule(then=then_go_on)
-    def crash(self, then: list[Verdict] | None) -> None:
+    def crash(self, then: list[GroupCheck] | None) -> None:
         self.trained, self.plan_in_work = list(self.committed), None
         self.world.start()
         self._go_on(then)
@@ -187,7 +186,7 @@ class Crashes(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         if self.plan_in_work is not None:
-            self.settle([Verdict.SOUND] * 3, lost=False)
+            self.settle([GroupCheck.SOUND] * 3, lost=False)
         self.world.server.full = False
         self.trained += self.world.run_to_end()
         self.no_ticket_is_trained_twice()
@@ -200,7 +199,7 @@ class Crashes(RuleBasedStateMachine):
         ledger = self.world.feed.state().ledger
         assert (ledger.watermark, ledger.exceptions) == (num_tickets, ())
 
-    def _go_on(self, verdicts: list[Verdict] | None) -> None:
+    def _go_on(self, verdicts: list[GroupCheck] | None) -> None:
         if verdicts is not None and self.plan_in_work is None:
             self.plan(long=True, fault=None, moment="", disk_is_full=False, verdicts=verdicts)
 

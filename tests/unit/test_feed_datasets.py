@@ -6,10 +6,9 @@ from collections import Counter
 
 import numpy as np
 
-from learner.stream.data import Prompt, PromptSet
-from learner.stream.ledger import StreamState
-from learner.stream.mixture import Part
-from learner.stream.plan import Kind
+from streamrl.learner.groups.ledger import FeedState
+from streamrl.learner.groups.plan import Kind
+from streamrl.learner.groups.prompts import MixedDataset, Prompt, PromptSet
 from streamrl.telemetry.metrics import is_metric
 from tests.feed_world import FeedWorld, make_config
 
@@ -21,7 +20,7 @@ def two_datasets() -> PromptSet:
         for name, count in (("math", 3), ("chat", 12))
         for i in range(count)
     ]
-    parts = [Part(num_rows=3, weight=2.0), Part(num_rows=12, weight=0.5)]
+    parts = [MixedDataset(num_rows=3, weight=2.0), MixedDataset(num_rows=12, weight=0.5)]
     return PromptSet(rows, seed=1, shuffle=True, parts=parts)
 
 
@@ -84,7 +83,7 @@ def test_counts_and_order_go_on_where_a_commit_left_off() -> None:
         one.answer_all()
         a_step(one)
     world.commit()
-    world.committed = StreamState.from_json(world.committed.to_json())
+    world.committed = FeedState.from_json(world.committed.to_json())
     before = counts(world)
     assert sum(before.values()) == 2
     world.start()
@@ -96,9 +95,9 @@ def test_counts_and_order_go_on_where_a_commit_left_off() -> None:
 
 
 def test_a_checkpoint_from_before_datasets_were_counted_is_read() -> None:
-    old = StreamState().to_json()
+    old = FeedState().to_json()
     del old["datasets"]
-    assert StreamState.from_json(old) == StreamState()
+    assert FeedState.from_json(old) == FeedState()
 
 
 def test_a_single_dataset_has_no_counts_of_its_own() -> None:

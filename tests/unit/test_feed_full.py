@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from learner.stream.plan import Kind, Plan
 from streamrl.errors import TransportError
+from streamrl.learner.groups.plan import Kind, Plan
 from tests.feed_world import FeedWorld, make_config, planned
 
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from learner.stream.lag import LagRule
 from streamrl.config import schema
+from streamrl.learner.groups.lag import LagRule
 from streamrl.versions import make_version
 from tests.feed_world import FeedWorld, make_config, planned
 
@@ -14,9 +14,9 @@ def rule(**settings: Any) -> LagRule:
     return LagRule(schema.Lag(**settings))
 
 
-def published(lag: LagRule, steps: range, *, epoch: int = 1) -> LagRule:
+def published(lag: LagRule, steps: range, *, term: int = 1) -> LagRule:
     for step in steps:
-        lag.note(make_version(epoch, step), step)
+        lag.note(make_version(term, step), step)
     return lag
 
 
@@ -42,7 +42,7 @@ def test_a_version_of_an_abandoned_lineage_is_not_punished() -> None:
 
 
 def test_after_a_start_from_scratch_groups_of_the_learner_before_are_not_punished() -> None:
-    assert not published(rule(stale="drop"), range(3), epoch=2).is_stale(make_version(1, 0), make_version(1, 0), 2)
+    assert not published(rule(stale="drop"), range(3), term=2).is_stale(make_version(1, 0), make_version(1, 0), 2)
 
 
 def test_a_group_without_tokens_is_never_stale() -> None:

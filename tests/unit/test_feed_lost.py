@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from learner.stream.plan import Verdict
 from streamrl.errors import TransportError
+from streamrl.learner.groups.plan import GroupCheck
 from tests.feed_world import FeedWorld, make_config, planned
 from tests.helpers import make_ticket
 
@@ -95,7 +95,7 @@ def test_a_group_lost_before_the_ranks_fetched_it_is_asked_for_again(trained: bo
     assert plan is not None
     [first, second] = planned(plan)
     del world.server.groups["train"][plan.entries[0].entry_id]
-    world.feed.settle(plan, [Verdict.MISSING, Verdict.SOUND], trained=trained)
+    world.feed.settle(plan, [GroupCheck.MISSING, GroupCheck.SOUND], trained=trained)
     metrics = world.feed.metrics()
     assert (metrics["stream/ignored/missing"], metrics["stream/outstanding"]) == (1, 3)
     assert "stream/dropped/malformed" not in metrics
@@ -115,7 +115,7 @@ def test_a_checkpoint_right_after_a_group_was_lost_does_not_lose_its_ticket() ->
     assert plan is not None
     [lost, _] = planned(plan)
     del world.server.groups["train"][plan.entries[0].entry_id]
-    world.train(plan, [Verdict.MISSING, Verdict.SOUND])
+    world.train(plan, [GroupCheck.MISSING, GroupCheck.SOUND])
     world.commit()
     world.start()
     world.plan()
@@ -128,7 +128,7 @@ def test_the_verdicts_of_the_ranks_say_why_a_group_was_dropped() -> None:
     world.answer_all()
     plan = world.plan()
     assert plan is not None
-    world.train(plan, [Verdict.STALE, Verdict.MALFORMED])
+    world.train(plan, [GroupCheck.STALE, GroupCheck.MALFORMED])
     metrics = world.feed.metrics()
     assert (metrics["stream/dropped/stale"], metrics["stream/dropped/malformed"]) == (1, 1)
     assert metrics["stream/dropped_by_length/128"] == 2

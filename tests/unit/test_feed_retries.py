@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from learner.stream.plan import Kind
 from streamrl.errors import TransportError
+from streamrl.learner.groups.plan import Kind
 from tests.feed_world import FeedWorld, make_config, planned
 
 ONE_ATTEMPT = make_config(worker={"max_attempts": 1})

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.stream.plan import Kind
+from streamrl.learner.groups.plan import Kind
 from streamrl.telemetry.progress import Wait
 from tests.feed_world import FeedWorld, make_config, planned
 

@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.stream.fetch import Fetched, fetch_groups
-from learner.stream.lag import mask_before, oldest_trained_step
-from learner.stream.plan import Kind, Plan, PlanEntry, Verdict
 from streamrl.config import schema
-from streamrl.transport.double import LearnerStreamDouble, MemoryServer
+from streamrl.learner.groups.lag import mask_before, oldest_trained_step
+from streamrl.learner.groups.plan import Fetched, GroupCheck, Kind, Plan, PlanEntry, fetch_groups
+from streamrl.protocol.transport.double import LearnerStreamDouble, MemoryServer
+from streamrl.protocol.wire.group import Sample, Span, decode_header, encode_group
 from streamrl.versions import make_version
-from streamrl.wire.group import Sample, Span, decode_header, encode_group
 from tests.helpers import make_group, make_sample, make_ticket
 
 
@@ -36,9 +35,9 @@ class Ranks:
         stream = LearnerStreamDouble(self.server)
         return fetch_groups(stream, self.plan, rank=rank, vocabulary=vocabulary, oldest_step=oldest_step)
 
-    def verdicts(self, **settings: Any) -> list[Verdict]:
+    def verdicts(self, **settings: Any) -> list[GroupCheck]:
         total = self.fetch(0, **settings).verdicts + self.fetch(1, **settings).verdicts
-        return [Verdict(int(verdict)) for verdict in total]
+        return [GroupCheck(int(verdict)) for verdict in total]
 
 
 def spanned(*steps: int) -> Sample:
@@ -51,7 +50,7 @@ def test_each_rank_speaks_of_its_own_groups_and_the_sum_of_all() -> None:
     ranks = Ranks((spanned(9),), (spanned(9),), (spanned(9),))
     assert [group.header.ticket for group in ranks.fetch(0).groups] == [0, 2]
     assert [group.header.ticket for group in ranks.fetch(1).groups] == [1]
-    assert ranks.verdicts() == [Verdict.SOUND] * 3
+    assert ranks.verdicts() == [GroupCheck.SOUND] * 3
 
 
 def test_a_group_that_is_gone_is_missing_and_one_that_was_replaced_is_malformed() -> None:
@@ -60,8 +59,8 @@ def test_a_group_that_is_gone_is_missing_and_one_that_was_replaced_is_malformed(
     del groups[ranks.plan.entries[0].entry_id]
     other = groups[ranks.plan.entries[2].entry_id]
     groups[ranks.plan.entries[1].entry_id] = other
-    assert ranks.verdicts() == [Verdict.MISSING, Verdict.MALFORMED, Verdict.SOUND, Verdict.SOUND]
-    assert ranks.verdicts(vocabulary=800)[2:] == [Verdict.SOUND, Verdict.MALFORMED]
+    assert ranks.verdicts() == [GroupCheck.MISSING, GroupCheck.MALFORMED, GroupCheck.SOUND, GroupCheck.SOUND]
+    assert ranks.verdicts(vocabulary=800)[2:] == [GroupCheck.SOUND, GroupCheck.MALFORMED]
 
 
 def test_tokens_of_old_versions_get_no_loss_and_younger_ones_of_the_same_sample_do() -> None:
@@ -74,7 +73,7 @@ def test_tokens_of_old_versions_get_no_loss_and_younger_ones_of_the_same_sample_
 
 def test_a_group_with_no_young_token_is_stale_and_one_without_tokens_is_not() -> None:
     ranks = Ranks((spanned(4, 5), spanned(5)), (make_sample(num_tokens=0), make_sample(num_tokens=0)))
-    assert ranks.verdicts(oldest_step=6) == [Verdict.STALE, Verdict.SOUND]
+    assert ranks.verdicts(oldest_step=6) == [GroupCheck.STALE, GroupCheck.SOUND]
     assert ranks.fetch(0, oldest_step=6).num_masked == 0, "of what is trained"
 
 

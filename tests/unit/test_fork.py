@@ -9,22 +9,26 @@ from typing import Any
 
 import pytest
 
-from learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot, CheckpointState
-from learner.checkpoints.epochs import CheckpointName, ancestry, claim_run
-from learner.checkpoints.fork import check_steps, fork
-from learner.checkpoints.resume import ANY_DATA, find_checkpoint
-from learner.checkpoints.scores import BEST_METRIC, write_score
-from learner.stream.ledger import Ending, Ledger, StreamState
-from streamrl.audit import audit_folder
 from streamrl.config import schema
 from streamrl.errors import ConfigError, DataError
+from streamrl.learner.checkpoints.checkpoint import (
+    BEST_METRIC,
+    Checkpoint,
+    CheckpointRoot,
+    CheckpointState,
+    write_score,
+)
+from streamrl.learner.checkpoints.resume import ANY_DATA, check_steps, find_checkpoint, fork
+from streamrl.learner.checkpoints.terms import CheckpointName, ancestry, claim_run
+from streamrl.learner.groups.ledger import Ending, FeedState, Ledger
+from streamrl.ops.audit import audit_folder
 
 
 def make_run(folder: Path, *, steps: Mapping[int, float | None]) -> Path:
     """A run with a checkpoint at each of these steps, each with its validation; 8 tickets issued, 5 ended."""
     root = CheckpointRoot(folder)
     uid = claim_run(folder)
-    epoch = root.claim_epoch(uid)
+    term = root.claim_term(uid)
     ledger = Ledger()
     ledger.issued = 8
     for number in (0, 1, 2, 5):
@@ -33,14 +37,14 @@ def make_run(folder: Path, *, steps: Mapping[int, float | None]) -> Path:
     journal: str | None = None
     uncommitted: tuple[Ending, ...] = ledger.uncommitted
     for step, score in steps.items():
-        name = CheckpointName(epoch.number, step)
+        name = CheckpointName(term.number, step)
         (root.new_folder(name) / "train-00000-of-00001.safetensors").write_bytes(b"weights of %d" % step)
         made = root.commit(
             name,
             CheckpointState(
                 run_uid=uid,
                 step=step,
-                stream=StreamState(
+                stream=FeedState(
                     cursor="50-0", carry=("40-0",), ledger=ledger.state(), journal=journal, uncommitted=uncommitted
                 ),
                 data_fingerprint="data",

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from streamrl.monitor.build import build_view
-from streamrl.monitor.view import View
-from streamrl.transport.types import RunInfo
+from streamrl.ops.monitor.build import build_view
+from streamrl.ops.monitor.history import History
+from streamrl.ops.monitor.view import View
+from streamrl.protocol.transport.types import RunInfo
 from tests.launch_world import make_report, make_snapshot, step_record
 
 
@@ -23,10 +24,10 @@ def look(
         for step, value in enumerate(mismatches)
     ]
     snapshot = make_snapshot(
-        run=RunInfo(uid="uid", name="run", epoch=1, config_json=config, fingerprint="f", state="running"),
+        run=RunInfo(uid="uid", name="run", term=1, config_json=config, fingerprint="f", state="running"),
         reports=(make_report("learner/0"), make_report("worker/w", detail=detail)),
     )
-    return build_view(snapshot, run_name="run", server="here", records=records)
+    return build_view(snapshot, run_name="run", server="here", history=History.of(records))
 
 
 def disagrees(view: View) -> bool:
@@ -72,4 +73,4 @@ def test_a_model_whose_rounding_the_workers_found_to_be_large_may_differ_more() 
 def test_of_a_run_whose_settings_are_unknown_nothing_is_said() -> None:
     snapshot = make_snapshot(reports=(make_report("learner/0"),))
     records = [step_record(step, **{"policy/fresh_mismatch": 9.0}) for step in range(9)]
-    assert not disagrees(build_view(snapshot, run_name="run", server="here", records=records))
+    assert not disagrees(build_view(snapshot, run_name="run", server="here", history=History.of(records)))

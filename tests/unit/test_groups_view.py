@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from streamrl.errors import ConfigError
-from streamrl.record.sources import is_entry_id
-from streamrl.record.view import lines_of
-from streamrl.transport.types import Entry
+from streamrl.ops.record.sources import is_entry_id
+from streamrl.ops.record.view import lines_of
+from streamrl.protocol.transport.types import Entry
+from streamrl.protocol.wire.group import Group, Span
 from streamrl.versions import make_version
-from streamrl.wire.group import Group, Span
 from tests.helpers import make_group, make_sample, make_ticket
 
 ENTRY = Entry(id="1000-0", number=7, run_uid="uid", header=b"", body=b"")
@@ -36,8 +36,8 @@ def two_versions(num_tokens: int, at: int) -> tuple[Span, ...]:
     )
 
 
-def shown(group: Group, words: Any = None, *, colour: bool = False, width: int = 80, **more: Any) -> list[Any]:
-    return list(lines_of(ENTRY, group, words, width=width, colour=colour, max_lines=more.get("max_lines")))
+def shown(group: Group, decoder: Any = None, *, colour: bool = False, width: int = 80, **more: Any) -> list[Any]:
+    return list(lines_of(ENTRY, group, decoder, width=width, colour=colour, max_lines=more.get("max_lines")))
 
 
 def text(*arguments: Any, **settings: Any) -> str:
@@ -85,20 +85,20 @@ def test_what_the_model_wrote_cannot_command_the_terminal() -> None:
 
 @pytest.mark.parametrize("width", [40, 80])
 def test_no_line_is_wider_than_the_terminal(width: int) -> None:
-    words = Letters(["many words here ", "漢字漢字", "averyverylongwordwithoutanyspaceinit" * 3, "x"])
+    decoder = Letters(["many words here ", "漢字漢字", "averyverylongwordwithoutanyspaceinit" * 3, "x"])
     sample = make_sample(num_tokens=4)
     rewards = {f"source{i}": 0.123456 for i in range(9)}
 
-    lines = shown(make_group(make_ticket(7), samples=(sample, make_sample(rewards=rewards))), words, width=width)
+    lines = shown(make_group(make_ticket(7), samples=(sample, make_sample(rewards=rewards))), decoder, width=width)
 
     assert max(line.cell_len for line in lines) <= width
     assert "漢" in "".join(line.plain for line in lines)
 
 
 def test_long_texts_are_cut_and_say_by_how_much() -> None:
-    words = Letters(["line\n"] * 4)
+    decoder = Letters(["line\n"] * 4)
 
-    told = text(make_group(make_ticket(7), samples=(make_sample(num_tokens=4),)), words, max_lines=2)
+    told = text(make_group(make_ticket(7), samples=(make_sample(num_tokens=4),)), decoder, max_lines=2)
 
     assert "… 3 more lines" in told
 

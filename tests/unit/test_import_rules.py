@@ -8,19 +8,28 @@ from pathlib import Path
 
 import pytest
 
+from bench.house import ROOMS, Source, folder_cycles
+
 ROOT = Path(__file__).parents[2]
 
+SIDES = ("streamrl.learner", "streamrl.workers")
 FORBIDDEN = {
     # The shared library serves machines that have neither torch nor a GPU: monitors, CI, the operator's laptop.
     "streamrl": ("torch", "vllm", "transformers"),
+    # What the sides say to each other knows neither of them, nor who looks on.
+    "streamrl/protocol": (*SIDES, "streamrl.ops", "streamrl.demos", "streamrl.recipe"),
+    "streamrl/config": (*SIDES, "streamrl.ops", "streamrl.demos"),
+    "streamrl/telemetry": (*SIDES, "streamrl.ops", "streamrl.demos", "streamrl.protocol"),
+    "streamrl/recipe": (*SIDES, "streamrl.ops", "streamrl.demos", "vllm"),
+    **{f"streamrl/ops/{room}": SIDES for room in ("audit", "launch", "monitor", "record")},
     # A worker never waits for a rank: it knows the learner by the stream alone.
-    "workers": ("learner", "torch.distributed"),
-    "learner": ("workers", "vllm", "streamrl.launch"),
+    "workers": ("streamrl.learner", "streamrl.ops", "streamrl.demos", "torch.distributed"),
+    "learner": ("streamrl.workers", "streamrl.ops.launch", "streamrl.demos", "vllm"),
 }
 # Formulas of tensors, which whoever checks a configuration imports too: they may name torch's types, and no more.
 TYPES_ALONE = ROOT / "streamrl" / "recipe"
 # Commands are the one place where the library may call on the applications.
-CALLERS = ROOT / "streamrl" / "cli"
+CALLERS = ROOT / "streamrl" / "ops" / "cli"
 
 
 def imported_modules(source: str) -> Iterator[tuple[int, str]]:
@@ -87,24 +96,37 @@ def test_an_import_for_types_alone_is_none_when_the_program_runs() -> None:
         assert offences(running(runs), ("torch",))
 
 
+def test_everything_is_imported_by_one_name() -> None:
+    """`workers.main` and `streamrl.workers.main` would be two modules, each with state of its own."""
+    files = [file for room in (*ROOMS, "tests", "bench") for file in sorted((ROOT / room).rglob("*.py"))]
+
+    assert [file for file in files if offences(file.read_text(), ("workers", "learner"))] == []
+
+
+def test_no_two_folders_import_each_other() -> None:
+    sources = [Source(path=path) for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+
+    assert folder_cycles(sources) == []
+
+
 def test_the_shared_library_knows_the_applications_only_from_its_commands() -> None:
     files = [file for file in sorted((ROOT / "streamrl").rglob("*.py")) if not file.is_relative_to(CALLERS)]
 
     found = [
         f"{file.relative_to(ROOT)}:{line} imports {name}"
         for file in files
-        for line, name in offences(file.read_text(), ("workers", "learner"))
+        for line, name in offences(file.read_text(), SIDES)
     ]
     assert found == []
 
 
 @pytest.mark.parametrize("part", ["engines", "rewards"])
 def test_what_a_worker_is_made_of_knows_neither_the_worker_nor_each_other(part: str) -> None:
-    own = f"workers.{part}"
+    own = f"streamrl.workers.{part}"
     found = [
         f"{file.relative_to(ROOT)}:{line} imports {name}"
         for file in sorted((ROOT / "workers" / part).rglob("*.py"))
-        for line, name in offences(file.read_text(), ("workers",))
+        for line, name in offences(file.read_text(), ("streamrl.workers",))
         if not _is_within(name, (own,))
     ]
     assert found == []

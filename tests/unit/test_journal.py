@@ -6,8 +6,8 @@ from typing import Any
 
 import xxhash
 
-from learner.checkpoints.journal import write_journal
-from learner.stream.ledger import Ending
+from streamrl.learner.checkpoints.journal import write_journal
+from streamrl.learner.groups.ledger import Ending
 
 
 def read(root: Path, name: str) -> list[dict[str, Any]]:

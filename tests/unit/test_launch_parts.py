@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from streamrl.config import schema
-from streamrl.launch.parts import Cluster, RunFolder, learner_command, reward_command, worker_command
-from streamrl.launch.processes import Command
+from streamrl.ops.launch.parts import Cluster, RunFolder, learner_command, reward_command, worker_command
+from streamrl.ops.launch.processes import Command
 
 FOLDER = RunFolder(Path("runs/run"))
 
@@ -66,7 +66,7 @@ def test_the_learner_runs_under_torchrun_with_its_ranks_and_restarts() -> None:
 
     command = learner_command(config, FOLDER, redis_url="unix:///redis.sock")
 
-    assert command.arguments[1:3] == ("-m", "learner.agent")
+    assert command.arguments[1:3] == ("-m", "streamrl.learner.process.agent")
     assert {"--nproc-per-node=2", "--max-restarts=7", "--rdzv-conf=last_call_timeout=1,keep_alive_interval=2"} <= set(
         command.arguments
     )

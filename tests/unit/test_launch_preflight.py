@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.cli.main import main
 from streamrl.errors import ResourceError
 from streamrl.extras import need
-from streamrl.run_lock import only_one
+from streamrl.files import only_one
+from streamrl.ops.cli.main import main
 
 CONFIG = """
 name: checked

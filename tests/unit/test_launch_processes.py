@@ -13,7 +13,7 @@ from typing import cast
 
 import pytest
 
-from streamrl.launch.processes import Command, Kept, Process, end_all
+from streamrl.ops.launch.processes import Command, Kept, Process, end_all
 from tests.helpers import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +56,7 @@ def test_its_environment_is_the_launchers_and_what_the_command_adds(tmp_path: Pa
 
 def test_a_process_dies_with_its_launcher(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from streamrl.launch.processes import Command, Process\n"
+        "import sys, time; from pathlib import Path; from streamrl.ops.launch.processes import Command, Process\n"
         f"p = Process.start(Command(name='p', arguments=('/bin/sleep', '600'), log=Path({str(tmp_path / 'log')!r})))\n"
         "print(p.pid, flush=True); time.sleep(600)"
     )

@@ -8,9 +8,9 @@ from typing import cast
 import pytest
 
 from streamrl.config import schema
-from streamrl.launch.parts import RunFolder
-from streamrl.launch.processes import Command, Process
-from streamrl.launch.reward_part import RewardPart
+from streamrl.ops.launch.own_services import RewardPart
+from streamrl.ops.launch.parts import RunFolder
+from streamrl.ops.launch.processes import Command, Process
 from tests.helpers import wait_until
 
 

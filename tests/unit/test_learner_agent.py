@@ -11,20 +11,22 @@ from pathlib import Path
 
 import pytest
 
-from learner.agent import main
-from learner.job import JOB_BEGAN, job_began
+from streamrl.learner.process.agent import main
+from streamrl.learner.process.notes import JOB_BEGAN, job_began
 
 ROOT = Path(__file__).parents[2]
 
 # In the fork server's place: its parent, the test, is the agent.
 _NURSERY = """
-import os, signal, sys, threading
+import importlib, os, signal, sys, threading
 import torch
 touched = []
 for name in ("is_available", "device_count", "current_device", "get_device_properties", "_lazy_init"):
     setattr(torch.cuda, name, lambda *_, name=name, **__: touched.append(name) or 0)
-import learner.nursery
-print(touched, "learner.assemble" in sys.modules, threading.active_count(), flush=True)
+from streamrl.learner.process.agent import PRELOADED
+for name in PRELOADED:
+    importlib.import_module(name)
+print(touched, "streamrl.learner.assemble" in sys.modules, threading.active_count(), flush=True)
 os.kill(os.getpid(), signal.SIGTERM)
 rank = os.fork()
 if rank == 0:
@@ -51,7 +53,7 @@ _AGENT = """
 import sys, tempfile
 from multiprocessing import util
 from torch.distributed import run
-from learner.agent import main
+from streamrl.learner.process.agent import main
 def torchrun(arguments):
     print(tempfile.mkdtemp(), util.get_temp_dir(), flush=True)
     raise SystemExit(3)
@@ -73,8 +75,8 @@ def test_what_an_agent_leaves_lying_about_goes_with_it() -> None:
 _JOB = """
 import os, time
 from torch.distributed import run
-from learner.agent import main
-from learner.job import job_began
+from streamrl.learner.process.agent import main
+from streamrl.learner.process.notes import job_began
 def torchrun(arguments):
     print(job_began(os.environ))
 run.main = torchrun
@@ -101,8 +103,8 @@ _ENDED = """
 import os, signal, sys
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from learner.agent import main
-from learner.verdict import tell
+from streamrl.learner.process.agent import main
+from streamrl.learner.process.notes import tell
 def torchrun(arguments):
     if sys.argv[1:]:
         tell(int(sys.argv[1]), os.environ)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from streamrl.errors import Fenced, StreamrlError, TrainingError, TransportError, WeightsError
-from streamrl.weights.mirror import Mirror
+from streamrl.protocol.weights.mirror import Mirror
 from tests.publish_world import ByHand, Scene, finish, publish
 
 
@@ -100,7 +100,7 @@ def test_anchors_that_fail_for_too_long_end_the_run(tmp_path: Path) -> None:
 
 def test_a_newer_learner_ends_publishing_also_while_an_anchor_is_laid(tmp_path: Path) -> None:
     scene = anchor_due_at_once(tmp_path)
-    scene.stream.anchor_refusal = Fenced("a newer epoch")
+    scene.stream.anchor_refusal = Fenced("a newer term")
     with pytest.raises(Fenced):
         publish(scene.publisher, 1)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from learner.following import Follower
-from learner.stream.plan import Kind, Outcome, Plan, PlanEntry
 from streamrl.errors import Fenced, TransportError
+from streamrl.learner.groups.plan import Kind, Outcome, Plan, PlanEntry
+from streamrl.learner.rank_context import Follower
 from streamrl.versions import make_version
 from tests.conductor_world import Scene, Wire, published, surroundings
 from tests.learner_cases import learner_config
@@ -28,7 +28,7 @@ def test_a_redis_that_is_away_for_a_moment_makes_an_idle_round(tmp_path: Path) -
 
 def test_a_newer_learner_ends_this_one(tmp_path: Path) -> None:
     with pytest.raises(Fenced):
-        Scene(tmp_path, Fenced("a newer epoch")).kinds(0)
+        Scene(tmp_path, Fenced("a newer term")).kinds(0)
 
 
 def test_a_signal_stops_before_anything_else(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_validation_that_finds_redis_away_does_not_end_training_and_one_that_i
     scene.validation.trouble = TransportError("Redis is away")
     scene.conductor.start_validation(published(make_version(1, 4)))
     assert len(scene.validation.started) == 1
-    scene.validation.trouble = Fenced("a newer epoch")
+    scene.validation.trouble = Fenced("a newer term")
     with pytest.raises(Fenced):
         scene.conductor.start_validation(published(make_version(1, 5)))
 

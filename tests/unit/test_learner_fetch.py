@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from learner.stream.fetch import fetch_groups
-from learner.stream.plan import Kind, Plan, PlanEntry, Verdict
-from streamrl.transport.double import LearnerStreamDouble, MemoryServer
-from streamrl.transport.types import Entry
-from streamrl.wire.group import decode_header, encode_group
+from streamrl.learner.groups.plan import GroupCheck, Kind, Plan, PlanEntry, fetch_groups
+from streamrl.protocol.transport.double import LearnerStreamDouble, MemoryServer
+from streamrl.protocol.transport.types import Entry
+from streamrl.protocol.wire.group import decode_header, encode_group
 from tests.learner_cases import group_of
 
 VOCABULARY = 20
@@ -46,7 +45,7 @@ def test_each_rank_takes_its_own_groups() -> None:
     entries = [entry_of(number) for number in range(4)]
     found = fetch_groups(stream_with(*entries), plan_for(*entries), rank=1, vocabulary=VOCABULARY)
     assert [group.header.ticket for group in found.groups] == [1, 3]
-    assert found.verdicts.tolist() == [0, Verdict.SOUND, 0, Verdict.SOUND]
+    assert found.verdicts.tolist() == [0, GroupCheck.SOUND, 0, GroupCheck.SOUND]
 
 
 def spoilt(entry: Entry, how: str) -> Entry | None:
@@ -69,7 +68,7 @@ def test_what_is_not_the_planned_group_is_left_out_and_its_neighbour_is_not(how:
     served = [entry for entry in (good, spoilt(bad, how)) if entry is not None]
     found = fetch_groups(stream_with(*served), plan_for(good, bad), rank=0, vocabulary=VOCABULARY)
     assert [group.header.ticket for group in found.groups] == [0]
-    assert found.verdicts.tolist() == [Verdict.SOUND, Verdict.MISSING if how == "gone" else Verdict.MALFORMED]
+    assert found.verdicts.tolist() == [GroupCheck.SOUND, GroupCheck.MISSING if how == "gone" else GroupCheck.MALFORMED]
 
 
 def test_tokens_outside_the_vocabulary_are_refused() -> None:

@@ -17,7 +17,7 @@ _LIMIT_S = 0.3
 # Says where its guardian is, works for as long as it is told, and says that it has come to its end.
 _RANK = f"""
 import sys, threading
-from learner.guardian import guarded
+from streamrl.learner.process.guardian import guarded
 work_s = float(sys.argv[1])
 with guarded(limit_s={_LIMIT_S}, look_every_s=0.05):
     print("working", flush=True)

@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from learner.checkpoints.export import export
-from learner.checkpoints.state import load_state, save_state
-from learner.distributed import World
-from learner.policy.lora import merged_parameters, without_adapters
-from learner.policy.model import load_policy, read_speech
-from learner.policy.optim import make_optimizer
-from learner.policy.packing import MicroBatch, pack
-from learner.policy.policy import Policy, evaluating
-from learner.policy.pretrained import load_model
 from streamrl.config import schema
 from streamrl.errors import ConfigError
+from streamrl.learner.checkpoints.export import export
+from streamrl.learner.checkpoints.save import load_state, save_state
+from streamrl.learner.model.load import load_policy, read_tokenizer_info
+from streamrl.learner.model.lora import merged_parameters, without_adapters
+from streamrl.learner.model.optim import make_optimizer
+from streamrl.learner.model.packing import MicroBatch, pack
+from streamrl.learner.model.policy import Policy, evaluating
+from streamrl.learner.model.pretrained import load_model
+from streamrl.learner.process.ranks import World
 from tests.learner_cases import learner_config
 from tests.probing import probe
 from tests.tiny_models import make_model
@@ -89,7 +89,7 @@ def test_merged_parameters_have_the_bases_names_and_the_policys_log_probs(
 
 
 def test_the_export_is_the_merged_model(policy: Policy, config: schema.Config) -> None:
-    folder = export(policy, read_speech(config.model.path).tokenizer, config, ALONE)
+    folder = export(policy, read_tokenizer_info(config.model.path).tokenizer, config, ALONE)
     torch.testing.assert_close(plain_logprobs(load_model(str(folder))), logprobs(policy), atol=1e-5, rtol=0)
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from learner.publishing.sweep import Sweeper
 from streamrl.errors import Fenced, ResourceError, TrainingError, TransportError
-from streamrl.weights.stores import MemoryStore
+from streamrl.learner.publishing.sweep import Sweeper
+from streamrl.protocol.weights.stores import MemoryStore
 from tests.publish_world import ByHand, FakeClock, Scene, finish, publish
 from tests.weights_world import RUN_UID, World, random_state
 
@@ -57,7 +57,7 @@ def test_a_budget_without_room_takes_the_older_anchor_with_its_deltas() -> None:
     world = World(MemoryStore())
     rng = np.random.default_rng(0)
     states = [random_state(rng) for _ in range(4)]
-    sweeper = Sweeper(store=world.store, run_uid=RUN_UID, epoch=1, max_bytes=4 * 8_358 + 500, clock=FakeClock())
+    sweeper = Sweeper(store=world.store, run_uid=RUN_UID, term=1, max_bytes=4 * 8_358 + 500, clock=FakeClock())
     world.store.put(f"{RUN_UID}/000001/9-0-abc", bytes(1000))
     for state, anchor in zip(states[:3], (True, False, True), strict=True):
         sweeper.announced(world.publish(state, anchor=anchor))
@@ -143,14 +143,14 @@ def test_publishing_that_fails_for_too_long_ends_the_run(tmp_path: Path) -> None
 
 
 def test_a_newer_learner_ends_publishing_at_once(scene: Scene) -> None:
-    scene.stream.refusal = Fenced("a newer epoch")
+    scene.stream.refusal = Fenced("a newer term")
     with pytest.raises(Fenced):
         publish(scene.publisher, 0)
 
 
 def test_the_last_two_anchors_are_kept_and_the_rest_goes_after_a_grace(tmp_path: Path) -> None:
     scene = Scene(tmp_path, anchor_every=2)
-    scene.store.put("run/000002/7-0-abc", b"of a dead epoch")
+    scene.store.put("run/000002/7-0-abc", b"of a dead term")
     scene.store.put("other/000001/1-0-abc", b"of another run")
     for step in range(9):
         publish(scene.publisher, step)
@@ -165,8 +165,8 @@ def test_the_last_two_anchors_are_kept_and_the_rest_goes_after_a_grace(tmp_path:
 
 
 def test_what_is_not_needed_stays_for_the_grace(scene: Scene) -> None:
-    sweeper = Sweeper(store=scene.store, run_uid="run", epoch=3, clock=scene.clock)
-    scene.store.put("run/000002/7-0-abc", b"of a dead epoch")
+    sweeper = Sweeper(store=scene.store, run_uid="run", term=3, clock=scene.clock)
+    scene.store.put("run/000002/7-0-abc", b"of a dead term")
     publish(scene.publisher, 0)
     sweeper.announced(scene.stream.manifests[0])
     scene.clock.now += 30.0
@@ -207,7 +207,7 @@ def test_a_learner_that_resumes_twenty_steps_back_gives_no_number_again(tmp_path
     for step in range(25):
         publish(before.publisher, step)
         before.train()
-    after = Scene(tmp_path, store=before.store, epoch=4)
+    after = Scene(tmp_path, store=before.store, term=4)
     blobs = dict(before.store.blobs)
     for step in range(5, 30):
         publish(after.publisher, step)

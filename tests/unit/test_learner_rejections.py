@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from learner.rejections import Rejections
-from learner.stream.plan import Kind, Outcome, Plan
 from streamrl.errors import Fenced, TrainingError, TransportError
+from streamrl.learner.groups.plan import Kind, Outcome, Plan
+from streamrl.learner.publishing.rejections import Rejections
 from streamrl.telemetry.progress import Progress, Report, Wait
 from streamrl.versions import make_version
 from tests.conductor_world import Scene, published
@@ -147,7 +147,7 @@ def test_while_redis_does_not_answer_nobody_is_judged() -> None:
     world = World(a=REJECTS)
     world.trouble = TransportError("away")
     world.pass_by(2000)
-    world.trouble = Fenced("a newer epoch")
+    world.trouble = Fenced("a newer term")
     with pytest.raises(Fenced):
         world.pass_by(10)
 

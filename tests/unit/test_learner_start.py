@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from learner.assemble import learn
-from learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot, CheckpointState
-from learner.checkpoints.epochs import CheckpointName, Epoch
-from learner.distributed import World
-from learner.start import Claimed, Start, make_start, once_there_is_room
-from learner.stream.ledger import StreamState
 from streamrl.config import schema
 from streamrl.errors import ResourceError, TransportError
+from streamrl.learner.assemble import learn
+from streamrl.learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot, CheckpointState
+from streamrl.learner.checkpoints.terms import CheckpointName, Term
+from streamrl.learner.groups.ledger import FeedState
+from streamrl.learner.process.ranks import World
+from streamrl.learner.start import Claimed, Start, make_start, once_there_is_room
 from tests.feed_world import Clock, make_config, make_prompts
 from tests.learner_cases import learner_config
 
 CLAIMED = Claimed(
-    epoch=Epoch(number=1, parent=None, run_uid="run"),
+    term=Term(number=1, parent=None, run_uid="run"),
     checkpoint=None,
 )
 
@@ -72,7 +72,7 @@ def start_of(*, num_prompts: int, max_steps: int = -1, step: int = 500, **extra:
     state = CheckpointState(
         run_uid="run",
         step=step,
-        stream=StreamState(),
+        stream=FeedState(),
         data_fingerprint="",
         extra=extra,
     )
@@ -115,6 +115,6 @@ def test_a_server_that_was_never_there_is_for_the_user_to_mend(tmp_path: Path) -
 def test_the_server_of_a_run_that_has_begun_is_away_which_a_restart_may_mend(tmp_path: Path) -> None:
     with pytest.raises(TransportError, match=r"within 0\.1 s"):
         learn_without_redis(tmp_path, {"TORCHELASTIC_RESTART_COUNT": "1"})
-    CheckpointRoot(tmp_path / "run").claim_epoch("run")
+    CheckpointRoot(tmp_path / "run").claim_term("run")
     with pytest.raises(TransportError, match=r"within 0\.1 s"):
         learn_without_redis(tmp_path, {})

@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from learner.lease import LeaseKeeper
-from learner.metrics.record import Timers
-from learner.start import Start, holder_name
-from learner.watchdog import Watchdog
 from streamrl.errors import Fenced
+from streamrl.learner.metrics.record import Timers
+from streamrl.learner.process.lease import LeaseKeeper
+from streamrl.learner.process.watchdog import Watchdog
+from streamrl.learner.start import Start, holder_name
 from streamrl.versions import make_version
 from tests.feed_world import Clock
 from tests.helpers import wait_until
@@ -89,7 +89,7 @@ def test_at_the_disk_the_loop_may_stand_still_for_longer_and_not_for_ever() -> N
 
 def test_the_lease_is_renewed_until_the_block_ends() -> None:
     renewals: list[str] = []
-    keeper = LeaseKeeper(lambda: renewals.append("before the epoch"), lease_s=0.04)
+    keeper = LeaseKeeper(lambda: renewals.append("before the term"), lease_s=0.04)
     with keeper.keeping():
         wait_until(lambda: renewals, description="a renewal")
         keeper.renew_with(lambda: renewals.append("fenced"))
@@ -131,9 +131,9 @@ def test_restarts_by_one_torchrun_are_one_holder() -> None:
 def test_tokens_of_a_branch_that_was_given_up_are_dead() -> None:
     start = Start(
         run_uid="run",
-        epoch=3,
+        term=3,
         checkpoint="e000001-s00000020",
-        lineage={3: None, 1: 20},  # epoch 2 never wrote what 3 went on from
+        lineage={3: None, 1: 20},  # term 2 never wrote what 3 went on from
         step=20,
         first_step=10,
         consumed_samples=7,
@@ -141,7 +141,7 @@ def test_tokens_of_a_branch_that_was_given_up_are_dead() -> None:
         canary_ids=(3, 4, 1),
     )
     assert Start.from_bytes(start.to_bytes()) == start
-    dead = [start.is_dead(make_version(epoch, 0), step) for epoch, step in ((3, 25), (1, 20), (1, 21), (2, 5))]
+    dead = [start.is_dead(make_version(term, 0), step) for term, step in ((3, 25), (1, 20), (1, 21), (2, 5))]
     assert dead == [False, False, True, True]
 
 

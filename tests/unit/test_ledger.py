@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.stream.ledger import DEAD, DROPPED, TRAINED, Ending, Ledger, LedgerState, StreamState
-from learner.stream.numbering import NumberSet
+from streamrl.learner.groups.ledger import DEAD, DROPPED, TRAINED, Ending, FeedState, Ledger, LedgerState, NumberSet
 
 
 @given(st.permutations(range(40)), st.integers(0, 40))
@@ -114,20 +113,20 @@ def test_a_stream_state_survives_json(resolved: set[int], failures: dict[int, in
             ledger.failed(number)
     ledger.ignore("duplicate")
     versions = ((1 << 33, 4),)
-    state = StreamState(cursor="5-3", carry=("5-1",), ledger=ledger.state(), versions=versions, journal="file")
-    restored = StreamState.from_json(json.loads(json.dumps(state.to_json())))
+    state = FeedState(cursor="5-3", carry=("5-1",), ledger=ledger.state(), versions=versions, journal="file")
+    restored = FeedState.from_json(json.loads(json.dumps(state.to_json())))
     assert restored == state
     assert Ledger(restored.ledger).state() == state.ledger
 
 
 def test_what_is_not_committed_goes_to_the_journal_and_not_into_the_state() -> None:
-    state = StreamState(journal="before", uncommitted=(Ending(1, TRAINED, 0),))
-    assert StreamState.from_json(state.to_json()) == StreamState(journal="before")
-    assert state.committed("after") == StreamState(journal="after")
+    state = FeedState(journal="before", uncommitted=(Ending(1, TRAINED, 0),))
+    assert FeedState.from_json(state.to_json()) == FeedState(journal="before")
+    assert state.committed("after") == FeedState(journal="after")
 
 
 def test_a_fresh_state_survives_json_too() -> None:
-    assert StreamState.from_json(json.loads(json.dumps(StreamState().to_json()))) == StreamState()
+    assert FeedState.from_json(json.loads(json.dumps(FeedState().to_json()))) == FeedState()
     assert Ledger(LedgerState()).state() == LedgerState()
 
 
@@ -143,4 +142,4 @@ def test_a_fresh_state_survives_json_too() -> None:
 def test_the_stream_may_be_trimmed_up_to_the_carry_or_past_the_cursor(
     cursor: str, carry: tuple[str, ...], below: str
 ) -> None:
-    assert StreamState(cursor=cursor, carry=carry).trim_below == below
+    assert FeedState(cursor=cursor, carry=carry).trim_below == below

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from learner.metrics.lengths import Lengths
+from streamrl.learner.groups.counts import Lengths
+from streamrl.protocol.wire.group import GroupHeader, decode_header, encode_group
 from streamrl.telemetry.metrics import is_metric
-from streamrl.wire.group import GroupHeader, decode_header, encode_group
 from tests.helpers import make_group, make_sample, make_ticket
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from learner.policy.logprobs import Head, given_logprobs, token_logprobs
+from streamrl.learner.model.logprobs import Head, given_logprobs, token_logprobs
 
 TOKENS, HIDDEN, VOCABULARY = 37, 8, 23
 

@@ -43,7 +43,7 @@ def lines(file: Path) -> list[dict[str, object]]:
 def test_every_line_of_the_file_is_json_with_part_time_and_level(tmp_path: Path) -> None:
     file = tmp_path / "logs" / "worker-1.jsonl"
     configure_logging("worker/1", file)
-    structlog.get_logger("workers.rollout").info("group_delivered", ticket=3, reward=0.5)
+    structlog.get_logger("streamrl.workers.rollout").info("group_delivered", ticket=3, reward=0.5)
     logging.getLogger("some.library").warning("slow %s", "prefill")
     ours, theirs = lines(file)
     assert (ours["event"], ours["ticket"], ours["reward"]) == ("group_delivered", 3, 0.5)

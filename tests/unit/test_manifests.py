@@ -11,9 +11,9 @@ import jsonschema
 import kubernetes_validate
 import pytest
 
-from streamrl.monitor.alerts import alert_rules
-from streamrl.transport.acl import ROLES, grants
-from streamrl.transport.keys import Keys
+from streamrl.ops.monitor.alerts import alert_rules
+from streamrl.protocol.transport.acl import ROLES, grants
+from streamrl.protocol.transport.keys import Keys
 from tests.manifest_world import COMPONENT, OVERLAYS, ROOT, Container, Object, Rendered, render
 
 KUBERNETES = "1.33"
@@ -219,4 +219,4 @@ def test_the_rules_of_prometheus_are_those_that_streamrl_prints() -> None:
 
 def test_the_other_scaler_follows_a_metric_that_is_exported() -> None:
     metric = render("gpu-large").named("HorizontalPodAutoscaler", "worker")["spec"]["metrics"][0]["external"]["metric"]
-    assert f'"{metric["name"]}' in (ROOT / "streamrl" / "monitor" / "exporter.py").read_text()
+    assert f'"{metric["name"]}' in (ROOT / "streamrl" / "ops" / "monitor" / "exporter.py").read_text()

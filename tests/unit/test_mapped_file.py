@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from streamrl.weights import tensorfile
-from streamrl.weights.format import TensorMeta
+from streamrl.protocol.weights import tensorfile
+from streamrl.protocol.weights.format import TensorMeta
+from streamrl.workers.engines.mapped_file import MappedFile
 from tests.tiny_models import make_model
-from workers.engines.mapped_file import MappedFile
 
 TENSORS = (
     TensorMeta(name="embed", dtype="bfloat16", shape=(7, 3)),

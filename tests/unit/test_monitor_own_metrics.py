@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from streamrl.monitor.build import build_view
-from streamrl.monitor.charts import CHARTS, charts_of
-from streamrl.monitor.history import History
-from streamrl.monitor.text import metric_words
+from streamrl.ops.monitor.build import build_view
+from streamrl.ops.monitor.charts import CHARTS, charts_of
+from streamrl.ops.monitor.history import History
+from streamrl.ops.monitor.text import metrics_line
 from tests.launch_world import make_snapshot, step_record
 
 OWN = {"loss/bonus": 0.25, "loss/\x1b[31mred": 1.0}
 
 
 def test_metrics_of_a_loss_stand_beside_ours_and_draw_nothing_on_the_terminal() -> None:
-    view = build_view(make_snapshot(), run_name="run", server="here", records=[step_record(1, **OWN)])
-    words = metric_words(view)
-    assert "bonus 0.250" in words
-    assert not any("\x1b" in word for word in words)
+    history = History()
+    history.add(step_record(1, **OWN))
+    line = metrics_line(build_view(make_snapshot(), run_name="run", server="here", history=history))
+    assert "bonus 0.250" in line
+    assert "\x1b" not in line
 
 
 def test_they_are_a_chart_where_there_are_any() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.monitor.web.trace import Trace
+from streamrl.ops.monitor.web.server import Trace
 
 
 @pytest.fixture

@@ -7,23 +7,23 @@ import json
 
 import pytest
 
-from streamrl.monitor.build import build_view
-from streamrl.monitor.text import status_lines
-from streamrl.monitor.top.draw import draw
-from streamrl.monitor.top.screen import SORTS, Screen
-from streamrl.monitor.units import age, number, size
-from streamrl.monitor.view import View
-from streamrl.monitor.web.trace import Trace
-from streamrl.telemetry.liveness import Liveness
-from streamrl.transport.snapshot import OldestLease, Snapshot, StreamCounts
-from streamrl.transport.types import RunInfo
+from streamrl.ops.monitor.build import build_view
+from streamrl.ops.monitor.text import status_lines
+from streamrl.ops.monitor.top.draw import draw
+from streamrl.ops.monitor.top.screen import SORTS, Screen
+from streamrl.ops.monitor.units import age, number, size
+from streamrl.ops.monitor.view import View
+from streamrl.ops.monitor.web.server import Trace
+from streamrl.protocol.transport.snapshot import OldestLease, Snapshot, StreamCounts
+from streamrl.protocol.transport.types import RunInfo
+from streamrl.telemetry.progress import Liveness
 from tests.launch_world import NOW, make_report, make_snapshot, step_record
 
 CONFIG = {"training": {"max_steps": 100}, "rewards": {"exact": {}}, "lag": {"max_steps": 2}}
 
 
 def configured(**changes: object) -> Snapshot:
-    info = RunInfo(uid="uid", name="run", epoch=1, config_json=json.dumps(CONFIG), fingerprint="f", state="running")
+    info = RunInfo(uid="uid", name="run", term=1, config_json=json.dumps(CONFIG), fingerprint="f", state="running")
     return make_snapshot(**{"run": info, **changes})
 
 
@@ -46,7 +46,7 @@ def test_without_a_limit_on_steps_passes_over_the_prompts_tell_how_far_it_is() -
 def test_a_configuration_that_cannot_be_read_leaves_gaps_and_no_error() -> None:
     sections = {"lag": [1], "training": {"max_steps": "9", "max_epochs": 0}, "redis": 3, "rewards": "x", "worker": None}
     for text in ("", "[]", "null", "{", json.dumps(sections)):
-        info = RunInfo(uid="u", name="run", epoch=1, config_json=text, fingerprint="f", state="running")
+        info = RunInfo(uid="u", name="run", term=1, config_json=text, fingerprint="f", state="running")
         assert view(make_snapshot(run=info)).limits.max_lag_steps is None
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.stream.numbering import Retries
+from streamrl.learner.groups.ledger import Retries
 
 
 def test_without_retries_a_number_is_its_place() -> None:

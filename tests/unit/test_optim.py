@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from learner.distributed import World
-from learner.policy.optim import Update, learning_rate, make_optimizer, update
 from streamrl.config import schema
+from streamrl.learner.model.optim import Update, learning_rate, make_optimizer, update
+from streamrl.learner.process.ranks import World
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 

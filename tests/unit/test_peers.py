@@ -28,7 +28,7 @@ from bench.resume import Done
 from streamrl.config.check import check_config
 from streamrl.config.load import load_config
 from streamrl.errors import ResourceError
-from streamrl.launch.processes import Command
+from streamrl.ops.launch.processes import Command
 
 TARGET = Target(reward=0.5, window=2)
 TERMS = Terms(model=Path("model"))
@@ -130,7 +130,12 @@ def test_the_steps_of_trl_are_read_while_it_writes(tmp_path: Path) -> None:
 def test_the_steps_of_streamrl_are_those_of_its_metrics(tmp_path: Path) -> None:
     assert read_streamrl(tmp_path) == Curve(began=None, steps=())
     of_rollouts = {"rollout_size": 8.0, "rewards": 0.25, "response_lengths": 12.5}
-    record = {"step": 3, "at": 1000.0, **{f"train_rollouts/{name}": value for name, value in of_rollouts.items()}}
+    record = {
+        "step": 3,
+        "term": 1,
+        "at": 1000.0,
+        **{f"train_rollouts/{name}": value for name, value in of_rollouts.items()},
+    }
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     (tmp_path / "logs").mkdir()
     events = [

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.stream.plan import Kind, Plan, PlanEntry, balance
+from streamrl.learner.groups.plan import Kind, Plan, PlanEntry, balance
 
 entries = st.builds(
     PlanEntry,

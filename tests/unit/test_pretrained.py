@@ -11,11 +11,11 @@ import torch
 import transformers
 from torch import nn
 
-from learner.checkpoints.export import export
-from learner.distributed import World
-from learner.policy.model import load_policy, load_reference
-from learner.policy.pretrained import begin_model, load_model
 from streamrl.config import schema
+from streamrl.learner.checkpoints.export import export
+from streamrl.learner.model.load import load_policy, load_reference
+from streamrl.learner.model.pretrained import begin_model, load_model
+from streamrl.learner.process.ranks import World
 from tests.learner_cases import learner_config
 from tests.tiny_models import make_model, make_tokenizer
 

@@ -14,20 +14,20 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from streamrl.errors import LoadRejected
+from streamrl.protocol.weights.format import DType
+from streamrl.protocol.weights.manifest import Manifest
 from streamrl.telemetry.progress import Progress
 from streamrl.versions import make_version
-from streamrl.weights.format import DType
-from streamrl.weights.manifest import Manifest
+from streamrl.workers.engines.base import EngineSettings
+from streamrl.workers.engines.double import EngineDouble
+from streamrl.workers.engines.hf_model import token_logprobs
+from streamrl.workers.engines.model import read_model
+from streamrl.workers.engines.transformers_engine import TransformersEngine
+from streamrl.workers.proofs.proving import Prover
+from streamrl.workers.proofs.reference import Judged, Reference
 from tests.tiny_models import make_model
 from tests.weights_world import RUN_UID
 from tests.worker_world import worker_config
-from workers.engines.base import EngineSettings
-from workers.engines.double import EngineDouble
-from workers.engines.hf_model import token_logprobs
-from workers.engines.model import read_model
-from workers.engines.transformers_engine import TransformersEngine
-from workers.proving import Prover
-from workers.reference import Judged, Reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 import transformers
 
-from learner.sft import Settings, collate, main, read_rows, train
+from streamrl.demos.quickstart_model import VOCABULARY, write_base_model
+from streamrl.demos.quickstart_task import examples
 from streamrl.errors import DataError
-from streamrl.quickstart.base_model import VOCABULARY, write_base_model
-from streamrl.quickstart.task import examples
+from streamrl.learner.model.sft import Settings, collate, main, read_rows, train
 
 
 @pytest.fixture(scope="module")

@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from learner.distributed import World
-from learner.metrics.tally import Tally
-from learner.policy.gradients import Gradients
-from learner.policy.logprobs import Head
-from learner.policy.packing import MicroBatch
-from learner.policy.policy import Policy
-from learner.policy.pretrained import load_model
-from learner.policy.trial import try_out
 from streamrl.config import schema
 from streamrl.errors import ConfigError
+from streamrl.learner.metrics.tally import Tally
+from streamrl.learner.model.gradients import Gradients
+from streamrl.learner.model.logprobs import Head
+from streamrl.learner.model.packing import MicroBatch
+from streamrl.learner.model.policy import Policy
+from streamrl.learner.model.pretrained import load_model
+from streamrl.learner.model.trial import try_out
+from streamrl.learner.process.ranks import World
+from streamrl.protocol.wire.group import Group
 from streamrl.recipe.algorithms import make_algorithm
 from streamrl.telemetry.metrics import is_metric
-from streamrl.wire.group import Group
 from tests.learner_cases import group_of, learner_config, random_groups
 from tests.plain_objective import plain_logits, plain_logprobs
 from tests.tiny_models import make_model

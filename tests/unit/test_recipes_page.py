@@ -1,4 +1,4 @@
-"""`docs/recipes.md`, step by step: its code is written down, tried, named in a configuration and trained with."""
+"""Losses and advantages of `docs/recipes.md`, step by step: written down, tried, configured and trained with."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from learner.distributed import World
-from learner.metrics.tally import Tally
-from learner.policy.gradients import Gradients
-from learner.policy.model import load_policy
-from learner.policy.trial import try_out
 from streamrl.config import schema
 from streamrl.config.check import check_config
 from streamrl.config.load import load_config
+from streamrl.learner.metrics.tally import Tally
+from streamrl.learner.model.gradients import Gradients
+from streamrl.learner.model.load import load_policy
+from streamrl.learner.model.trial import try_out
+from streamrl.learner.process.ranks import World
 from streamrl.recipe.algorithms import make_algorithm
 from tests.learner_cases import random_groups
+from tests.recipes_page import PAGE, blocks, edits, steps
 from tests.tiny_models import make_model
 
-PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
+RECIPES = ("Add a loss", "Add an advantage")
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 BASE = """
 model: {path: model, dtype: float32}
@@ -32,18 +33,14 @@ rewards: {made_up: {type: function, target: exact_match}}
 """
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where a user works: with a model, and with what the page has them write."""
     folder = tmp_path_factory.mktemp("work")
     make_model(folder / "model", hidden=32)
-    written = [block for block in blocks("python") if block.startswith("# my_recipe.py\n")]
-    assert len(written) == 2
-    (folder / "my_recipe.py").write_text("\n\n".join(written))
+    written = [edit for recipe in RECIPES for edit in edits(recipe)]
+    assert [edit.file for edit in written] == ["my_recipe.py"] * 2
+    (folder / "my_recipe.py").write_text("\n\n".join(edit.text for edit in written))
     return folder
 
 
@@ -55,7 +52,7 @@ def working_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     sys.modules.pop("my_recipe", None)
 
 
-@pytest.mark.parametrize("step", [block for block in blocks("python") if "from my_recipe import" in block])
+@pytest.mark.parametrize("step", [step for recipe in RECIPES for step in steps(recipe)])
 def test_what_is_tried_on_numbers_holds(step: str) -> None:
     assert "assert" in step
     exec(step, {})
@@ -89,7 +86,9 @@ def trained(config: schema.Config) -> tuple[float, dict[str, float]]:
 
 def test_the_configurations_train_with_what_was_written(folder: Path) -> None:
     plain, _ = trained(configured("", folder))
-    with_loss, with_advantages = (trained(configured(block, folder)) for block in blocks("yaml"))
+    with_loss, with_advantages = (
+        trained(configured(block, folder)) for recipe in RECIPES for block in blocks(recipe, "yaml")
+    )
     assert with_loss[0] != pytest.approx(plain, rel=1e-3)
     assert with_advantages[0] != pytest.approx(plain, rel=1e-3)
     named = set(re.findall(r"`(loss/\w+)`", PAGE.read_text()))

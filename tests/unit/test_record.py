@@ -11,7 +11,7 @@ from typing import Any
 
 from structlog.testing import capture_logs
 
-from learner.metrics.record import Recorder
+from streamrl.learner.metrics.record import Recorder
 
 
 class Nowhere:
@@ -35,7 +35,7 @@ def files_up_to(num_bytes: int) -> Iterator[None]:
 
 
 def test_a_line_that_does_not_fit_leaves_no_half_behind(tmp_path: Path) -> None:
-    recorder = Recorder(folder=tmp_path, journal=Nowhere(), decoder=Nowhere(), epoch=1)
+    recorder = Recorder(folder=tmp_path, journal=Nowhere(), decoder=Nowhere(), term=1)
     path = tmp_path / "metrics.jsonl"
     recorder.step(1, {"timers/step": 1.0})
     with capture_logs() as logs, files_up_to(path.stat().st_size + 20):

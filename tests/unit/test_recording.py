@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.errors import DataError, ResourceError
-from streamrl.record.frames import Origin, begin_file, file_name, files_of
-from streamrl.record.read import Recording, open_group
-from streamrl.record.write import RecordingWriter
-from streamrl.transport.types import Entry
-from streamrl.wire.group import encode_group
+from streamrl.ops.record.frames import Origin, begin_file, file_name, files_of
+from streamrl.ops.record.read import Recording, open_group
+from streamrl.ops.record.write import RecordingWriter
+from streamrl.protocol.transport.types import Entry
+from streamrl.protocol.wire.group import encode_group
 from tests.helpers import make_group, make_ticket
 
 ORIGIN = Origin(run="run", run_uid="uid", fingerprint="model", model="models/tiny")

@@ -12,11 +12,11 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from streamrl.cli.main import main
-from streamrl.record.frames import Origin
-from streamrl.record.write import RecordingWriter
-from streamrl.transport.types import Entry
-from streamrl.wire.group import encode_group
+from streamrl.ops.cli.main import main
+from streamrl.ops.record.frames import Origin
+from streamrl.ops.record.write import RecordingWriter
+from streamrl.protocol.transport.types import Entry
+from streamrl.protocol.wire.group import encode_group
 from tests.helpers import make_group, make_sample, make_ticket
 from tests.unit.test_recording import make_entry
 

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from learner.checkpoints.state import load_state, save_state
-from learner.distributed import World
-from learner.metrics.tally import Tally
-from learner.policy.gradients import Gradients, Reference
-from learner.policy.model import load_policy, load_reference
-from learner.policy.optim import make_optimizer, update
-from learner.policy.reference import asking, make_reference
 from streamrl.config import schema
+from streamrl.learner.checkpoints.save import load_state, save_state
+from streamrl.learner.metrics.tally import Tally
+from streamrl.learner.model.gradients import Gradients, Reference, asking, make_reference
+from streamrl.learner.model.load import load_policy, load_reference
+from streamrl.learner.model.optim import make_optimizer, update
+from streamrl.learner.process.ranks import World
 from streamrl.recipe.algorithms import make_algorithm
 from tests.learner_cases import learner_config, random_groups
 from tests.tiny_models import make_model

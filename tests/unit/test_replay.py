@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.audit import audit_folder
 from streamrl.config import schema
 from streamrl.errors import ConfigError
-from streamrl.record.frames import Origin
-from streamrl.record.write import RecordingWriter
+from streamrl.ops.audit import audit_folder
+from streamrl.ops.record.frames import Origin
+from streamrl.ops.record.write import RecordingWriter
 from tests.replay_world import (
     last_state,
     last_tensors,
@@ -150,7 +150,7 @@ def test_a_run_that_goes_on_may_change_some_settings_and_is_refused_others(
 
     with pytest.raises(ConfigError, match=r"sampling.temperature: 1.0 -> 0.5: groups under way .*\n.*--fork"):
         run_replay(hotter, recording)
-    assert len(list((config.folder / "epochs").iterdir())) == 1  # who is refused leaves no trace
+    assert len(list((config.folder / "terms").iterdir())) == 1  # who is refused leaves no trace
     slower = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": 1e-5})})
     assert run_replay(slower, recording) == "finished"
     assert last_state(slower)["step"] == 6

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
+from streamrl.workers.rewards.batcher import Batcher, ScoringFailed, ScoringModelDouble
 from tests.helpers import wait_until
-from workers.rewards.batcher import Batcher, ScoringFailed, ScoringModelDouble
 
 
 @asynccontextmanager

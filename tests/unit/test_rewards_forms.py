@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from streamrl.workers.rewards.http_request import FORMS
 from tests.tiny_rewards import make_item
-from workers.rewards.forms import FORMS
 
 ITEMS = [make_item("4", prompt="2+2=", answer="4"), make_item("5", prompt="2+2=")]
 

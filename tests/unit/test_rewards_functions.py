@@ -15,9 +15,9 @@ import pytest
 from streamrl.config import schema
 from streamrl.errors import ConfigError, RewardError
 from streamrl.permissions import Permissions
+from streamrl.workers.rewards.functions import FunctionReward, build_function_reward
 from tests.helpers import wait_until
 from tests.tiny_rewards import make_item
-from workers.rewards.functions import FunctionReward, build_function_reward
 
 Start = Callable[..., Any]
 
@@ -236,7 +236,7 @@ import asyncio, sys
 from streamrl.config import schema
 from tests.tiny_rewards import make_item
 from streamrl.permissions import Permissions
-from workers.rewards.functions import build_function_reward
+from streamrl.workers.rewards.functions import build_function_reward
 
 async def main():
     source = schema.FunctionReward(type="function", target=sys.argv[1], timeout_s=3600)

@@ -12,11 +12,10 @@ import torch
 import transformers
 
 from streamrl.errors import DataError
+from streamrl.workers.rewards.model import RewardModel, Scoring
+from streamrl.workers.rewards.train import SUMMARY_FILE, TrainSettings, read_pairs, read_ratings, train
 from tests.tiny_models import CHARACTERS, Architecture, make_model
 from tests.tiny_rewards import make_reward_model
-from workers.rewards.examples import read_pairs, read_ratings
-from workers.rewards.model import RewardModel, Scoring
-from workers.rewards.train import SUMMARY_FILE, TrainSettings, train
 
 
 def random_texts(count: int) -> list[str]:

@@ -9,8 +9,8 @@ from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 from starlette.applications import Starlette
 
-from workers.rewards.batcher import Batcher, ScoringModelDouble
-from workers.rewards.server import RewardApp
+from streamrl.workers.rewards.batcher import Batcher, ScoringModelDouble
+from streamrl.workers.rewards.server import RewardApp
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from streamrl.errors import RewardError, RewardOutage
+from streamrl.workers.rewards.http_client import HttpReward
 from tests.http_reward_world import connect, lengths, until
 from tests.tiny_rewards import make_item
-from workers.rewards.http_client import HttpReward
 
 
 def replicated(answer: Callable[[httpx.Request], Any], **settings: Any) -> HttpReward:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workers.rewards.replicas import FAILURES_TO_OPEN, Replica, Replicas
+from streamrl.workers.rewards.replicas import FAILURES_TO_OPEN, Replica, Replicas
 
 
 class Clock:

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from streamrl.errors import EngineError, LoadRejected, RewardError, RunGone, SampleError, TransportError
-from streamrl.transport.types import Leased
+from streamrl.protocol.transport.types import Leased
+from streamrl.protocol.wire.group import decode_header
 from streamrl.versions import make_version
-from streamrl.wire.group import decode_header
+from streamrl.workers.engines.base import Engine, SampleRequest
+from streamrl.workers.engines.double import EngineDouble
+from streamrl.workers.rewards.base import ScoreItem
 from tests.worker_world import FIRST_VERSION, WorkerWorld
-from workers.engines.base import Engine, SampleRequest
-from workers.engines.double import EngineDouble
-from workers.rewards.base import ScoreItem
 
 
 async def test_a_ticket_becomes_a_group_with_all_that_the_learner_needs() -> None:

@@ -11,12 +11,12 @@ import httpx
 from streamrl.config import schema
 from streamrl.errors import RewardOutage
 from streamrl.permissions import Permissions
-from streamrl.transport.types import Leased
+from streamrl.protocol.transport.types import Leased
+from streamrl.workers.engines.base import EngineStats
+from streamrl.workers.engines.double import EngineDouble
+from streamrl.workers.rewards.base import RewardDouble, ScoreItem
+from streamrl.workers.rewards.http_client import build_http_reward
 from tests.worker_world import WorkerWorld
-from workers.engines.base import EngineStats
-from workers.engines.double import EngineDouble
-from workers.rewards.base import RewardDouble, ScoreItem
-from workers.rewards.http_client import build_http_reward
 
 
 class Looks(EngineDouble):

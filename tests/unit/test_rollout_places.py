@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from streamrl.errors import EngineError
+from streamrl.workers.engines.double import EngineDouble
+from streamrl.workers.rewards.base import RewardDouble
 from tests.worker_world import WorkerWorld
-from workers.engines.double import EngineDouble
-from workers.rewards.base import RewardDouble
 
 
 async def test_no_more_tickets_are_taken_than_may_be_in_flight() -> None:

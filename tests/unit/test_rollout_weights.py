@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from streamrl.errors import EngineError, LoadRejected, TransportError, WeightsError
+from streamrl.protocol.weights.manifest import encode_manifest
+from streamrl.protocol.weights.stores import MemoryStore
 from streamrl.versions import show
-from streamrl.weights.manifest import encode_manifest
-from streamrl.weights.stores import MemoryStore
+from streamrl.workers.engines.double import EngineDouble
+from streamrl.workers.tickets import AnnouncementsDouble
 from tests.follow_world import Follower
 from tests.helpers import wait_until_async
 from tests.weights_world import assert_holds
 from tests.worker_world import a_sample_request
-from workers.engines.double import EngineDouble
-from workers.tickets import AnnouncementsDouble
 
 
 class SlowStore(MemoryStore):

@@ -13,18 +13,18 @@ import pytest
 import torch
 from torch import nn
 
-from learner.checkpoints.checkpoint import MANIFEST, describe
-from learner.checkpoints.epochs import CheckpointName, ancestry
-from learner.checkpoints.save import Saver
-from learner.distributed import World
-from learner.policy.model import Speech, load_policy, read_speech
-from learner.rank import work
-from learner.replayed import Unpublished
-from learner.surroundings import at_disk_s, stall_limit_s
-from learner.watchdog import Watchdog
 from streamrl.config import schema
 from streamrl.crashpoints import Point, armed
-from streamrl.transport.double import LearnerStreamDouble, MemoryServer
+from streamrl.learner.checkpoints.checkpoint import MANIFEST, describe
+from streamrl.learner.checkpoints.save import Saver
+from streamrl.learner.checkpoints.terms import CheckpointName, ancestry
+from streamrl.learner.model.load import TokenizerInfo, load_policy, read_tokenizer_info
+from streamrl.learner.process.ranks import World
+from streamrl.learner.process.watchdog import Watchdog
+from streamrl.learner.rank import work
+from streamrl.learner.rank_context import at_disk_s, stall_limit_s
+from streamrl.learner.replayed import Unpublished
+from streamrl.protocol.transport.double import LearnerStreamDouble, MemoryServer
 from tests.conductor_world import ALONE, Scene, start_of, surroundings
 from tests.feed_world import Clock
 from tests.learner_cases import learner_config
@@ -49,7 +49,7 @@ class WithAnother(World):
 
 
 def make_saver(scene: Scene, world: World) -> Saver:
-    scene.checkpoints.claim_epoch("run")
+    scene.checkpoints.claim_term("run")
     policy = nn.Linear(3, 2)
     return Saver(
         policy=policy,
@@ -57,7 +57,7 @@ def make_saver(scene: Scene, world: World) -> Saver:
         world=world,
         checkpoints=scene.checkpoints,
         conductor=scene.conductor,
-        epoch=1,
+        term=1,
     )
 
 
@@ -96,8 +96,8 @@ def test_what_was_saved_is_found_again_with_its_digests(tmp_path: Path) -> None:
 class SlowTokenizer:
     """Is written for so long that the clock goes on."""
 
-    def __init__(self, speech: Speech, write: Callable[[], None]) -> None:
-        self._tokenizer, self._write = speech.tokenizer, write
+    def __init__(self, tokenizer_info: TokenizerInfo, write: Callable[[], None]) -> None:
+        self._tokenizer, self._write = tokenizer_info.tokenizer, write
 
     def save_pretrained(self, folder: Path) -> None:
         self._write()
@@ -121,8 +121,8 @@ def test_a_rank_at_the_disk_is_not_stalled_before_the_disks_own_timeout(
 
     config = learner_config(make_model(tmp_path / "model", hidden=32), dir=tmp_path)
     scene = Scene(tmp_path, max_steps=0)
-    speech = read_speech(config.model.path)
-    tokenizer: Any = SlowTokenizer(speech, disk) if slow == "export" else speech.tokenizer
+    tokenizer_info = read_tokenizer_info(config.model.path)
+    tokenizer: Any = SlowTokenizer(tokenizer_info, disk) if slow == "export" else tokenizer_info.tokenizer
     watchdog = Watchdog(
         limit_s=stall_limit_s(config),
         at_disk_s=at_disk_s(config),
@@ -130,10 +130,10 @@ def test_a_rank_at_the_disk_is_not_stalled_before_the_disks_own_timeout(
         check_every_s=0.01,
         on_stall=stalls.append,
     )
-    around = surroundings(config, speech=replace(speech, tokenizer=tokenizer), watchdog=watchdog)
-    start = start_of(epoch=scene.checkpoints.claim_epoch("run").number)
-    stream = LearnerStreamDouble(MemoryServer(wait=clock.advance), epoch=1)
-    policy = load_policy(config, ALONE, speech.end_ids)
+    around = surroundings(config, tokenizer_info=replace(tokenizer_info, tokenizer=tokenizer), watchdog=watchdog)
+    start = start_of(term=scene.checkpoints.claim_term("run").number)
+    stream = LearnerStreamDouble(MemoryServer(wait=clock.advance), term=1)
+    policy = load_policy(config, ALONE, tokenizer_info.end_ids)
     with armed(at_point):
         state = work(around, policy, start, conductor=scene.conductor, stream=stream, publisher=Unpublished(1))
     assert state == "finished"

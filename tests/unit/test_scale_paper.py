@@ -8,7 +8,7 @@ import pytest
 
 from bench.scale_paper import Cluster, on_paper
 from bench.scale_run import Costs, Saturated, Seen
-from streamrl.wire.group import Group
+from streamrl.protocol.wire.group import Group
 from tests.helpers import make_group, make_sample, make_ticket
 
 MEASURED = Saturated(

@@ -8,22 +8,27 @@ from pathlib import Path
 
 import pytest
 
-from learner.checkpoints.checkpoint import CheckpointRoot, describe
-from learner.checkpoints.epochs import CheckpointName, ancestry
-from learner.checkpoints.fork import fork
-from learner.checkpoints.resume import find_checkpoint
-from learner.checkpoints.scores import BEST_METRIC, SCORE, read_score, write_score
-from learner.publishing.publish import Published
-from learner.validation import ValidationResult
 from streamrl.config import schema
 from streamrl.errors import DataError, RunGone, TransportError
+from streamrl.learner.checkpoints.checkpoint import (
+    BEST_METRIC,
+    SCORE,
+    CheckpointRoot,
+    describe,
+    read_score,
+    write_score,
+)
+from streamrl.learner.checkpoints.resume import find_checkpoint, fork
+from streamrl.learner.checkpoints.terms import CheckpointName, ancestry
+from streamrl.learner.metrics.record import ValidationResult
+from streamrl.learner.publishing.publish import Published
 from streamrl.versions import make_version
 from tests.conductor_world import RESULT, Scene
 
 KEEP_ONE = schema.Checkpoint(keep_last=1, keep_best=1)
 
 
-class Beside:
+class BackgroundThread:
     """A validation whose answers come some rounds later; the steps' weights are as good as they are here."""
 
     def __init__(self, rewards: Mapping[int, float | None]) -> None:
@@ -56,10 +61,10 @@ class Run:
     """The order of things in the loop, as far as it matters here: publish, validate, save."""
 
     def __init__(self, folder: Path, rewards: Mapping[int, float], *, checkpoint: schema.Checkpoint = KEEP_ONE) -> None:
-        self.validation = Beside(rewards)
+        self.validation = BackgroundThread(rewards)
         self.scene = Scene(folder, *[None] * 200, validation=self.validation, checkpoint=checkpoint)
         self.root, self.conductor = self.scene.checkpoints, self.scene.conductor
-        self.epoch = self.root.claim_epoch("run").number
+        self.term = self.root.claim_term("run").number
         self.latest: Published | None = None
 
     def go(self, *steps: int, every: int = 10, published_after: int = 0) -> None:
@@ -73,12 +78,12 @@ class Run:
                 self.save(step)
 
     def publish(self, step: int) -> None:
-        version = make_version(self.epoch, step)
+        version = make_version(self.term, step)
         self.latest = Published(version=version, step=step, num_bytes=0, changed_fraction=0.0)
         self.conductor.note_published(self.latest)
 
     def save(self, step: int) -> None:
-        name = CheckpointName(self.epoch, step)
+        name = CheckpointName(self.term, step)
         weights = self.root.new_folder(name) / "weights"
         weights.write_bytes(b"%d" % step)
         self.conductor.commit(name, consumed_samples=0, files={weights.name: describe(weights)})

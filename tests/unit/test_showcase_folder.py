@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.demos.run import clear
 from streamrl.errors import ConfigError
-from streamrl.showcase.folder import clear
 
 
 def test_a_fresh_start_clears_what_a_quickstart_has_left_and_keeps_the_lock(tmp_path: Path) -> None:

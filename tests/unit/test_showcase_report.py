@@ -8,11 +8,10 @@ from typing import Any
 
 from streamrl.config.load import load_config
 from streamrl.config.schema import Config
-from streamrl.launch.up import shipped_config
-from streamrl.monitor.plot import running_mean
-from streamrl.quickstart.showcase import TASK
-from streamrl.showcase.plot import HELD_OUT_MARK, TRAIN_MARK, terminal_plot
-from streamrl.showcase.report import count_prompts, make_report, report_lines
+from streamrl.demos.quickstart import TASK
+from streamrl.demos.report import HELD_OUT_MARK, TRAIN_MARK, count_prompts, make_report, report_lines, terminal_plot
+from streamrl.ops.launch.up import shipped_config
+from streamrl.ops.monitor.plot import running_mean
 from tests.unit.test_summary import make_summary, step, validation, write
 
 

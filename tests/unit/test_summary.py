@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from streamrl.audit import Audit
-from streamrl.launch.summary import Lag, Loads, Summary, held_out_of, lag_of, num_versions, summarise, summary_lines
-from streamrl.monitor.history import History
+from streamrl.ops.audit import Audit
+from streamrl.ops.launch.summary import Lag, Loads, Summary, held_out_of, lag_of, num_versions, summarise, summary_lines
+from streamrl.ops.monitor.history import History
 from streamrl.versions import make_version
 
 
 def step(number: int, **changes: float) -> dict[str, float]:
     return {
         "step": number,
-        "epoch": 1,
+        "term": 1,
         "at": 0.0,
         "train_rollouts/response_lengths": 5.0,
         "train_rollouts/rollout_size": 10.0,
@@ -29,7 +29,7 @@ def step(number: int, **changes: float) -> dict[str, float]:
 
 
 def validation(number: int, exact: float) -> dict[str, float]:
-    return {"step": number, "epoch": 1, "at": 0.0, "val_rollouts/rewards": exact, "val_rollouts/rewards/exact": exact}
+    return {"step": number, "term": 1, "at": 0.0, "val_rollouts/rewards": exact, "val_rollouts/rewards/exact": exact}
 
 
 def write(folder: Path, *records: dict[str, float], torn: str = "") -> Path:
@@ -44,7 +44,7 @@ def make_audit(**changes: Any) -> Audit:
     fields: dict[str, Any] = {
         **dict.fromkeys((*counts, "eval_tickets", "eval_groups", "issued"), 0),
         **{"run": "mine", "run_uid": "uid", "folder": "f", "redis": None, "learner_is_live": False},
-        **{"epoch": 1, "checkpoint": None, "step": 2, "dropped": {}, "malformed": {}, "examples": {}},
+        **{"term": 1, "checkpoint": None, "step": 2, "dropped": {}, "malformed": {}, "examples": {}},
         **{"problems": (), "unchecked": ()},
     }
     return Audit(**{**fields, **changes})
@@ -70,7 +70,7 @@ def test_the_lag_is_of_tokens_not_of_steps(tmp_path: Path) -> None:
 
 
 def test_of_a_step_that_was_made_again_the_later_record_counts(tmp_path: Path) -> None:
-    write(tmp_path, step(1), step(2, **{"lag/max": 50.0}), step(2, epoch=2), validation(0, 0.3), validation(0, 0.4))
+    write(tmp_path, step(1), step(2, **{"lag/max": 50.0}), step(2, term=2), validation(0, 0.3), validation(0, 0.4))
 
     history = History.read(tmp_path)
 
@@ -85,7 +85,7 @@ def test_a_line_that_a_crash_cut_off_is_left_out(tmp_path: Path) -> None:
 
 
 def test_versions_of_all_learners_are_counted(tmp_path: Path) -> None:
-    again = {"epoch": 2, "weights/version": make_version(2, 1)}
+    again = {"term": 2, "weights/version": make_version(2, 1)}
     write(tmp_path, step(1), step(2), step(3, **again))
 
     steps = History.read(tmp_path).steps.records

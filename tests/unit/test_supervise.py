@@ -10,11 +10,11 @@ import pytest
 
 from streamrl.errors import EngineError, LoadRejected
 from streamrl.telemetry.progress import Progress
+from streamrl.workers.engines.base import Engine
+from streamrl.workers.engines.double import EngineDouble
+from streamrl.workers.roles import WeightsDouble, WorkDouble
+from streamrl.workers.supervise import RestartPatience, Supervisor
 from tests.helpers import wait_until_async
-from workers.engines.base import Engine
-from workers.engines.double import EngineDouble
-from workers.roles import WeightsDouble, WorkDouble
-from workers.supervise import RestartPatience, Supervisor
 
 Outcome = Callable[[WeightsDouble], Exception | None]
 

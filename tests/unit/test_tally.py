@@ -13,12 +13,12 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from learner.distributed import World
-from learner.metrics.tally import Tally
+from streamrl.learner.metrics.tally import Tally
+from streamrl.learner.process.ranks import World
+from streamrl.protocol.wire.group import Sample, Span
 from streamrl.recipe.losses import TokenBatch
 from streamrl.telemetry.metrics import is_metric
 from streamrl.versions import make_version
-from streamrl.wire.group import Sample, Span
 from tests.helpers import make_sample
 from tests.learner_cases import group_of
 

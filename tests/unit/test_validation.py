@@ -5,14 +5,15 @@ from typing import Any
 
 import pytest
 
-from learner.validation import Validation, ValidationResult
 from streamrl.config import schema
 from streamrl.errors import TransportError
+from streamrl.learner.metrics.record import ValidationResult
+from streamrl.learner.validation.validation import Validation
+from streamrl.protocol.transport.double import LearnerStreamDouble, MemoryServer
+from streamrl.protocol.wire.group import Span, encode_group
+from streamrl.protocol.wire.ticket import Ticket
 from streamrl.telemetry.metrics import is_metric
-from streamrl.transport.double import LearnerStreamDouble, MemoryServer
 from streamrl.versions import make_version
-from streamrl.wire.group import Span, encode_group
-from streamrl.wire.ticket import Ticket
 from tests.feed_world import MODEL, RUN, Clock, encode_answer, encode_failure, make_prompts
 from tests.helpers import make_group, make_sample
 
@@ -20,20 +21,20 @@ VERSION = make_version(2, 7)
 
 
 class ValidationWorld:
-    def __init__(self, *, epoch: int = 2, num_prompts: int = 3, **settings: Any) -> None:
+    def __init__(self, *, term: int = 2, num_prompts: int = 3, **settings: Any) -> None:
         self.clock = Clock()
         self.server = MemoryServer(wait=self.clock.advance)
         self.settings = schema.Validation.model_validate({"timeout_s": 60.0, **settings})
         self.num_prompts = num_prompts
-        self.validation = self.learner(epoch)
+        self.validation = self.learner(term)
 
-    def learner(self, epoch: int) -> Validation:
+    def learner(self, term: int) -> Validation:
         return Validation(
-            stream=LearnerStreamDouble(self.server, epoch=epoch),
+            stream=LearnerStreamDouble(self.server, term=term),
             prompts=make_prompts(self.num_prompts),
             settings=self.settings,
             run_uid=RUN,
-            epoch=epoch,
+            term=term,
             fingerprint=MODEL,
             max_attempts=2,
             clock=self.clock,
@@ -212,8 +213,8 @@ def test_prompts_that_a_full_redis_refuses_go_out_when_there_is_room() -> None:
 def test_numbers_grow_over_validations_and_over_learners() -> None:
     world = ValidationWorld(num_prompts=2)
     numbers: list[int] = []
-    for epoch in (2, 2, 3):
-        validation = world.validation if epoch == 2 else world.learner(epoch)
+    for term in (2, 2, 3):
+        validation = world.validation if term == 2 else world.learner(term)
         validation.start(step=5, version=VERSION)
         numbers += [ticket.number for ticket in world.tickets()]
         for ticket in world.tickets():

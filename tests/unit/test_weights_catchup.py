@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 
 from streamrl.errors import WeightsError
+from streamrl.protocol.weights.catchup import catch_up
+from streamrl.protocol.weights.manifest import Manifest, ShardRecord
+from streamrl.protocol.weights.retention import collectable, retained
 from streamrl.versions import make_version
-from streamrl.weights.catchup import catch_up
-from streamrl.weights.manifest import Manifest, ShardRecord
-from streamrl.weights.retention import collectable, retained
 
 
-def chain(*kinds: str, epoch: int = 1) -> dict[int, Manifest]:
+def chain(*kinds: str, term: int = 1) -> dict[int, Manifest]:
     """`chain("anchor", "delta", ...)`: each delta builds on the version before it."""
     manifests: dict[int, Manifest] = {}
     last = 0
     for n, kind in enumerate(kinds):
-        version = make_version(epoch, n)
+        version = make_version(term, n)
         base = 0 if kind == "anchor" else last
         manifests[version] = Manifest(version=version, base=base, step=n, run_uid="u", tensors=(), shards=())
         last = version
@@ -129,7 +129,7 @@ def test_the_last_two_anchors_and_what_builds_on_them_are_kept(kinds, kept):
     assert keep == {make_version(1, int(n)) for n in kept}
 
 
-def test_versions_of_an_older_epoch_count_as_any_other():
+def test_versions_of_an_older_term_count_as_any_other():
     anchors = {
         make_version(1, 0): True,
         make_version(1, 1): False,
@@ -140,7 +140,7 @@ def test_versions_of_an_older_epoch_count_as_any_other():
     assert retained(anchors) == {make_version(2, 0), make_version(3, 0)}
 
 
-def test_only_this_runs_blobs_of_this_epoch_and_older_ones_are_collected():
+def test_only_this_runs_blobs_of_this_term_and_older_ones_are_collected():
     names = [
         "u/000001/0-0-aa",
         "u/000002/0-0-aa",
@@ -152,6 +152,6 @@ def test_only_this_runs_blobs_of_this_epoch_and_older_ones_are_collected():
         "strange",
     ]
 
-    gone = collectable(names, keep=["u/000002/1-0-bb"], run_uid="u", epoch=2)
+    gone = collectable(names, keep=["u/000002/1-0-bb"], run_uid="u", term=2)
 
     assert gone == ["u/000001/0-0-aa", "u/000002/0-0-aa", "u/000002/0-0-aa.part"]

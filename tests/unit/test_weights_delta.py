@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.errors import WeightsError
-from streamrl.weights.delta import Piece, decode_sparse, encode_sparse, scan
-from streamrl.weights.format import Coding, RangeDigest, digest_of
+from streamrl.protocol.weights.delta import Piece, decode_sparse, encode_sparse, scan
+from streamrl.protocol.weights.format import Coding, RangeDigest, digest_of
 
 DTYPES = [np.dtype("<u2"), np.dtype("<u4")]
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from streamrl.errors import WeightsError
+from streamrl.protocol.weights.encoder import ShardEncoder
+from streamrl.protocol.weights.format import MAX_RANGE_ELEMENTS, Coding, HeldRange, digest_of
+from streamrl.protocol.weights.mirror import Mirror
+from streamrl.protocol.weights.stores import MemoryStore
 from streamrl.versions import make_version
-from streamrl.weights.encoder import ShardEncoder
-from streamrl.weights.format import MAX_RANGE_ELEMENTS, Coding, HeldRange, digest_of
-from streamrl.weights.mirror import Mirror
-from streamrl.weights.stores import MemoryStore
 from tests.weights_world import World, assert_holds, nudged, random_state
 
 

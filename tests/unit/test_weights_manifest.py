@@ -15,15 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.errors import WeightsError
-from streamrl.weights.format import MAGIC, Coding, TensorMeta, check_blob_name, digest_of
-from streamrl.weights.manifest import (
-    Manifest,
-    decode_manifest,
-    decode_record,
-    encode_manifest,
-    encode_record,
-)
-from streamrl.weights.stores import MemoryStore
+from streamrl.protocol.weights.format import MAGIC, Coding, TensorMeta, check_blob_name, digest_of
+from streamrl.protocol.weights.manifest import Manifest, decode_manifest, decode_record, encode_manifest, encode_record
+from streamrl.protocol.weights.stores import MemoryStore
 from tests.weights_world import TENSORS, World, nudged, random_state
 
 CANARY = (1, 5, 9)

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from streamrl.errors import ResourceError, TransportError, WeightsError
-from streamrl.weights import tensorfile
-from streamrl.weights.catchup import catch_up
-from streamrl.weights.columns import columns
-from streamrl.weights.format import TensorMeta
-from streamrl.weights.manifest import Manifest, decode_manifest, encode_manifest
-from streamrl.weights.mirror import Mirror
-from streamrl.weights.stores import MemoryStore
+from streamrl.protocol.weights import tensorfile
+from streamrl.protocol.weights.catchup import catch_up
+from streamrl.protocol.weights.format import TensorMeta
+from streamrl.protocol.weights.manifest import Manifest, decode_manifest, encode_manifest
+from streamrl.protocol.weights.mirror import Mirror
+from streamrl.protocol.weights.patching import columns
+from streamrl.protocol.weights.stores import MemoryStore
 from tests.weights_world import (
     RUN_UID,
     TENSORS,

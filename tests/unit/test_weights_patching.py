@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from streamrl.errors import WeightsError
-from streamrl.weights.format import Coding, TensorMeta
-from streamrl.weights.manifest import Manifest
-from streamrl.weights.patching import patch, side_by_side, threads_for
-from streamrl.weights.stores import MemoryStore
+from streamrl.protocol.weights.format import Coding, TensorMeta
+from streamrl.protocol.weights.manifest import Manifest
+from streamrl.protocol.weights.patching import patch, side_by_side, threads_for
+from streamrl.protocol.weights.stores import MemoryStore
 from tests.weights_world import World, nudged, random_bits
 
 TENSORS = (

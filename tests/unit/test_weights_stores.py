@@ -9,9 +9,9 @@ from unittest.mock import sentinel
 import pytest
 
 from streamrl.errors import ConfigError, TransportError, WeightsError
-from streamrl.transport.keys import Keys
-from streamrl.weights.redis_store import RedisStore
-from streamrl.weights.stores import BlobStore, FileStore, MemoryStore, open_store
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.weights.redis_store import RedisStore
+from streamrl.protocol.weights.stores import BlobStore, FileStore, MemoryStore, open_store
 from tests.store_cases import check_names, check_store
 
 MAKERS: list[Callable[[Path], BlobStore]] = [lambda folder: MemoryStore(), lambda folder: FileStore(folder / "blobs")]

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.errors import WireError
-from streamrl.wire.codec import pack
-from streamrl.wire.group import MAX_HEADER_BYTES, Group, Sample, Span, decode_body, decode_header, encode_group
+from streamrl.protocol.wire.codec import pack
+from streamrl.protocol.wire.group import MAX_HEADER_BYTES, Group, Sample, Span, decode_body, decode_header, encode_group
 from tests.helpers import make_group, make_sample, make_ticket
 
 REWARDS = st.floats(-1e6, 1e6)

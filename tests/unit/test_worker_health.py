@@ -12,12 +12,12 @@ import pytest
 from streamrl.errors import ConfigError, ResourceError, RewardError
 from streamrl.telemetry.progress import Progress, Wait
 from streamrl.versions import make_version
+from streamrl.workers.engines.base import EngineStats
+from streamrl.workers.health import Health, Parts
+from streamrl.workers.http import make_app, parse_address, serving
+from streamrl.workers.rewards.base import RewardDouble, Rewards, ScoreItem, Weighted
+from streamrl.workers.roles import WeightsDouble, WorkDouble
 from tests.worker_world import a_score_item
-from workers.engines.base import EngineStats
-from workers.health import Health, Parts
-from workers.http import make_app, parse_address, serving
-from workers.rewards.base import RewardDouble, Rewards, ScoreItem, Weighted
-from workers.roles import WeightsDouble, WorkDouble
 
 
 class World:

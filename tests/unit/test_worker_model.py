@@ -10,11 +10,11 @@ import pytest
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError, DataError, ResourceError
+from streamrl.workers.engines.base import EngineSettings
+from streamrl.workers.engines.model import read_model
+from streamrl.workers.engines.vllm_start import check_installed, engine_args, refuse_unknown
 from tests.tiny_models import make_model, make_tokenizer
 from tests.worker_world import worker_config
-from workers.engines.base import EngineSettings
-from workers.engines.model import read_model
-from workers.engines.vllm_start import check_installed, engine_args, refuse_unknown
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 

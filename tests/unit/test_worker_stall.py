@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from streamrl.errors import EngineError
-from workers.engines.base import EngineStats
-from workers.stall import StallWatch
+from streamrl.workers.engines.base import EngineStats
+from streamrl.workers.pace import StallWatch
 
 
 def stats(*, in_flight: int, num_made: int) -> EngineStats:

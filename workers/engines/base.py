@@ -20,8 +20,9 @@ sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -29,9 +30,10 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.config import schema
+from streamrl.config.engines import ENGINES
 from streamrl.errors import ConfigError
-from streamrl.wire.group import FinishReason, Span
-from workers.engines.model import ModelFacts
+from streamrl.protocol.wire.group import FinishReason, Span
+from streamrl.workers.engines.model import ModelFacts
 
 KvCache = Literal["salt", "clear", "keep"]
 
@@ -128,19 +130,8 @@ class EngineSettings:
         return longest
 
 
-EngineFactory = Callable[[EngineSettings], Engine]
-
-
-def _vllm(settings: EngineSettings) -> Engine:
-    from workers.engines.vllm_engine import VllmEngine
-
-    return VllmEngine(settings)
-
-
-def _transformers(settings: EngineSettings) -> Engine:
-    from workers.engines.transformers_engine import TransformersEngine
-
-    return TransformersEngine(settings)
-
-
-ENGINES: Mapping[str, EngineFactory] = {"vllm": _vllm, "transformers": _transformers}
+def make_engine(settings: EngineSettings) -> Engine:
+    """The one that `worker.engine` names, not yet started."""
+    module, _, function = ENGINES[settings.config.worker.engine].target.partition(":")
+    make: Callable[[EngineSettings], Engine] = getattr(import_module(module), function)
+    return make(settings)

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.errors import EngineError, StreamrlError
-from streamrl.wire.group import Span
-from workers.engines.base import EngineStats, Generated, KvCache, ReadBack, SampleRequest
+from streamrl.protocol.wire.group import Span
+from streamrl.workers.engines.base import EngineStats, Generated, KvCache, ReadBack, SampleRequest
 
 
 class EngineDouble:

@@ -25,13 +25,25 @@ from transformers.initialization import no_init_weights
 
 from streamrl.errors import DataError, EngineError, ResourceError, SampleError
 from streamrl.tasks import cancel_all
-from workers.engines.base import EngineSettings, EngineStats, Generated, KvCache, ReadBack, SampleRequest
-from workers.engines.decoder import Decoder, Row
-from workers.engines.hf_model import build_model
+from streamrl.workers.engines.base import (
+    Engine,
+    EngineSettings,
+    EngineStats,
+    Generated,
+    KvCache,
+    ReadBack,
+    SampleRequest,
+)
+from streamrl.workers.engines.decoder import Decoder, Row
+from streamrl.workers.engines.hf_model import build_model
 
 T = TypeVar("T")
 
 _ANSWER_S = 120.0  # for a load or a sign of life: they wait for one step of the batch
+
+
+def make(settings: EngineSettings) -> Engine:
+    return TransformersEngine(settings)
 
 
 class TransformersEngine:

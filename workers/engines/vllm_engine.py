@@ -1,6 +1,6 @@
 """vLLM in process (AsyncLLM): the front end runs on our event loop, the model in processes that vLLM starts.
 
-    generate ──► AsyncLLM ──zmq──► EngineCore process: scheduler, model, our weight transfer (`workers.weight_transfer`)
+    generate ──► AsyncLLM ──zmq──► EngineCore process: scheduler, model, weight transfer (`vllm_weights`)
 
 What is decided here, and why:
 
@@ -31,12 +31,19 @@ import numpy.typing as npt
 
 from streamrl.config import schema
 from streamrl.errors import EngineError, ResourceError, SampleError
-from streamrl.held_folder import scratch_folder
-from streamrl.wire.group import FinishReason, Span
-from workers.engines.base import EngineSettings, EngineStats, Generated, KvCache, ReadBack, SampleRequest
-from workers.engines.vllm_names import READ_BACK
-from workers.engines.vllm_start import build_llm, check_installed
-from workers.engines.vllm_watch import StepWatch
+from streamrl.files import scratch_folder
+from streamrl.protocol.wire.group import FinishReason, Span
+from streamrl.workers.engines.base import (
+    Engine,
+    EngineSettings,
+    EngineStats,
+    Generated,
+    KvCache,
+    ReadBack,
+    SampleRequest,
+)
+from streamrl.workers.engines.vllm_names import READ_BACK
+from streamrl.workers.engines.vllm_start import StepWatch, build_llm, check_installed
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -46,6 +53,10 @@ if TYPE_CHECKING:
 _ANSWER_S = 120.0  # the engine answers between two steps; none takes so long
 _STOP_S = 1  # then it is killed: a worker that was told to stop leaves within 3 s of its grace
 _SOON, _SOONER, _SOONEST = 2, 1, 0  # vLLM's priorities: training, evaluation, canaries
+
+
+def make(settings: EngineSettings) -> Engine:
+    return VllmEngine(settings)
 
 
 class VllmEngine:

@@ -1,6 +1,11 @@
 """How a vLLM engine comes to be: what it needs installed, its arguments, its environment, its processes.
 
 Blocks on vLLM's start, in the thread of whoever calls `build_llm`.
+
+What vLLM's scheduler says after each of its steps: how many run and wait, how full the cache is, how many tokens.
+
+vLLM's own way to these figures, a stat logger, brings its Prometheus exporter along and looks at every token of every
+request, on the event loop that also answers requests. Here the engine's messages are read as they pass, once a step.
 """
 
 from __future__ import annotations
@@ -16,16 +21,21 @@ from typing import TYPE_CHECKING, Any
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError, EngineError, ResourceError
-from workers.engines.base import EngineSettings
-from workers.engines.vllm_names import OWNER_VARIABLE, SOCKETS_VARIABLE, WEIGHT_TRANSFER_BACKEND, WORKER_EXTENSION
-from workers.engines.vllm_watch import StepWatch, watch_steps
+from streamrl.workers.engines.base import EngineSettings
+from streamrl.workers.engines.vllm_names import (
+    OWNER_VARIABLE,
+    SOCKETS_VARIABLE,
+    WEIGHT_TRANSFER_BACKEND,
+    WORKER_EXTENSION,
+)
 
 if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _CPU_KV_CACHE_BYTES = 1 << 30  # vLLM's own default on a CPU is nearly all memory
 _MAX_SEQUENCES = 1024
-_PROOF_LENGTH = 65  # what proves a load (`workers.proving`), and the token that vLLM adds
+_PROOF_LENGTH = 65  # what proves a load (`workers.proofs.proving`), and the token that vLLM adds
 
 
 def check_installed(
@@ -39,7 +49,7 @@ def check_installed(
         )
     if plugins is None:
         plugins = entry_points(group="vllm.general_plugins")
-    if not any(plugin.value.startswith("workers.vllm_plugin:") for plugin in plugins):
+    if not any(plugin.value.startswith("streamrl.workers.engines.vllm_plugin:") for plugin in plugins):
         raise ResourceError(
             "vLLM does not know of streamrl's weight transfer, which it finds through an entry point of the installed "
             "package: run from an installation (pip install -e .), not from a bare checkout"
@@ -134,3 +144,34 @@ def engine_args(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
         if name in fixed:
             raise ConfigError(f"worker.engine_args.{name}: streamrl sets this itself; remove it")
     return {**defaults, **config.worker.engine_args, **fixed}
+
+
+class StepWatch:
+    """The newest figures; written on the event loop, read there."""
+
+    def __init__(self) -> None:
+        self.num_made = 0  # tokens, since the start
+        self.num_running = 0
+        self.kv_used = 0.0  # 0 to 1
+
+    def saw(self, outputs: EngineCoreOutputs) -> None:
+        self.num_made += sum(len(output.new_token_ids) for output in outputs.outputs)
+        if (stats := outputs.scheduler_stats) is not None:
+            self.num_running = stats.num_running_reqs
+            self.kv_used = stats.kv_cache_usage
+
+
+def watch_steps(llm: AsyncLLM) -> StepWatch:
+    """Before the first request; the engine must have been made with `log_stats`, or its scheduler is silent."""
+    watch = StepWatch()
+    llm.log_stats, llm.logger_manager = False, None  # the scheduler speaks all the same; nobody else listens
+    llm.output_processor.log_stats = False
+    pass_on = llm.engine_core.get_output_async
+
+    async def get_output_async() -> EngineCoreOutputs:
+        outputs: EngineCoreOutputs = await pass_on()
+        watch.saw(outputs)
+        return outputs
+
+    llm.engine_core.get_output_async = get_output_async
+    return watch

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from streamrl.config import schema
 from streamrl.errors import RewardError
 from streamrl.permissions import Permissions
-from streamrl.wire.group import FinishReason
+from streamrl.protocol.wire.group import FinishReason
 
 _SCORE_S = 60.0  # a sample that waits so long for its score
 _FORGETTING = 0.05  # the share of the newest in the average latency
@@ -214,9 +214,9 @@ def build_rewards(
 
 def _build(name: str, source: schema.Reward, permissions: Permissions, local_reward_url: str | None) -> Reward:
     if isinstance(source, schema.FunctionReward):
-        from workers.rewards.functions import build_function_reward
+        from streamrl.workers.rewards.functions import build_function_reward
 
         return build_function_reward(name, source, permissions)
-    from workers.rewards.http_client import build_http_reward  # httpx only where a source needs it
+    from streamrl.workers.rewards.http_client import build_http_reward  # httpx only where a source needs it
 
     return build_http_reward(name, source, permissions, local_reward_url)

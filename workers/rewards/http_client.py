@@ -25,10 +25,9 @@ from streamrl.config import schema
 from streamrl.config.places import LOCAL_REWARD_SERVER
 from streamrl.errors import ConfigError, RewardError, RewardOutage
 from streamrl.permissions import Permissions
-from workers.rewards.base import Health, ScoreItem
-from workers.rewards.forms import FORMS, Form
-from workers.rewards.http_request import Refused, TokenFile, TryAgain, ask, make_client
-from workers.rewards.replicas import Replica, Replicas
+from streamrl.workers.rewards.base import Health, ScoreItem
+from streamrl.workers.rewards.http_request import FORMS, Form, Refused, TokenFile, TryAgain, ask, make_client
+from streamrl.workers.rewards.replicas import Replica, Replicas
 
 MAX_ROWS = 64  # a request
 FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0  # between attempts

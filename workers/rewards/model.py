@@ -21,7 +21,7 @@ import transformers
 from safetensors import SafetensorError
 
 from streamrl.errors import DataError
-from streamrl.heap import keep_freed_memory
+from streamrl.process import keep_freed_memory
 
 Dtype = Literal["float32", "bfloat16"]
 Row = Sequence[int]  # token ids

@@ -1,11 +1,15 @@
-"""The reward server's OpenAPI document, made from the same classes that check its requests."""
+"""The reward server's OpenAPI document, made from the same classes that check its requests.
+
+What the reward server counts for Prometheus, in a registry of its own: several may live in one process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from pydantic import BaseModel
 
 _REASONS = {
@@ -49,3 +53,27 @@ def _post(body: type[BaseModel]) -> dict[str, Any]:
 def _answer(description: str, *, media: str = "application/json", **properties: Any) -> dict[str, Any]:
     schema = {"type": "object", "required": list(properties), "properties": properties} if properties else {}
     return {"description": description, "content": {media: {"schema": schema}}}
+
+
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+
+
+class ServiceMetrics:
+    def __init__(self, *, pending_rows: Callable[[], int]) -> None:
+        self._registry = CollectorRegistry()
+        self.requests = Counter(
+            "streamrl_reward_requests", "Requests for scores, by status.", ["status"], registry=self._registry
+        )
+        self.rows = Counter("streamrl_reward_rows", "Rows scored.", registry=self._registry)
+        self.tokens = Counter("streamrl_reward_tokens", "Tokens of the rows scored.", registry=self._registry)
+        self.seconds = Histogram(
+            "streamrl_reward_request_seconds",
+            "Time from a request's arrival to its answer.",
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        pending = Gauge("streamrl_reward_pending_rows", "Rows that wait for a batch.", registry=self._registry)
+        pending.set_function(pending_rows)
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)

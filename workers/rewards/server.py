@@ -25,9 +25,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from streamrl.tasks import run_beside
-from workers.rewards.batcher import Batcher, ScoringFailed, ScoringModel
-from workers.rewards.openapi import document
-from workers.rewards.service_metrics import ServiceMetrics
+from streamrl.workers.rewards.batcher import Batcher, ScoringFailed, ScoringModel
+from streamrl.workers.rewards.openapi import ServiceMetrics, document
 
 MAX_BODY_BYTES = 8 << 20
 MAX_ROWS = 4096  # of one request

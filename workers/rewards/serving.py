@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from streamrl.config import schema
-from workers.rewards.batcher import Batcher
-from workers.rewards.server import RewardApp
+from streamrl.workers.rewards.batcher import Batcher
+from streamrl.workers.rewards.server import RewardApp
 
 if TYPE_CHECKING:
-    from workers.rewards.model import Dtype
+    from streamrl.workers.rewards.model import Dtype
 
 STOP_TIMEOUT_S = 10
 _LEAVE_TIMEOUT_S = 5  # for a caller to take its answer
@@ -30,7 +30,11 @@ def build_app(
     settings: schema.RewardServer, *, dtype: Dtype, threads: int | None, token: str | None, trust_remote_code: bool
 ) -> RewardApp:
     """Load the model, which takes its time, and build the application around it."""
-    from workers.rewards.model import RewardModel, Scoring, prepare_process  # torch: only where a model is served
+    from streamrl.workers.rewards.model import (  # torch: only where a model is served
+        RewardModel,
+        Scoring,
+        prepare_process,
+    )
 
     prepare_process(threads)
     model = RewardModel.load(

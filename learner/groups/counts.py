@@ -1,0 +1,81 @@
+"""Groups that ended, by the length of their longest response: does dropping hit the long ones?
+
+It does, as a rule: what takes long is old when it comes, and one slow sample makes the group. So every drop of a group
+whose lengths are known is counted by them, beside all that ended, and the rate is shown for each length.
+
+Groups that ended, by the dataset that their prompt came from, where `data.train` mixes several.
+
+What is trained of each need not be what the weights say: groups of prompts that are always solved, or never, are
+dropped. So both are counted, and the rewards of each are shown beside the mean over all.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from streamrl.protocol.wire.group import GroupHeader
+
+_PARTS = (8, 4, 2, 1)  # buckets end at these parts of the longest response there may be
+
+
+class Lengths:
+    def __init__(self, max_tokens: int, known: Mapping[int, tuple[int, int]]) -> None:
+        self._bounds = sorted({-(-max_tokens // part) for part in _PARTS})
+        self._ended = Counter({bound: ended for bound, (ended, _) in known.items()})
+        self._dropped = Counter({bound: dropped for bound, (_, dropped) in known.items()})
+
+    def count(self, header: GroupHeader, *, dropped: bool) -> None:
+        at = bisect_left(self._bounds, max(header.sample_lengths, default=0))
+        bound = self._bounds[min(at, len(self._bounds) - 1)]
+        self._ended[bound] += 1
+        self._dropped[bound] += dropped
+
+    def known(self) -> dict[int, tuple[int, int]]:
+        """By the upper bound of the length in tokens: groups that ended, and of them those dropped."""
+        return {bound: (ended, self._dropped[bound]) for bound, ended in sorted(self._ended.items())}
+
+    def metrics(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for bound, (ended, dropped) in self.known().items():
+            found[f"stream/dropped_by_length/{bound}"] = float(dropped)
+            found[f"stream/drop_rate_by_length/{bound}"] = dropped / ended
+        return found
+
+
+class Datasets:
+    """Counts nothing where there is only one."""
+
+    def __init__(self, dataset_of: Callable[[int], str], known: Mapping[str, tuple[int, int]]) -> None:
+        """`dataset_of`: by the number of a ticket; empty where there is only one."""
+        self._dataset_of = dataset_of
+        self._trained = Counter({name: trained for name, (trained, _) in known.items()})
+        self._dropped = Counter({name: dropped for name, (_, dropped) in known.items()})
+        self._step = -1
+        self._rewards: dict[str, list[float]] = {}  # of the samples trained in that step
+
+    def count(self, header: GroupHeader, *, trained: bool, step: int) -> None:
+        name = self._dataset_of(header.ticket)
+        if not name:
+            return
+        if not trained:
+            self._dropped[name] += 1
+            return
+        self._trained[name] += 1
+        if step != self._step:
+            self._step, self._rewards = step, {}
+        self._rewards.setdefault(name, []).extend(header.sample_rewards)
+
+    def known(self) -> dict[str, tuple[int, int]]:
+        """By name: groups trained and groups dropped."""
+        return {name: (self._trained[name], self._dropped[name]) for name in sorted(self._trained | self._dropped)}
+
+    def metrics(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for name, (trained, dropped) in self.known().items():
+            found[f"stream/trained_by_dataset/{name}"] = float(trained)
+            found[f"stream/dropped_by_dataset/{name}"] = float(dropped)
+        for name, rewards in self._rewards.items():
+            found[f"train_rollouts/rewards_by_dataset/{name}"] = sum(rewards) / len(rewards)
+        return found

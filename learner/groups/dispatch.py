@@ -1,0 +1,265 @@
+"""Tickets out: how many may be in flight, which prompt each asks for, and what happens to one that failed.
+
+Tickets are issued in order while there is room: fewer outstanding than `(lag.max_steps + 1) * groups_per_step` (with
+`lag.stale: wait` fewer still when weights are old), and fewer bytes in Redis than `redis.max_backlog_bytes`, with those
+that the outstanding ones will bring. So generation does not run ahead of training, and memory in Redis is bounded. Dead
+tickets that the operator wants repeated go first, under new numbers.
+
+A ticket whose workers reported a failure is issued again, with its number of failures, until `worker.max_attempts`;
+then it goes to the dead letters. The ledger counts a ticket as issued before it is written: should the write be lost,
+the ticket is outstanding and missing, which reconciling mends; the other way round it might be issued twice.
+
+What a full server refuses is kept here and offered again; meanwhile what is there is trained, and a commit is asked for
+that makes room. Blocks on single commands to Redis.
+
+Bytes of training groups in Redis: how many are there, how many are to come, and whether more may be asked for.
+
+    what is read, until a commit lets it go     counted, entry by entry
+    what is asked for and not read yet          estimated by the sizes of the latest groups
+
+That m groups together take `m * mean + 3 * deviation * sqrt(m)` bytes or less is as good as sure, if they differ from
+each other as the latest did; before any has come, all are taken to be as large as they can be. Redis takes about a
+quarter more for the same bytes. A commit frees what has ended, and nothing else does; so where room is short and that
+would make some, the feed asks for a commit before its time. Pure: nothing here waits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+
+import structlog
+
+from streamrl.config import schema
+from streamrl.crashpoints import crashpoint
+from streamrl.learner.groups.lag import LagRule
+from streamrl.learner.groups.ledger import DEAD, Ledger, Retries
+from streamrl.learner.groups.prompts import PromptSet
+from streamrl.learner.groups.ready import ReadyGroups
+from streamrl.protocol.transport.types import Entry, GroupStream, PresentGroup, entry_order
+from streamrl.protocol.wire.ticket import Ticket
+
+log = structlog.get_logger(__name__)
+
+
+class Dispatch:
+    def __init__(
+        self,
+        *,
+        stream: GroupStream,
+        prompts: PromptSet,
+        ledger: Ledger,
+        lag: LagRule,
+        ready_groups: ReadyGroups,
+        backlog: Backlog,
+        config: schema.Config,
+        run_uid: str,
+    ) -> None:
+        self._stream, self._prompts, self._run_uid = stream, prompts, run_uid
+        self._ledger, self._lag, self._ready_groups, self._backlog = ledger, lag, ready_groups, backlog
+        self._num_samples = config.sampling.num_samples
+        self._max_attempts = config.worker.max_attempts
+        self._groups_per_step = config.training.groups_per_step
+        self._num_of_data = prompts.num_tickets(config.training.max_epochs)
+        self._widest_window = (config.lag.max_steps + 1) * self._groups_per_step
+        self.to_repeat: list[int] = []  # dead tickets that the operator wants repeated, as last heard
+        self.refused: list[int] = []  # by a full server: issued by the ledger, and in Redis as soon as there is room
+        self._is_sure = False  # of the count, until Redis was asked for tickets issued after the checkpoint
+        self.wants_commit = False  # there is less room than there could be, for bytes that a commit would free
+
+    @property
+    def num_tickets(self) -> int:
+        """Of the whole run, with the retries so far."""
+        return self._num_of_data + len(self._ledger.retries)
+
+    @property
+    def exhausted(self) -> bool:
+        """Every ticket of the run has been issued."""
+        return self._ledger.issued >= self.num_tickets
+
+    @property
+    def num_on_the_way(self) -> int:
+        """Tickets whose groups have not been read."""
+        return max(0, self._num_out - self._ready_groups.num_read)
+
+    @property
+    def _num_out(self) -> int:
+        """Outstanding tickets, but for those that Redis has yet to take."""
+        return self._ledger.outstanding - len(self.refused)
+
+    def top_up(self, *, step: int) -> None:
+        """Issue as many new tickets as there is room for: none while others are refused."""
+        room = self._room(step)
+        if room <= 0 or self.refused:
+            return
+        first = self._ledger.issued
+        for dead in self._repeatable()[:room]:
+            self.to_repeat.remove(dead)  # issuing answers the request
+            self._ledger.retries.add(self._ledger.issued, dead)
+            self._ledger.issued += 1
+            crashpoint("retry.counted")
+        self._ledger.issued = max(self._ledger.issued, min(first + room, self.num_tickets))
+        crashpoint("issue.counted")
+        self.issue(range(first, self._ledger.issued), step=step)
+
+    def issue(self, numbers: Iterable[int] = (), *, step: int) -> None:
+        """Write these tickets, for the first time or again, behind those that were refused before."""
+        first_version = self._lag.first_version()
+        before, self.refused = self.refused, []  # should this fail, reconciling finds out what is missing
+        wanted = dict.fromkeys((*filter(self._ledger.is_open, before), *numbers))
+        tickets = [self._ticket(number, step, first_version) for number in wanted]
+        if tickets:
+            self.refused = [ticket.number for ticket in self._stream.issue(tickets)]
+        if self.refused and not before:
+            log.warning("Redis is full, and tickets wait for room", tickets=len(self.refused))
+        elif before and not self.refused:
+            log.info("Redis takes tickets again", tickets=len(tickets))
+
+    def failed(self, number: int, *, error: str, step: int) -> None:
+        """A worker could not fill this ticket, or nobody could read it."""
+        if self._ledger.failed(number) < self._max_attempts:
+            self.issue([number], step=step)
+        else:
+            self._stream.dead(self._ticket(number, step, self._lag.first_version()), error=error)
+            self._ledger.resolve(number, DEAD, step=step + 1)
+
+    def count_issued(self, present: Iterable[int], retried: Mapping[int, int], *, step: int) -> None:
+        """Once: go on behind the tickets that a learner before us issued after the checkpoint, as far as Redis shows
+        them.
+
+        What was issued since then is still there, but for what Redis has lost; so beyond a gap of more than a window
+        nothing counts. A forged number far up must not make us issue all those below it, and to issue genuine ones
+        that lie beyond a gap once more costs only their work.
+        """
+        if self._is_sure:
+            return
+        counter = first = self._ledger.issued
+        repeated = {number: dead for number, dead in retried.items() if number >= first}
+        retries = Retries({**self._ledger.retries.known(), **repeated})
+        for number in sorted(number for number in {*present, *repeated} if number >= first):
+            if number - counter > self._widest_window or retries.place(number) >= self._num_of_data:
+                break
+            counter = number + 1
+        self._ledger.issued = counter
+        for number in range(first, counter):
+            if number in repeated:
+                self._ledger.retries.add(number, repeated[number])
+            self._ledger.begin(number, step=step)  # with weights at least as young as the checkpoint's
+        self._is_sure = True
+
+    def _room(self, step: int) -> int:
+        """For how many tickets; negative where the window has shrunk."""
+        window = self._lag.batches_ahead(step) * self._groups_per_step - self._num_out
+        in_bytes = 0 if self.refused else self._backlog.room(self.num_on_the_way)
+        freeable = self._backlog.freeable(self._ready_groups.all_ids()) if in_bytes < window else 0
+        lacking = self._groups_per_step - self._num_out  # for a single batch
+        # Early commits must be worth their time: half the budget, or the next batch.
+        self.wants_commit = 2 * freeable >= self._backlog.max_bytes or (freeable > 0 and in_bytes < lacking)
+        if freeable == 0:
+            in_bytes = max(in_bytes, lacking)  # a budget too small for one batch would stand still for ever
+        return min(window, in_bytes)
+
+    def _repeatable(self) -> list[int]:
+        """Dead tickets; one that a lost step has brought back to life must die first."""
+        return [dead for dead in self.to_repeat if dead < self._ledger.issued and not self._ledger.is_open(dead)]
+
+    def _ticket(self, number: int, step: int, first_version: tuple[int, int]) -> Ticket:
+        data_epoch, prompt_index = self._prompts.locate(self._ledger.retries.place(number))
+        prompt = self._prompts.rows[prompt_index]
+        version, begins_with = first_version
+        self._ledger.begin(number, step=begins_with)
+        return Ticket(
+            number=number,
+            run_uid=self._run_uid,
+            purpose="train",
+            data_epoch=data_epoch,
+            prompt_index=prompt_index,
+            prompt=prompt.text,
+            token_ids=prompt.token_ids,
+            fields=prompt.fields,
+            num_samples=self._num_samples,
+            attempt=self._ledger.attempts(number),
+            issued_step=step,
+            min_version=version,
+            retry_of=self._ledger.retries.dead_of(number),
+        )
+
+
+_LATEST = 256  # groups whose mean size is expected of the next ones
+
+
+class Backlog:
+    def __init__(self, *, max_bytes: int, largest_group: int) -> None:
+        """`largest_group` is expected of a group, in bytes, until some have come."""
+        self.max_bytes = max_bytes
+        self._sizes: dict[str, int] = {}  # by entry id, of what is read and still in the stream
+        self._latest: deque[int] = deque([largest_group], maxlen=_LATEST)
+        self._sum, self._sum_of_squares = largest_group, largest_group**2  # of the latest: whole numbers, so exact
+        self._is_guess = True
+        self.num_bytes = 0  # of what is read and still in the stream
+
+    def add(self, entry: Entry) -> None:
+        """An entry was read; read again, it still counts once."""
+        size = len(entry.header) + len(entry.body)
+        self.num_bytes += size - self._sizes.get(entry.id, 0)
+        self._sizes[entry.id] = size
+
+    def expect(self, num_bytes: int) -> None:
+        """A ticket's answer was so large: the next ones will be alike."""
+        if self._is_guess:
+            self._latest.clear()
+            self._sum = self._sum_of_squares = 0
+            self._is_guess = False
+        forgotten = self._latest[0] if len(self._latest) == _LATEST else 0
+        self._latest.append(num_bytes)
+        self._sum += num_bytes - forgotten
+        self._sum_of_squares += num_bytes**2 - forgotten**2
+
+    def recount(self, groups: Iterable[PresentGroup], *, cursor: str) -> None:
+        """Of what was read, this is still in the stream."""
+        last = entry_order(cursor)
+        self._sizes = {group.entry_id: group.num_bytes for group in groups if entry_order(group.entry_id) <= last}
+        self.num_bytes = sum(self._sizes.values())
+
+    def room(self, num_expected: int) -> int:
+        """For how many further groups there is room, when so many are on their way."""
+        mean, margin = self._mean, 3 * self._deviation
+        left = max(0, self.max_bytes - self.num_bytes)
+        root = (math.sqrt(margin**2 + 4 * mean * left) - margin) / (2 * mean)  # of m * mean + margin * sqrt(m) = left
+        return int(root**2 + 1e-9) - num_expected
+
+    def num_groups_in(self, num_bytes: int) -> int:
+        """How many groups are about so large together; at least one."""
+        return max(1, int(num_bytes / self._mean))
+
+    def expected(self, num_expected: int) -> float:
+        """Bytes that are there, and of so many groups that are on their way."""
+        return self.num_bytes + num_expected * self._mean
+
+    def freeable(self, held: Iterable[str]) -> int:
+        """Bytes that a commit now would free: all but those of the entries that are still needed."""
+        return self.num_bytes - sum(self._sizes.get(entry_id, 0) for entry_id in held)
+
+    def let_go(self, *, cursor: str, carry: Collection[str], trim_below: str) -> list[str]:
+        """A commit with this cursor and carry is about to trim: forget what it frees. Returns the entries that have
+        ended and lie above the trim, among those that have not."""
+        kept, last, lowest = set(carry), entry_order(cursor), entry_order(trim_below)
+        ended = [i for i in self._sizes if i not in kept and entry_order(i) <= last]
+        self.num_bytes -= sum(self._sizes.pop(entry_id) for entry_id in ended)
+        return [entry_id for entry_id in ended if entry_order(entry_id) >= lowest]
+
+    @property
+    def _mean(self) -> float:
+        return max(1.0, self._sum / len(self._latest))
+
+    @property
+    def _deviation(self) -> float:
+        count = len(self._latest)
+        return math.sqrt(count * self._sum_of_squares - self._sum**2) / count
+
+
+def largest_group(config: schema.Config) -> int:
+    """Bytes of a group whose responses are all as long as they may be."""
+    per_sample = 8 * config.sampling.max_tokens + 256  # a token id and a log-prob a token
+    return config.sampling.num_samples * per_sample + 4 * config.data.max_prompt_tokens

@@ -1,0 +1,310 @@
+"""Rank 0's side of the stream: tickets out, groups in, one plan a step.
+
+      ┌── top_up ──► tickets ──► workers ──► groups ──┐
+      │                                               ▼ read by the cursor, in order
+    ledger ◄── settle ◄── plan ◄── in hand ◄── judge: whose, what, how old, worth training?
+                                                      │
+      ▲───────────── dropped, failed, ignored ────────┘
+
+`plan` reads until a batch is in hand, and waits for groups at most as long as it is told; `settle` resolves the batch
+after the ranks have looked at it. New tickets are issued from `plan` only, that is after the last step's weights were
+published, so that a lag of 0 is on-policy. Nothing that a group may contain stops the feed.
+
+`state` is what a checkpoint holds of all this, at any moment: what is read and not resolved is its carry, and is read
+again by the feed that starts from it. Whatever Redis has lost meanwhile, `reconcile` finds out and issues again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from streamrl.config import schema
+from streamrl.crashpoints import crashpoint
+from streamrl.learner.groups.counts import Datasets, Lengths
+from streamrl.learner.groups.dispatch import Backlog, Dispatch, largest_group
+from streamrl.learner.groups.lag import LagRule
+from streamrl.learner.groups.ledger import DEAD, DROPPED, TRAINED, FeedState, Ledger
+from streamrl.learner.groups.plan import GroupCheck, Kind, Plan, balance
+from streamrl.learner.groups.prompts import PromptSet
+from streamrl.learner.groups.ready import LATE_FAILURE, Drop, Failed, Ignore, Judge, ReadyGroup, ReadyGroups, Take
+from streamrl.learner.groups.reconcile import reconcile
+from streamrl.learner.groups.waiting import WaitTimers
+from streamrl.protocol.transport.types import Control, Entry, GroupStream
+from streamrl.protocol.wire.group import GroupHeader
+from streamrl.telemetry.progress import Wait
+
+_READ_BYTES = 1 << 20  # about so much is read at a time: larger answers cost more memory, and gain nothing
+_ROUND_S = 1.0  # a group is waited for so long before the operator's word and the deadline are looked at again
+
+log = structlog.get_logger(__name__)
+
+
+class Feed:
+    def __init__(
+        self,
+        *,
+        stream: GroupStream,
+        prompts: PromptSet,
+        config: schema.Config,
+        run_uid: str,
+        fingerprint: str,  # of model and tokenizer, as groups must carry it
+        keep: Callable[[GroupHeader], str | None],  # the algorithm's reason to drop a group, if it has one
+        state: FeedState | None = None,  # of the checkpoint to go on from
+        narrow: Callable[[list[ReadyGroup]], list[ReadyGroup]] = lambda batch: batch,  # what of a batch to train now
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        state = state or FeedState()
+        self._stream, self._prompts = stream, prompts
+        self._groups_per_step = config.training.groups_per_step
+        self._wait_timers = WaitTimers(config, clock)
+        self._narrow = narrow
+        self._clock = clock
+        self._sleep = sleep
+        self._ledger = Ledger(state.ledger)
+        self._lengths = Lengths(config.sampling.max_tokens, state.lengths)
+        self._datasets = Datasets(self._dataset_of, state.datasets)
+        self._lag = LagRule(config.lag, state.versions)
+        self._ready_groups = ReadyGroups(
+            ledger=self._ledger, lag=self._lag, groups_per_step=self._groups_per_step, carry=state.carry
+        )
+        self._backlog = Backlog(max_bytes=config.redis.max_backlog_bytes, largest_group=largest_group(config))
+        self._dispatch = Dispatch(
+            stream=stream,
+            prompts=prompts,
+            ledger=self._ledger,
+            lag=self._lag,
+            ready_groups=self._ready_groups,
+            backlog=self._backlog,
+            config=config,
+            run_uid=run_uid,
+        )
+        self._judge = Judge(
+            run_uid=run_uid,
+            fingerprint=fingerprint,
+            max_samples=config.sampling.num_samples,
+            ledger=self._ledger,
+            lag=self._lag,
+            keep=keep,
+        )
+        self._cursor = state.cursor
+        self._journal = state.journal
+        self.control: Control = "run"  # the operator's word, as it is being followed
+        self._listen_at = 0.0
+        self._planned: Plan | None = None
+        self._doubtful = True  # something may be missing in Redis, or may have been written without our knowing
+
+    @property
+    def waits_for(self) -> Wait:
+        """What kept the last `plan` from giving a batch."""
+        return self._wait_timers.waits_for
+
+    def note_version(self, version: int, step: int) -> None:
+        """A version was announced, with the weights after so many optimizer steps."""
+        self._lag.note(version, step)
+
+    def listen(self) -> None:
+        """Hear the operator's orders; `plan` does so by itself."""
+        orders = self._stream.orders()
+        self.control = orders.control
+        self._dispatch.to_repeat = list(orders.retries)
+        self._listen_at = self._clock() + _ROUND_S  # or as soon as there is nothing to read
+
+    def plan(self, *, step: int, world_size: int, timeout_s: float) -> Plan | None:
+        """The next batch, or what to do instead; None when there is nothing to train within this time.
+
+        `step` is the number of optimizer steps made. Raises TransportError when Redis fails; just call again.
+        """
+        assert self._planned is None, "settle the plan before asking for the next"
+        doubtful, self._doubtful = self._doubtful, True  # until all of this has gone through
+        if doubtful or self._stream.disturbed or self._wait_timers.looked_long_ago:
+            self.reconcile(step=step)
+        self._wait_timers.begin()
+        self._drop_what_got_old(step)
+        plan = self._plan_until(self._clock() + timeout_s, step, world_size)
+        self._doubtful = False
+        if plan is not None and plan.kind is Kind.STEP:
+            self._planned = plan
+        return plan
+
+    def settle(self, plan: Plan, verdicts: Sequence[int], *, trained: bool = True) -> None:
+        """The ranks' verdicts on the groups of the plan. `trained=False`: the step itself was skipped."""
+        assert plan is self._planned, "only the current plan can be settled"
+        outcomes = {
+            GroupCheck.SOUND: TRAINED if trained else f"{DROPPED}non_finite",
+            GroupCheck.MALFORMED: f"{DROPPED}malformed",
+            GroupCheck.STALE: f"{DROPPED}stale",
+        }
+        for entry, verdict in zip(plan.entries, verdicts, strict=True):
+            held = self._ready_groups.remove(entry.ticket)
+            if verdict == GroupCheck.MISSING:  # lost with Redis, after it was read: reconciling asks for it again
+                self._ledger.ignore("missing")
+                self._doubtful = True
+            else:
+                self._end(held.header, outcomes[GroupCheck(verdict)], step=plan.step)
+        self._planned = None
+        self._wait_timers.step_follows()
+        crashpoint("group.settled")
+
+    def state(self) -> FeedState:
+        return FeedState(
+            cursor=self._cursor,
+            carry=tuple(self._ready_groups.all_ids()),
+            ledger=self._ledger.state(),
+            versions=self._lag.known(),
+            lengths=self._lengths.known(),
+            datasets=self._datasets.known(),
+            journal=self._journal,
+            uncommitted=self._ledger.uncommitted,
+        )
+
+    def committed(self, state: FeedState, *, step: int) -> None:
+        """The checkpoint with this state, as it was committed, has its name. Harmless when called again; when Redis
+        fails here, only what it could have freed stays until the next commit."""
+        self._journal = state.journal
+        self._wait_timers.committed()
+        self._ledger.committed(state.ledger)
+        ended = self._backlog.let_go(cursor=state.cursor, carry=state.carry, trim_below=state.trim_below)
+        self._stream.commit(step=step, cursor=state.cursor, trim_below=state.trim_below, ended=ended)
+
+    def commit_would_free(self) -> bool:
+        """Whether to commit for the room in Redis that this makes, which nothing else here wants; asking is noted."""
+        return self._backlog.freeable(self._ready_groups.all_ids()) > 0 and self._wait_timers.may_ask_for_commit()
+
+    def metrics(self) -> dict[str, float]:
+        dropped = {f"stream/dropped/{reason}": float(count) for reason, count in self._ledger.dropped()}
+        ignored = {f"stream/ignored/{reason}": float(count) for reason, count in self._ledger.ignored.items()}
+        return {
+            "stream/issued": float(self._ledger.issued),
+            "stream/outstanding": float(self._ledger.outstanding),
+            "stream/groups_trained": float(self._ledger.outcomes[TRAINED]),
+            "stream/groups_dropped": sum(dropped.values()),
+            "stream/dead": float(self._ledger.outcomes[DEAD]),
+            "stream/retries": float(len(self._ledger.retries)),
+            "stream/backlog_bytes": self._backlog.expected(self._dispatch.num_on_the_way),
+            "stream/straggler_wait_s": self._wait_timers.straggler_wait_s,
+            **dropped,
+            **ignored,
+            **self._lengths.metrics(),
+            **self._datasets.metrics(),
+        }
+
+    def reconcile(self, *, step: int) -> None:
+        """Find out what Redis has and has not, and put right what differs from the ledger."""
+        assert self._planned is None, "a plan is with the ranks: settle it first"
+        reconcile(
+            stream=self._stream,
+            ledger=self._ledger,
+            ready_groups=self._ready_groups,
+            backlog=self._backlog,
+            dispatch=self._dispatch,
+            cursor=self._cursor,
+            step=step,
+        )
+        self._wait_timers.reconciled()
+
+    def _plan_until(self, deadline: float, step: int, world_size: int) -> Plan | None:
+        waited = False
+        self._listen_at = self._clock()
+        while True:
+            if self._clock() >= self._listen_at:
+                self.listen()
+                if self.control in ("run", "drain"):
+                    self._dispatch.issue(step=step)  # what a full server refused
+            if self.control == "stop":
+                return Plan(kind=Kind.STOP, step=step)
+            if self.control == "run" or (self.control == "drain" and self._dispatch.refused):
+                self._dispatch.top_up(step=step)
+                if self._dispatch.wants_commit and self._wait_timers.may_ask_for_commit():
+                    log.info("a checkpoint before its time", backlog_bytes=self._backlog.num_bytes)
+                    return Plan(kind=Kind.COMMIT, step=step)
+            if self.control != "pause" and (plan := self._ready(step, world_size)):
+                return plan
+            left_s = deadline - self._clock()
+            if left_s <= 0 and waited:
+                return None
+            self._read_or_wait(step, max(0.0, min(left_s, _ROUND_S)))
+            waited = True
+
+    def _read_or_wait(self, step: int, wait_s: float) -> None:
+        if self.control == "pause":
+            self._wait_timers.paused()
+            self._sleep(wait_s)
+        elif self._receive(step, wait_s):
+            return
+        else:
+            self._wait_timers.check(num_outstanding=self._ledger.outstanding)
+            if self._wait_timers.tickets_may_be_lost:
+                self.reconcile(step=step)
+        self._listen_at = self._clock()
+
+    def _ready(self, step: int, world_size: int) -> Plan | None:
+        """A full batch; the last, partial one when nothing more can come; or the end."""
+        no_more_tickets = self.control == "drain" or self._dispatch.exhausted
+        nothing_to_come = no_more_tickets and self._ledger.outstanding == len(self._ready_groups)
+        if len(self._ready_groups) >= self._groups_per_step or (nothing_to_come and len(self._ready_groups)):
+            if self._wait_timers.batch_may_wait(self._ready_groups.awaited(step)):
+                return None
+            batch = self._narrow(self._ready_groups.batch())
+            ranks = balance([held.header.num_tokens for held in batch], world_size)
+            entries = (held.planned(rank) for held, rank in zip(batch, ranks, strict=True))
+            return Plan(kind=Kind.STEP, step=step, entries=tuple(entries))
+        if self._ready_groups.num_read < self._groups_per_step:  # a batch that is only being read again waits on
+            self._wait_timers.batch_is_not_full()
+        if nothing_to_come:
+            return Plan(kind=Kind.END if self._dispatch.exhausted else Kind.STOP, step=step)
+        return None
+
+    def _receive(self, step: int, wait_s: float) -> bool:
+        """Read some of what is lacking, the carry first; whether anything was there."""
+        count = min(self._ready_groups.lacking, self._backlog.num_groups_in(_READ_BYTES))
+        if self._ready_groups.unread:
+            ids = self._ready_groups.unread[:count]
+            for entry in self._stream.fetch("train", ids):
+                del self._ready_groups.unread[0]
+                if entry is not None:  # lost with Redis: reconciling has issued its ticket again
+                    self._accept(entry, step)
+            return True
+        entries = self._stream.read("train", after=self._cursor, count=count, block_ms=int(wait_s * 1000))
+        for entry in entries:
+            self._wait_timers.group_came()  # one that is read again did not: it says nothing of the workers
+            self._cursor = entry.id
+            self._accept(entry, step)
+            crashpoint("group.read")
+        return bool(entries)
+
+    def _accept(self, entry: Entry, step: int) -> None:
+        self._backlog.add(entry)
+        match self._judge(entry, step=step, ready_groups=self._ready_groups):
+            case Take(header):
+                self._backlog.expect(len(entry.header) + len(entry.body))
+                self._ready_groups.take(ReadyGroup(entry.id, header, entry.body))
+            case Drop(reason, GroupHeader() as header):
+                self._backlog.expect(len(entry.header) + len(entry.body))
+                self._end(header, f"{DROPPED}{reason}", step=step)
+            case Drop(reason):
+                self._ledger.resolve(entry.number, f"{DROPPED}{reason}", step=step + 1)
+            case Failed(error):
+                self._dispatch.failed(entry.number, error=error, step=step)
+            case Ignore(reason):
+                self._ledger.ignore(reason)
+                if reason == LATE_FAILURE:
+                    self._wait_timers.look_soon()
+
+    def _drop_what_got_old(self, step: int) -> None:
+        """Steps were made since it came to hand: only where the most urgent groups go first."""
+        for held in self._ready_groups:
+            if self._lag.is_stale(held.header.min_version, held.header.max_version, step):
+                self._end(self._ready_groups.remove(held.header.ticket).header, f"{DROPPED}stale", step=step)
+
+    def _dataset_of(self, ticket: int) -> str:
+        _, row = self._prompts.locate(self._ledger.retries.place(ticket))
+        return self._prompts.rows[row].dataset
+
+    def _end(self, header: GroupHeader, outcome: str, *, step: int) -> None:
+        self._ledger.resolve(header.ticket, outcome, step=step + 1)
+        self._lengths.count(header, dropped=outcome != TRAINED)
+        self._datasets.count(header, trained=outcome == TRAINED, step=step)

@@ -1,0 +1,250 @@
+"""What became of every training ticket, and the part of a checkpoint that says so.
+
+Ticket numbers count up from 0, and each ends exactly once: trained, dropped for a reason, or dead. What is issued and
+not resolved is outstanding. The resolved ones are kept as ranges, since tickets end nearly in order: the first range
+is the low watermark, the others are the exceptions above it, and the cost per ticket stays flat however long the run.
+Which ticket ended how is kept until it is committed, and then lies in the journal (learner.checkpoints.journal).
+
+Pure bookkeeping: no Redis, no disk, nothing that waits.
+
+Ticket numbers: sets of them, and the place in the data that a number stands for.
+
+Numbers count up from 0 in the order of issue. Nearly all stand for the next place in the data; now and then one is a
+retry of a dead ticket, which takes the next number as well, and the places go on behind it:
+
+    number   0  1  2  3        4  5           places go on behind a retry
+    stands   0  1  2  retry 1  3  4           its place is that of the ticket that it repeats
+
+So a number still says everything, given the retries so far. Pure: nothing here waits.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
+
+from pydantic import TypeAdapter
+
+from streamrl.protocol.transport.types import START, entry_order
+
+TRAINED = "trained"
+DEAD = "dead"
+DROPPED = "dropped/"  # and the reason
+
+
+class Ending(NamedTuple):
+    """A ticket ended."""
+
+    step: int  # the optimizer step that was being made, counting from 1
+    outcome: str  # trained, dead, or dropped/ and the reason
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerState:
+    """A ledger as a checkpoint holds it."""
+
+    issued: int = 0
+    watermark: int = 0  # every ticket below is resolved
+    exceptions: tuple[tuple[int, int], ...] = ()  # resolved ranges [start, end) above the watermark
+    outcomes: Mapping[str, int] = field(default_factory=dict)  # tickets by how they ended
+    ignored: Mapping[str, int] = field(default_factory=dict)  # messages that decided no ticket, by reason
+    attempts: Mapping[int, int] = field(default_factory=dict)  # failures so far, of unresolved tickets
+    begins: Mapping[int, int] = field(default_factory=dict)  # step of the weights an unresolved ticket begins with
+    retries: Mapping[int, int] = field(default_factory=dict)  # all there ever were: number -> the dead ticket
+
+    @property
+    def num_resolved(self) -> int:
+        return sum(self.outcomes.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedState:
+    """Where a learner stands in the stream; what a checkpoint commits."""
+
+    cursor: str = START  # id of the last entry read
+    carry: tuple[str, ...] = ()  # ids up to the cursor that are read but not resolved
+    ledger: LedgerState = field(default_factory=LedgerState)
+    versions: tuple[tuple[int, int], ...] = ()  # (version, its step) as far back as the lag rule looks
+    lengths: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # of what ended (learner.groups.counts)
+    datasets: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # likewise (learner.groups.counts)
+    journal: str | None = None  # its newest file
+    uncommitted: tuple[Ending, ...] = ()  # what ended since that file; the next one gets it, not the manifest
+
+    @property
+    def trim_below(self) -> str:
+        """The smallest entry id that is still needed: everything below may leave the stream."""
+        milliseconds, sequence = entry_order(self.cursor)
+        return min((*self.carry, f"{milliseconds}-{sequence + 1}"), key=entry_order)
+
+    def committed(self, journal: str) -> FeedState:
+        """The same, once this file of the journal has what ended."""
+        return replace(self, journal=journal, uncommitted=())
+
+    def to_json(self) -> dict[str, Any]:
+        fields = asdict(replace(self, uncommitted=()))
+        del fields["uncommitted"]
+        return fields
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> FeedState:
+        return TypeAdapter(FeedState).validate_python(value)
+
+
+class Ledger:
+    def __init__(self, state: LedgerState | None = None) -> None:
+        state = state or LedgerState()
+        below = ((0, state.watermark),) if state.watermark else ()
+        self._resolved = NumberSet((*below, *state.exceptions))
+        self.issued = state.issued  # the next ticket's number
+        self.outcomes = Counter(state.outcomes)
+        self.ignored = Counter(state.ignored)
+        self.retries = Retries(state.retries)
+        self._attempts = dict(state.attempts)
+        self._begins = dict(state.begins)
+        self._uncommitted: list[Ending] = []
+
+    @property
+    def outstanding(self) -> int:
+        return self.issued - len(self._resolved)
+
+    def is_open(self, number: int) -> bool:
+        """Issued and not resolved."""
+        return 0 <= number < self.issued and number not in self._resolved
+
+    def open_tickets(self) -> Iterator[int]:
+        return self._resolved.gaps(self.issued)
+
+    @property
+    def uncommitted(self) -> tuple[Ending, ...]:
+        """What ended since the last commit."""
+        return tuple(self._uncommitted)
+
+    def resolve(self, number: int, outcome: str, *, step: int) -> None:
+        """The ticket ends, while this optimizer step is being made."""
+        assert self.is_open(number), f"ticket {number} cannot end as {outcome}: it is not open"
+        self._resolved.add(number)
+        self._attempts.pop(number, None)
+        self._begins.pop(number, None)
+        self.outcomes[outcome] += 1
+        self._uncommitted.append(Ending(step, outcome, number))
+
+    def committed(self, state: LedgerState) -> None:
+        """What had ended in this state is in the journal."""
+        num_written = len(self._uncommitted) - (len(self._resolved) - state.num_resolved)
+        assert 0 <= num_written <= len(self._uncommitted), "a newer state has been committed already"
+        del self._uncommitted[:num_written]
+
+    def ignore(self, reason: str) -> None:
+        self.ignored[reason] += 1
+
+    def attempts(self, number: int) -> int:
+        return self._attempts.get(number, 0)
+
+    def begin(self, number: int, *, step: int) -> None:
+        """The ticket is asked for; who takes it begins with weights of this step, or younger ones."""
+        self._begins[number] = step
+
+    def begun_at(self, number: int) -> int:
+        return self._begins[number]
+
+    def failed(self, number: int) -> int:
+        """Count one failure; the number of them so far."""
+        assert self.is_open(number), f"ticket {number} cannot fail: it is not open"
+        self._attempts[number] = self.attempts(number) + 1
+        return self._attempts[number]
+
+    def dropped(self) -> Iterator[tuple[str, int]]:
+        """(reason, tickets) of those dropped."""
+        return ((key.removeprefix(DROPPED), count) for key, count in self.outcomes.items() if key.startswith(DROPPED))
+
+    def state(self) -> LedgerState:
+        ranges = self._resolved.ranges()
+        starts_at_zero = bool(ranges) and ranges[0][0] == 0
+        return LedgerState(
+            issued=self.issued,
+            watermark=ranges[0][1] if starts_at_zero else 0,
+            exceptions=ranges[1:] if starts_at_zero else ranges,
+            outcomes=dict(self.outcomes),
+            ignored=dict(self.ignored),
+            attempts=dict(self._attempts),
+            begins=dict(self._begins),
+            retries=self.retries.known(),
+        )
+
+
+class NumberSet:
+    """A set of numbers from 0 on, kept as disjoint ranges in order."""
+
+    def __init__(self, ranges: tuple[tuple[int, int], ...] = ()) -> None:
+        self._starts = [start for start, _ in ranges]
+        self._ends = [end for _, end in ranges]
+        self._size = sum(end - start for start, end in ranges)
+
+    def __contains__(self, number: int) -> bool:
+        at = bisect_right(self._starts, number) - 1
+        return at >= 0 and number < self._ends[at]
+
+    def __len__(self) -> int:
+        return self._size
+
+    def add(self, number: int) -> None:
+        assert number not in self, f"{number} is in the set already"
+        at = bisect_right(self._starts, number)
+        follows = at > 0 and self._ends[at - 1] == number
+        precedes = at < len(self._starts) and self._starts[at] == number + 1
+        if follows and precedes:
+            self._ends[at - 1] = self._ends.pop(at)
+            self._starts.pop(at)
+        elif follows:
+            self._ends[at - 1] = number + 1
+        elif precedes:
+            self._starts[at] = number
+        else:
+            self._starts.insert(at, number)
+            self._ends.insert(at, number + 1)
+        self._size += 1
+
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        return tuple(zip(self._starts, self._ends, strict=True))
+
+    def gaps(self, end: int) -> Iterator[int]:
+        """The numbers below `end` that are not in the set, in order."""
+        reached = 0
+        for start, stop in (*self.ranges(), (end, end)):
+            yield from range(reached, min(start, end))
+            reached = stop
+
+
+class Retries:
+    """Which tickets repeat a dead one, and what that means for the places of all."""
+
+    def __init__(self, known: Mapping[int, int] | None = None) -> None:
+        self._dead_of = dict(known or {})  # by the number of the retry
+        self._numbers = sorted(self._dead_of)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def add(self, number: int, dead: int) -> None:
+        assert number not in self._dead_of, f"ticket {number} is a retry already"
+        assert 0 <= dead < number, f"ticket {number} cannot repeat ticket {dead}, which comes after it"
+        self._dead_of[number] = dead
+        insort(self._numbers, number)
+
+    def dead_of(self, number: int) -> int | None:
+        """The ticket that this one repeats, if it does."""
+        return self._dead_of.get(number)
+
+    def place(self, number: int) -> int:
+        """How many tickets of the data come before the one that this number stands for."""
+        while (dead := self._dead_of.get(number)) is not None:  # a retry may have died, and be repeated itself
+            number = dead
+        return number - bisect_left(self._numbers, number)
+
+    def known(self) -> dict[int, int]:
+        """By the number of the retry, the ticket that it repeats."""
+        return dict(self._dead_of)

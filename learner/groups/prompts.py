@@ -1,0 +1,294 @@
+"""The prompts of a run, tokenised once, and which of them a ticket asks for.
+
+Ticket t asks for place `t % n` of pass `t // n` over the data, whose n places follow from the seed, the datasets and
+their weights alone (`learner.groups.prompts`), so that any ticket can be issued again at any time. The fingerprint
+stands for that function; a checkpoint carries it, and a run whose fingerprint has changed must not go on.
+
+The tokenizer is whatever `transformers` loaded; it is passed in, so that nothing here imports torch. Blocks on
+reading the file and on tokenising it, at the start only.
+
+Which rows a pass over the data asks for, and in which order, when datasets are mixed by weight.
+
+A pass asks for `weight x rows` of each dataset, rounded, and for one at least:
+
+    all its rows, as often as that many hold them  +  the rest, from a circle through the dataset
+                                                      0 1 2 3 4 5 6 7 8 9   (a weight of 0.3: 0 1 2, then 3 4 5, ...)
+
+So with a weight of 2 each row comes twice in each pass, and with 0.5 every other pass: no row comes more than once more
+often than another of its dataset, however long the run. Shuffled, the circle is a permutation of the dataset, and each
+pass has an order of its own; else rows come as in their files, the datasets spread evenly over the pass.
+
+All of it follows from sizes, weights and the seed: nothing is kept, and any pass can be asked for at any time.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+import xxhash
+from jinja2 import TemplateError
+
+from streamrl.config import schema
+from streamrl.data.prompts import PromptRow, read_prompts
+from streamrl.errors import DataError
+from streamrl.protocol.wire.agreed import MAX_TEXT_CHARS
+
+log = structlog.get_logger(__name__)
+
+_BATCH = 1024  # texts that the tokenizer gets at once
+
+
+class Tokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    chat_template: Any
+
+    def __call__(self, text: list[str], /, *, add_special_tokens: bool) -> Mapping[str, Any]: ...
+
+    def decode(self, token_ids: list[int], /) -> str | list[str]: ...
+
+    def apply_chat_template(self, conversation: list[Any], *, tokenize: bool, add_generation_prompt: bool) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    line: int  # in the file, counting from 1
+    text: str  # as the model reads it, chat template applied
+    token_ids: npt.NDArray[np.int32]  # [P]
+    fields: Mapping[str, Any]
+    dataset: str = ""  # by which name `data.train` knows it; empty where there is only one
+
+
+class PromptSet:
+    """All usable prompts of the files, in their order, and the tickets' order over them."""
+
+    def __init__(
+        self,
+        rows: Sequence[Prompt],
+        *,
+        seed: int,
+        shuffle: bool,
+        parts: Sequence[MixedDataset] | None = None,  # of the rows, in their order; None: one
+    ) -> None:
+        assert rows, "a prompt set holds at least one prompt"
+        self.rows = tuple(rows)
+        self._seed = seed
+        self._shuffle = shuffle
+        self._mixture = Mixture(parts or [MixedDataset(num_rows=len(rows))], seed=seed, shuffle=shuffle)
+
+    @classmethod
+    def load_train(cls, *, tokenizer: Tokenizer, data: schema.Data, seed: int) -> PromptSet:
+        """What `data.train` names: a file, or several."""
+        sets = data.train_sets()
+        found = [_read(one.path, tokenizer, data, key=one.key, dataset=one.name) for one in sets]
+        parts = [MixedDataset(num_rows=len(rows), weight=one.weight) for one, rows in zip(sets, found, strict=True)]
+        for one, part in zip(sets, parts, strict=True):
+            log.info("dataset", name=one.name, rows=part.num_rows, weight=one.weight, in_each_pass=part.num_places)
+        return cls([row for rows in found for row in rows], seed=seed, shuffle=data.shuffle, parts=parts)
+
+    @classmethod
+    def load(
+        cls, path: str | Path, *, tokenizer: Tokenizer, data: schema.Data, seed: int, key: str = "data.train"
+    ) -> PromptSet:
+        """One file; `key` is the setting that names it, for errors."""
+        return cls(_read(path, tokenizer, data, key=key), seed=seed, shuffle=data.shuffle)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def fingerprint(self) -> str:
+        """Stands for what every ticket number means: the rows, how they are mixed, and the seed of their order."""
+        digest = xxhash.xxh3_128(f"{self._seed} {self._shuffle}".encode())
+        if self._mixture.num_places != len(self.rows) or len(self._mixture.parts) > 1:
+            digest.update("".join(f" {part.num_places}/{part.num_rows}" for part in self._mixture.parts).encode())
+        for row in self.rows:
+            fields = json.dumps(dict(row.fields), sort_keys=True).encode()
+            digest.update(f"\n{len(row.token_ids)} {len(fields)} ".encode())
+            digest.update(row.token_ids.astype("<i4").tobytes())
+            digest.update(fields)
+        return digest.hexdigest()
+
+    def num_tickets(self, max_epochs: int) -> int:
+        return self._mixture.num_places * max_epochs
+
+    def locate(self, ticket: int) -> tuple[int, int]:
+        """(passes over the data before it, index of its row)"""
+        return self._mixture.locate(ticket)
+
+
+def _read(
+    path: str | Path, tokenizer: Tokenizer, data: schema.Data, *, key: str, dataset: str = ""
+) -> Sequence[Prompt]:
+    """Read and tokenise one file."""
+    with _uncollected():
+        file = read_prompts(path, malformed=data.malformed, key=key)
+        reader = _Reader(file.path, tokenizer, data, dataset)
+        rows = list(reader.read(file.rows))
+    num_malformed = file.num_skipped + reader.num_malformed
+    if not rows:
+        raise DataError(
+            f"{key}: no prompt of {path} can be used: {num_malformed} are malformed and {reader.num_overlong} "
+            f"longer than data.max_prompt_tokens={data.max_prompt_tokens}"
+        )
+    if num_malformed or reader.num_overlong or reader.num_truncated:
+        log.warning(
+            "prompts left out or cut",
+            key=key,
+            used=len(rows),
+            malformed=num_malformed,
+            overlong=reader.num_overlong,
+            truncated=reader.num_truncated,
+        )
+    return rows
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """The garbage collector would look through all rows again after every few hundred: half of the time of reading
+    100,000 prompts, which a run waits for at each restart."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class _Reader:
+    """Makes prompts of rows, and counts the rows it leaves out."""
+
+    def __init__(self, path: Path, tokenizer: Tokenizer, data: schema.Data, dataset: str) -> None:
+        self._path, self._tokenizer, self._data, self._dataset = path, tokenizer, data, dataset
+        self.num_malformed = 0
+        self.num_overlong = 0
+        self.num_truncated = 0
+
+    def read(self, rows: Sequence[PromptRow]) -> Iterator[Prompt]:
+        for start in range(0, len(rows), _BATCH):
+            batch = [(row, text) for row in rows[start : start + _BATCH] if (text := self._text(row)) is not None]
+            # A chat template has written the special tokens already.
+            plain = self._encode([text for row, text in batch if row.messages is None], add_special_tokens=True)
+            chats = self._encode([text for row, text in batch if row.messages is not None], add_special_tokens=False)
+            for row, text in batch:
+                token_ids = next(plain if row.messages is None else chats)
+                if len(token_ids) > self._data.max_prompt_tokens and self._data.overlong == "truncate":
+                    self.num_truncated += 1
+                    token_ids = list(token_ids[-self._data.max_prompt_tokens :])
+                    text = str(self._tokenizer.decode(token_ids))
+                if self._fits(row, text, token_ids):
+                    ids = np.asarray(token_ids, dtype=np.int32)
+                    yield Prompt(line=row.line, text=text, token_ids=ids, fields=row.fields, dataset=self._dataset)
+
+    def _encode(self, texts: list[str], *, add_special_tokens: bool) -> Iterator[Sequence[int]]:
+        return iter(self._tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"] if texts else [])
+
+    def _text(self, row: PromptRow) -> str | None:
+        if row.text is not None:
+            return row.text
+        assert row.messages is not None, "a row has a text or messages"
+        if not self._tokenizer.chat_template:
+            raise DataError(
+                f"{self._path}:{row.line}: 'messages' need a chat template, and the model's tokenizer has none; "
+                "use 'text'"
+            )
+        try:
+            text = self._tokenizer.apply_chat_template(list(row.messages), tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            self._malformed(row, f"the tokenizer's chat template refuses the messages: {error}")
+            return None
+        return str(text)
+
+    def _fits(self, row: PromptRow, text: str, token_ids: Sequence[int]) -> bool:
+        limit = self._data.max_prompt_tokens
+        if len(text) > MAX_TEXT_CHARS:  # by the chat template
+            self._malformed(row, f"the prompt is {len(text)} characters; a ticket carries {MAX_TEXT_CHARS}")
+            return False
+        if not token_ids:
+            self._malformed(row, "the prompt has no tokens")
+            return False
+        if len(token_ids) <= limit:
+            return True
+        if self._data.overlong == "error":
+            raise DataError(
+                f"{self._path}:{row.line}: the prompt has {len(token_ids)} tokens, data.max_prompt_tokens is {limit}; "
+                f"raise it, or set data.overlong=skip or truncate"
+            )
+        self.num_overlong += 1
+        return False
+
+    def _malformed(self, row: PromptRow, reason: str) -> None:
+        if self._data.malformed == "error":
+            raise DataError(f"{self._path}:{row.line}: {reason}")
+        self.num_malformed += 1
+
+
+_CACHED_PASSES = 2  # around the end of a pass, tickets of two passes are asked for by turns
+_FIRST_CIRCLE = 1 << 63  # draws for circles are numbered from here on, those for passes from 0 on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedDataset:
+    """One dataset."""
+
+    num_rows: int
+    weight: float = 1.0
+
+    @property
+    def num_places(self) -> int:
+        """In each pass."""
+        return max(1, int(self.weight * self.num_rows + 0.5))
+
+
+class Mixture:
+    """Rows are numbered through all parts, in their order."""
+
+    def __init__(self, parts: Sequence[MixedDataset], *, seed: int, shuffle: bool) -> None:
+        self.parts = tuple(parts)
+        self.num_places = sum(part.num_places for part in parts)  # of a pass
+        self._seed = seed
+        self._shuffle = shuffle
+        self._passes: dict[int, npt.NDArray[np.int64]] = {}  # the latest few
+
+    def locate(self, place: int) -> tuple[int, int]:
+        """(passes before it, its row)"""
+        data_epoch, position = divmod(place, self.num_places)
+        known = self._passes.get(data_epoch)
+        if known is None:
+            known = self._passes[data_epoch] = self._rows_of(data_epoch)
+            for old in sorted(self._passes)[:-_CACHED_PASSES]:
+                del self._passes[old]
+        return data_epoch, int(known[position])
+
+    def _rows_of(self, data_epoch: int) -> npt.NDArray[np.int64]:  # [num_places]
+        starts = np.cumsum([0, *(part.num_rows for part in self.parts)])
+        rows = [start + self._rows_of_part(at, data_epoch) for at, start in enumerate(starts[:-1])]
+        if self._shuffle:
+            order = self._permutation(data_epoch, self.num_places)
+        else:
+            spread = [(np.arange(len(of_part)) + 0.5) / len(of_part) for of_part in rows]
+            order = np.argsort(np.concatenate(spread), kind="stable")
+        in_order: npt.NDArray[np.int64] = np.concatenate(rows)[order]
+        return in_order
+
+    def _rows_of_part(self, at: int, data_epoch: int) -> npt.NDArray[np.int64]:  # [num_places of the part]
+        part = self.parts[at]
+        num_times, num_rest = divmod(part.num_places, part.num_rows)
+        rest = (np.arange(num_rest) + data_epoch * num_rest % part.num_rows) % part.num_rows
+        if self._shuffle and num_rest:
+            rest = self._permutation(_FIRST_CIRCLE + at, part.num_rows)[rest]
+        return np.concatenate([np.tile(np.arange(part.num_rows), num_times), rest])
+
+    def _permutation(self, draw: int, count: int) -> npt.NDArray[np.intp]:
+        # Sorted raw draws: of a bit generator numpy promises the same stream in every release, of shuffles not.
+        key = np.array([self._seed % (1 << 64), draw], dtype=np.uint64)
+        return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")

@@ -1,0 +1,106 @@
+"""How long the feed has been waiting, for what, and what follows: look again, go on without, or give up.
+
+A group that comes, a step that is made and a pause by the operator each begin the time anew. Every wait has its name in
+`waits_for`, which the monitor shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import structlog
+
+from streamrl.config import schema
+from streamrl.errors import TrainingError
+from streamrl.telemetry.progress import Wait
+
+_RECONCILE_AFTER_S = 60.0  # without a group for so long, tickets may have been lost; looking is cheap
+_LOOK_EVERY_S = 600.0  # and now and then in any case: one bad ticket must not go round as long as others come
+_COMMIT_AGAIN_S = 60.0  # after a checkpoint that was asked for and did not come
+
+log = structlog.get_logger(__name__)
+
+
+class WaitTimers:
+    def __init__(self, config: schema.Config, clock: Callable[[], float]) -> None:
+        self.waits_for = Wait.GROUPS
+        self.straggler_wait_s = 0.0  # that full batches waited, so far
+        self._idle_timeout_s = config.learner.idle_timeout_s
+        self._longest_wait_s = config.lag.wait_s
+        self._clock = clock
+        self._since: float | None = None  # no group came since then; None: a step is being made
+        self._full_since: float | None = None  # a batch is in hand since then, and waits for stragglers
+        self._reconciled_at = clock()
+        self._asked_commit_at: float | None = None
+
+    def begin(self) -> None:
+        """A batch is wanted."""
+        if self._since is None:
+            self._since = self._clock()
+
+    def step_follows(self) -> None:
+        self._since = None
+
+    def group_came(self) -> None:
+        self._since = self._clock()
+
+    def paused(self) -> None:
+        self.waits_for = Wait.RESUME
+        self._since = self._clock()  # nothing comes because nothing should
+        self._full_since = None
+
+    def batch_is_not_full(self) -> None:
+        self.waits_for = Wait.GROUPS
+        self._full_since = None
+
+    def batch_may_wait(self, num_stragglers: int) -> bool:
+        """Whether a full batch waits for so many, or goes without them, since there are none or it waited too long."""
+        now = self._clock()
+        began = now if self._full_since is None else self._full_since
+        if num_stragglers and now - began < self._longest_wait_s:
+            self._full_since, self.waits_for = began, Wait.STRAGGLERS
+            return True
+        if num_stragglers:
+            log.warning("went on without stragglers", tickets=num_stragglers, waited_s=round(now - began))
+        self.straggler_wait_s += now - began
+        self._full_since = None
+        return False
+
+    def check(self, *, num_outstanding: int) -> None:
+        """TrainingError when groups have been awaited in vain for too long."""
+        assert self._since is not None, "only called while waiting"
+        waited_s = self._clock() - self._since
+        if waited_s >= self._idle_timeout_s:
+            raise TrainingError(
+                f"no group arrived for {waited_s:.0f} s (learner.idle_timeout_s) and {num_outstanding} tickets are "
+                "outstanding; do workers run, and do they reach Redis and rewards?"
+            )
+
+    @property
+    def tickets_may_be_lost(self) -> bool:
+        """Nothing came for a while."""
+        assert self._since is not None, "only asked while waiting"
+        return self._clock() - max(self._since, self._reconciled_at) >= _RECONCILE_AFTER_S
+
+    @property
+    def looked_long_ago(self) -> bool:
+        return self._clock() - self._reconciled_at >= _LOOK_EVERY_S
+
+    def look_soon(self) -> None:
+        """A ticket may be missing: look before the next batch."""
+        self._reconciled_at = -math.inf
+
+    def reconciled(self) -> None:
+        self._reconciled_at = self._clock()
+
+    def may_ask_for_commit(self) -> bool:
+        """Not over and over, when the checkpoint that was asked for failed; asking is noted."""
+        now = self._clock()
+        if self._asked_commit_at is not None and now - self._asked_commit_at < _COMMIT_AGAIN_S:
+            return False
+        self._asked_commit_at = now
+        return True
+
+    def committed(self) -> None:
+        self._asked_commit_at = None

@@ -1,0 +1,121 @@
+"""One rank of the learner, under torchrun (`process.agent`) or alone: `python -m streamrl.learner --config ...`.
+
+With `--replay DIR` in place of `--redis URL` it learns from a recording.
+
+Exit codes: 0 finished, or stopped by the operator's word or by `training.max_time`, 2 a user's mistake, 76 told to end
+by a signal while under torchrun, 1 all else. Torchrun answers the last two with a restart, unless it is ending itself;
+where a restart would only fail again, it is told to, and ends with the same code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import structlog
+import torch
+
+from streamrl.config.load import load_config
+from streamrl.errors import RunGone, StreamrlError, TrainingError, UserError
+from streamrl.learner.assemble import learn
+from streamrl.learner.checkpoints.resume import check_resume
+from streamrl.learner.process.guardian import guarded
+from streamrl.learner.process.notes import tell
+from streamrl.learner.process.ranks import die_with_parent, join_world, show_rank
+from streamrl.learner.rank_context import stall_limit_s
+from streamrl.learner.replay import replay
+from streamrl.learner.start import was_restarted
+from streamrl.telemetry.logs import configure_logging
+
+# An agent whose ranks have ended with 0 is done, and would not come to the next rendezvous; and a forked rank with
+# nothing to complain of waits for its agent to hear so, which an agent that is ending never does.
+_EXIT_TOLD = 76
+_STOPPED_LIMIT_S = 10.0  # of a rank that was stopped from outside; longer than any look at a process takes
+
+log = structlog.get_logger("learner")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parent = os.getppid()
+    options = _parse(arguments)
+    rank = os.environ.get("RANK", "0")
+    log_file = options.log_file and Path(str(options.log_file).replace("{rank}", rank))
+    configure_logging(f"learner/{rank}", log_file)
+    under_agent = "TORCHELASTIC_RUN_ID" in os.environ
+    if under_agent:
+        die_with_parent(parent)
+        show_rank(rank)
+    try:
+        with guarded(limit_s=_STOPPED_LIMIT_S) if under_agent else nullcontext():
+            was_told = _run(options, under_agent=under_agent)
+    except StreamrlError as error:
+        hopeless = isinstance(error, UserError | TrainingError | RunGone)
+        log.error(str(error), exc_info=not hopeless)
+        if rank == "0":
+            print(f"learner: {error}", file=sys.stderr, flush=True)
+        if hopeless and rank == "0" and options.error_file:
+            options.error_file.write_text(json.dumps({"error": str(error), "exit_code": error.exit_code}))
+        if hopeless and under_agent and os.environ.get("LOCAL_RANK") == "0":
+            tell(error.exit_code, os.environ)
+            os.kill(_agent(parent), signal.SIGTERM)  # or it would try again, max-restarts times
+        return error.exit_code
+    return _EXIT_TOLD if under_agent and was_told else 0
+
+
+def _agent(parent: int) -> int:
+    """Its process id: a fork server may stand between it and us."""
+    above = multiprocessing.parent_process()
+    return parent if above is None or above.pid is None else above.pid
+
+
+def _run(options: argparse.Namespace, *, under_agent: bool) -> bool:
+    """Whether a signal has ended it, to this rank or to another one."""
+    config = load_config(options.config).config
+    if not under_agent:  # else whoever started the agent has asked
+        check_resume(config)
+    if config.learner.threads:
+        torch.set_num_threads(config.learner.threads)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    with join_world(os.environ, timeout_s=stall_limit_s(config)) as world:
+        if options.replay is not None:
+            state = replay(config=config, folder=options.replay, world=world, stop=stop, environment=os.environ)
+        else:
+            state = learn(
+                config=config,
+                url=options.redis,
+                # Once: who was itself replaced since must not take the run back when torchrun restarts it.
+                takeover=options.takeover and not was_restarted(os.environ),
+                world=world,
+                stop=stop,
+                elastic=options.elastic,
+                environment=os.environ,
+            )
+        log.info("learner ends", state=state)
+    return stop.is_set() or state == "running"
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m learner", description="One rank of the learner of a run.")
+    parser.add_argument("--config", required=True, type=Path, help="the run's resolved configuration")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--redis", metavar="URL", help="where the run's stream is")
+    source.add_argument("--replay", metavar="DIR", type=Path, help="learn from this recording, without Redis")
+    parser.add_argument("--takeover", action="store_true", help="replace a learner that still holds the run")
+    parser.add_argument("--elastic", action="store_true", help="when told to end, leave the run to other machines")
+    parser.add_argument("--log-file", type=Path, help="write JSON lines here; {rank} in it becomes the rank")
+    parser.add_argument("--error-file", type=Path, help="write an error here that no restart can mend, as JSON")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

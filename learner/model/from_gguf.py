@@ -1,0 +1,78 @@
+"""A model that is one GGUF file made into the folder that a hub would hold: `python -m learner.model.from_gguf`.
+
+    file.gguf ─► transformers reads and dequantises it ─► a plain model of the same configuration ─► output/
+
+What transformers reads from a GGUF counts as quantised for it and refuses to be saved, so the weights move to a plain
+model first. Tokenizer and chat template are saved beside them. Blocks on computing alone, on the host's processors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+
+from streamrl.errors import DataError, UserError
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def convert(file: Path, output: Path, *, dtype: torch.dtype, say: Callable[[str], None]) -> None:
+    if not file.is_file():
+        raise DataError(f"{file}: no such file")
+    say("step 1 of 3, the tokenizer")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    say("step 2 of 3, the weights")
+    read = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    model = plain(read)
+    say("step 3 of 3, writing")
+    nn.Module.to(model, dtype)
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+
+
+def plain(read: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+    """The same weights in a model that knows nothing of quantisation."""
+    config = read.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):  # random weights, for half a minute, are for nobody
+        model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config)
+    model.load_state_dict(read.state_dict(), assign=True)
+    model.tie_weights()
+    return model
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m streamrl.learner.model.from_gguf", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--gguf", type=Path, required=True, help="the file")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the model")
+    parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="of the weights that are written")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch's choice")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _arguments(argv)
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    dtype = _DTYPES[arguments.dtype]
+    try:
+        convert(arguments.gguf, arguments.output, dtype=dtype, say=lambda text: print(text, flush=True))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,245 @@
+"""From this rank's groups to gradients in the policy's parameters: the objective, as it is computed.
+
+    prepare      groups ─ select ─► pieces ─ pack ─► micro-batches     as many on every rank, padded with empty ones
+                              │                   │
+                 N, T over all ranks     reference log-probs           only when the algorithm asks for them
+                              │                   ▼
+                              │             advantages                 of each sample's own group, then of the batch
+                              ▼                   ▼
+    accumulate   loss = sum over tokens of weight_t * loss_t           backward after each micro-batch
+
+A batch is prepared once and may be passed over several times. Its first pass finds the log-probs of the policy before
+all passes (pi_p), which the later ones compare with.
+
+Collectives: the denominators, the advantages' moments, the number of micro-batches, and FSDP's own; each blocks until
+every rank has come.
+
+The policy as it was before the run: its own base when adapters train, else a frozen copy, which nothing ever moves.
+
+On a GPU the copy may wait in the host's memory (`model.reference: cpu`) and pass through the device layer by layer,
+sharded over the ranks like the policy: the same numbers, for the price of copying the model once in each forward pass.
+Blocks on the other ranks, where it is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from streamrl.config import schema
+from streamrl.learner.metrics.tally import Tally
+from streamrl.learner.model.load import load_reference
+from streamrl.learner.model.logprobs import LogProbs
+from streamrl.learner.model.lora import without_adapters
+from streamrl.learner.model.packing import MicroBatch, Piece, empty_micro_batch, pack
+from streamrl.learner.model.policy import Policy, evaluating
+from streamrl.learner.process.ranks import World
+from streamrl.protocol.wire.group import Group
+from streamrl.recipe.advantages import STD_FLOOR, PerToken, discounted
+from streamrl.recipe.algorithms import Algorithm, Judged, Selection
+from streamrl.recipe.losses import TokenBatch
+
+Reference = Callable[[MicroBatch], torch.Tensor]  # [T] log-probs under the frozen policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """This rank's share of a step, ready to be passed over. All responses lie end to end; a token's place is where its
+    sample's response begins, and its position there."""
+
+    micro_batches: Sequence[MicroBatch]
+    reference_logprobs: Sequence[torch.Tensor | None]  # a tensor [T] for each micro-batch
+    begins: torch.Tensor  # [samples] of their responses
+    advantages: torch.Tensor  # [tokens of responses] float64
+    staleness: torch.Tensor  # [tokens of responses] steps
+    weights: torch.Tensor  # [samples] float64: of each trained token in the loss
+    fresh: torch.Tensor  # [samples] bool: made wholly by the weights that the first pass finds
+    num_tokens: int  # of all trained samples with their prompts
+    flops: float  # of one pass
+    proximal_logprobs: list[torch.Tensor] = field(default_factory=list)  # [T] each, once the first pass is made
+
+
+class Gradients:
+    def __init__(
+        self,
+        *,
+        policy: Policy,
+        reference: Reference | None,  # asked only when the algorithm needs it
+        algorithm: Algorithm,
+        config: schema.Config,
+        world: World,
+        beat: Callable[[], None],  # called after each micro-batch: a long step is no stall
+    ) -> None:
+        assert reference is not None or not algorithm.needs_reference
+        self._policy, self._reference, self._algorithm = policy, reference, algorithm
+        self._settings = config.algorithm
+        self._max_tokens = config.training.micro_batch_tokens
+        self._world, self._beat = world, beat
+
+    def prepare(self, groups: Sequence[Group], tally: Tally) -> Batch:
+        """`groups` are those of this rank that all ranks accepted."""
+        selections = [self._algorithm.select(group) for group in groups]
+        pieces = _pieces(groups, selections)
+        micro_batches = self._micro_batches(pieces)
+        reference_logprobs = [self._ask_reference(batch) for batch in micro_batches]
+        samples = [sample for group in groups for sample in group.samples]
+        lengths = torch.tensor([len(sample.token_ids) for sample in samples], dtype=torch.int64)
+        advantages = self._advantages(groups, pieces, micro_batches, reference_logprobs, tally)
+        staleness = [tally.staleness(sample) for sample in samples]
+        fresh = torch.tensor([tally.is_fresh(sample) for sample in samples], dtype=torch.bool)
+        return Batch(
+            micro_batches=micro_batches,
+            reference_logprobs=reference_logprobs,
+            begins=(lengths.cumsum(0) - lengths).to(self._world.device),
+            advantages=torch.from_numpy(np.concatenate([np.zeros(0), *advantages])).to(self._world.device),
+            staleness=torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *staleness])).to(self._world.device),
+            weights=self._sample_weights(pieces, selections),
+            fresh=fresh.to(self._world.device),
+            num_tokens=sum(piece.num_tokens for piece in pieces),
+            flops=self._policy.effort.on(pieces),
+        )
+
+    def accumulate(self, batch: Batch, tally: Tally) -> float:
+        """One pass: add the gradient of the global loss. This rank's share of that loss."""
+        first = not batch.proximal_logprobs
+        loss = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        for at, micro_batch in enumerate(batch.micro_batches):
+            out = self._policy(micro_batch, entropy_learns=self._algorithm.needs_entropy)
+            if first:
+                batch.proximal_logprobs.append(out.logp.detach())
+            loss += self._backward(batch, at, out, tally, first=first)
+            self._beat()
+        tally.add_work(num_tokens=batch.num_tokens, flops=batch.flops)
+        return float(loss)
+
+    def _backward(self, batch: Batch, at: int, out: LogProbs, tally: Tally, *, first: bool) -> torch.Tensor:
+        micro_batch, dtype = batch.micro_batches[at], out.logp.dtype
+        place = batch.begins[micro_batch.sample] + micro_batch.position
+        tokens = TokenBatch(
+            logprobs=out.logp,
+            behaviour_logprobs=micro_batch.logmu.to(dtype),
+            proximal_logprobs=batch.proximal_logprobs[at],
+            reference_logprobs=batch.reference_logprobs[at],
+            entropy=out.entropy if self._algorithm.needs_entropy else None,
+            advantages=batch.advantages[place].to(dtype),
+            staleness=batch.staleness[place],
+            sample=micro_batch.sample,
+            num_samples=len(batch.begins),
+        )
+        values, metrics = self._algorithm.loss(tokens)
+        loss = (batch.weights[micro_batch.sample].to(dtype) * values).sum()
+        # FSDP takes the mean over ranks of what is to be a sum.
+        (loss * self._world.size).backward()
+        fresh = batch.fresh[micro_batch.sample] if first else None
+        tally.add_tokens(tokens, out.entropy.detach(), metrics, fresh=fresh)
+        return loss.detach().double()
+
+    def _sample_weights(self, pieces: Sequence[Piece], selections: Sequence[Selection]) -> torch.Tensor:
+        """[samples] what each trained token of a sample weighs in the loss, with denominators over all ranks."""
+        counted = sum(int(selection.counted.sum()) for selection in selections)
+        num_trained = {piece.sample: int(piece.mask.sum()) for piece in pieces}
+        totals = self._world.total(np.array([counted, sum(num_trained.values())], dtype=np.float64))
+        weights = torch.zeros(sum(len(selection.trained) for selection in selections), dtype=torch.float64)
+        for sample, length in num_trained.items():
+            weights[sample] = 1 / (totals[0] * length) if self._settings.loss_mean == "sequence" else 1 / totals[1]
+        return weights.to(self._world.device)
+
+    def _micro_batches(self, pieces: Sequence[Piece]) -> list[MicroBatch]:
+        batches = pack(pieces, max_tokens=self._max_tokens, shape=self._policy.shape)
+        most = int(self._world.largest(np.array([len(batches)], dtype=np.float64))[0])
+        batches += [empty_micro_batch() for _ in range(most - len(batches))]
+        return [batch.to(self._world.device) for batch in batches]
+
+    def _ask_reference(self, batch: MicroBatch) -> torch.Tensor | None:
+        return self._reference(batch) if self._reference is not None and self._algorithm.needs_reference else None
+
+    def _advantages(
+        self,
+        groups: Sequence[Group],
+        pieces: Sequence[Piece],
+        batches: Sequence[MicroBatch],
+        reference_logprobs: Sequence[torch.Tensor | None],
+        tally: Tally,
+    ) -> PerToken:  # samples times [T_i]
+        penalties = self._penalties(sum(len(group.samples) for group in groups), batches, reference_logprobs, tally)
+        judged: list[Judged] = []
+        start = 0
+        for group in groups:
+            own = penalties[start : start + len(group.samples)]
+            judged.append(self._algorithm.advantages(group, own))
+            tally.add_group(group, judged[-1].baselines, own)
+            start += len(group.samples)
+        values = tuple(each for of_group in judged for each in of_group.values)
+        return discounted(self._normalized(values, pieces), self._settings.discount_factor)
+
+    def _normalized(self, values: PerToken, trained: Sequence[Piece]) -> PerToken:
+        """By the moments over the trained samples of all ranks, each of which counts once, however many tokens it has;
+        two rounds, since differences of squares cancel."""
+        if not self._settings.normalize_batch:
+            return values
+        own = [values[piece.sample][piece.mask] for piece in trained]
+        count, total = self._world.total(np.array([len(own), sum(each.mean() for each in own)]))
+        mean = total / max(1.0, count)
+        [squares] = self._world.total(np.array([float(sum(((each - mean) ** 2).mean() for each in own))]))
+        std = np.sqrt(squares / max(1.0, count)) + STD_FLOOR
+        return tuple((each - mean) / std for each in values)
+
+    def _penalties(
+        self,
+        num_samples: int,
+        batches: Sequence[MicroBatch],
+        reference_logprobs: Sequence[torch.Tensor | None],
+        tally: Tally,
+    ) -> npt.NDArray[np.float64]:  # [samples] mean over a sample's trained tokens
+        total = torch.zeros(num_samples, dtype=torch.float64, device=self._world.device)
+        count = torch.zeros_like(total)
+        for batch, reference in zip(batches, reference_logprobs, strict=True):
+            if reference is not None:
+                behaviour = batch.logmu.to(reference.dtype)
+                penalty = self._algorithm.penalty(behaviour, reference).double()
+                total.index_add_(0, batch.sample, penalty)
+                count.index_add_(0, batch.sample, torch.ones_like(penalty))
+                tally.add_reference(behaviour, reference)
+        penalties: npt.NDArray[np.float64] = (total / count.clamp(min=1)).cpu().numpy()
+        return penalties
+
+
+def _pieces(groups: Sequence[Group], selections: Sequence[Selection]) -> list[Piece]:
+    """The samples with something to train; an empty response has nothing."""
+    found: list[Piece] = []
+    sample_index = 0
+    for g, (group, selection) in enumerate(zip(groups, selections, strict=True)):
+        for sample, trained in zip(group.samples, selection.trained, strict=True):
+            mask = sample.loss_mask()
+            if trained and mask.any():
+                found.append(
+                    Piece(
+                        sample=sample_index,
+                        group=g,
+                        prompt_ids=group.prompt_ids,
+                        token_ids=sample.token_ids,
+                        logmu=sample.logprobs,
+                        mask=mask,
+                    )
+                )
+            sample_index += 1
+    return found
+
+
+def make_reference(config: schema.Config, world: World, end_ids: tuple[int, ...], policy: Policy) -> Reference:
+    on_host = config.model.reference == "cpu" and world.device.type != "cpu"
+    frozen = policy if config.model.lora else load_reference(config, world, end_ids, like=policy, on_host=on_host)
+    return asking(frozen)
+
+
+def asking(frozen: Policy) -> Reference:
+    def ask(batch: MicroBatch) -> torch.Tensor:
+        with evaluating(frozen), without_adapters(frozen):
+            logp: torch.Tensor = frozen(batch).logp
+        return logp
+
+    return ask

@@ -1,0 +1,153 @@
+"""The policy: a transformers causal model that is asked for log-probs of packed sequences only.
+
+With more than one rank the policy's forward pass is the whole of what happens between gathering and freeing parameters,
+so the head's log-probs are computed inside it. What it says of one sequence without packing and without a head of ours
+(`plain`) is what `learner.model.settle` holds packing to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from streamrl.learner.model.attention import EAGER, VARLEN
+from streamrl.learner.model.flops import Flops
+from streamrl.learner.model.logprobs import Head, LogProbs, given_logprobs, project, token_logprobs
+from streamrl.learner.model.packing import MicroBatch, Shape, additive
+from streamrl.learner.model.ways import Way, decoder_of, layer_types, ways_of
+
+_MOST_LOGITS = 1 << 26  # of a micro-batch whose logits are the model's own: 256 MiB in fp32, several times
+_HEAD_TOLERANCE = 1e-4
+_SIZES_OF_LOGITS = (3.0, 3000.0)  # a cap that the model's few logits of today do not reach is seen all the same
+
+
+class Seen(NamedTuple):
+    """Of one sequence."""
+
+    logp: torch.Tensor  # [T]
+    hidden: torch.Tensor  # [T, H] that these come from; empty where the model does not show it
+
+
+class Policy(nn.Module):
+    """log pi of the trained tokens of a micro-batch."""
+
+    def __init__(self, model: transformers.PreTrainedModel, *, head: Head, min_tokens: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.model = model
+        self.head, self._min_tokens, self._dtype = head, min_tokens, dtype
+        self.effort = Flops.of(model)  # before anything is sharded
+        self.take(ways_of(model)[0], head)
+
+    def take(self, way: Way, head: Head) -> None:
+        """Ask the model in this way from now on."""
+        self.way, self.head = way, head
+        config = self.model.config.get_text_config()
+        if self.model.config._attn_implementation != way.attention:
+            self.model.set_attn_implementation(way.attention)
+        self._varlen = way.attention == VARLEN
+        self.shape = Shape(
+            hidden_size=config.hidden_size,
+            share_prompts=way.layout == "shared",
+            padded=not self._varlen,
+            alone=way.layout == "rows",
+            max_cells=max(1, _MOST_LOGITS // config.vocab_size) if way.own_logits else None,
+        )
+
+    def forward(self, batch: MicroBatch, *, raw: bool = False, entropy_learns: bool = False) -> LogProbs:
+        """`raw`: as the bare model gives them, in fp32 throughout, at temperature 1 and with nothing banned.
+        `entropy_learns`: the entropy carries a gradient, too."""
+        dtype, head, min_tokens = (
+            (torch.float32, self.head.plain(), 0) if raw else (self._dtype, self.head, self._min_tokens)
+        )
+        early = batch.position < min_tokens
+        with torch.autocast(batch.input_ids.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            if self.way.own_logits:
+                logits = self.model(input_ids=batch.input_ids, use_cache=False).logits
+                return given_logprobs(logits.flatten(0, 1)[batch.index], batch.targets, early, head, entropy_learns)
+            hidden = self._hidden(batch)
+        projection = self.model.get_output_embeddings()
+        bias = getattr(projection, "bias", None)
+        return token_logprobs(hidden, projection.weight, batch.targets, early, head, bias, entropy_learns)
+
+    def _hidden(self, batch: MicroBatch) -> torch.Tensor:  # [T, H]
+        where: dict[str, Any] = {}
+        if not self.shape.alone:
+            where["position_ids"] = batch.position_ids
+        if self.shape.share_prompts:
+            where["attention_mask"] = self._masks(batch)
+        if self._varlen and not self.shape.alone:
+            where |= {"cu_seq_lens_q": batch.starts, "max_length_q": batch.longest}
+        out = decoder_of(self.model)(input_ids=batch.input_ids, use_cache=False, **where)
+        hidden: torch.Tensor = out.last_hidden_state.flatten(0, 1)[batch.index]
+        return hidden
+
+    def _masks(self, batch: MicroBatch) -> torch.Tensor | dict[str, torch.Tensor]:
+        """As the model takes them: one for all layers, or one for each kind of layer."""
+        config = self.model.config.get_text_config()
+        prepared = additive if self.way.attention == EAGER else torch.Tensor.contiguous
+        window, kinds = getattr(config, "sliding_window", None), layer_types(config)
+        if window is None or (kinds and "sliding_attention" not in kinds):
+            return prepared(batch.attention_mask())
+        near = prepared(batch.attention_mask(window))
+        return {"full_attention": prepared(batch.attention_mask()), "sliding_attention": near} if kinds else near
+
+    def plain(self, token_ids: torch.Tensor) -> Seen:  # [T]
+        """What the bare model says of one sequence, without packing and without a head of ours."""
+        with self.watching() as hidden:
+            logits = self.model(input_ids=token_ids[None], use_cache=False).logits[0, :-1].float()
+        return Seen(logp=logits.log_softmax(-1).gather(1, token_ids[1:, None])[:, 0], hidden=hidden[0][0, :-1])
+
+    @contextmanager
+    def watching(self) -> Iterator[list[torch.Tensor]]:  # [rows, length, H] of each pass
+        """The hidden states that passes inside end in."""
+        seen: list[torch.Tensor] = []
+        with decoder_of(self.model).register_forward_hook(lambda _module, _args, out: seen.append(_last(out))):
+            yield seen
+
+    def head_fits(self, token_ids: torch.Tensor, head: Head) -> bool:  # [T]
+        """Whether the model makes its logits as this head does, however large they are."""
+        return all(self._head_fits(token_ids, head, size) for size in _SIZES_OF_LOGITS)
+
+    def _head_fits(self, token_ids: torch.Tensor, head: Head, size: float) -> bool:
+        projection = self.model.get_output_embeddings()
+        weight, bias = projection.weight, getattr(projection, "bias", None)
+        seen: list[torch.Tensor] = []
+
+        def resize(_module: nn.Module, _args: Any, out: Any) -> Any:
+            hidden = out.last_hidden_state
+            out.last_hidden_state = hidden * (size / (hidden @ weight.T).abs().max())
+            seen.append(out.last_hidden_state)
+            return out
+
+        with decoder_of(self.model).register_forward_hook(resize):
+            theirs = self.model(input_ids=token_ids[None], use_cache=False).logits
+        ours = project(seen[0], weight, bias, replace(head.plain(), compute_dtype=weight.dtype))
+        largest = theirs.abs().max()
+        return ours.shape == theirs.shape and bool((ours - theirs).abs().max() <= _HEAD_TOLERANCE * largest)
+
+
+def _last(out: Any) -> torch.Tensor:
+    """A decoder's last hidden state; nothing, of one that is the whole model."""
+    hidden = getattr(out, "last_hidden_state", None)
+    return torch.zeros(1, 1, 0) if hidden is None else hidden
+
+
+@contextmanager
+def evaluating(policy: Policy) -> Iterator[None]:
+    """Inside, forward passes without gradient or dropout; afterwards the policy is as it was.
+
+    FSDP leaves the outermost parameters gathered after a forward pass, for the backward pass that here never comes.
+    """
+    policy.eval()
+    with torch.no_grad():
+        yield
+    if isinstance(policy, FSDPModule):
+        policy.reshard()
+    policy.train()

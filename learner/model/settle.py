@@ -1,0 +1,208 @@
+"""Which way the model is asked: tried at start, on all ranks alike, against what the model says of each sequence alone.
+
+    head      ours is tried on hidden states of all sizes; one that makes other logits leaves them to the model
+    layout    the fastest way whose hidden states and log-probs are the model's own, while gradients are off and while
+              the model trains; with its windows narrowed as well, so that a few tokens reach beyond them
+
+What a few tokens cannot show is ruled by `learner.model.ways`. All of it is collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+import structlog
+import torch
+import transformers
+from torch.distributed.fsdp import FSDPModule
+
+from streamrl.errors import DataError
+from streamrl.learner.model.attention import EAGER, MASKED, VARLEN
+from streamrl.learner.model.logprobs import Head
+from streamrl.learner.model.packing import Piece, pack
+from streamrl.learner.model.policy import Policy, Seen, evaluating
+from streamrl.learner.model.ways import Way, has_window, layer_types, unpackable, ways_of
+from streamrl.learner.process.ranks import World
+
+_LOGP_TOLERANCE = 1e-3
+_HIDDEN_TOLERANCE = 1e-3  # of a hidden state's length: a model whose weights are small yet shows what it sees
+_NARROW = 3  # tokens
+# What families call the factor or divisor of their logits, and their cap.
+_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "logits_mup_width_multiplier")
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+
+log = structlog.get_logger(__name__)
+
+
+def settle(policy: Policy, world: World, *, wished: str = MASKED) -> None:
+    """Take the fastest way that is right; DataError when none is. `wished`: how it would attend if it could."""
+    ways = ways_of(policy.model)  # before the trial changes how it attends
+    with evaluating(policy):
+        trial = _Trial(policy, world)
+        head = trial.find_head()
+        ways = [way for way in ways if head is not None or way.own_logits]
+        taken = next((way for way in ways if trial.is_right(way, head or policy.head)), None)
+        if taken is None:
+            raise trial.refusal(
+                "its log-probs of a sequence depend on what comes after it; model.path must be a causal language model"
+            )
+        if not trial.is_right(taken, policy.head, while_training=True):
+            raise trial.refusal(
+                "it gives other log-probs while it trains; turn noise and dropout off in its config.json"
+            )
+    if world.is_main:
+        _tell(policy, wished)
+
+
+def _tell(policy: Policy, wished: str) -> None:
+    """What of the fastest way cannot be had."""
+    about = {"model": policy.model.name_or_path, "kind": type(policy.model).__name__, "way": str(policy.way)}
+    if policy.shape.alone:
+        reason = ", ".join(unpackable(policy.model.config)[:3]) or "packed log-probs are not its own"
+        log.warning("sequences are not packed: right, but slower", reason=reason, **about)
+    elif wished == VARLEN and policy.way.attention != VARLEN:
+        log.warning("sequences attend under a mask: the model's attention is not for varlen", **about)
+
+
+class _Trial:
+    """Of one model: what it says of a few sequences, two of which have the same prompt, and whether we say the same."""
+
+    def __init__(self, policy: Policy, world: World) -> None:
+        self._policy, self._world, self._error = policy, world, ""
+        self._pieces = _pieces(policy.model.config.get_text_config().vocab_size)
+        self._device = next(policy.parameters()).device
+        self._truth: dict[bool, list[Seen]] = {}
+        for narrow in (False, True) if has_window(policy.model.config) else (False,):
+            if not self._all_ranks(partial(self._ask, narrow)):
+                raise self.refusal(f"it cannot be asked for the logits of token ids alone ({self._error})")
+
+    def refusal(self, why: str) -> DataError:
+        model = self._policy.model
+        return DataError(f"model.path {model.name_or_path!r}: {type(model).__name__} cannot be trained: {why}")
+
+    def find_head(self) -> Head | None:
+        """None: its logits are made in a way that our head does not know."""
+        ids = _token_ids(self._pieces[0], self._device)
+        for head in _heads(self._policy.model.config, self._policy.head):
+            if self._all_ranks(partial(self._policy.head_fits, ids, head)):
+                return head
+        return None
+
+    def is_right(self, way: Way, head: Head, *, while_training: bool = False) -> bool:
+        self._policy.take(way, head)
+        narrowings = [narrow for narrow in self._truth if not (narrow and way.layout == "rows")]
+        kinds = layer_types(self._policy.model.config) or ("sliding_attention",)
+        bites = "sliding_attention" in kinds and True in narrowings
+        if bites and not self._all_ranks(lambda: not _alike(self._truth[True], self._truth[False])):
+            return False  # the model keeps its window where we do not know
+        self._policy.train(while_training)
+        right = all(self._all_ranks(partial(self._same, narrow)) for narrow in narrowings)
+        self._policy.eval()
+        return right
+
+    def _ask(self, narrow: bool) -> bool:
+        # Eager: what a model does to its scores beyond the usual, other attention leaves out without a word.
+        self._policy.take(Way(layout="rows", attention=EAGER), self._policy.head)
+        with _narrowed(self._policy.model) if narrow else nullcontext():
+            self._truth[narrow] = [self._policy.plain(_token_ids(piece, self._device)) for piece in self._pieces]
+        return True
+
+    def _same(self, narrow: bool) -> bool:
+        """Every rank makes the same passes, whatever it finds: they are collective."""
+        policy, found, finite = self._policy, {}, True
+        with _narrowed(policy.model) if narrow else nullcontext():
+            for batch in pack(self._pieces, max_tokens=64, shape=policy.shape):
+                here = batch.to(self._device)
+                finite &= bool(policy(here).logp.isfinite().all())  # kernels of narrow numbers may know less
+                with policy.watching() as passes:
+                    logp = policy(here, raw=True).logp
+                hidden = passes[0].flatten(0, 1)
+                for sample in batch.sample.unique().tolist():
+                    own = here.sample == sample
+                    found[sample] = Seen(logp=logp[own], hidden=hidden[here.index[own]] if hidden.numel() else hidden)
+        return finite and _alike([found[piece.sample] for piece in self._pieces], self._truth[narrow])
+
+    def _all_ranks(self, holds: Callable[[], bool]) -> bool:
+        """A collective. What a model raises of a way that it does not know is a no."""
+        try:
+            mine = holds()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - models raise whatever they happen to
+            self._error, mine = repr(error).splitlines()[0], False
+            log.info("a way of asking the model fails", way=str(self._policy.way), error=self._error)
+            for module in self._policy.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        return self._world.all_agree(mine)
+
+
+def _pieces(vocabulary: int) -> list[Piece]:
+    """Every response token is asked for, and no prompt token."""
+    ids = np.random.default_rng(0).integers(3, min(vocabulary, 1000), 64, dtype=np.int32)
+    prompts = {0: ids[:4], 1: ids[4:6]}
+    responses = [(0, ids[10:21]), (0, ids[21:27]), (1, ids[27:31])]
+    return [
+        Piece(
+            sample=sample,
+            group=group,
+            prompt_ids=prompts[group],
+            token_ids=response,
+            logmu=np.zeros(len(response), dtype=np.float32),
+            mask=np.ones(len(response), dtype=np.bool_),
+        )
+        for sample, (group, response) in enumerate(responses)
+    ]
+
+
+def _token_ids(piece: Piece, device: torch.device) -> torch.Tensor:  # [P + T]
+    return torch.from_numpy(np.concatenate([piece.prompt_ids, piece.token_ids])).long().to(device)
+
+
+@contextmanager
+def _narrowed(model: transformers.PreTrainedModel) -> Iterator[None]:
+    """Inside, windows are narrower than the sequences of the trial."""
+    config = model.config.get_text_config()
+    modules = list(model.modules())
+    found: list[Any] = [config, *modules, *(getattr(module, "config", None) for module in modules)]
+    holders = {id(holder): holder for holder in found}
+    wide = [(owner, owner.sliding_window) for owner in holders.values() if getattr(owner, "sliding_window", None)]
+    for owner, _ in wide:
+        owner.sliding_window = _NARROW
+    try:
+        yield
+    finally:
+        for owner, window in wide:
+            owner.sliding_window = window
+
+
+def _alike(ours: Sequence[Seen], truth: Sequence[Seen]) -> bool:
+    return all(_same_numbers(a, b) for a, b in zip(ours, truth, strict=True))
+
+
+def _same_numbers(ours: Seen, truth: Seen) -> bool:
+    """Of the response, which is where both end."""
+    num = len(ours.logp)
+    if not torch.allclose(ours.logp[-num:].double(), truth.logp[-num:].double(), atol=_LOGP_TOLERANCE, rtol=0):
+        return False
+    if not (ours.hidden.shape[1] and truth.hidden.shape[1]):
+        return True
+    expected = truth.hidden[-num:].double()
+    off = (ours.hidden.double()[-num:] - expected).norm(dim=-1)
+    return bool((off <= _HIDDEN_TOLERANCE * expected.norm(dim=-1)).all())
+
+
+def _heads(config: transformers.PretrainedConfig, base: Head) -> Iterator[Head]:
+    """What the configuration may mean, the plain head first."""
+    text = config.get_text_config()
+    named = [value for name in _SCALES if (value := getattr(text, name, None))]
+    caps = [value for name in _CAPS if (value := getattr(text, name, None))]
+    scales = [1.0, *(scale for value in named for scale in (value, 1 / value))]
+    for cap, scale in product([*caps, None], scales):
+        yield replace(base, scale=scale, soft_cap=cap)

@@ -1,0 +1,155 @@
+"""Plain supervised training of a small model on one machine: `python -m learner.model.sft`.
+
+What comes before reinforcement learning: the model imitates demonstrations, one JSON object a line,
+{"prompt": ..., "completion": ...}. The loss covers the completions and the end token, not the prompts. One pass
+over the rows in a shuffled order, AdamW with a short warm-up and a cosine. Blocks on nothing but computing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+
+from streamrl.errors import DataError, UserError
+
+_IGNORED = -100  # the label of tokens without a loss
+_BETAS = (0.9, 0.98)
+_WARMUP_STEPS = 20
+_CLIP_NORM = 1.0
+_REPORTS = 20  # lines about the loss, over the whole training
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    model: Path  # what to start from
+    data: Path
+    output: Path
+    batch_rows: int
+    lr: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    token_ids: list[int]  # prompt, completion, end token
+    num_prompt_tokens: int
+
+
+def train(settings: Settings, say: Callable[[str], None]) -> float:
+    """The loss of the last steps. The trained model and its tokenizer are in `output` afterwards."""
+    torch.manual_seed(settings.seed)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(settings.model)
+    model = transformers.AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32).train()
+    rows = read_rows(settings.data, tokenizer)
+    random.Random(settings.seed).shuffle(rows)
+    batches = [rows[at : at + settings.batch_rows] for at in range(0, len(rows), settings.batch_rows)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=_BETAS, weight_decay=0.0)
+    losses: list[float] = []
+    for step, batch in enumerate(batches):
+        optimizer.param_groups[0]["lr"] = settings.lr * _share_of_lr(step, len(batches))
+        ids, mask, labels = collate(batch, pad=tokenizer.pad_token_id)
+        loss = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), _CLIP_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if (step + 1) % max(1, len(batches) // _REPORTS) == 0:
+            say(f"step {step + 1} of {len(batches)}: loss {losses[-1]:.3f}")
+    model.save_pretrained(settings.output)
+    tokenizer.save_pretrained(settings.output)
+    last = losses[-max(1, len(losses) // _REPORTS) :]
+    return sum(last) / len(last)
+
+
+def read_rows(path: Path, tokenizer: transformers.PreTrainedTokenizerBase) -> list[Row]:
+    rows = []
+    for number, (prompt, completion) in _read_texts(path):
+        prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        completion_ids = tokenizer(completion, add_special_tokens=False)["input_ids"]
+        if not prompt_ids:
+            raise DataError(f"{path}:{number}: the prompt has no tokens")
+        ids = [*prompt_ids, *completion_ids, tokenizer.eos_token_id]
+        rows.append(Row(token_ids=ids, num_prompt_tokens=len(prompt_ids)))
+    if not rows:
+        raise DataError(f"{path}: no demonstrations")
+    return rows
+
+
+def _read_texts(path: Path) -> Iterator[tuple[int, tuple[str, str]]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from None
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            texts = row["prompt"], row["completion"]
+        except (ValueError, KeyError, TypeError):
+            texts = (None, None)
+        if not all(isinstance(text, str) for text in texts):
+            raise DataError(f'{path}:{number}: expected {{"prompt": text, "completion": text}}, got {line[:80]!r}')
+        yield number, texts
+
+
+def collate(
+    rows: Sequence[Row], *, pad: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # each [B, T]: ids, attention mask, labels
+    width = max(len(row.token_ids) for row in rows)
+    ids = torch.full((len(rows), width), pad)
+    labels = torch.full((len(rows), width), _IGNORED)
+    mask = torch.zeros((len(rows), width), dtype=torch.long)
+    for at, row in enumerate(rows):
+        length = len(row.token_ids)
+        ids[at, :length] = torch.tensor(row.token_ids)
+        labels[at, row.num_prompt_tokens : length] = ids[at, row.num_prompt_tokens : length]
+        mask[at, :length] = 1
+    return ids, mask, labels
+
+
+def _share_of_lr(step: int, num_steps: int) -> float:
+    """Up in a straight line, down to a tenth in half a cosine."""
+    cosine = 0.5 * (1 + math.cos(math.pi * step / num_steps))
+    return min(1.0, (step + 1) / _WARMUP_STEPS) * (0.1 + 0.9 * cosine)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m streamrl.learner.model.sft", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--model", type=Path, required=True, help="folder of the model to start from")
+    parser.add_argument("--data", type=Path, required=True, help='JSONL of {"prompt": ..., "completion": ...}')
+    parser.add_argument("--output", type=Path, required=True, help="folder for the trained model")
+    parser.add_argument("--batch-rows", type=int, default=64, help="rows of one optimizer step")
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch's choice")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = vars(_arguments(argv))
+    if threads := arguments.pop("threads"):
+        torch.set_num_threads(threads)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        loss = train(Settings(**arguments), lambda text: print(text, flush=True))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    print(f"trained: loss {loss:.3f}, in {arguments['output']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

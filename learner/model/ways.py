@@ -1,0 +1,124 @@
+"""How a model may be asked for the log-probs of many sequences at once; which ways are right is tried at start.
+
+    shared    rows of prompts with all their responses, under masks of ours
+    packed    rows of whole sequences; position ids, or their lengths (varlen), say where each begins
+    rows      a row for each sequence, padded at its end: right for whatever is causal
+    rows, own logits     likewise, and logits come from the model, not from our head
+
+The fastest comes first. What a few tokens cannot show is ruled by the model's configuration: no mask tells a
+convolution, a recurrence or a chunk where sequences begin; sinks and soft caps are in no kernel but the model's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import transformers
+from torch import nn
+
+from streamrl.errors import DataError
+from streamrl.learner.model.attention import EAGER, MASKED, VARLEN
+
+Layout = Literal["shared", "packed", "rows"]
+
+# Settings that, when they are set, say that a token's sight depends on more than a mask and position ids.
+_LOCAL = re.compile(
+    r"window|chunk|local|conv|mamba|ssm|state_size|block_size|block_type|index_topk|compress|ngram|alibi|mem_len|linear_"
+)
+_HARMLESS = re.compile(
+    r"sliding_window_pattern|max_window_layers|chunk_size_feed_forward|chunk_size_lm_head|num_local_experts"
+)
+_WINDOW = re.compile(r"(use_)?sliding_window")  # which masks keep, ours as well as transformers'
+_PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    layout: Layout
+    attention: str  # as transformers calls it
+    own_logits: bool = False
+
+    def __str__(self) -> str:
+        varlen = " (varlen)" if self.attention == VARLEN and self.layout == "packed" else ""
+        return self.layout + varlen + (", own logits" if self.own_logits else "")
+
+
+def attention_of(
+    model_class: type[transformers.PreTrainedModel], config: transformers.PretrainedConfig, wished: str
+) -> str:
+    """What the model can have of it: some know nothing but their own plain attention."""
+    # PyTorch's attention has no soft cap, and transformers leaves it out without a word.
+    if not model_class._supports_sdpa or getattr(config.get_text_config(), "attn_logit_softcapping", None):
+        return EAGER
+    if wished == VARLEN and not (model_class._supports_attention_backend and not unpackable(config)):
+        return MASKED
+    return wished
+
+
+def unpackable(config: transformers.PretrainedConfig) -> list[str]:
+    """The settings, or kinds of layers, that forbid packing."""
+    config = config.get_text_config()
+    found = [
+        name
+        for name, value in config.to_dict().items()
+        if value and _LOCAL.search(name) and not _HARMLESS.search(name) and not _WINDOW.fullmatch(name)
+    ]
+    return found + sorted(set(layer_types(config)) - _PACKABLE_LAYERS)
+
+
+def decoder_of(model: transformers.PreTrainedModel) -> nn.Module:
+    """What makes hidden states; the model itself where it does not say."""
+    decoder: nn.Module = model.get_decoder()
+    return getattr(model, "model", model) if decoder is model else decoder
+
+
+def has_window(config: transformers.PretrainedConfig) -> bool:
+    return bool(getattr(config.get_text_config(), "sliding_window", None)) or "sliding_attention" in layer_types(config)
+
+
+def layer_types(config: transformers.PretrainedConfig) -> Sequence[str]:
+    return getattr(config.get_text_config(), "layer_types", None) or ()
+
+
+def ways_of(model: transformers.PreTrainedModel) -> Sequence[Way]:
+    """Those that nothing known of the model speaks against, the fastest first."""
+    attention = model.config._attn_implementation
+    plain = MASKED if attention == VARLEN else attention
+    known = inspect.signature(decoder_of(model).forward).parameters
+    layouts: list[Layout] = ["rows"]
+    if "position_ids" in known and not unpackable(model.config):
+        layouts.insert(0, "packed")
+        if "attention_mask" in known:
+            layouts.insert(0, "shared")
+    ways = [Way(layout=layout, attention=plain) for layout in layouts]
+    varlen = [Way(layout="packed", attention=VARLEN)] if attention == VARLEN else []
+    eager = [Way(layout="rows", attention=EAGER)] if plain != EAGER else []
+    own = [replace(way, own_logits=True) for way in (ways[-1], *eager)]
+    return [*varlen, *ways, *eager, *own]
+
+
+def refuse_long(model: transformers.PreTrainedModel, longest: int) -> None:
+    """DataError when sequences may be longer than the model has positions, or than it turns them all alike."""
+    config = model.config.get_text_config()
+    limit, what = _positions(model, config)
+    if limit is not None and longest > limit:
+        raise DataError(
+            f"model.path {model.name_or_path!r}: {what} {limit} tokens; data.max_prompt_tokens + sampling.max_tokens "
+            f"is {longest}: make them smaller"
+        )
+
+
+def _positions(model: transformers.PreTrainedModel, config: transformers.PretrainedConfig) -> tuple[int | None, str]:
+    most = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for turns in (rope, *(kind for kind in rope.values() if isinstance(kind, dict))):
+        if turns.get("rope_type") in ("dynamic", "longrope"):
+            first = turns.get("original_max_position_embeddings") or most
+            return first, "by its rope_parameters all sequences of a batch change with one that is longer than"
+    tables = [m for m in decoder_of(model).modules() if isinstance(m, nn.Embedding)]
+    learned = [m for m in tables if m is not model.get_input_embeddings() and most and 0 <= m.num_embeddings - most < 8]
+    return (most, "it has learned positions for") if learned else (None, "")

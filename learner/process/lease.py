@@ -1,0 +1,61 @@
+"""Keeps the run's lease while rank 0 works, from a thread of its own: a step may take longer than a lease.
+
+It only renews and remembers what went wrong; the loop asks `check` at every round. Nothing depends on it for safety:
+every write is fenced by itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import structlog
+
+from streamrl.errors import Fenced, RunGone, StreamrlError, TransportError
+from streamrl.learner.process.background import background_loop
+
+_RENEWALS_PER_LEASE = 4
+
+log = structlog.get_logger(__name__)
+
+
+class LeaseKeeper:
+    def __init__(self, renew: Callable[[], None], *, lease_s: float) -> None:
+        self._renew = renew
+        self._every_s = lease_s / _RENEWALS_PER_LEASE
+        self._error: StreamrlError | None = None
+        self._stopped = threading.Event()
+
+    def renew_with(self, renew: Callable[[], None]) -> None:
+        """From now on another way to renew: once the term is claimed, renewals are fenced."""
+        self._renew = renew
+
+    def check(self) -> None:
+        """Raise what ended the renewals: Fenced, or a Redis that has been away for too long."""
+        if self._error is not None:
+            raise self._error
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        with background_loop(self._keep, name="lease", stopped=self._stopped):
+            yield
+
+    def _keep(self) -> None:
+        while not self._stopped.wait(self._every_s):
+            try:
+                self._renew()
+            except StreamrlError as error:
+                self._error = error
+                return
+
+
+@contextmanager
+def redis_may_be_away(what: str) -> Iterator[None]:
+    """Inside, that ends nothing, and `what` is not done: the keeper decides when it has been away for too long."""
+    try:
+        yield
+    except (Fenced, RunGone):
+        raise
+    except TransportError as error:
+        log.warning(f"{what} while Redis is away", error=str(error))

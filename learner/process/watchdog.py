@@ -1,0 +1,104 @@
+"""Ends this rank when its loop no longer goes round, so that torchrun restarts the ranks from the last checkpoint.
+
+A collective that never returns, a file system that hangs: none of them raises. The watchdog is a thread, so it runs
+while the loop is stuck; it only ends the process, since a stuck thread cannot be reasoned with. A rank that is stopped
+altogether has its guardian (`guardian`).
+
+    anywhere         the limit: longer than Redis may be away, for a rank waits in a collective while another one waits
+                     for Redis
+    while computing  nothing but ranks is waited for, and a micro-batch is much like another: many times the longest
+                     that was seen, once some were seen, though never less than a minute
+    at the disk      gigabytes are written while others wait: what the setting for that allows
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Literal, NoReturn
+
+from streamrl.learner.process.background import background_loop
+
+EXIT_STALLED = 75
+_LEAST_S = 60.0
+_TIMES_THE_LONGEST = 20
+_ENOUGH_SEEN = 10  # micro-batches; the first ones take longer
+
+_Phase = Literal["anywhere", "computing", "at disk"]
+
+
+class Watchdog:
+    def __init__(
+        self,
+        *,
+        limit_s: float,
+        at_disk_s: float,  # likewise, while `at_disk`
+        check_every_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+        on_stall: Callable[[str], object] | None = None,
+    ) -> None:
+        self._limit_s, self._at_disk_s = limit_s, at_disk_s
+        self._check_every_s, self._clock = check_every_s, clock
+        self._on_stall = on_stall or _end_process
+        self._last = clock()
+        self._phase: _Phase = "anywhere"
+        self._num_seen, self._longest_s = 0, 0.0  # of what lies between two beats while computing
+        self._stopped = threading.Event()
+
+    def beat(self) -> None:
+        """The loop got on: to be called at every round and between long phases."""
+        now = self._clock()
+        if self._phase == "computing":
+            self._num_seen += 1
+            self._longest_s = max(self._longest_s, now - self._last)
+        self._last = now
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Inside, this rank waits for nobody but its peers, who do the same; it beats after each micro-batch."""
+        return self._during("computing")
+
+    def at_disk(self) -> AbstractContextManager[None]:
+        """Inside, all ranks write a checkpoint or the finished model, or wait for the one that does."""
+        return self._during("at disk")
+
+    @contextmanager
+    def _during(self, phase: _Phase) -> Iterator[None]:
+        self.beat()
+        self._phase = phase
+        try:
+            yield
+        finally:
+            self.beat()
+            self._phase = "anywhere"
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        self.beat()
+        with background_loop(self._watch, name="watchdog", stopped=self._stopped):
+            yield
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(self._check_every_s):
+            stalled_s = self._clock() - self._last
+            if stalled_s > self._bound_s:
+                self._on_stall(f"no round of the loop for {stalled_s:.0f} s: ending this rank, to be restarted")
+                return
+
+    @property
+    def _bound_s(self) -> float:
+        if self._phase == "at disk":
+            return self._at_disk_s
+        if self._phase == "anywhere" or self._num_seen < _ENOUGH_SEEN:
+            return self._limit_s
+        return min(self._limit_s, max(_LEAST_S, _TIMES_THE_LONGEST * self._longest_s))
+
+
+def _end_process(reason: str) -> NoReturn:
+    print(reason, file=sys.stderr, flush=True)
+    faulthandler.dump_traceback(all_threads=True)
+    os._exit(EXIT_STALLED)

@@ -1,0 +1,90 @@
+"""Do workers reject the newest version, all of them? Then no group will come, no step, and no version to mend it.
+
+Rank 0 asks while it waits for groups or for a validation: it reads the workers' reports every few seconds, and ends the
+run where nobody serves the version for as long as `weights.rejected` says. Workers that are silent do not
+count. Those that have not come so far as to serve or to reject anything delay the end, but not for ever. One that
+serves is enough to go on: then the others' machines are at fault, which `streamrl why` says. Blocks on Redis for two
+seconds at most.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from streamrl.errors import Fenced, RunGone, TrainingError, TransportError
+from streamrl.protocol.weights.rejected import REMEDY_OF_ALL, borne_s, rejects
+from streamrl.telemetry.progress import GONE_S, Liveness, Report
+from streamrl.versions import show
+
+_LOOK_EVERY_S = 5.0
+
+log = structlog.get_logger(__name__)
+
+ReadReports = Callable[[], tuple[float, Sequence[Report]]]  # (the time, by whoever keeps the reports; the reports)
+
+
+class Rejections:
+    def __init__(
+        self, read: ReadReports, *, give_up_after_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._read, self._give_up_after_s, self._clock = read, give_up_after_s, clock
+        self._liveness = Liveness(clock)
+        self._look_at = 0.0
+        self._version = 0  # the newest, when last looked
+        self._since: float | None = None  # it is rejected, and nobody serves anything
+        self._is_blind = False  # the reports could not be read
+
+    def check(self, newest: int) -> None:
+        """TrainingError when no worker serves this version, and none will."""
+        if self._clock() < self._look_at:
+            return
+        self._look_at = self._clock() + _LOOK_EVERY_S
+        try:
+            at, reports = self._read()
+        except (Fenced, RunGone):
+            raise
+        except TransportError as error:
+            if not self._is_blind:  # once in a row: the rules of a user printed long ago may not allow it
+                log.warning("reports_unread", error=str(error), hint="rejections by all workers go unnoticed")
+            self._is_blind = True
+            return
+        self._is_blind = False
+        self._judge(newest, self._living_workers(reports, at=at))
+
+    def _living_workers(self, reports: Sequence[Report], *, at: float) -> list[Report]:
+        workers = [report for report in reports if report.role == "worker"]
+        ages = self._liveness.ages(workers, at=at)
+        return [worker for worker in workers if ages[worker.part] <= GONE_S]
+
+    def _judge(self, newest: int, workers: Sequence[Report]) -> None:
+        if newest != self._version or any(_serves(worker) for worker in workers):
+            self._version, self._since = newest, None
+        rejecting = [worker for worker in workers if rejects(worker.detail)[1] == show(newest)]
+        if not rejecting or any(_serves(worker) for worker in workers):
+            return  # those that rejected it may have ended, and come again: the time goes on
+        if self._since is None:
+            self._since = self._clock()
+            log.warning("version_rejected", version=show(newest), workers=len(rejecting))
+        lasted_s = self._clock() - self._since
+        if lasted_s >= borne_s(self._give_up_after_s, some_start=len(rejecting) < len(workers)):
+            raise TrainingError(_told(newest, rejecting, num_workers=len(workers), lasted_s=lasted_s))
+
+
+def _serves(worker: Report) -> bool:
+    """A version is among what it reports once it has proved one."""
+    return "version" in worker.detail and not rejects(worker.detail)[0]
+
+
+def _told(newest: int, rejecting: Sequence[Report], *, num_workers: int, lasted_s: float) -> str:
+    first = rejecting[0]
+    if len(rejecting) == num_workers:
+        who = f"all {num_workers} workers reject" if num_workers > 1 else "the only worker rejects"
+    else:
+        who = f"{len(rejecting)} of {num_workers} workers reject, and no other one serves,"
+    return (
+        f"{who} version {show(newest)}, for {lasted_s:.0f} s now (weights.give_up_after_s), so no group can come. "
+        f"{first.part}: {rejects(first.detail)[0]}. What helps: {REMEDY_OF_ALL}"
+    )

@@ -1,0 +1,92 @@
+"""When weights are validated, and which checkpoints learn how good they are. On rank 0.
+
+    step to be validated ─► due ─► a version with its weights, or younger ones, gets out ─► runs beside training
+                                                                                               │ rounds later
+                       checkpoint of that step: validation.json ◄── score ◄── result ──────────┘
+
+One validation at a time; one that still runs is left to finish. Blocks in asking for answers, as long as Redis may be
+away, and else no longer than `poll` is told to.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import structlog
+
+from streamrl.learner.checkpoints.checkpoint import CheckpointRoot, write_score
+from streamrl.learner.checkpoints.terms import CheckpointName
+from streamrl.learner.process.lease import redis_may_be_away
+from streamrl.versions import term_of
+
+if TYPE_CHECKING:
+    from streamrl.learner.metrics.record import Recorder, ValidationResult
+    from streamrl.learner.publishing.publish import Published
+    from streamrl.learner.validation.validation import Validation
+
+log = structlog.get_logger(__name__)
+
+
+class ValidationSchedule:
+    def __init__(self, *, validation: Validation | None, checkpoints: CheckpointRoot, recorder: Recorder) -> None:
+        self._validation, self._checkpoints, self._recorder = validation, checkpoints, recorder
+        self._due: int | None = None  # the step whose weights wait for a version of them to get out
+        self._of: frozenset[CheckpointName] = frozenset()  # whose weights the running one tells of
+        self._newest: ValidationResult | None = None
+        self._newest_of: frozenset[CheckpointName] = frozenset()  # likewise
+
+    @property
+    def running(self) -> bool:
+        return self._validation is not None and self._validation.running
+
+    def start(self, latest: Published | None) -> None:
+        """Of the newest version, unless all answers of it are there."""
+        if latest is None or self._validation is None or self.running:
+            return
+        last = self._newest
+        if last is None or last.version != latest.version or not last.complete:
+            self._start(self._validation, latest, of_step=latest.step)
+
+    def start_beside(self, step: int, latest: Published | None) -> None:
+        """Of the weights of this step, or of the next that get out: as soon as workers can have them."""
+        if self._validation is None or self.running:
+            return
+        self._due = step
+        if latest is not None:
+            self.note_published(latest)
+
+    def note_published(self, latest: Published) -> None:
+        if self._validation is not None and self._due is not None and latest.step >= self._due:
+            self._start(self._validation, latest, of_step=self._due)
+
+    def _start(self, validation: Validation, latest: Published, *, of_step: int) -> None:
+        self._due = None
+        with redis_may_be_away("no validation"):
+            validation.start(step=latest.step, version=latest.version)
+            self._of = frozenset(CheckpointName(term_of(latest.version), step) for step in (of_step, latest.step))
+
+    def poll(self, *, wait_s: float) -> None:
+        """Take up what has come; the result, when it is there, is recorded."""
+        if self._validation is None:
+            return
+        result = None
+        with redis_may_be_away("no validation"):
+            result = self._validation.poll(wait_s=wait_s)
+        if result is not None:
+            self._newest, self._newest_of, self._of = result, self._of, frozenset()
+            self._recorder.validation(result)
+            for name in self._newest_of:
+                self.note_committed(name)
+
+    def note_committed(self, name: CheckpointName) -> None:
+        """Its score, if the newest result is of its weights."""
+        if self._newest is None or name not in self._newest_of:
+            return
+        try:
+            write_score(self._checkpoints.folder_of(name), self._newest.metrics)
+        except OSError as error:
+            log.warning("score of a checkpoint not written", checkpoint=str(name), error=str(error))
+
+    def undecided(self, term: int) -> frozenset[CheckpointName]:
+        """Checkpoints, of this term, that may yet turn out to be the best."""
+        return self._of if self._due is None else self._of | {CheckpointName(term, self._due)}

@@ -1,0 +1,206 @@
+"""Validation beside training: its prompts go out as tickets of their own, and answers are picked up as they come.
+
+Evaluation tickets have their own stream, which workers serve first, and their own numbers, which grow over restarts:
+`term << 32 | k`. They are outside the audit of training tickets, and no checkpoint holds them: a validation that the
+timeout cuts short is reported as far as it got, one that a crash cuts short is not. Each ticket names the version to
+evaluate as the least; a worker may be further by then, so the result tells the range of steps that answered.
+
+Nothing here waits unless `poll` is told to. An unsound answer counts as a failure of its ticket, like a reported one.
+What a full Redis refuses goes out with a later `poll`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from streamrl.config import schema
+from streamrl.errors import WireError
+from streamrl.learner.groups.prompts import Prompt, PromptSet
+from streamrl.learner.metrics.record import Answer, ValidationResult
+from streamrl.protocol.transport.types import START, Entry, GroupStream
+from streamrl.protocol.wire.group import Group, decode_body, decode_header
+from streamrl.protocol.wire.ticket import Ticket
+
+_READ_COUNT = 64
+_NUM_SHOWN = 8
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Round:
+    """One validation under way."""
+
+    step: int
+    version: int
+    numbers: range  # of its tickets, in the order of the prompts
+    started_at: float
+    attempts: dict[int, int]  # reported failures of the tickets that are open
+    answers: dict[int, Group]
+    unsent: list[int]  # tickets that are yet to go out
+
+
+class Validation:
+    def __init__(
+        self,
+        *,
+        stream: GroupStream,
+        prompts: PromptSet,
+        settings: schema.Validation,
+        run_uid: str,
+        term: int,
+        fingerprint: str,  # of model and tokenizer, as answers must carry it
+        max_attempts: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream = stream
+        self._prompts = prompts.rows[: settings.max_prompts]
+        self._settings = settings
+        self._run_uid = run_uid
+        self._fingerprint = fingerprint
+        self._max_attempts = max_attempts
+        self._clock = clock
+        self._next_number = term << 32
+        self._round: _Round | None = None
+
+    @property
+    def running(self) -> bool:
+        return self._round is not None
+
+    def start(self, *, step: int, version: int) -> None:
+        """Ask for answers by this version, or a younger one."""
+        assert self._round is None, "one validation at a time"
+        self._withdraw()  # what a learner before this one has left
+        numbers = range(self._next_number, self._next_number + len(self._prompts))
+        self._next_number = numbers.stop
+        current = _Round(
+            step=step,
+            version=version,
+            numbers=numbers,
+            started_at=self._clock(),
+            attempts=dict.fromkeys(numbers, 0),
+            answers={},
+            unsent=list(numbers),
+        )
+        self._send(current)
+        self._round = current
+
+    def poll(self, *, wait_s: float = 0.0) -> ValidationResult | None:
+        """Take what has come, waiting at most so long for the first; the result once all is there or time is up."""
+        current = self._round
+        if current is None:
+            return None
+        entries = self._stream.read("eval", after=START, count=_READ_COUNT, block_ms=int(wait_s * 1000))
+        for entry in entries:
+            self._receive(current, entry)
+        if entries:
+            milliseconds, _, sequence = entries[-1].id.partition("-")
+            self._stream.trim_eval(below=f"{milliseconds}-{int(sequence) + 1}")
+        self._send(current)
+        duration_s = self._clock() - current.started_at
+        if current.attempts and duration_s < self._settings.timeout_s:
+            return None
+        if current.attempts:
+            log.warning(
+                "validation ran out of time", unanswered=len(current.attempts), timeout_s=self._settings.timeout_s
+            )
+            self._withdraw()
+        self._round = None
+        return self._summarise(current)
+
+    def _receive(self, current: _Round, entry: Entry) -> None:
+        if entry.run_uid != self._run_uid or entry.number not in current.attempts:
+            return  # of an earlier validation, or answered already
+        try:
+            current.answers[entry.number] = self._open(entry)
+        except WireError as error:
+            current.attempts[entry.number] += 1
+            if current.attempts[entry.number] < self._max_attempts:
+                current.unsent.append(entry.number)
+                return
+            log.warning("validation prompt given up", line=self._prompt(current, entry.number).line, error=str(error))
+        del current.attempts[entry.number]
+
+    def _open(self, entry: Entry) -> Group:
+        """The group, or WireError when it is no sound answer."""
+        header = decode_header(entry.header)
+        if header.failed:
+            raise WireError(f"reported by worker {header.worker}: {header.error}")
+        expected = (entry.number, self._run_uid, "eval", self._fingerprint)
+        if (header.ticket, header.run_uid, header.purpose, header.fingerprint) != expected:
+            raise WireError("the answer is not to this ticket, or was made by another model")
+        return decode_body(header, entry.body)
+
+    def _send(self, current: _Round) -> None:
+        if current.unsent:
+            refused = self._stream.issue([self._ticket(current, number) for number in current.unsent])
+            current.unsent = [ticket.number for ticket in refused]
+
+    def _ticket(self, current: _Round, number: int) -> Ticket:
+        prompt = self._prompt(current, number)
+        return Ticket(
+            number=number,
+            run_uid=self._run_uid,
+            purpose="eval",
+            data_epoch=0,
+            prompt_index=number - current.numbers.start,
+            prompt=prompt.text,
+            token_ids=prompt.token_ids,
+            fields=prompt.fields,
+            num_samples=self._settings.sampling.num_samples,
+            attempt=current.attempts[number],
+            issued_step=current.step,
+            min_version=current.version,
+        )
+
+    def _withdraw(self) -> None:
+        """Take back tickets that nobody answered, so that no worker spends time on them."""
+        left = [ticket.entry_id for ticket in self._stream.present_tickets("eval")]
+        if left:
+            self._stream.delete_tickets("eval", left)
+
+    def _prompt(self, current: _Round, number: int) -> Prompt:
+        return self._prompts[number - current.numbers.start]
+
+    def _summarise(self, current: _Round) -> ValidationResult:
+        answers = [(self._prompt(current, number), current.answers[number]) for number in sorted(current.answers)]
+        return ValidationResult(
+            step=current.step,
+            version=current.version,
+            complete=len(answers) == len(current.numbers),
+            metrics=_metrics([group for _, group in answers]),
+            shown=tuple(
+                Answer(
+                    prompt=prompt.text,
+                    fields=prompt.fields,
+                    token_ids=group.samples[0].token_ids,
+                    reward=group.samples[0].reward,
+                )
+                for prompt, group in answers[:_NUM_SHOWN]
+            ),
+        )
+
+
+def _metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Means over samples, where somebody answered."""
+    samples = [sample for group in groups for sample in group.samples]
+    steps = [span.step for sample in samples for span in sample.spans]
+    found = {"val_rollouts/num_prompts": float(len(groups))}
+    if samples:
+        found["val_rollouts/rewards"] = _mean(sample.reward for sample in samples)
+        found["val_rollouts/response_lengths"] = _mean(len(sample.token_ids) for sample in samples)
+        found["val_rollouts/fraction_of_samples_properly_ended"] = _mean(s.finish_reason == "stop" for s in samples)
+    if steps:
+        found["val_rollouts/min_version_step"], found["val_rollouts/max_version_step"] = min(steps), max(steps)
+    for source in sorted({source for sample in samples for source in sample.rewards}):
+        found[f"val_rollouts/rewards/{source}"] = _mean(s.rewards[source] for s in samples if source in s.rewards)
+    return found
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return sum(listed) / len(listed)

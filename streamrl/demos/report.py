@@ -1,0 +1,202 @@
+"""What a demonstration says in the end: how much was learnt, how that looks, and that nothing got lost.
+
+The curve of a run as text, for the terminal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from streamrl.config.schema import Config
+from streamrl.data.prompts import PromptRow, read_prompts
+from streamrl.ops.launch.summary import Summary, summary_lines
+from streamrl.ops.monitor.charts import Chart
+from streamrl.ops.monitor.history import History, read_lines
+from streamrl.ops.monitor.plot import running_mean, save_report
+from streamrl.terminal import printable
+
+_NUM_SHOWN = 3
+_MAX_CELL = 40  # characters of a text in the table
+_SPACES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """How answers are judged and shown."""
+
+    source: str  # the reward source that says whether an answer is right
+    question: Callable[[str, Mapping[str, Any]], str]  # of a prompt and its further fields, as people read it
+    is_right: Callable[[str, Mapping[str, Any]], bool]  # a completion, and the further fields of its prompt
+    prepared: str  # what was made before the run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    prompt: str
+    answer: str
+    before: str
+    after: str
+    before_is_right: bool
+    after_is_right: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompts:
+    """Counted in the files that the run has read, each text once."""
+
+    to_train: int
+    held_out: int
+    in_both: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    summary: Summary
+    before: float  # share of right answers on the held-out prompts
+    after: float
+    train: Points
+    held_out: Points
+    prompts: Prompts
+    completions: tuple[Completion, ...]
+    plot: Path
+    prepared: str
+    prepare_s: float
+    total_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **self.summary.to_json(),
+            "before": self.before,
+            "after": self.after,
+            "rise": self.after - self.before,
+            "prompts": asdict(self.prompts),
+            "completions": [asdict(completion) for completion in self.completions],
+            "plot": str(self.plot),
+            "prepare_s": round(self.prepare_s, 1),
+            "total_s": round(self.total_s, 1),
+        }
+
+
+def make_report(config: Config, task: Task, summary: Summary, *, prepare_s: float, total_s: float) -> Report:
+    """Of a run that has finished; draws the PNG."""
+    history = History.read(config.folder)
+    curves = {
+        "trained groups, sampled (all right or all wrong: dropped)": f"train_rollouts/rewards/{task.source}",
+        "held-out prompts": f"val_rollouts/rewards/{task.source}",
+    }
+    train, held_out = (list(zip(*history.curve(metric), strict=True)) for metric in curves.values())
+    plot = config.folder / "plot.png"
+    chart = Chart(name="right", title="Right answers", unit="share", series=curves)
+    save_report(plot, history, title=summary.name, charts=[chart])
+    before, after = summary.held_out[task.source]
+    return Report(
+        summary=summary,
+        before=before,
+        after=after,
+        train=train,
+        held_out=held_out,
+        prompts=count_prompts(config),
+        completions=_completions(config.folder, task),
+        plot=plot,
+        prepared=task.prepared,
+        prepare_s=prepare_s,
+        total_s=total_s,
+    )
+
+
+def count_prompts(config: Config) -> Prompts:
+    assert config.data.validation is not None, "a demonstration has prompts that are held out"
+    train = {text for one in config.data.train_sets() for text in _texts(one.path)}
+    held_out = _texts(config.data.validation, at_most=config.validation.max_prompts)
+    return Prompts(to_train=len(train), held_out=len(held_out), in_both=len(train & held_out))
+
+
+def _texts(path: str, *, at_most: int | None = None) -> set[str]:
+    return {_text(row) for row in read_prompts(path, malformed="error").rows[:at_most]}
+
+
+def _text(row: PromptRow) -> str:
+    return row.text if row.text is not None else "\n".join(str(message["content"]) for message in row.messages or ())
+
+
+def _completions(folder: Path, task: Task) -> tuple[Completion, ...]:
+    """Held-out prompts as the first and the last validation answered them; those that changed come first."""
+    validations = list(read_lines(folder / "validation.jsonl"))
+    after = {sample["prompt"]: sample["completion"] for sample in validations[-1]["samples"]}
+    pairs = [
+        Completion(
+            prompt=task.question(sample["prompt"], sample["fields"]),
+            answer=str(sample["fields"]["answer"]),
+            before=sample["completion"],
+            after=after[sample["prompt"]],
+            before_is_right=task.is_right(sample["completion"], sample["fields"]),
+            after_is_right=task.is_right(after[sample["prompt"]], sample["fields"]),
+        )
+        for sample in validations[0]["samples"]
+        if sample["prompt"] in after
+    ]
+    return tuple(sorted(pairs, key=lambda pair: pair.before == pair.after)[:_NUM_SHOWN])
+
+
+def report_lines(report: Report) -> Iterator[str]:
+    rise = report.after - report.before
+    yield f"Right answers on held-out prompts: {report.before:.1%} before, {report.after:.1%} after ({rise:+.1%})"
+    yield ""
+    yield from terminal_plot(report.train, report.held_out)
+    yield f"      {HELD_OUT_MARK} held-out prompts"
+    yield f"      {TRAIN_MARK} trained groups (those that are all right or all wrong are dropped)"
+    yield ""
+    yield from _table(report.completions)
+    yield ""
+    prompts = report.prompts
+    yield f"{'prompts':<18}{prompts.to_train} to train on, {prompts.held_out} held out, {prompts.in_both} in both"
+    for name, value in summary_lines(report.summary):
+        yield f"{name:<18}{value}"
+    yield f"{'plot':<18}{report.plot}"
+    yield f"{'took':<18}{report.total_s:.0f} s, {report.prepare_s:.0f} s of them for {report.prepared}"
+
+
+def _table(completions: tuple[Completion, ...]) -> Iterator[str]:
+    rows = [("prompt", "right answer", "before", "after")]
+    for one in completions:
+        verdicts = ((one.before, one.before_is_right), (one.after, one.after_is_right))
+        before, after = (f"{_cell(text)} {'✓' if is_right else '✗'}" for text, is_right in verdicts)
+        rows.append((_cell(one.prompt), _cell(one.answer), before, after))
+    widths = [max(map(len, column)) + _SPACES for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _cell(text: str) -> str:
+    """On one line, and not too long for it."""
+    words = printable(" ".join(text.split()))
+    return words if len(words) <= _MAX_CELL else words[: _MAX_CELL - 1] + "…"
+
+
+Points = Sequence[tuple[float, float]]  # (step, share of right answers)
+TRAIN_MARK, HELD_OUT_MARK = "·", "●"
+_WIDTH, _HEIGHT = 66, 11
+
+
+def terminal_plot(train: Points, held_out: Points, *, width: int = _WIDTH, height: int = _HEIGHT) -> list[str]:
+    """Lines of text; the axes go from 0 to the last step and from 0 to 1."""
+    last = max((step for step, _ in (*train, *held_out)), default=0) or 1
+    field = [[" "] * width for _ in range(height)]
+    smoothed = zip((step for step, _ in train), running_mean([value for _, value in train]), strict=True)
+    for points, mark in ((smoothed, TRAIN_MARK), (held_out, HELD_OUT_MARK)):
+        for step, value in points:
+            column = round(step / last * (width - 1))
+            row = height - 1 - round(min(1.0, max(0.0, value)) * (height - 1))
+            field[row][column] = mark
+    lines = []
+    for row, cells in enumerate(field):
+        share = 1 - row / (height - 1)
+        label = f"{share:4.1f}" if row % 2 == 0 else " " * 4
+        lines.append(f"{label} │{''.join(cells)}".rstrip())
+    steps = f"{last:.0f}"
+    lines.append(f"{' ' * 4} └{'─' * width}")
+    lines.append(f"{' ' * 6}0{'steps'.center(width - 1 - len(steps))}{steps}")
+    return lines

@@ -1,0 +1,165 @@
+"""A demonstration from its first line to its last: what it is about, preparation, the run, the report.
+
+It begins anew each time. Ctrl-C ends it at any moment, with all that it has started.
+
+A demonstration begins anew each time: its run's folder is cleared, if it is its own.
+
+What a demonstration needs is made here: files, and programs that run side by side, each with a log. Blocks until all
+have ended.
+
+The last line that each has written about its steps is shown while they work.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from streamrl.config.check import check_config
+from streamrl.config.load import Loaded, load_config
+from streamrl.config.schema import Config
+from streamrl.demos.report import Task, make_report, report_lines
+from streamrl.errors import ConfigError, PartError
+from streamrl.extras import need
+from streamrl.files import only_one
+from streamrl.ops.launch.display import Display, spinner
+from streamrl.ops.launch.parts import RunFolder
+from streamrl.ops.launch.processes import Command, Process, end_all
+from streamrl.ops.launch.up import shipped_config, up
+from streamrl.ops.monitor.doctor.musts import check_packages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Showcase:
+    name: str  # of the command
+    explanation: Sequence[str]
+    task: Task
+    check: Callable[[Config], None]  # that what it needs is here
+    # Makes what the run needs, telling again and again what is going on; the settings that follow from that.
+    prepare: Callable[[Config, Callable[[str], None]], list[str]]
+
+
+def run_showcase(case: Showcase, overrides: Sequence[str], *, as_json: bool) -> int:
+    """The exit code. What the user sets by `overrides` wins."""
+    began = time.monotonic()
+    # One thread a process: there are as many busy processes as cores, and threads would only wait for each other.
+    # Everything that is loaded lies in folders made here.
+    for name, value in (("OMP_NUM_THREADS", "1"), ("HF_HUB_OFFLINE", "1")):
+        os.environ.setdefault(name, value)
+    console = Console(stderr=as_json, highlight=False)
+    for line in case.explanation:
+        console.print(line, markup=False)
+    loaded = _prepare(case, overrides, console)
+    prepare_s = time.monotonic() - began
+    outcome = up(loaded, display=Display(console))
+    summary = outcome.summary
+    if summary is None or summary.state != "finished":
+        console.print(f"The {case.name} was ended before it had finished; it begins anew next time.")
+        return outcome.exit_code
+    total_s = time.monotonic() - began
+    report = make_report(loaded.config, case.task, summary, prepare_s=prepare_s, total_s=total_s)
+    console.print()
+    for line in report_lines(report):
+        console.print(line, markup=False, soft_wrap=True)
+    if as_json:
+        click.echo(json.dumps(report.to_json()))
+    return outcome.exit_code
+
+
+def _prepare(case: Showcase, overrides: Sequence[str], console: Console) -> Loaded:
+    """The configuration, with everything made that it names."""
+    file = shipped_config(f"{case.name}.yaml")
+    loaded = load_config(file, overrides)
+    check_config(loaded.config, loaded.origin)
+    check_packages(loaded.config)
+    need(f"the {case.name}'s plot", "matplotlib", extra="monitor")
+    config, folder = loaded.config, RunFolder(loaded.config.folder)
+    case.check(config)
+    with only_one(folder.lock, config.name):
+        if clear(folder.path, what=case.name, keep=(folder.lock.name,)):
+            console.print(f"Starting afresh: what was in {folder.path} is removed.")
+        with spinner(console) as say:
+            settings = case.prepare(config, say)
+    return load_config(file, (*settings, *overrides))
+
+
+def clear(folder: Path, *, what: str, keep: Iterable[str]) -> bool:
+    """Remove what an earlier `what` has left; whether there was anything. ConfigError if it is somebody else's."""
+    mark = f".{what}"  # in a folder that this demonstration has made, and so may clear
+    left = [path for path in folder.iterdir() if path.name not in keep] if folder.is_dir() else []
+    if left and not (folder / mark).exists():
+        raise ConfigError(f"{folder} holds something else than a {what}; choose another name with name=...")
+    for path in left:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / mark).touch()
+    return bool(left)
+
+
+_TIMEOUT_S = 600.0
+_LOOK_EVERY_S = 0.2
+_LOOKED_AT = 200  # lines of its log
+
+
+def program(name: str, words: Sequence[str], options: Mapping[str, object], *, logs: Path) -> Command:
+    """Python, run with these words and with each option as `--option=value`."""
+    arguments = [*words, *(f"{option}={value}" for option, value in options.items())]
+    log = logs / f"{name.replace(' ', '-')}.log"
+    return Command(name=name, arguments=(sys.executable, *arguments), log=log)
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """As JSON Lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def as_overrides(settings: Mapping[str, object]) -> list[str]:
+    return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+
+
+def run_all(commands: Sequence[Command], say: Callable[[str], None]) -> None:
+    """PartError when one of them fails. None is left running."""
+    processes: list[Process] = []
+    try:
+        processes.extend(map(Process.start, commands))
+        _wait(processes, say)
+    finally:
+        end_all(processes, within_s=0.0)
+
+
+def _wait(processes: list[Process], say: Callable[[str], None]) -> None:
+    deadline = time.monotonic() + _TIMEOUT_S
+    while True:
+        codes = [process.poll() for process in processes]
+        for process, code in zip(processes, codes, strict=True):
+            if code not in (None, 0):
+                tail = "\n".join(f"  {line}" for line in process.last_words())
+                raise PartError(f"{process.command.name} ended with exit code {code}:\n{tail}")
+        if all(code == 0 for code in codes):
+            return
+        if time.monotonic() > deadline:
+            raise PartError(f"the preparation took more than {_TIMEOUT_S:g} s; see {processes[0].command.log.parent}")
+        say("   ".join(f"{process.command.name}: {_step(process)}" for process in processes))
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _step(process: Process) -> str:
+    """What it has said last of its steps; others in it may say more, such as a progress bar."""
+    if process.poll() == 0:
+        return "done"
+    steps = [line for line in process.last_words(num_lines=_LOOKED_AT) if line.startswith("step")]
+    return steps[-1].partition(": ")[0] if steps else "starting"

@@ -1,0 +1,166 @@
+"""Each ticket number and the evidence on it, as arrays over the numbers.
+
+    ended in the journal                     trained, dropped or dead; more than once: twice, or contradictory
+    else ended, says the checkpoint          lost, for nobody will ask again; unproven, where the journal is damaged
+    else among the tickets, or the groups
+         beyond the cursor or in carry       outstanding
+    else                                     lost
+
+Pure: neither the disk nor Redis.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.ops.audit.folder import TRAINED, Chain, Commit, Line
+from streamrl.ops.audit.streams import Streams
+
+DEAD = "dead"
+DROPPED = "dropped/"  # and the reason
+
+Mask = npt.NDArray[np.bool_]  # [issued]
+Counts = npt.NDArray[np.int32]  # [issued]
+
+
+class Books:
+    def __init__(self, commit: Commit, chain: Chain, streams: Streams) -> None:
+        self._commit, self._chain, self._streams = commit, chain, streams
+        self._pending = [number for at, number in streams.groups if at > commit.cursor or at in commit.carry]
+        if streams.issued is not None:
+            self.issued = max(commit.issued, streams.issued)
+        else:
+            self.issued = _guess_issued(commit.issued, (*streams.tickets, *self._pending), window=streams.window)
+        self._ended: Counts = np.zeros(self.issued, np.int32)  # how often
+        self._trained: Counts = np.zeros(self.issued, np.int32)
+        self._by_outcome: dict[str, Mask] = {}
+        for line in chain.lines:
+            self._enter(line)
+        self._resolved = self._mask(commit.resolved)
+        self._is_asked = self._mask((number, number + 1) for number in streams.tickets)
+        self._is_pending = self._mask((number, number + 1) for number in self._pending)
+        self._open: Mask = (self._ended == 0) & ~self._resolved
+        self._untold: Mask = (self._ended == 0) & self._resolved
+
+    def _enter(self, line: Line) -> None:
+        mask = self._by_outcome.setdefault(line.outcome, self._mask(()))
+        for start, end in line.ranges:
+            mask[start:end] = True
+            self._ended[start:end] += 1
+            self._trained[start:end] += line.outcome == TRAINED
+
+    # Every ticket is in one of these
+
+    @property
+    def trained(self) -> Mask:
+        return self._trained > 0
+
+    @property
+    def dropped(self) -> Mapping[str, Mask]:
+        """By reason."""
+        return {
+            outcome.removeprefix(DROPPED): self._ended_as(outcome)
+            for outcome in sorted(self._by_outcome)
+            if outcome.startswith(DROPPED)
+        }
+
+    @property
+    def dead(self) -> Mask:
+        return self._ended_as(DEAD)
+
+    @property
+    def outstanding(self) -> Mask:
+        return self.waiting | self.delivered if self._streams.server is not None else self._open
+
+    @property
+    def waiting(self) -> Mask:
+        return self._open & self._is_asked
+
+    @property
+    def delivered(self) -> Mask:
+        return self._open & self._is_pending & ~self._is_asked
+
+    @property
+    def lost(self) -> Mask:
+        missing = self._open & ~self.outstanding
+        return missing if self._chain.breaks else missing | self._untold
+
+    @property
+    def unproven(self) -> Mask:
+        return self._untold if self._chain.breaks else np.zeros_like(self._untold)
+
+    # These are in one of the above, too
+
+    @property
+    def twice(self) -> Mask:
+        return self._trained > 1
+
+    @property
+    def contradictory(self) -> Mask:
+        return (self._ended > 1) & ~self.twice
+
+    def disagreements(self) -> list[str]:
+        """Between the journal and the ledger in the checkpoint."""
+        found: list[str] = []
+        told = Counter[str]()
+        never_issued = 0
+        for line in self._chain.lines:
+            told[line.outcome] += line.num_tickets
+            never_issued += sum(max(0, end - max(start, self._commit.issued)) for start, end in line.ranges)
+        if never_issued:
+            found.append(f"the journal ends {never_issued} tickets that the checkpoint has not issued")
+        if again := int(((self._ended > 0) & ~self._resolved)[: self._commit.issued].sum()):
+            found.append(f"{again} tickets have ended in the journal and are open in the checkpoint")
+        if not self._chain.breaks and told != Counter(self._commit.outcomes):
+            found.append(f"the journal counts {_show(told)}, the checkpoint {_show(self._commit.outcomes)}")
+        return found
+
+    # Stream entries that decide nothing
+
+    @property
+    def num_leftover_tickets(self) -> int:
+        return self._num_ended(self._streams.tickets)
+
+    @property
+    def num_leftover_groups(self) -> int:
+        num_read = len(self._streams.groups) - len(self._pending)
+        return num_read + self._num_ended(self._pending)
+
+    def never_issued(self) -> Mapping[str, int]:
+        """Entries about tickets that do not exist."""
+        first = self.issued + self._streams.issued_since
+        entries = {"tickets/never_issued": self._streams.tickets, "groups/never_issued": self._pending}
+        found = {name: sum(number >= first for number in numbers) for name, numbers in entries.items()}
+        return {name: count for name, count in found.items() if count}
+
+    def _num_ended(self, numbers: Iterable[int]) -> int:
+        return sum(not self._open[number] for number in numbers if number < self.issued)
+
+    def _ended_as(self, outcome: str) -> Mask:
+        """A ticket that was also trained counts as trained."""
+        return self._by_outcome.get(outcome, self._mask(())) & ~self.trained
+
+    def _mask(self, ranges: Iterable[tuple[int, int]]) -> Mask:
+        mask = np.zeros(self.issued, np.bool_)
+        for start, end in ranges:
+            mask[start:end] = True
+        return mask
+
+
+def _guess_issued(counter: int, present: Iterable[int], *, window: int) -> int:
+    """The number of the next ticket, where no learner has looked yet: the checkpoint's counter, or what the streams
+    show beyond it. What was issued is still there, but for what was lost; so behind a gap that is wider than the window
+    of outstanding tickets nothing was ever issued: somebody made these numbers up."""
+    for number in sorted(number for number in present if number >= counter):
+        if number - counter > window:
+            break
+        counter = number + 1
+    return counter
+
+
+def _show(outcomes: Mapping[str, int]) -> str:
+    return ", ".join(f"{outcome} {count}" for outcome, count in sorted(outcomes.items()) if count) or "none"

@@ -1,0 +1,296 @@
+"""The newest commit of a run, read from its folder: terms, and the manifest of a checkpoint.
+
+    run.json                                   run_uid
+    terms/000006                              parent: the checkpoint that this learner goes on from, or null
+    checkpoints/e000006-s00000120/manifest.json
+        digest                                 XXH3-128 of the content, as JSON with sorted keys
+        content.files                          path -> [size, digest]
+        content.state.stream                   cursor, carry, journal, ledger
+
+From the highest term back over the parents, these records say which checkpoints are of the surviving lineage; the
+newest complete one of them is what the run amounts to. Complete means here: the manifest is intact and every file has
+its size; to read gigabytes of tensors for their digests is the learner's business.
+
+The journal of a run, read back: which ticket ended how and in which step.
+
+    journal/e000002-s00000020.jsonl
+        {"schema": 1, "run_uid": ..., "after": the file before, or null}
+        {"step": 11, "outcome": "trained" | "dropped/REASON" | "dead", "tickets": [[start, end], ...]}
+        {"num_tickets": ..., "digest": XXH3-128 of all lines before}
+
+The manifest of a checkpoint names the newest file, each file the one before. What that chain does not reach was written
+by learners that had been replaced, or that died before they could commit.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from streamrl.errors import DataError
+
+EntryId = tuple[int, int]  # milliseconds, sequence
+_CHECKPOINT = re.compile(r"e(\d{6,})-s(\d{8,})")
+_SCHEMA = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """The newest complete checkpoint of the surviving lineage; without one, the beginning of the run."""
+
+    run_uid: str
+    term: int  # the highest
+    lineage: Mapping[int, int | None]  # by term, the last step that counts; None: all do
+    checkpoint: str | None = None
+    step: int = 0
+    issued: int = 0
+    resolved: tuple[tuple[int, int], ...] = ()  # ranges [start, end) of tickets that have ended, the ledger says
+    outcomes: Mapping[str, int] = field(default_factory=dict)  # tickets by how they ended, the ledger says
+    cursor: EntryId = (0, 0)
+    carry: frozenset[EntryId] = frozenset()
+    journal: str | None = None  # its newest file
+    damaged: tuple[str, ...] = ()  # newer checkpoints, and what is wrong with them
+
+    def holds(self, term: int, step: int) -> bool:
+        """Whether a commit of this term at this step is of the surviving lineage."""
+        last = self.lineage.get(term, -1)
+        return last is None or step <= last
+
+
+def parse_id(text: str) -> EntryId:
+    milliseconds, _, sequence = text.partition("-")
+    return int(milliseconds), int(sequence)
+
+
+def parse_checkpoint(text: str) -> tuple[int, int] | None:
+    """(term, step) of a checkpoint's name."""
+    match = _CHECKPOINT.fullmatch(text)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def read_commit(folder: Path) -> Commit:
+    """DataError when this is not a run's folder, or no checkpoint of those that were made can be read."""
+    run_uid = str(_read_record(folder / "run.json", "run_uid")["run_uid"])
+    lineage = _read_lineage(folder)
+    beginning = Commit(run_uid=run_uid, term=max(lineage, default=0), lineage=lineage)
+    damaged: list[str] = []
+    for name in _names(folder, beginning):
+        checkpoint = folder / "checkpoints" / name
+        try:
+            state = _read_state(checkpoint)
+        except DataError as error:
+            if not checkpoint.is_dir():
+                return read_commit(folder)  # pruned while we looked, so that a newer one is there by now
+            damaged.append(str(error))
+            continue
+        return replace(_with_state(beginning, state), checkpoint=name, damaged=tuple(damaged))
+    if damaged or len(lineage) > 1:
+        raise DataError("; ".join([f"{folder}: no checkpoint of the surviving lineage can be read", *damaged]))
+    return beginning
+
+
+def _read_lineage(folder: Path) -> dict[int, int | None]:
+    records = folder / "terms"
+    numbers = [int(path.name) for path in records.iterdir() if path.name.isdecimal()] if records.is_dir() else []
+    lineage: dict[int, int | None] = {}
+    term, last = max(numbers, default=0), None
+    while term > 0:
+        lineage[term] = last
+        path = records / f"{term:06d}"
+        parent = _read_record(path, "parent")["parent"]
+        if parent is None:
+            break
+        found = parse_checkpoint(str(parent))
+        if found is None or found[0] >= term:
+            raise DataError(f"{path}: parent {parent!r} is no checkpoint of an earlier term")
+        term, last = found
+    return lineage
+
+
+def _names(folder: Path, commit: Commit) -> Iterator[str]:
+    """Checkpoints of the lineage, the newest first."""
+    checkpoints = folder / "checkpoints"
+    paths = checkpoints.iterdir() if checkpoints.is_dir() else ()
+    found = [parse_checkpoint(path.name) for path in paths if path.is_dir()]
+    for term, step in sorted((place for place in found if place), reverse=True):
+        if commit.holds(term, step):
+            yield f"e{term:06d}-s{step:08d}"
+
+
+def _read_state(checkpoint: Path) -> dict[str, Any]:
+    path = checkpoint / "manifest.json"
+    try:
+        sealed = json.loads(path.read_bytes())
+        content: dict[str, Any] = sealed["content"]
+        digest = xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+        intact = sealed["digest"] == digest
+    except (OSError, ValueError, KeyError, TypeError):
+        raise DataError(f"{path}: missing or cut off") from None
+    if not intact:
+        raise DataError(f"{path}: contents do not match their digest")
+    if content["schema"] != _SCHEMA:
+        raise DataError(f"{path}: schema {content['schema']}; this program reads schema {_SCHEMA}")
+    for name, (size, _) in content["files"].items():
+        if _size(checkpoint / name) != size:
+            raise DataError(f"{checkpoint / name}: missing, or not of {size} bytes")
+    state: dict[str, Any] = content["state"]
+    return state
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def _with_state(beginning: Commit, state: Mapping[str, Any]) -> Commit:
+    stream, ledger = state["stream"], state["stream"]["ledger"]
+    below = [(0, ledger["watermark"])] if ledger["watermark"] else []
+    return replace(
+        beginning,
+        step=state["step"],
+        issued=ledger["issued"],
+        resolved=tuple((start, end) for start, end in (*below, *ledger["exceptions"])),
+        outcomes=ledger["outcomes"],
+        cursor=parse_id(stream["cursor"]),
+        carry=frozenset(parse_id(entry_id) for entry_id in stream["carry"]),
+        journal=stream["journal"],
+    )
+
+
+def _read_record(path: Path, key: str) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise DataError(f"{path} is not there: give the folder of a run") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(record, dict) or key not in record:
+        raise DataError(f"{path}: not a record of streamrl: {key!r} is missing")
+    return record
+
+
+TRAINED = "trained"
+_JOURNAL_SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """Tickets that ended alike in one step."""
+
+    term: int
+    step: int
+    outcome: str
+    ranges: tuple[tuple[int, int], ...]  # [start, end)
+
+    @property
+    def num_tickets(self) -> int:
+        return sum(end - start for start, end in self.ranges)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """The journal of the surviving lineage."""
+
+    files: frozenset[str]
+    lines: tuple[Line, ...]
+    breaks: tuple[str, ...]  # where and why it cannot be read; what ended there is not in `lines`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waste:
+    num_steps: int
+    num_tickets: int
+    unreadable: tuple[str, ...]
+
+
+def read_chain(folder: Path, commit: Commit) -> Chain:
+    files: set[str] = set()
+    lines: list[Line] = []
+    breaks: list[str] = []
+    name = commit.journal
+    while name is not None:
+        place = parse_checkpoint(name.partition(".")[0])
+        if name in files or place is None or not commit.holds(*place):
+            breaks.append(f"journal {name!r}: a file of the surviving lineage cannot go on from it")
+            break
+        files.add(name)
+        text = _read_text(folder, name)
+        try:
+            lines += _read_lines(text, name, commit.run_uid)
+        except DataError as error:
+            breaks.append(str(error))
+        name = _file_before(text)
+    return Chain(files=frozenset(files), lines=tuple(lines), breaks=tuple(breaks))
+
+
+def read_waste(folder: Path, commit: Commit, chain: Chain) -> Waste:
+    """Steps in files beside the chain. A learner may have failed to commit once and succeeded later: what the chain
+    has too is not wasted. Nor is, as yet, what the newest learner has written and may be about to commit."""
+    kept = {(line.term, line.step) for line in chain.lines}
+    steps: set[tuple[int, int]] = set()
+    num_tickets = 0
+    unreadable: list[str] = []
+    for name in _names_beside(folder, commit, chain.files):
+        try:
+            lines = _read_lines(_read_text(folder, name), name, commit.run_uid)
+        except DataError as error:
+            unreadable.append(f"{error} (it is not of the surviving lineage)")
+            continue
+        wasted = [line for line in lines if line.outcome == TRAINED and (line.term, line.step) not in kept | steps]
+        num_tickets += sum(line.num_tickets for line in wasted)
+        steps |= {(line.term, line.step) for line in wasted}
+    return Waste(num_steps=len(steps), num_tickets=num_tickets, unreadable=tuple(unreadable))
+
+
+def _names_beside(folder: Path, commit: Commit, chain: Set[str]) -> Iterator[str]:
+    newest = parse_checkpoint(commit.checkpoint) if commit.checkpoint else None
+    for path in sorted((folder / "journal").glob("e*.jsonl")):
+        place = parse_checkpoint(path.stem.partition(".")[0])
+        if place is None or path.stem in chain:
+            continue
+        if place[0] < commit.term or (newest is not None and place <= newest):
+            yield path.stem
+
+
+def _read_text(folder: Path, name: str) -> bytes:
+    """Empty when it is not there."""
+    path = folder / "journal" / f"{name}.jsonl"
+    return path.read_bytes() if path.is_file() else b""
+
+
+def _file_before(text: bytes) -> str | None:
+    """From a torn file, too, as long as its first line is whole."""
+    try:
+        after = json.loads(text.partition(b"\n")[0])["after"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return None if after is None else str(after)
+
+
+def _read_lines(text: bytes, name: str, run_uid: str) -> list[Line]:
+    place = parse_checkpoint(name.partition(".")[0])
+    assert place is not None, "only files with a checkpoint's name are read"
+    try:
+        header, *records, seal = [json.loads(line) for line in text.splitlines()]
+        body = text[: text.rstrip(b"\n").rfind(b"\n") + 1]
+        intact = seal["digest"] == xxhash.xxh3_128_hexdigest(body)
+        expected = (header["schema"], header["run_uid"]) == (_JOURNAL_SCHEMA, run_uid)
+        lines = [
+            Line(term=place[0], step=r["step"], outcome=r["outcome"], ranges=tuple((a, b) for a, b in r["tickets"]))
+            for r in records
+        ]
+    except (ValueError, KeyError, TypeError):
+        raise DataError(f"journal {name!r}: missing or cut off") from None
+    if not intact:
+        raise DataError(f"journal {name!r}: contents do not match their digest")
+    if not expected:
+        raise DataError(f"journal {name!r}: of another run, or of another schema than {_JOURNAL_SCHEMA}")
+    return lines

@@ -1,0 +1,174 @@
+"""What lies in the streams of a run, entry by entry, as XRANGE gives it.
+
+Tickets are scanned before groups: a delivery moves a ticket from here to there and never back, so that one which moves
+in between is seen at least once. Only reads, with a client that never repeats a call; blocks for some seconds at most.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from streamrl.errors import ResourceError, WireError
+from streamrl.ops.audit.folder import EntryId, parse_id
+from streamrl.protocol.transport.address import open_client, server_name
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.wire.group import decode_body, decode_header
+from streamrl.protocol.wire.ticket import decode_ticket
+
+_ENTRIES_A_PAGE = 100
+_CONNECT_TIMEOUT_S = 5.0
+_REPLY_TIMEOUT_S = 15.0
+_WIDEST_WINDOW = 1_000_000  # of outstanding tickets, when the run's configuration does not say
+
+RawEntry = tuple[EntryId, Mapping[bytes, bytes]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Streams:
+    server: str | None = None  # None: nobody has looked, and nothing is known
+    learner_is_live: bool = False
+    issued: int | None = None  # the number of the next training ticket, by the learner's word; None: none has looked
+    issued_since: int = 0  # how many more it has issued while the streams were read
+    window: int = _WIDEST_WINDOW  # how many tickets the run keeps outstanding at most
+    tickets: tuple[int, ...] = ()  # numbers of the entries that ask for a training group
+    groups: tuple[tuple[EntryId, int], ...] = ()  # the entries that answer a ticket, or say that it failed
+    malformed: Mapping[str, int] = field(default_factory=dict)
+    dead_letters: int = 0
+    eval_tickets: int = 0
+    eval_groups: int = 0
+
+
+@contextmanager
+def open_server(url: str) -> Iterator[redis.Redis]:
+    client = open_client(
+        url,
+        protocol=2,
+        retry=Retry(NoBackoff(), 0),
+        socket_connect_timeout=_CONNECT_TIMEOUT_S,
+        socket_timeout=_REPLY_TIMEOUT_S,
+    )
+    with client:
+        try:
+            yield client
+        except redis.RedisError as error:
+            raise ResourceError(f"Redis at {server_name(client)} does not answer: {error}") from None
+
+
+def read_meta(client: redis.Redis, keys: Keys) -> Mapping[bytes, bytes]:
+    """ResourceError when the server does not know of the run."""
+    meta: Any = client.hgetall(keys.meta)
+    if b"uid" not in meta:
+        removed = "; it was removed from there" if client.exists(keys.tombstone) else ""
+        raise ResourceError(f"Redis at {server_name(client)} holds no run {keys.name!r}{removed}")
+    return dict(meta)
+
+
+def read_streams(client: redis.Redis, keys: Keys, *, run_uid: str) -> Streams:
+    meta = read_meta(client, keys)
+    if meta[b"uid"] != run_uid.encode():
+        uid = meta[b"uid"].decode(errors="replace")
+        raise ResourceError(
+            f"Redis at {server_name(client)} holds another run of the name {keys.name!r}: its uid is {uid}, "
+            f"and that of the folder is {run_uid}"
+        )
+    malformed: Counter[str] = Counter()
+    tickets = [number for _, number in _read(client, keys.tickets("train"), "tickets", run_uid, malformed)]
+    groups = list(_read(client, keys.groups("train"), "groups", run_uid, malformed))
+    issued, issued_since = _read_counters(meta, read_meta(client, keys), malformed)
+    return Streams(
+        server=server_name(client),
+        learner_is_live=bool(client.exists(keys.lease)),
+        issued=issued,
+        issued_since=issued_since,
+        window=_window(meta.get(b"config", b"")),
+        tickets=tuple(tickets),
+        groups=tuple(groups),
+        malformed=malformed,
+        dead_letters=client.xlen(keys.dead),
+        eval_tickets=client.xlen(keys.tickets("eval")),
+        eval_groups=client.xlen(keys.groups("eval")),
+    )
+
+
+def _read(
+    client: redis.Redis, stream: str, what: str, run_uid: str, malformed: Counter[str]
+) -> Iterator[tuple[EntryId, int]]:
+    """The entries about tickets of this run, with the numbers of these."""
+    for entry_id, fields in _entries(client, stream):
+        number = flaw = _number(fields, run_uid)
+        if isinstance(number, int):
+            yield entry_id, number
+            flaw = (_ticket_flaw if what == "tickets" else _group_flaw)(fields, (number, run_uid, "train"))
+        if flaw:
+            malformed[f"{what}/{flaw}"] += 1
+
+
+def _ticket_flaw(fields: Mapping[bytes, bytes], expected: tuple[int, str, str]) -> str:
+    try:
+        ticket = decode_ticket(fields.get(b"b", b""))
+    except WireError:
+        return "body"
+    return "" if (ticket.number, ticket.run_uid, ticket.purpose) == expected else "body"
+
+
+def _group_flaw(fields: Mapping[bytes, bytes], expected: tuple[int, str, str]) -> str:
+    part = "header"
+    try:
+        header = decode_header(fields.get(b"h", b""))
+        if (header.ticket, header.run_uid, header.purpose) != expected:
+            return part
+        part = "body"
+        decode_body(header, fields.get(b"b", b""))
+    except WireError:
+        return part
+    return ""
+
+
+def _number(fields: Mapping[bytes, bytes], run_uid: str) -> int | str:
+    """The ticket's number, or what is wrong with the entry: then it is about no ticket of this run."""
+    if fields.get(b"u") != run_uid.encode():
+        return "wrong_run"
+    text = fields.get(b"n", b"")
+    return int(text) if text.isdigit() and len(text) < 19 else "no_number"
+
+
+def _entries(client: redis.Redis, stream: str) -> Iterator[RawEntry]:
+    """All of a stream, a page at a time."""
+    first = "-"
+    while True:
+        page: Any = client.xrange(stream, min=first, count=_ENTRIES_A_PAGE)
+        yield from ((parse_id(entry_id.decode()), fields) for entry_id, fields in page)
+        if not page:
+            return
+        first = f"({page[-1][0].decode()}"
+
+
+def _read_counters(
+    before: Mapping[bytes, bytes], after: Mapping[bytes, bytes], malformed: Counter[str]
+) -> tuple[int | None, int]:
+    """Whoever became the learner in between counts anew, and may begin lower."""
+    if b"issued" not in before or b"issued" not in after:
+        return None, 0
+    texts = (before[b"issued"], after[b"issued"])
+    if not all(text.isdigit() and len(text) < 19 for text in texts):
+        malformed["meta/issued"] += 1
+        return None, 0
+    first, last = map(int, texts)
+    return min(first, last), max(0, last - first)
+
+
+def _window(config: bytes) -> int:
+    try:
+        fields = json.loads(config)
+        return int((fields["lag"]["max_steps"] + 1) * fields["training"]["groups_per_step"])
+    except (ValueError, KeyError, TypeError):
+        return _WIDEST_WINDOW

@@ -1,0 +1,150 @@
+"""What several commands share: their arguments, and how they tell what they have found.
+
+Which run a command is about: a run's folder, or a server and a name.
+
+streamrl pause runs/big                              the folder's configuration says where its Redis is
+streamrl pause --redis redis://host:6379 --run big   from anywhere; STREAMRL_REDIS stands in for --redis
+"""
+
+from __future__ import annotations
+
+import functools
+import getpass
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import redis
+
+from streamrl.errors import ResourceError
+from streamrl.ops.monitor.runs import URL_VARIABLE, Target, find_target
+from streamrl.protocol.transport.address import server_name
+from streamrl.protocol.transport.connection import connect
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.snapshot import snapshot
+from streamrl.protocol.transport.types import RunInfo
+from streamrl.telemetry.progress import Report
+from streamrl.terminal import printable
+
+if TYPE_CHECKING:
+    from streamrl.config.schema import Config
+
+# The command is called with `overrides`, `as_json` and `timeout_s`.
+takes_overrides = click.argument("overrides", nargs=-1, metavar="[KEY.SUB=VALUE]...")
+takes_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def takes_config(command: Callable[..., Any]) -> Callable[..., Any]:
+    """FILE [KEY.SUB=VALUE]...: the command is called with `file` and `overrides`, for `load_config`."""
+    return click.argument("file", type=click.Path())(takes_overrides(command))
+
+
+def takes_timeout(what: str) -> Callable[..., Any]:
+    return click.option("--timeout-s", type=click.FloatRange(min=0), default=30.0, help=f"How long to {what}.")
+
+
+def tell(told: Any, lines: Iterable[str], *, as_json: bool, indent: int | None = 2) -> None:
+    """The one as JSON, or the others for people, to whose terminals other machines' names and errors may come."""
+    for line in [json.dumps(told, indent=indent)] if as_json else map(printable, lines):
+        click.echo(line)
+
+
+class MovingLine:
+    """A line on stderr that is written again and again; nothing where that is no terminal."""
+
+    def __init__(self) -> None:
+        self._is_shown = False
+
+    def show(self, text: str) -> None:
+        if sys.stderr.isatty():
+            self._is_shown = True
+            click.echo(f"\r{text}   ", nl=False, err=True)
+
+    def end(self) -> None:
+        if self._is_shown:
+            click.echo(err=True)
+
+
+class OutputFile(click.Path):
+    """A file to be written, as a Path; asked for before the work whose outcome it shall hold."""
+
+    def __init__(self, *, suffix: str = "") -> None:
+        super().__init__(dir_okay=False, writable=True, path_type=Path)
+        self._suffix = suffix
+
+    def convert(self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = Path(value)
+        if not path.name.endswith(self._suffix):
+            self.fail(f"{str(path)!r} must end in {self._suffix}", param, ctx)
+        if not path.parent.is_dir():
+            self.fail(f"{str(path)!r}: there is no folder {str(path.parent)!r}", param, ctx)
+        super().convert(value, param, ctx)
+        return path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRun:
+    client: redis.Redis
+    keys: Keys
+    info: RunInfo
+    reports: tuple[Report, ...]  # of its parts
+
+    @property
+    def config(self) -> Config:
+        from streamrl.config.dump import config_from_json
+
+        return config_from_json(self.info.config_json)
+
+
+def takes_place(command: Callable[..., Any]) -> Callable[..., Any]:
+    """[RUN_FOLDER] --redis URL --run NAME: the command is called with `folder`, `url` and `run`."""
+    folder = click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[RUN_FOLDER]")
+    return folder(takes_server(command))
+
+
+def takes_server(command: Callable[..., Any]) -> Callable[..., Any]:
+    url = click.option(
+        "--redis", "url", metavar="URL", help=f"The run's Redis; by default the folder's, or {URL_VARIABLE}."
+    )
+    return url(click.option("--run", metavar="NAME", help="The run's name; by default the folder's.")(command))
+
+
+def takes_run(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The same: the command is called with `target`."""
+
+    @takes_place
+    @functools.wraps(command)
+    def with_target(folder: Path | None, url: str | None, run: str | None, **rest: Any) -> Any:
+        return command(target=find_target(folder, url, run), **rest)
+
+    return with_target
+
+
+@contextmanager
+def open_run(target: Target) -> Iterator[OpenRun]:
+    """With the patience of a part, for who changes the run or reads much of it; `monitor.opening.opened` is for a look.
+    ResourceError when the server does not answer, or knows nothing of the run."""
+    from streamrl.config import schema  # with pydantic, which who only looks starts faster without
+
+    with connect(target.server(), schema.Redis()) as client:
+        keys = Keys(target.run)
+        seen = snapshot(client, keys)
+        if seen.run is None:
+            raise ResourceError(f"Redis at {server_name(client)} holds no run {target.run!r}")
+        yield OpenRun(client=client, keys=keys, info=seen.run, reports=seen.reports)
+
+
+def operator() -> str:
+    """Who speaks, for the journal."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container may run as a number that has no name
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"

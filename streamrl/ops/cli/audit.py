@@ -1,0 +1,114 @@
+"""`streamrl audit`: account for every ticket of a run, from its streams, checkpoints and journal. Only reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from streamrl.errors import ResourceError
+from streamrl.ops.audit import Audit, audit_folder
+from streamrl.ops.audit.judge import WRONG
+from streamrl.ops.audit.streams import open_server, read_meta
+from streamrl.ops.cli.arguments import takes_json, takes_place, tell
+from streamrl.ops.monitor.runs import find_target
+from streamrl.protocol.transport.keys import Keys
+
+
+@click.command()
+@takes_place
+@click.option("--folder-only", is_flag=True, help="Do not look for Redis.")
+@takes_json
+def audit(folder: Path | None, url: str | None, run: str | None, folder_only: bool, as_json: bool) -> int:
+    """Account for every ticket of a run: issued = trained + dropped + dead + outstanding.
+
+    \b
+        streamrl audit runs/quickstart              with its Redis, if that still runs
+        streamrl audit runs/big --redis redis://host:6379
+        streamrl audit --redis redis://host:6379 --run big
+
+    Reads the run's checkpoints and journal and the raw entries of its streams, changes nothing and starts nothing.
+    lost: tickets that have neither ended nor are anywhere to be found. twice: tickets trained more than once. Both are
+    found ticket by ticket, in the lineage of the newest checkpoint. On a live run, what ended since then counts as
+    outstanding, and what Redis has lost counts as lost until the learner has issued it again.
+
+    Exits with 0 when every ticket is accounted for, 1 when one is lost, trained twice or in doubt, 2 when there is
+    nothing to audit.
+
+    \b
+    --json prints one object:
+      run, run_uid, folder, redis (null: not looked at), learner_is_live
+      term, checkpoint (null: none yet), step            the newest commit
+      issued, trained, dropped {reason: n}, dead, outstanding (= waiting + delivered when Redis was looked at)
+      lost, twice, contradictory, unproven                all 0 unless something is wrong; examples {kind: [ticket]}
+      wasted_steps, wasted_tickets                        committed by learners that had been replaced
+      leftover_tickets, leftover_groups                   harmless entries about tickets that have ended
+      malformed {what: n}, dead_letters, eval_tickets, eval_groups
+      problems [text], unchecked [text], balanced, clean
+    """
+    if folder is None:
+        target = find_target(None, url, run)
+        url, folder = target.server(), _folder_of(target.server(), target.run)
+    elif url is None and not folder_only and (folder / "config.yaml").is_file():
+        url = find_target(folder, None, run).url  # None: its embedded server has ended
+    found = audit_folder(folder, redis_url=None if folder_only else url, run=run)
+    tell(found.to_json(), _lines(found), as_json=as_json)
+    return 0 if found.clean else 1
+
+
+def _folder_of(url: str, run: str) -> Path:
+    """Where the run's configuration, in Redis, says that its folder is."""
+    with open_server(url) as client:
+        config = read_meta(client, Keys(run)).get(b"config", b"")
+    try:
+        folder = Path(json.loads(config)["dir"]) / run
+    except (ValueError, KeyError, TypeError):
+        raise ResourceError(f"Redis does not say where the folder of run {run!r} is; give it as RUN_FOLDER") from None
+    if not (folder / "run.json").is_file():
+        raise ResourceError(f"the folder of run {run!r} is not at {folder}, seen from here; give it as RUN_FOLDER")
+    return folder
+
+
+def _lines(found: Audit) -> Iterator[str]:
+    commit = found.checkpoint or "no checkpoint yet"
+    where = "the folder alone" if found.redis is None else f"with Redis at {found.redis}"
+    yield f"run {found.run}: {commit}, term {found.term}, {where}{', live' if found.learner_is_live else ''}"
+    yield ""
+    yield _row("issued", found.issued)
+    yield _row("trained", found.trained)
+    yield _row("dropped", sum(found.dropped.values()), ", ".join(f"{why} {n}" for why, n in found.dropped.items()))
+    yield _row("dead", found.dead)
+    seen = f"waiting {found.waiting}, delivered {found.delivered}" if found.redis and found.outstanding else ""
+    yield _row("outstanding", found.outstanding, seen)
+    for kind in WRONG:
+        if getattr(found, kind) or kind in ("lost", "twice"):
+            yield _row(kind, getattr(found, kind), _examples(found, kind))
+    yield ""
+    yield from _asides(found)
+    yield "clean: every ticket is accounted for" if found.clean else "NOT CLEAN"
+
+
+def _row(name: str, count: int, detail: str = "") -> str:
+    return f"  {name:<14}{count:>10}{f'   ({detail})' if detail else ''}"
+
+
+def _examples(found: Audit, kind: str) -> str:
+    tickets = found.examples.get(kind, ())
+    more = ", ..." if len(tickets) < getattr(found, kind) else ""
+    return f"tickets {', '.join(map(str, tickets))}{more}" if tickets else ""
+
+
+def _asides(found: Audit) -> Iterator[str]:
+    """What is worth a line only when it is there."""
+    if found.wasted_steps:
+        yield f"wasted: {found.wasted_steps} steps ({found.wasted_tickets} tickets) of replaced learners"
+    if found.malformed:
+        yield "malformed: " + ", ".join(f"{what} {n}" for what, n in found.malformed.items())
+    if found.leftover_tickets or found.leftover_groups:
+        yield f"left over, harmless: {found.leftover_tickets} tickets and {found.leftover_groups} groups"
+    if found.eval_tickets or found.eval_groups:
+        yield f"evaluation: {found.eval_tickets} tickets and {found.eval_groups} groups under way"
+    yield from (f"problem: {text}" for text in found.problems)
+    yield from (f"not checked {text}" for text in found.unchecked)

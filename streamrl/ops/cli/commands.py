@@ -1,0 +1,41 @@
+"""The commands of `streamrl`, by name; each is imported only when it is called, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Entry(NamedTuple):
+    target: str  # module:attribute of a click command
+    help: str  # its line in `streamrl --help`
+
+
+COMMANDS: Mapping[str, Entry] = {
+    "quickstart": Entry("streamrl.ops.cli.quickstart:quickstart", "Watch a small model learn on this machine."),
+    "demo": Entry("streamrl.ops.cli.demo:demo", "Watch a pretrained model learn on this machine."),
+    "up": Entry("streamrl.ops.cli.up:up", "Run everything on this machine: Redis, rewards, workers, learner."),
+    "learn": Entry("streamrl.ops.cli.learn:learn", "Run the learner alone, under torchrun, on one machine or several."),
+    "worker": Entry("streamrl.workers.main:main", "Work for a run: generate and score, from any machine."),
+    "pause": Entry("streamrl.ops.cli.control:pause", "Hold a run: no more steps, no more tickets."),
+    "resume": Entry("streamrl.ops.cli.control:resume", "Go on after a pause."),
+    "drain": Entry("streamrl.ops.cli.control:drain", "Train what is under way, write a checkpoint, and stop."),
+    "stop": Entry("streamrl.ops.cli.control:stop", "Write a checkpoint and stop; what is under way waits."),
+    "dead": Entry("streamrl.ops.cli.dead:dead", "Look at tickets that failed too often, repeat or purge them."),
+    "eval": Entry("streamrl.ops.cli.eval:evaluate", "Score a checkpoint, or any model, on a file of prompts."),
+    "top": Entry("streamrl.ops.cli.top:top", "Watch a run live in this terminal."),
+    "status": Entry("streamrl.ops.cli.status:status", "How a run is, on one screen; the exit code says it too."),
+    "why": Entry("streamrl.ops.cli.status:why", "What holds a run back now, and the remedy."),
+    "dashboard": Entry("streamrl.ops.cli.dashboard:dashboard", "A run in the browser, read-only."),
+    "export": Entry("streamrl.ops.cli.export:export", "A run for Prometheus and Grafana."),
+    "doctor": Entry("streamrl.ops.cli.doctor:doctor", "Whether a configuration can run here, before it does."),
+    "runs": Entry("streamrl.ops.cli.runs:runs", "List the runs of a Redis, or remove one."),
+    "plot": Entry("streamrl.ops.cli.plot:plot", "The curves of a run as a PNG."),
+    "weights": Entry("streamrl.ops.cli.weights:weights", "List, show, verify or pull the versions of a run's weights."),
+    "audit": Entry("streamrl.ops.cli.audit:audit", "Account for every ticket of a run: none lost, none twice."),
+    "groups": Entry("streamrl.ops.cli.groups:groups", "Read rollouts of a live run or a recording, as people read."),
+    "record": Entry("streamrl.ops.cli.record:record", "Save the groups of a live run; export what was saved."),
+    "config": Entry("streamrl.ops.cli.config:config", "Show or check a configuration."),
+    "redis": Entry("streamrl.ops.cli.redis:redis", "Users and rights in Redis."),
+    "reward": Entry("streamrl.ops.cli.reward:reward", "Serve a reward model over HTTP, or train one."),
+}

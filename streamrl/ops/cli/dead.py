@@ -1,0 +1,143 @@
+"""`streamrl dead ls|show|retry|purge`: the tickets that failed too often."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+from streamrl.errors import ConfigError, DataError
+from streamrl.ops.cli.arguments import OpenRun, open_run, operator, takes_json, takes_run, takes_timeout, tell
+from streamrl.ops.monitor.runs import Target
+from streamrl.ops.monitor.units import plural
+from streamrl.protocol.transport.operator import DeadLetter, read_letters, read_requests, read_retried, request_retries
+from streamrl.protocol.transport.operator import purge as purge_letters
+
+_LOOK_EVERY_S = 0.2
+_SHOWN_CHARS = 60
+
+
+@click.group()
+def dead() -> None:
+    """Look at the tickets that failed too often, repeat them, or throw their letters away."""
+
+
+@dead.command()
+@takes_run
+@takes_json
+def ls(target: Target, as_json: bool) -> None:
+    """List the dead letters, the oldest first."""
+    with open_run(target) as opened:
+        letters = _letters(opened)
+    lines = [*map(_line, letters), plural(len(letters), "dead letter")]
+    tell([_to_json(letter) for letter in letters], lines, as_json=as_json)
+
+
+@dead.command()
+@takes_run
+@click.option("--ticket", "number", type=int, required=True, help="Its number.")
+def show(target: Target, number: int) -> None:
+    """Print all that is known of one dead ticket, as JSON."""
+    with open_run(target) as opened:
+        [letter] = _chosen(_letters(opened), [number])
+    click.echo(json.dumps(_to_json(letter), indent=2, ensure_ascii=False))
+
+
+def _takes_tickets(command: Callable[..., Any]) -> Callable[..., Any]:
+    tickets = click.option("--ticket", "numbers", type=int, multiple=True, metavar="N", help="Its number; repeatable.")
+    everything = click.option("--all", "everything", is_flag=True, help="All of them.")
+    return takes_run(tickets(everything(takes_json(command))))
+
+
+@dead.command()
+@_takes_tickets
+@takes_timeout("wait for the learner to issue them")
+def retry(target: Target, numbers: tuple[int, ...], everything: bool, as_json: bool, timeout_s: float) -> int:
+    """Have the learner issue dead tickets anew.
+
+    Each gets a new number, with the same prompt, and its letter goes in the same step. The learner takes requests up
+    when it has room for tickets; asking twice is asking once. Exits with 0 when all are issued, with 1 when some are
+    not in time: the requests stand.
+    """
+    _refuse_nothing(numbers, everything)
+    with open_run(target) as opened:
+        letters, issued_before = _letters(opened), read_retried(opened.client, opened.keys)
+        chosen = letters if everything else _chosen(letters, [n for n in numbers if n not in issued_before])
+        requested = request_retries(opened.client, opened.keys, chosen, by=operator())
+        wanted = {letter.number for letter in chosen}
+        # Nobody takes requests up in a run that has ended, until it is taken up itself.
+        deadline = time.monotonic() + (timeout_s if opened.info.state == "running" else 0.0)
+        while wanted & read_requests(opened.client, opened.keys) and time.monotonic() < deadline:
+            time.sleep(_LOOK_EVERY_S)
+        issued = read_retried(opened.client, opened.keys)
+    told = {n: max(issued[n]) if n in issued else None for n in sorted({*wanted, *numbers})}
+    lines = (f"{number} -> {'not yet: the request stands' if new is None else new}" for number, new in told.items())
+    tell({"requested": requested, "issued": told}, lines, as_json=as_json)
+    return 1 if None in told.values() else 0
+
+
+@dead.command()
+@_takes_tickets
+def purge(target: Target, numbers: tuple[int, ...], everything: bool, as_json: bool) -> None:
+    """Throw dead letters away. Their tickets have ended, and stay so."""
+    _refuse_nothing(numbers, everything)
+    with open_run(target) as opened:
+        chosen = [letter for letter in _letters(opened) if everything or letter.number in numbers]
+        purged = purge_letters(opened.client, opened.keys, chosen, by=operator())
+    tell({"purged": purged}, [f"{purged} dead letters purged"], as_json=as_json)
+
+
+def _refuse_nothing(numbers: Sequence[int], everything: bool) -> None:
+    if bool(numbers) == everything:
+        raise ConfigError("say which dead tickets are meant: --ticket N, as often as needed, or --all")
+
+
+def _letters(opened: OpenRun) -> list[DeadLetter]:
+    """This run's; a forged entry without a number is nobody's."""
+    letters = read_letters(opened.client, opened.keys)
+    return [one for one in letters if one.number >= 0 and (one.ticket is None or one.ticket.run_uid == opened.info.uid)]
+
+
+def _chosen(letters: Sequence[DeadLetter], numbers: Sequence[int]) -> list[DeadLetter]:
+    there = {letter.number: letter for letter in letters}
+    missing = [number for number in numbers if number not in there]
+    if missing:
+        named = ", ".join(map(str, missing))
+        raise DataError(f"there is no dead letter of ticket {named}; `streamrl dead ls` shows all")
+    return [there[number] for number in dict.fromkeys(numbers)]
+
+
+def _to_json(letter: DeadLetter) -> dict[str, Any]:
+    ticket = letter.ticket
+    told: dict[str, Any] = {
+        "ticket": letter.number,
+        "purpose": letter.purpose,
+        "error": letter.error,
+        "at": letter.at,
+        "retry_requested": letter.retry_requested,
+    }
+    if ticket is not None:
+        told |= {
+            "attempts": ticket.attempt,
+            "retry_of": ticket.retry_of,
+            "prompt": ticket.prompt,
+            "prompt_tokens": len(ticket.token_ids),
+            "prompt_index": ticket.prompt_index,
+            "data_epoch": ticket.data_epoch,
+            "fields": dict(ticket.fields),
+        }
+    return told
+
+
+def _line(letter: DeadLetter) -> str:
+    prompt = letter.ticket.prompt if letter.ticket else "(cannot be read)"
+    asked = "  (retry asked for)" if letter.retry_requested else ""
+    return f"{letter.number:>8}  {_short(letter.error):<{_SHOWN_CHARS}}  {_short(prompt)}{asked}"
+
+
+def _short(text: str) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= _SHOWN_CHARS else f"{flat[: _SHOWN_CHARS - 1]}…"

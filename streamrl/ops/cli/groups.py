@@ -1,0 +1,147 @@
+"""`streamrl groups tail|show`: rollouts as people read them, of a live run or of a recording. Only reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from streamrl.errors import ConfigError, WireError
+from streamrl.ops.cli.arguments import open_run, takes_server
+from streamrl.ops.monitor.runs import find_target
+from streamrl.ops.record.export import to_json
+from streamrl.ops.record.read import open_group
+from streamrl.ops.record.sources import LiveGroups, RecordedGroups, Source, is_entry_id
+from streamrl.ops.record.view import TokenDecoder, choose_words, lines_of
+from streamrl.protocol.transport.types import Entry
+from streamrl.protocol.wire.ticket import Purpose
+from streamrl.terminal import printable
+
+_NARROWEST = 20
+
+
+_LOOK = (
+    takes_server,
+    click.option("--eval", "evaluation", is_flag=True, help="Answers of the validation, which do not stay long."),
+    click.option("--tokenizer", metavar="MODEL", help="Folder of the model whose tokenizer gives the texts."),
+    click.option("--color/--no-color", "colour", default=None, help="By default where the terminal has it."),
+    click.option("--json", "as_json", is_flag=True, help="Print a JSON object a group, a line each."),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What to look at besides a folder, and how to show it: the options `_LOOK`."""
+
+    url: str | None
+    run: str | None
+    evaluation: bool
+    tokenizer: str | None
+    colour: bool | None  # None: where the terminal has it
+    as_json: bool
+
+
+def _takes_look(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What becomes a `Look`."""
+    for option in reversed(_LOOK):
+        command = option(command)
+    return command
+
+
+@click.group()
+def groups() -> None:
+    """Read rollouts: prompt, samples, rewards by source, and which weights made which tokens.
+
+    Of a live run, which holds what was delivered and is not committed yet, or of a recording (`streamrl record`).
+    Texts need the model's tokenizer.json on this machine, by model.path or --tokenizer; else token ids are shown.
+    """
+
+
+@groups.command()
+@click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[RUN_FOLDER|RECORDING]")
+@click.option("-n", "--number", "count", type=click.IntRange(min=0), default=3, help="How many.")
+@click.option("-f", "--follow", is_flag=True, help="Go on with those that come, until Ctrl-C or the end of the run.")
+@click.option("--lines", type=click.IntRange(min=1), default=12, help="At most so many of each text.")
+@_takes_look
+def tail(folder: Path | None, count: int, follow: bool, lines: int, **options: Any) -> None:
+    """Show the newest groups.
+
+    \b
+        streamrl groups tail runs/big
+        streamrl groups tail -f --redis redis://host:6379 --run big
+        streamrl groups tail recording -n 20 --json
+    """
+    look = Look(**options)
+    with _opened(folder, look) as (source, words):
+        found: Sequence[Entry] | None = source.latest(count)
+        if not (found or follow):
+            click.echo("no groups are there at the moment; -f waits for some", err=True)
+        while found is not None:
+            for entry in found:
+                _print(entry, words, look, max_lines=lines)
+            found = source.more() if follow else None
+
+
+@groups.command()
+@click.argument("words", nargs=-1, required=True, metavar="[RUN_FOLDER|RECORDING] TICKET|ID")
+@_takes_look
+def show(words: tuple[str, ...], **options: Any) -> None:
+    """Show one group, by the number of its ticket or by its id.
+
+    \b
+        streamrl groups show runs/big 57
+        streamrl groups show recording 1763628312345-0 --json
+    """
+    if len(words) > 2:
+        raise ConfigError(f"{len(words)} words given: write the folder of a run or a recording, and one ticket or id")
+    look = Look(**options)
+    is_entry_id(words[-1])  # a mistake shows before anything is opened
+    with _opened(Path(words[0]) if len(words) == 2 else None, look) as (source, decoder):
+        _print(source.find(words[-1]), decoder, look, max_lines=None)
+
+
+@contextmanager
+def _opened(folder: Path | None, look: Look) -> Iterator[tuple[Source, TokenDecoder | None]]:
+    if folder is not None and _is_recording(folder):
+        recorded = RecordedGroups(folder)
+        yield recorded, choose_words(look.tokenizer, recorded.model)
+        return
+    purpose: Purpose = "eval" if look.evaluation else "train"
+    with open_run(find_target(folder, look.url, look.run)) as opened:
+        live = LiveGroups(opened.client, opened.keys, run_uid=opened.info.uid, purpose=purpose)
+        yield live, choose_words(look.tokenizer, opened.config.model.path)
+
+
+def _is_recording(folder: Path) -> bool:
+    return any(folder.glob("*.groups")) and not (folder / "config.yaml").exists()
+
+
+def _print(entry: Entry, words: TokenDecoder | None, look: Look, *, max_lines: int | None) -> None:
+    try:
+        group = open_group(entry)
+    except WireError as error:
+        click.echo(printable(f"group {entry.id} of ticket {entry.number} cannot be read: {error}"), err=True)
+        return
+    if look.as_json:
+        click.echo(json.dumps(to_json(entry, group, words)))
+        return
+    console = _console(look.colour)
+    width = max(_NARROWEST, console.width)
+    colour = console.color_system is not None
+    for line in lines_of(entry, group, words, width=width, colour=colour, max_lines=max_lines):
+        console.print(line, soft_wrap=True, highlight=False)
+    console.print()
+
+
+def _console(colour: bool | None) -> Console:
+    """As wide as the terminal, and 80 columns where there is none."""
+    plain = Console(no_color=True, color_system=None)
+    if colour is False or (colour is None and not plain.is_terminal):
+        return plain
+    return Console(force_terminal=True)

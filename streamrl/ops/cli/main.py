@@ -1,0 +1,102 @@
+"""`streamrl`: finds the command, and turns errors into exit codes.
+
+A user's mistake is one line on stderr and exit code 2, and so is a file that the machine does not let us read or write;
+what else streamrl raises on purpose exits with 1; Ctrl-C with 130. Any other exception is a defect and keeps its
+traceback. Commands load when they are called (`commands`), so this module imports nothing heavier than click.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Any
+
+import click
+
+from streamrl import __version__
+from streamrl.errors import StreamrlError, UserError
+from streamrl.ops.cli.commands import COMMANDS, Entry
+
+EXIT_INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
+# What a disk may answer to any path at any time; a path that is not there is for each command to tell.
+_REFUSALS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ENOTDIR}
+_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are known by name and imported when they are called."""
+
+    def __init__(self, *, entries: Mapping[str, Entry], **settings: Any) -> None:
+        super().__init__(**settings)
+        self._entries = entries
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self._entries)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self._entries:
+            return None
+        module, _, attribute = self._entries[cmd_name].target.partition(":")
+        command = getattr(import_module(module), attribute)
+        assert isinstance(command, click.Command), f"{self._entries[cmd_name].target} is not a click command"
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in self._entries and not args[0].startswith("-"):
+            nearest = get_close_matches(args[0], self._entries, n=1, cutoff=0.5)
+            ctx.fail(f"no command {args[0]!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else ""))
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry.help) for name, entry in self._entries.items()])
+
+
+def main(argv: Sequence[str] | None = None, *, commands: Mapping[str, Entry] = COMMANDS) -> int:
+    """Run the command line; the exit code. Raises for defects only."""
+
+    @click.group("streamrl", cls=LazyGroup, entries=commands, context_settings=_SETTINGS)
+    @click.version_option(__version__, prog_name="streamrl")
+    def group() -> None:
+        """Asynchronous, off-policy, streaming reinforcement learning for language models.
+
+        \b
+        Watch it learn, on any machine with two cores:
+            streamrl quickstart
+        Run a configuration on this machine, with some settings changed:
+            streamrl up conf/pretrained.yaml model.path=./sft data.train=prompts.jsonl
+        Watch it from anywhere, and ask what holds it back:
+            streamrl top RUN_FOLDER
+            streamrl why --redis redis://host:6379 --run NAME
+        See what a configuration amounts to, and where each value comes from:
+            streamrl config show conf/quickstart.yaml optimizer.lr=1e-4
+
+        Settings are given as KEY.SUB=VALUE on every command that takes a configuration; conf/reinforce.yaml
+        explains them all. `streamrl COMMAND --help` tells the rest.
+        """
+
+    try:
+        result = group.main(args=None if argv is None else list(argv), prog_name="streamrl", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    except StreamrlError as error:
+        click.echo(f"error: {error}", err=True)
+        return error.exit_code
+    except OSError as error:
+        if error.filename is None or error.errno not in _REFUSALS:
+            raise
+        click.echo(f"error: {error.filename}: {error.strerror}", err=True)
+        return UserError.exit_code
+    return result if isinstance(result, int) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""`streamrl record`: save the groups of a live run; `record export` and `record info` work on what was saved."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import click
+
+from streamrl.errors import ConfigError
+from streamrl.ops.cli.arguments import MovingLine, OutputFile, open_run, takes_json, takes_run, tell
+from streamrl.ops.launch.processes import Interrupts
+from streamrl.ops.monitor.runs import Target
+from streamrl.ops.monitor.units import size
+from streamrl.ops.record.export import check_parquet, write_jsonl, write_parquet, write_whole
+from streamrl.ops.record.frames import Origin, is_intact
+from streamrl.ops.record.read import Recording
+from streamrl.ops.record.tap import Tap
+from streamrl.ops.record.tap import record as run_session
+from streamrl.ops.record.view import choose_words
+from streamrl.ops.record.write import RecordingWriter, Written
+from streamrl.terminal import printable
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)i?B?", re.IGNORECASE)
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_LIVE = "live"  # the command that stands for `streamrl record RUN_FOLDER` itself
+
+
+def _num_bytes(text: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise click.BadParameter(f"{text!r} is no size; write bytes, or 500MB, 2GB")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+class _Record(click.Group):
+    """`record export ...` and `record info ...`; whatever else follows `record` is a run to be recorded."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in (*self.commands, "-h", "--help"):
+            args = [_LIVE, *args]
+        return super().parse_args(ctx, args)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [name for name in super().list_commands(ctx) if name != _LIVE]
+
+
+@click.group(cls=_Record)
+def record() -> None:
+    """Save the groups of a live run as they pass: prompts, samples, log-probs, versions, rewards.
+
+    \b
+        streamrl record runs/big --output recording
+        streamrl record --redis redis://host:6379 --run big --output recording
+        streamrl record info recording
+        streamrl record export recording --format parquet --output rollouts.parquet
+        streamrl learn conf/mine.yaml name=again --replay recording
+
+    The run is only read, and does not notice. Recording ends with the run, or with Ctrl-C, and goes on where it stopped
+    when it is started again with the same folder.
+
+    \b
+    Options of `streamrl record [RUN_FOLDER]`:
+      --output DIR         Where the recording goes; it may hold the beginning of it.
+      --redis URL, --run   The run, where it is not given by its folder.
+      --file-bytes SIZE    Begin a new file when one is so large.   [default: 256MB]
+      --max-bytes SIZE     Of all files together: then the oldest go, and it says how many groups went with them.
+                           [default: 20GB]
+      --once               Save what is in Redis now, and end.
+      --json               At the end, print JSON: groups, bytes, dropped, missed (null: the server does not tell).
+    """
+
+
+@record.command(_LIVE, hidden=True)
+@takes_run
+@click.option("--output", type=click.Path(file_okay=False, path_type=Path), required=True, metavar="DIR")
+@click.option("--file-bytes", type=_num_bytes, metavar="SIZE", default="256MB")
+@click.option("--max-bytes", type=_num_bytes, metavar="SIZE", default="20GB")
+@click.option("--once", is_flag=True)
+@takes_json
+def live(target: Target, output: Path, file_bytes: int, max_bytes: int, once: bool, as_json: bool) -> None:
+    """Record a run."""
+    if max_bytes < 2 * file_bytes:
+        raise ConfigError(f"--max-bytes {max_bytes}: must be at least twice --file-bytes = {file_bytes}")
+    with open_run(target) as opened, Interrupts() as interrupts:
+        info = opened.info
+        model = opened.config.model.path
+        origin = Origin(run=info.name, run_uid=info.uid, fingerprint=info.fingerprint, model=model)
+        tap = Tap(opened.client, opened.keys, run_uid=info.uid)
+        with RecordingWriter(output, origin, file_bytes=file_bytes, max_bytes=max_bytes) as writer:
+            goes_on = f", behind {writer.last_id}" if writer.num_files else ""
+            click.echo(printable(f"recording run {info.name} into {output}{goes_on}; Ctrl-C ends it"), err=True)
+            show = _Progress(writer)
+            run_session(tap, writer, stopped=lambda: interrupts.count > 0, follow=not once, show=show)
+            show.end()
+    told = {"run": info.name, "output": str(output), "missed": tap.num_missed}
+    told |= {name.removeprefix("num_"): value for name, value in asdict(writer.written).items()}
+    told |= {"files": writer.num_files, "files_bytes": writer.num_bytes}
+    tell(told, [_line(writer.written, tap.num_missed, output)], as_json=as_json, indent=None)
+
+
+class _Progress:
+    def __init__(self, writer: RecordingWriter) -> None:
+        self._writer, self._line = writer, MovingLine()
+        self._num_dropped = 0
+
+    def __call__(self) -> None:
+        written = self._writer.written
+        if written.num_dropped > self._num_dropped:
+            gone = written.num_dropped - self._num_dropped
+            self._num_dropped = written.num_dropped
+            click.echo(f"\rdropped the oldest file with {gone} groups: --max-bytes is reached", err=True)
+        self._line.show(f"{written.num_groups} groups, {size(written.num_bytes)}")
+
+    def end(self) -> None:
+        self()
+        self._line.end()
+
+
+@record.command("export")
+@click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
+@click.option("--format", "kind", type=click.Choice(["jsonl", "parquet"]), default="jsonl")
+@click.option("--output", type=OutputFile(), help="The file; by default stdout for jsonl.")
+@click.option("--tokenizer", metavar="MODEL", help="Folder of the model whose tokenizer gives the texts.")
+@click.option("--no-text", is_flag=True, help="Token ids alone, also where the run's own model is at hand.")
+def export_to(folder: Path, kind: str, output: Path | None, tokenizer: str | None, no_text: bool) -> None:
+    """Write a recording as JSON Lines (a group a line) or Parquet (a sample a row).
+
+    With prompts and responses as text where the model's tokenizer can be found; how many groups went out, and how many
+    could not be read, is told on stderr.
+    """
+    if kind == "parquet":
+        check_parquet()
+        if output is None:
+            raise ConfigError("--format parquet writes a file: name it with --output FILE")
+    recording = Recording.open(folder)
+    decoder = None if no_text else choose_words(tokenizer, recording.origin.model)
+    form = write_parquet if kind == "parquet" else write_jsonl
+    write = partial(form, recording, decoder=decoder)
+    exported = write(sys.stdout.buffer) if output is None else write_whole(output, write)
+    torn = sum(recording.tears.values())
+    click.echo(f"{exported}; {torn} bytes at a tear are left out" if torn else str(exported), err=True)
+
+
+@record.command()
+@click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
+@click.option("--verify", is_flag=True, help="Read every group, and check its digest.")
+@takes_json
+def info(folder: Path, verify: bool, as_json: bool) -> int:
+    """What a recording holds, whether it is whole, and which tickets it has no answer to.
+
+    Exits with 1 when --verify finds a damaged group.
+    """
+    recording = Recording.open(folder)
+    numbers = recording.numbers()
+    damaged = [place.entry_id for place in recording.places if not is_intact(place)] if verify else []
+    told = {
+        "run": recording.origin.run,
+        "run_uid": recording.origin.run_uid,
+        "model": recording.origin.model,
+        "groups": len(recording.places),
+        "bytes": sum(place.num_bytes for place in recording.places),
+        "first": recording.places[0].entry_id if recording.places else None,
+        "last": recording.places[-1].entry_id if recording.places else None,
+        "tickets": len(numbers),
+        "highest_ticket": max(numbers, default=None),
+        "tickets_without_answer": max(numbers, default=-1) + 1 - len(numbers),
+        "torn_bytes": sum(recording.tears.values()),
+        "damaged": damaged if verify else None,
+    }
+    lines = [f"{name.replace('_', ' '):<24}{_shown(value)}" for name, value in told.items() if value is not None]
+    tell(told, lines, as_json=as_json)
+    return 1 if damaged else 0
+
+
+def _line(written: Written, num_missed: int | None, output: Path) -> str:
+    line = f"{written.num_groups} groups, {size(written.num_bytes)}, in {output}"
+    if written.num_dropped:
+        line += f"; {written.num_dropped} older ones dropped for --max-bytes"
+    if written.num_too_large:
+        line += f"; {written.num_too_large} entries too large for a group left out"
+    if num_missed:
+        line += f"; {num_missed} went by unseen, trained before they could be read"
+    return line
+
+
+def _shown(value: object) -> str:
+    return (", ".join(map(str, value)) or "none") if isinstance(value, list) else str(value)

@@ -1,0 +1,206 @@
+"""`streamrl weights ls|show|verify|pull`: the versions that a run has published. Reads only; the run goes on."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from streamrl.errors import ConfigError, DataError
+from streamrl.ops.cli.arguments import OpenRun, open_run, takes_json, takes_run, tell
+from streamrl.ops.monitor.runs import Target
+from streamrl.protocol.weights.manifest import Manifest
+from streamrl.protocol.weights.published import Manifests, changed_by_tensor, check_blobs, full_bytes, read_manifests
+from streamrl.protocol.weights.published import pull as pull_version
+from streamrl.protocol.weights.stores import BlobStore, open_store
+from streamrl.versions import parse, show
+
+_NUM_TENSORS_SHOWN = 10
+_LATEST = "latest"
+_UNREADABLE = "its manifest cannot be read"
+
+_version = click.option(
+    "--version", "wanted", default=_LATEST, metavar="EPOCH.NUMBER", help="As `weights ls` shows it."
+)
+
+
+@click.group()
+def weights() -> None:
+    """Look at the versions of the weights that a run has published, check them, or take one out.
+
+    A version is a delta on the one before it, an anchor (all the weights), or a delta with an anchor beside it. Kept
+    are the last two anchors and what builds on them.
+    """
+
+
+@contextmanager
+def _published(target: Target) -> Iterator[tuple[OpenRun, Manifests]]:
+    with open_run(target) as opened:
+        yield opened, read_manifests(opened.client, opened.keys)
+
+
+def _store(opened: OpenRun) -> BlobStore:
+    return open_store(opened.config.weights.store, opened.client, opened.keys)
+
+
+def _served_by(opened: OpenRun) -> Mapping[int, list[str]]:
+    """By version, the workers that serve it."""
+    served_by = defaultdict(list)
+    for report in opened.reports:
+        version = report.detail.get("version")
+        if report.role == "worker" and isinstance(version, int):
+            served_by[version].append(report.part.partition("/")[2])
+    return served_by
+
+
+def _pick(manifests: Mapping[int, Manifest], wanted: str) -> Manifest:
+    if not manifests:
+        raise DataError("the run has published no weights yet")
+    oldest, newest = min(manifests), max(manifests)
+    try:
+        version = newest if wanted == _LATEST else parse(wanted)
+    except ValueError as error:
+        raise ConfigError(f"--version: {error}; or {_LATEST}") from None
+    if version not in manifests:
+        kept = f"{show(oldest)}, {show(newest)}"
+        raise DataError(f"version {wanted} is not there (any more); the oldest and the newest are {kept}")
+    return manifests[version]
+
+
+@weights.command()
+@takes_run
+@takes_json
+def ls(target: Target, as_json: bool) -> None:
+    """List the versions that are kept, the oldest first, and which workers serve each.
+
+    RATIO is how many times smaller than the whole model what a worker fetches is: a worker that is up to date fetches
+    the delta, one that comes late an anchor and the deltas after it. In JSON, versions whose manifests cannot be read
+    come last, of the kind `unreadable`.
+    """
+    with _published(target) as (opened, found):
+        served_by = _served_by(opened)
+    rows = [_row(manifest, served_by) for manifest in found.by_version.values()]
+    unreadable = [_unreadable_row(name) for name in found.unreadable]
+    tell([*rows, *unreadable], _table(rows, found, served_by), as_json=as_json)
+
+
+def _table(rows: Sequence[Mapping[str, Any]], found: Manifests, served_by: Mapping[int, list[str]]) -> Iterator[str]:
+    yield f"{'VERSION':>10}  {'STEP':>7}  {'KIND':<14}  {'BYTES':>15}  {'RATIO':>7}  SERVED BY"
+    for row in rows:
+        sizes = f"{row['bytes']:>15,}  {row['ratio']:>7,.1f}"
+        served = ", ".join(row["served_by"])
+        yield f"{row['version']:>10}  {row['step']:>7}  {row['kind']:<14}  {sizes}  {served}".rstrip()
+    yield from (f"{name:>10}  {_UNREADABLE}" for name in found.unreadable)
+    for version, workers in sorted(served_by.items()):
+        if version not in found.by_version:
+            yield f"{show(version):>10}  is kept no longer; still served by {', '.join(workers)}"
+
+
+@weights.command("show")
+@takes_run
+@_version
+@takes_json
+def show_version(target: Target, wanted: str, as_json: bool) -> None:
+    """Print what one version consists of: its blobs, and which tensors changed most."""
+    with _published(target) as (opened, found):
+        manifest = _pick(found.by_version, wanted)
+    row = _row(manifest, _served_by(opened)) | {
+        "run_uid": manifest.run_uid,
+        "tensors": [
+            {"name": t.name, "dtype": t.dtype, "shape": list(t.shape), "elements": t.num_elements, "changed": count}
+            for t, count in changed_by_tensor(manifest).items()
+        ],
+        "blobs": [{"name": s.blob_name, "bytes": s.num_bytes, "digest": s.digest.hex()} for s in manifest.shards],
+        "anchor_blobs": [{"name": s.blob_name, "bytes": s.num_bytes} for s in manifest.anchor],
+        "canary_tokens": len(manifest.canary_ids),
+    }
+    tell(row, _version_lines(row), as_json=as_json)
+
+
+def _version_lines(row: Mapping[str, Any]) -> Iterator[str]:
+    base = f" on {row['base']}" if row["base"] else ""
+    yield f"version {row['version']}, after step {row['step']}: {row['kind']}{base}, of run {row['run_uid']}"
+    served = ", ".join(row["served_by"]) or "no worker"
+    yield f"  {row['bytes']:,} bytes, {row['ratio']:,.1f} times smaller than the model; served by {served}"
+    yield from (f"  {blob['bytes']:>15,}  {blob['name']}" for blob in [*row["blobs"], *row["anchor_blobs"]])
+    yield f"  most changed of {len(row['tensors'])} tensors:"
+    for tensor in row["tensors"][:_NUM_TENSORS_SHOWN]:
+        share = 100 * tensor["changed"] / max(1, tensor["elements"])
+        yield f"  {share:>14.3f}%  {tensor['name']} {tensor['dtype']} {tensor['shape']}"
+
+
+@weights.command()
+@takes_run
+@click.option("--version", "wanted", metavar="EPOCH.NUMBER", help="Only this one, or `latest`; by default all.")
+@takes_json
+def verify(target: Target, wanted: str | None, as_json: bool) -> int:
+    """Fetch the blobs of all versions that are kept and compare them with the digests in the manifests.
+
+    Exits with 0 when all agree, with 1 when one is missing or damaged. Workers refuse such a blob, whatever this says,
+    and take another way; a damaged anchor is mended by the next one.
+    """
+    with _published(target) as (opened, found):
+        chosen = [_pick(found.by_version, wanted)] if wanted else list(found.by_version.values())
+        unreadable = () if wanted else found.unreadable
+        store = _store(opened)
+        checked = {manifest.version: list(check_blobs(manifest, store)) for manifest in chosen}
+    blobs = [(show(version), blob) for version, of_version in checked.items() for blob in of_version]
+    faults = [{"version": version, "blob": one.name, "fault": one.fault} for version, one in blobs if one.fault]
+    broken = [{"version": name, "blob": None, "fault": _UNREADABLE} for name in unreadable]
+    told = {"versions": len(checked), "blobs": len(blobs), "faults": [*faults, *broken]}
+    lines = [f"{fault['version']:>10}  {fault['blob']}: {fault['fault']}" for fault in faults]
+    lines += [f"{name:>10}  {_UNREADABLE}" for name in unreadable]
+    num_bytes = sum(one.num_bytes for _, one in blobs)
+    counts = f"{len(checked)} versions, {len(blobs)} blobs, {num_bytes:,} bytes: {len(faults)} missing or damaged"
+    tell(told, [*lines, counts], as_json=as_json)
+    return 1 if faults or unreadable else 0
+
+
+@weights.command()
+@takes_run
+@_version
+@click.option("--to", "to", required=True, type=click.Path(path_type=Path), help="The folder to make.")
+@click.option("--model", type=click.Path(path_type=Path), help="The base model's folder; by default the run's.")
+@takes_json
+def pull(target: Target, wanted: str, to: Path, model: Path | None, as_json: bool) -> None:
+    """Write one version as a Hugging Face folder.
+
+    Configuration and tokenizer come from the base model's folder, the weights from the run's store, digests checked.
+
+    \b
+    streamrl weights pull runs/big --to big-newest
+    streamrl weights pull --redis redis://host:6379 --run big --version 6.103 --model ./sft --to big-6.103
+    """
+    with _published(target) as (opened, found):
+        manifest = _pick(found.by_version, wanted)
+        base = model or Path(opened.config.model.path)
+        pull_version(manifest.version, found.by_version, _store(opened), model=base, folder=to)
+    version, step = show(manifest.version), manifest.step
+    told = {"version": version, "step": step, "folder": str(to), "bytes": full_bytes(manifest)}
+    tell(told, [f"version {version}, after step {step}, is in {to}"], as_json=as_json, indent=None)
+
+
+def _row(manifest: Manifest, served_by: Mapping[int, list[str]]) -> dict[str, Any]:
+    kind = "anchor" if manifest.base == 0 else "delta + anchor" if manifest.anchor else "delta"
+    whole = full_bytes(manifest)
+    return {
+        "version": show(manifest.version),
+        "step": manifest.step,
+        "kind": kind,
+        "base": show(manifest.base) if manifest.base else None,
+        "bytes": manifest.num_bytes,
+        "anchor_bytes": sum(shard.num_bytes for shard in manifest.anchor),
+        "model_bytes": whole,
+        "ratio": whole / max(1, manifest.num_bytes),
+        "served_by": sorted(served_by.get(manifest.version, [])),
+    }
+
+
+def _unreadable_row(name: str) -> dict[str, Any]:
+    """With the keys of the others, of which nothing is known."""
+    unknown = dict.fromkeys(("step", "base", "bytes", "anchor_bytes", "model_bytes", "ratio"))
+    return {"version": name, "kind": "unreadable", **unknown, "served_by": []}

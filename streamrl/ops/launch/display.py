@@ -1,0 +1,145 @@
+"""How a run looks to who started it: one live panel on a terminal, a line now and then elsewhere.
+
+It shows the monitors' `View`; the few words of the launcher's own (what it waits for before there is anything in Redis)
+are passed in. Drawing is done by whoever calls `show`, in no thread of its own, and never writes anything but to the
+terminal.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from streamrl.ops.monitor import text as words
+from streamrl.ops.monitor.top.draw import draw_rows, draw_workers
+from streamrl.ops.monitor.units import age
+from streamrl.ops.monitor.view import View
+from streamrl.terminal import printable
+
+_MAX_WIDTH, _MAX_HEIGHT = 100, 24
+_FRAME = 4  # columns, and lines: a border and a blank on either side, and a line for the phase and for who is not shown
+_PLAIN_EVERY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    title: str
+    phase: str  # what the launcher does, while that is all there is to say
+    began: float  # unix time
+    view: View | None  # None: Redis is not there yet
+    footer: str
+
+
+class Display:
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._clock = console, clock
+        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self._last_phase = ""
+        self._next_line = clock() + _PLAIN_EVERY_S
+
+    def show(self, shown: Shown) -> None:
+        if self._live is not None:
+            width, height = min(_MAX_WIDTH, self._console.width), min(_MAX_HEIGHT, self._console.height)
+            self._live.update(render(shown, now=time.time(), width=width, height=height), refresh=True)
+            return
+        if shown.phase != self._last_phase:
+            self._last_phase = shown.phase
+            self.say(shown.phase)
+        if self._clock() >= self._next_line:
+            self._next_line = self._clock() + _PLAIN_EVERY_S
+            self.say(plain_line(shown, now=time.time()))
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(Text(printable(text)), soft_wrap=True)
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+
+@contextmanager
+def spinner(console: Console) -> Iterator[Callable[[str], None]]:
+    """Shows what it is told last; where there is no terminal, a line now and then."""
+    if console.is_terminal:
+        with console.status("") as status:
+            yield lambda text: status.update(Text(printable(text)))
+        return
+    next_line = 0.0
+
+    def say(text: str) -> None:
+        nonlocal next_line
+        if time.monotonic() >= next_line:
+            next_line = time.monotonic() + _PLAIN_EVERY_S
+            console.print(Text(printable(text)), soft_wrap=True)
+
+    yield say
+
+
+def plain_line(shown: Shown, *, now: float) -> str:
+    view, passed = shown.view, _clock_time(now - shown.began)
+    if view is None or view.run.state == "absent":
+        return f"{passed}  {shown.phase}"
+    told = (f"{label}: {line}" if label else line for label, line in words.rows(view) if label != "run")
+    return "  ".join([passed, words.steps(view), *told])
+
+
+def render(shown: Shown, *, now: float, width: int, height: int) -> RenderableType:
+    view = shown.view
+    lines: list[RenderableType] = []
+    if view is not None and view.run.state != "absent":
+        within = width - _FRAME
+        _, *rows = draw_rows(view, width=within)  # the first one, of the run, is the title and the bar
+        room = max(1, height - _FRAME - len(rows) - 2)
+        workers = draw_workers(view.workers[:room], width=within)
+        lines += [_progress(view, passed_s=now - shown.began), *rows, *workers]
+        if (more := len(view.workers) - room) > 0:
+            lines.append(Text(f"and {more} more", style="dim"))
+        for line in (*rows, *workers):
+            line.truncate(within, overflow="ellipsis")
+    lines += [Text(f"{shown.phase} …", style="yellow")] if shown.phase else []
+    return Panel(
+        Group(*lines),
+        title=Text.assemble(("streamrl", "bold"), f" · {printable(shown.title)}"),
+        title_align="left",
+        subtitle=Text(printable(shown.footer), style="dim"),
+        subtitle_align="right",
+        border_style="cyan",
+        width=width,
+        padding=(0, 1),
+    )
+
+
+def _progress(view: View, *, passed_s: float) -> RenderableType:
+    run = view.run
+    grid = Table.grid(padding=(0, 2), expand=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(ratio=1)
+    grid.add_column(no_wrap=True, justify="right")
+    clock = _clock_time(passed_s) + (f"  left {age(run.eta_s)}" if run.eta_s is not None else "")
+    bar = ProgressBar(total=1.0, completed=run.share_done) if run.share_done is not None else Text()
+    grid.add_row(Text(words.steps(view), style="bold"), bar, clock)
+    return grid
+
+
+def _clock_time(seconds: float) -> str:
+    return str(timedelta(seconds=max(0, round(seconds))))

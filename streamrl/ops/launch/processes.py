@@ -1,0 +1,226 @@
+"""Child processes: each in a process group of its own, with a log file, and gone when the launcher is.
+
+Owns the processes of one machine. Ctrl-C at the terminal reaches the launcher only, which decides in what order the
+parts leave. Should the launcher be killed, the kernel kills its children; what they started themselves ends with them,
+each by the same means. Nothing here waits longer than its caller says.
+
+Requests to end that come as signals: counted, and heeded where it suits the work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+# Becomes the command after asking the kernel for SIGKILL when the parent dies. A program of its own rather than a
+# preexec_fn, which may deadlock in a process with threads. Only the thread that starts a child counts as its parent.
+_EXEC_AND_DIE_WITH_PARENT = """
+import ctypes, os, signal, sys
+parent, command = int(sys.argv[1]), sys.argv[2:]
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != parent:
+    sys.exit("the process that wanted this one has ended")
+os.execv(command[0], command)
+"""
+_TAIL_BYTES = 16 << 10
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+_HEALTHY_AFTER_S = 120.0
+_MAX_FAILURES = 5
+_KILL_S = 10.0  # only a process that hangs in the kernel takes longer to go
+_TIDY_S, _LOOK_EVERY_S = 1.0, 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    name: str  # of the part: "learner", "worker/0", "reward/0"
+    arguments: tuple[str, ...]  # the program's path first
+    log: Path  # what it writes to stdout and stderr, appended
+    environment: Mapping[str, str] = field(default_factory=dict)  # beside the launcher's own
+
+
+class Process:
+    """A running command. Start it from a thread that lives as long as it shall."""
+
+    def __init__(self, command: Command, process: subprocess.Popen[bytes], log_begin: int) -> None:
+        self.command = command
+        self.started_at = time.monotonic()
+        self._process = process
+        self._log_begin = log_begin
+
+    @classmethod
+    def start(cls, command: Command) -> Process:
+        command.log.parent.mkdir(parents=True, exist_ok=True)
+        with command.log.open("ab") as log:
+            begin = log.tell()
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _EXEC_AND_DIE_WITH_PARENT, str(os.getpid()), *command.arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **command.environment},
+                start_new_session=True,
+            )
+        return cls(command, process, begin)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        return self._process.poll()
+
+    def terminate(self) -> None:
+        """Ask it to end; its own children are its business."""
+        if self.poll() is None:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """End it, and then what is left of its group. Its children end with it, but for the one that removes their
+        semaphores and shared memory once the others are gone: that one is given a moment."""
+        self._process.kill()
+        self.wait(_KILL_S)
+        deadline = time.monotonic() + _TIDY_S
+        while _is_anybody_left(self._process.pid) and time.monotonic() < deadline:
+            time.sleep(_LOOK_EVERY_S)
+        with contextlib.suppress(ProcessLookupError):  # nobody is
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended within this time."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+        return self.poll() is not None
+
+    def last_words(self, *, num_lines: int = 15) -> list[str]:
+        """The end of what it wrote since it was started."""
+        with self.command.log.open("rb") as log:
+            end = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_begin, end - _TAIL_BYTES))
+            text = log.read().decode(errors="replace")
+        return [line for line in text.splitlines() if line.strip()][-num_lines:]
+
+
+class Kept:
+    """A process that is started again when it dies, after a pause that grows while it keeps dying.
+
+    Exit code 0 means that it had nothing more to do, which whoever looks may know better; 2 that its user must mend
+    something, which no other start does. `look` never blocks; call it several times a second.
+    """
+
+    def __init__(
+        self,
+        command: Command,
+        *,
+        say: Callable[[str], None],
+        max_failures: int = _MAX_FAILURES,  # in a row, before it is given up
+        healthy_after_s: float = _HEALTHY_AFTER_S,  # a life so long ends the row
+        clock: Callable[[], float] = time.monotonic,
+        start: Callable[[Command], Process] = Process.start,
+    ) -> None:
+        self.command = command
+        self.num_restarts = 0
+        self._say, self._max_failures, self._healthy_after_s = say, max_failures, healthy_after_s
+        self._clock, self._start = clock, start
+        self._deaths, self._failures = 0, 0  # in a row; failures are those with an error
+        self._again_at: float | None = None
+        self._began = clock()
+        self.process = start(command)
+
+    def look(self, *, is_needed: bool = False) -> None:
+        """Start it again when it is dead and its pause is over; `is_needed`: even when it left of its own accord, as it
+        does when somebody asks it to."""
+        code = self.process.poll()
+        if code is None or self.given_up or (code == 0 and not is_needed):
+            return
+        now = self._clock()
+        if self._again_at is None:
+            if now - self._began >= self._healthy_after_s:
+                self._deaths, self._failures = 0, 0
+            self._deaths += 1
+            self._failures += code != 0
+            pause_s = min(_FIRST_PAUSE_S * 2 ** (self._deaths - 1), _LONGEST_PAUSE_S)
+            self._again_at = now + pause_s * random.uniform(0.5, 1.0)
+            outlook = "giving it up" if self.given_up else "starting it again"
+            self._say(f"{self.command.name} {ending(code)}; {outlook} (see {self.command.log})")
+        elif now >= self._again_at:
+            self.num_restarts += 1
+            self._again_at, self._began = None, now
+            self.process = self._start(self.command)
+
+    @property
+    def given_up(self) -> bool:
+        """It is dead, and starting it again would help nobody."""
+        code = self.process.poll()
+        return code == 2 or (code not in (None, 0) and self._failures >= self._max_failures)
+
+
+def _is_anybody_left(group: int) -> bool:
+    """A member that lives. One that has ended counts for the kernel until somebody asks for its exit code, and in a
+    container nobody may."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            state, _, its_group, *_ = stat.read_text().rpartition(")")[2].split()
+            if int(its_group) == group and state not in "ZX":
+                return True
+    return False
+
+
+def ending(code: int) -> str:
+    """An exit code in words."""
+    if code == 0:
+        return "left before the run's end"
+    return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+
+def end_all(processes: list[Process], *, within_s: float) -> None:
+    """SIGTERM to all; whatever is there after this time is killed."""
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + within_s
+    for process in processes:
+        if not process.wait(max(0.0, deadline - time.monotonic())):
+            process.kill()
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupts:
+    """Inside the context Ctrl-C and its kin raise nothing; `count` tells how often somebody asked."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._first: int | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in _SIGNALS:
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        self._first = self._first or number
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell reports a process that the first of these signals ended; 0 when there was none."""
+        return 0 if self._first is None else 128 + self._first

@@ -1,0 +1,139 @@
+"""What a run came to: the audit of its tickets, and what its folder and its workers have to say.
+
+metrics.jsonl    lag, versions, held-out rewards      supervisor   what was started again, versions that workers loaded
+audit            trained, dropped, lost, twice
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from streamrl.ops.audit import Audit
+from streamrl.ops.monitor.history import HELD_OUT, History
+from streamrl.protocol.transport.types import Record
+from streamrl.versions import number_of, parse, term_of
+
+_OF_AUDIT = ("issued", "trained", "dropped", "dead", "outstanding", "lost", "twice", "clean")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lag:
+    """In optimizer steps, over all tokens that were trained."""
+
+    mean: float
+    max: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loads:
+    """Weight versions that workers took up, all lives of all workers together."""
+
+    loaded: int = 0
+    in_flight: int = 0  # of them with samples being generated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    name: str
+    folder: str
+    state: str
+    seconds: float  # of this launch
+    audit: Audit
+    versions_published: int
+    loads: Loads
+    lag: Lag | None  # None before the first step
+    held_out: Mapping[str, tuple[float, float]]  # by reward source: at the first and at the last validation
+    restarts: Mapping[str, int]  # by part
+    export: str | None  # the trained model, for plain transformers
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What the audit found wrong, or could not look at."""
+        return (*self.audit.problems, *self.audit.unchecked)
+
+    def to_json(self) -> dict[str, Any]:
+        told = {name: value for name, value in asdict(self).items() if name != "audit"}
+        audit = self.audit.to_json()
+        return {**told, **{n: audit[n] for n in _OF_AUDIT}, "steps": audit["step"], "remarks": self.remarks}
+
+
+def lag_of(steps: list[Record]) -> Lag | None:
+    measured = [record.values for record in steps if "lag/mean" in record.values]
+    tokens = [values["train_rollouts/response_lengths"] * values["train_rollouts/rollout_size"] for values in measured]
+    if not sum(tokens):
+        return None
+    total = sum(values["lag/mean"] * weight for values, weight in zip(measured, tokens, strict=True))
+    return Lag(mean=total / sum(tokens), max=round(max(values["lag/max"] for values in measured)))
+
+
+def num_versions(steps: list[Record], *, latest: str | None = None) -> int:
+    """Each learner publishes from number 0 on, in the order of its steps; `latest` may have come after the last."""
+    newest: dict[int, int] = {}
+    recorded = (int(record.values.get("weights/version", 0)) for record in steps)
+    for version in (*recorded, parse(latest) if latest else 0):
+        newest[term_of(version)] = max(newest.get(term_of(version), 0), number_of(version))
+    return sum(number + 1 for term, number in newest.items() if term)
+
+
+def held_out_of(history: History) -> dict[str, tuple[float, float]]:
+    names = sorted({name for record in history.validations.records for name in record.values})
+    curves = {name: history.curve(name)[1] for name in names if name.startswith(f"{HELD_OUT}/")}
+    return {name.removeprefix(f"{HELD_OUT}/"): (curve[0], curve[-1]) for name, curve in curves.items()}
+
+
+def summarise(
+    *,
+    name: str,
+    folder: Path,
+    state: str,
+    seconds: float,
+    audit: Audit,
+    latest_version: str | None,
+    loads: Loads,
+    restarts: Mapping[str, int],
+) -> Summary:
+    history = History.read(folder)
+    export = folder / "export"
+    return Summary(
+        name=name,
+        folder=str(folder),
+        state=state,
+        seconds=round(seconds, 1),
+        audit=audit,
+        versions_published=num_versions(history.steps.records, latest=latest_version),
+        loads=loads,
+        lag=lag_of(history.steps.records),
+        held_out=held_out_of(history),
+        restarts=dict(restarts),
+        export=str(export) if state == "finished" and export.is_dir() else None,
+    )
+
+
+def summary_lines(summary: Summary) -> list[tuple[str, str]]:
+    """(name, value) for people."""
+    audit, loads = summary.audit, summary.loads
+    dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(audit.dropped.items()))
+    lines = [
+        ("run", f"{summary.state} after {audit.step} steps; this launch took {summary.seconds:.0f} s"),
+        ("groups trained", f"{audit.trained} of {audit.issued} tickets"),
+        ("dropped", f"{sum(audit.dropped.values())}" + (f" ({dropped})" if dropped else "")),
+        ("left over", f"{audit.outstanding} outstanding, {audit.dead} dead"),
+        ("lost, twice", f"{audit.lost}, {audit.twice}"),
+        (
+            "weight versions",
+            f"{summary.versions_published} published; "
+            f"{loads.loaded} loaded by workers, {loads.in_flight} of them while they generated",
+        ),
+    ]
+    if summary.lag is not None:
+        lines.append(("lag of a token", f"{summary.lag.mean:.2f} steps on average, {summary.lag.max} at most"))
+    for source, (before, after) in summary.held_out.items():
+        lines.append((f"held out: {source}", f"{before:.3f} → {after:.3f}"))
+    if summary.restarts:
+        lines.append(("started again", ", ".join(f"{part} {count} times" for part, count in summary.restarts.items())))
+    lines += [("remark", remark) for remark in summary.remarks]
+    lines.append(("model", summary.export or "not exported: the run has not finished"))
+    return lines

@@ -1,0 +1,233 @@
+"""Looks after the parts of a run while Redis is there: starts them, watches them, starts the dead again, ends them.
+
+    reward server ──ready──► workers      a dead one is started again, after a pause that grows; one that left, too,
+                                          as long as the run goes on
+    learner (torchrun)                    looks after its own ranks; when it ends, the run is over
+    embedded Redis                        a dead one is started again on its append-only file
+
+A request to end goes to the learner first: it finishes its step, writes a checkpoint and says in Redis that the run has
+stopped; then the workers leave. A second request ends everything at once. However `run` is left, no part but the reward
+server is running any more, and that one ends with `close`. It looks every fifth of a second; each wait is bounded.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import ExitStack
+
+import redis
+import structlog
+
+from streamrl.config import schema
+from streamrl.errors import PartError, TransportError, UserError
+from streamrl.files import remove_those_of_the_dead
+from streamrl.ops.launch.display import Display, Shown
+from streamrl.ops.launch.own_services import RedisPart, RewardPart
+from streamrl.ops.launch.parts import DRAIN_S, RunFolder, learner_command, worker_command
+from streamrl.ops.launch.processes import Interrupts, Kept, Process, end_all
+from streamrl.ops.launch.summary import Loads
+from streamrl.ops.monitor.poller import Watcher
+from streamrl.protocol.transport.address import server_name
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.reports import ReportWriter
+from streamrl.telemetry.progress import Progress
+
+_TICK_S = 0.2
+_SHOW_EVERY_S = 0.5
+_LEAVE_S = 15.0  # for a worker, beside the time that it may take to finish its groups
+_ABORT_S = 10.0
+
+log = structlog.get_logger(__name__)
+
+
+class Supervisor:
+    def __init__(
+        self,
+        *,
+        config: schema.Config,
+        folder: RunFolder,
+        redis_url: str,
+        embedded: RedisPart | None,
+        client: redis.Redis,
+        display: Display,
+        interrupts: Interrupts,
+        takeover: bool,  # replace a learner that holds the run
+    ) -> None:
+        self._config, self._folder = config, folder
+        self._redis_url, self._embedded = redis_url, embedded
+        self._client, self._keys = client, Keys(config.name)
+        self._display, self._interrupts, self._takeover = display, interrupts, takeover
+        self.watcher = Watcher(client, self._keys, server=server_name(client))
+        self._loads: dict[tuple[str, int], Loads] = {}  # by worker and process
+        self._progress = Progress(part="launcher", role="launcher")
+        self._began = time.time()
+        self._next_show = 0.0
+        self._phase = "starting the parts"
+        self._redis_is_away = False
+        self._drain_by: float | None = None  # None: nobody has asked to end
+        self._learner: Process | None = None
+        self._reward: RewardPart | None = None
+        self._workers: list[Kept] | None = None  # None: not started yet
+
+    def run(self) -> None:
+        """Until the learner has ended. Raises UserError or PartError when a part cannot go on, KeyboardInterrupt when
+        asked twice to end."""
+        self._folder.learner_error.unlink(missing_ok=True)
+        with ExitStack() as stack:
+            stack.enter_context(ReportWriter(self._client, self._keys, self._progress))
+            try:
+                if self._config.reward_server is not None:
+                    self._reward = RewardPart(self._config.reward_server, self._folder, say=self._say)
+                    stack.enter_context(ReportWriter(self._client, self._keys, self._reward.progress))
+                self._learner = Process.start(
+                    learner_command(self._config, self._folder, redis_url=self._redis_url, takeover=self._takeover)
+                )
+                while self._learner.poll() is None:
+                    self._tick()
+                self._judge_learner(self._learner)
+                self._dismiss_workers()
+            except BaseException as error:
+                self._abort(within_s=0.0 if isinstance(error, KeyboardInterrupt) else _ABORT_S)
+                raise
+
+    def close(self) -> None:
+        """End the reward server, and remove what parts that were killed have left."""
+        if self._reward is not None:
+            end_all([self._reward.kept.process], within_s=_ABORT_S)
+        self._folder.reward_url.unlink(missing_ok=True)
+        remove_those_of_the_dead()
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        """How often a part was started again, for those that were."""
+        kept = [*(self._workers or ()), *([self._reward.kept] if self._reward else [])]
+        counts = {one.command.name: one.num_restarts for one in kept}
+        if self._embedded is not None:
+            counts["redis"] = self._embedded.num_restarts
+        return {name: count for name, count in counts.items() if count}
+
+    @property
+    def loads(self) -> Loads:
+        lives = self._loads.values()
+        return Loads(loaded=sum(life.loaded for life in lives), in_flight=sum(life.in_flight for life in lives))
+
+    def _tick(self) -> None:
+        self._heed_requests_to_end()
+        if self._embedded is not None:
+            self._embedded.look()
+        if self._reward is not None:
+            self._reward.look()
+        if self._drain_by is None:
+            self._look_after_workers()
+        self._give_up_where_nothing_helps()
+        self.show()
+        time.sleep(_TICK_S)
+
+    def _look_after_workers(self) -> None:
+        if self._workers is not None:
+            if any(worker.process.poll() == 0 for worker in self._workers):
+                self.look()  # they leave when the run has ended, which is not to be mistaken
+            for worker in self._workers:
+                worker.look(is_needed=not self.watcher.is_over)
+        elif self._reward is None or self._reward.url is not None:
+            self._workers = self._start_workers(self._reward.url if self._reward else None)
+            self._phase = ""
+            self._progress.working("watch")
+
+    def _start_workers(self, reward_url: str | None) -> list[Kept]:
+        commands = (
+            worker_command(self._config, self._folder, number=number, redis_url=self._redis_url, reward_url=reward_url)
+            for number in range(self._config.worker.count)
+        )
+        return [Kept(command, say=self._say) for command in commands]
+
+    def _heed_requests_to_end(self) -> None:
+        if self._interrupts.count >= 2:
+            raise KeyboardInterrupt
+        if self._drain_by is not None and time.monotonic() > self._drain_by:
+            raise PartError(f"the learner did not end within {DRAIN_S} s (see {self._folder.path / 'logs'})")
+        if self._interrupts.count and self._drain_by is None:
+            self._drain_by = time.monotonic() + DRAIN_S
+            log.info("asked_to_end", drain_s=DRAIN_S)
+            self._phase = "ending: the learner finishes its step and writes a checkpoint (Ctrl-C again: end at once)"
+            self._progress.stopping()
+            assert self._learner is not None, "requests are heeded while it runs"
+            self._learner.terminate()
+
+    def _give_up_where_nothing_helps(self) -> None:
+        if self._reward is not None and self._reward.kept.given_up:
+            raise _part_error(self._reward.kept.process)
+        workers = self._workers or []
+        lost = [worker for worker in workers if worker.given_up]
+        if lost and len(lost) == len(workers):
+            raise _part_error(lost[0].process)
+
+    def _judge_learner(self, learner: Process) -> None:
+        """Raise what the learner ended with, unless it was to end."""
+        if self._folder.learner_error.exists():
+            found = json.loads(self._folder.learner_error.read_text())
+            raise (UserError if found["exit_code"] == UserError.exit_code else PartError)(found["error"])
+        if learner.poll() != 0 and self._drain_by is None:
+            raise _part_error(learner)
+
+    def _dismiss_workers(self) -> None:
+        """They leave by themselves when the run is over; those that do not are asked, and then made to."""
+        self.look()
+        processes = [worker.process for worker in self._workers or ()]
+        end_all(processes, within_s=self._config.worker.grace_s + _LEAVE_S)
+
+    def _abort(self, *, within_s: float) -> None:
+        processes = [worker.process for worker in self._workers or ()]
+        end_all([*([self._learner] if self._learner else []), *processes], within_s=within_s)
+
+    def _say(self, text: str) -> None:
+        log.warning("notice", text=text)
+        self._display.say(text)
+
+    def show(self) -> None:
+        now = time.monotonic()
+        if now < self._next_show:
+            return
+        self._next_show = now + _SHOW_EVERY_S
+        self.look()
+        self._progress.advanced(restarts=sum(self.restarts.values()))
+        shown = Shown(
+            title=self._config.name,
+            phase=self._notice(),
+            began=self._began,
+            view=self.watcher.view,
+            footer=f"logs in {self._folder.path}/logs · Ctrl-C ends it in good order",
+        )
+        self._display.show(shown)
+
+    def _notice(self) -> str:
+        if self._redis_is_away:
+            return "Redis does not answer"
+        if not self._phase and self.watcher.view is not None and self.watcher.view.run.control == "pause":
+            return f"paused: `streamrl resume {self._folder.path}` lets it go on"
+        return self._phase
+
+    def look(self) -> None:
+        try:
+            view = self.watcher.look()
+            self._redis_is_away = False
+            for worker in view.workers:
+                life = Loads(loaded=worker.loads, in_flight=worker.loads_in_flight)
+                self._loads[worker.part.name, worker.part.pid] = life
+        except TransportError as error:
+            log.warning("redis_does_not_answer", error=str(error))
+            self._redis_is_away = True
+
+
+def _part_error(process: Process) -> UserError | PartError:
+    """Why a part ended, in its own words."""
+    words = process.last_words()
+    said = [line.removeprefix("error: ") for line in words if line.startswith("error: ")]
+    if process.poll() == UserError.exit_code and said:
+        return UserError(f"{process.command.name}: {said[-1]}")
+    tail = "\n".join(f"  {line}" for line in words)
+    return PartError(
+        f"{process.command.name} ended with exit code {process.poll()} and cannot go on; the end of "
+        f"{process.command.log}:\n{tail}"
+    )

@@ -1,0 +1,101 @@
+"""A whole run on this machine, from the first check to the last summary.
+
+    checks ─► one launcher a folder ─► Redis ─► Supervisor: reward server, learner, workers
+                                                        │ the learner has ended
+    summary ◄─ Redis ends ◄─ reward server ends ◄─ audit ◄─ workers have left
+
+Nothing is started before all that can be checked is; what was started has ended when `up` returns or raises.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from streamrl.config import schema
+from streamrl.config.dump import dump_config
+from streamrl.config.load import Loaded
+from streamrl.config.places import EMBEDDED_REDIS
+from streamrl.files import only_one, write_durably
+from streamrl.ops.audit import audit_folder
+from streamrl.ops.launch.display import Display
+from streamrl.ops.launch.own_services import RedisPart
+from streamrl.ops.launch.parts import RunFolder
+from streamrl.ops.launch.preflight import check_before_start
+from streamrl.ops.launch.processes import Interrupts
+from streamrl.ops.launch.summary import Summary, summarise
+from streamrl.ops.launch.supervisor import Supervisor
+from streamrl.protocol.transport.connection import check_server, connect
+from streamrl.telemetry.logs import configure_logging
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    summary: Summary | None  # None: asked to end before the learner had made the run
+    exit_code: int  # 0, or that of the signal which ended it
+
+
+def up(loaded: Loaded, *, display: Display, takeover: bool = False) -> Outcome:
+    """`takeover` replaces a learner elsewhere that holds the run. Raises UserError when something is not as it must be,
+    PartError when a part of the run cannot go on, and KeyboardInterrupt when asked twice to end."""
+    check_before_start(loaded)
+    config, folder = loaded.config, RunFolder(loaded.config.folder)
+    began = time.monotonic()
+    with only_one(folder.lock, config.name), Interrupts() as interrupts, display, ExitStack() as stack:
+        configure_logging("launcher", folder.log("launcher.log"), quiet=True)
+        write_durably(folder.config, dump_config(config).encode())
+        embedded = None
+        if config.redis.url == EMBEDDED_REDIS:
+            embedded = RedisPart(folder.redis, say=display.say)
+            stack.callback(embedded.close)
+        url = embedded.url if embedded else config.redis.url
+        client = stack.enter_context(connect(url, config.redis))
+        check_server(client)
+        supervisor = Supervisor(
+            config=config,
+            folder=folder,
+            redis_url=url,
+            embedded=embedded,
+            client=client,
+            display=display,
+            interrupts=interrupts,
+            takeover=takeover,
+        )
+        stack.callback(supervisor.close)
+        supervisor.run()
+        summary = _summarise(config, folder, supervisor, redis_url=url, seconds=time.monotonic() - began)
+        return Outcome(summary=summary, exit_code=interrupts.exit_code)
+
+
+def _summarise(
+    config: schema.Config, folder: RunFolder, supervisor: Supervisor, *, redis_url: str, seconds: float
+) -> Summary | None:
+    view = supervisor.watcher.view
+    if view is None or view.run.state == "absent":
+        return None
+    summary = summarise(
+        name=config.name,
+        folder=folder.path,
+        state=view.run.state,
+        seconds=seconds,
+        audit=audit_folder(folder.path, redis_url=redis_url, run=config.name),
+        latest_version=view.weights.latest,
+        loads=supervisor.loads,
+        restarts=supervisor.restarts,
+    )
+    write_durably(folder.summary, json.dumps(summary.to_json(), indent=2).encode())
+    return summary
+
+
+def shipped_config(name: str) -> Path:
+    """A configuration that comes with streamrl: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).parents[2]
+    installed = package / "conf" / name
+    return installed if installed.exists() else package.parent / "conf" / name

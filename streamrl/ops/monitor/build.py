@@ -1,0 +1,308 @@
+"""From a snapshot to a `View`. Pure; what holds the run back is added by `causes`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from streamrl.ops.monitor.causes import find_causes, judge
+from streamrl.ops.monitor.history import HELD_OUT, History, thin
+from streamrl.ops.monitor.view import (
+    Dead,
+    Drops,
+    Learner,
+    Limits,
+    Part,
+    Redis,
+    RewardSource,
+    Run,
+    Stream,
+    View,
+    Weights,
+    Worker,
+)
+from streamrl.protocol.transport.keys import LEADER
+from streamrl.protocol.transport.report_codec import LARGEST
+from streamrl.protocol.transport.snapshot import Snapshot, StreamCounts
+from streamrl.protocol.transport.types import Record
+from streamrl.protocol.weights.rejected import rejects
+from streamrl.telemetry.progress import GONE_S, Report
+from streamrl.versions import show
+
+_RECENT = 400  # steps, for what is told of the last ones
+_CURVE = 400  # points
+_FRESH_STEPS = 20  # engine and learner are compared over so many
+_PACE_STEPS = 20  # the time left is told from the pace of so many steps
+_STARTS = ("load the tokenizer", "start the engine")  # what a worker does before it can work
+WELL = "well"  # what workers say of a reward source that can be asked
+
+
+def build_view(
+    snapshot: Snapshot,
+    *,
+    run_name: str,
+    server: str,
+    history: History | None = None,
+    ages: Mapping[str, float] | None = None,
+    silent_s: float = GONE_S,
+) -> View:
+    """`history`: by default of the snapshot's records. `ages`: since parts last reported, for who has watched them
+    (`Liveness`); by default what their clocks say."""
+    config = _config(snapshot)
+    history = history or History.of(snapshot.records)
+    steps = history.steps.records[-_RECENT:]
+    parts = {
+        report.part: _part(report, at=snapshot.at, age_s=(ages or {}).get(report.part), silent_s=silent_s)
+        for report in snapshot.reports
+    }
+    learner = _learner(snapshot, parts, history, steps)
+    workers = tuple(_worker(r, parts[r.part], snapshot) for r in snapshot.reports if r.role == "worker")
+    view = View(
+        at=snapshot.at,
+        run=_run(snapshot, run_name, config, steps, learner),
+        limits=_limits(config),
+        learner=learner,
+        workers=workers,
+        others=tuple(part for part in parts.values() if part.role != "worker" and part.name != LEADER),
+        restarts=sum(_integer(r.detail, "restarts") or 0 for r in snapshot.reports if r.role == "launcher"),
+        rewards=tuple(_rewards(config, learner.metrics, workers)),
+        streams=tuple(_stream(purpose, counts) for purpose, counts in snapshot.streams.items()),
+        weights=_weights(snapshot, steps, workers),
+        drops=_drops({**learner.metrics, **learner.live}),
+        dead=Dead(
+            count=snapshot.num_dead,
+            retry_requests=snapshot.num_retry_requests,
+            latest=tuple({"ticket": letter.number, "error": letter.error} for letter in snapshot.letters),
+        ),
+        redis=Redis(
+            server=server,
+            version=snapshot.server.version,
+            used_bytes=snapshot.used_memory_bytes,
+            max_bytes=snapshot.max_memory_bytes,
+            policy=snapshot.server.max_memory_policy,
+            role=snapshot.server.role,
+            save_error=snapshot.server.save_error,
+        ),
+        unreadable=snapshot.unreadable,
+    )
+    causes = find_causes(view, was_removed=snapshot.was_removed)
+    return replace(view, causes=causes, verdict=judge(view, causes))
+
+
+def _config(snapshot: Snapshot) -> Mapping[str, Any]:
+    """What the run says of itself; nothing where it cannot be read."""
+    try:
+        config = json.loads(snapshot.run.config_json) if snapshot.run else {}
+    except (ValueError, RecursionError):
+        config = {}
+    return config if isinstance(config, dict) else {}
+
+
+def _limits(config: Mapping[str, Any]) -> Limits:
+    stale = _section(config, "lag").get("stale")
+    return Limits(
+        max_lag_steps=_integer(_section(config, "lag"), "max_steps"),
+        groups_per_step=_integer(_section(config, "training"), "groups_per_step"),
+        max_backlog_bytes=_integer(_section(config, "redis"), "max_backlog_bytes"),
+        idle_timeout_s=_number(_section(config, "learner"), "idle_timeout_s"),
+        max_attempts=_integer(_section(config, "worker"), "max_attempts"),
+        stale=stale if isinstance(stale, str) else None,
+        arithmetic=_arithmetic(config),
+        reward_sources=tuple(_section(config, "rewards")),
+    )
+
+
+def _arithmetic(config: Mapping[str, Any]) -> str | None:
+    types = [_section(config, "weights").get("dtype"), _section(config, "model").get("dtype")]
+    return None if None in types else "bfloat16" if "bfloat16" in types else "float32"
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Whatever another version, or a stranger, has written there: nothing where it is no section."""
+    found = config.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _run(snapshot: Snapshot, name: str, config: Mapping[str, Any], steps: Sequence[Record], learner: Learner) -> Run:
+    info = snapshot.run
+    step = max(snapshot.step, steps[-1].step if steps else 0)
+    max_steps = _integer(_section(config, "training"), "max_steps") or -1
+    max_epochs = _integer(_section(config, "training"), "max_epochs") or 1
+    passes = learner.metrics.get("train_rollouts/epoch")
+    share = step / max_steps if max_steps > 0 else passes / max_epochs if passes is not None else None
+    return Run(
+        name=name,
+        uid=info.uid if info else None,
+        state=info.state if info else "absent",
+        control=snapshot.control,
+        term=info.term if info else 0,
+        step=step,
+        max_steps=max_steps if max_steps > 0 else None,
+        data_epochs=passes,
+        created_at=snapshot.created_at,
+        eta_s=_eta_s(steps[-_PACE_STEPS:], share) if info and info.state == "running" else None,
+        share_done=min(1.0, share) if share is not None else None,
+        error=_error(snapshot),
+    )
+
+
+def _error(snapshot: Snapshot) -> str | None:
+    """What the journal says that the learner failed with, if it did."""
+    info = snapshot.run
+    if info is None or info.state != "failed":
+        return None
+    failures = (e for e in reversed(snapshot.events) if e.kind == "failed" and e.term == info.term)
+    return next((str(event.detail.get("error", "")) for event in failures), None)
+
+
+def _eta_s(recent: Sequence[Record], share: float | None) -> float | None:
+    """At the pace of the last steps."""
+    if not share or len(recent) < 2 or recent[-1].step <= recent[0].step:
+        return None
+    pace_s = (recent[-1].at - recent[0].at) / (recent[-1].step - recent[0].step)
+    return max(0.0, pace_s * recent[-1].step * (1 / share - 1))
+
+
+def _part(report: Report, *, at: float, age_s: float | None, silent_s: float) -> Part:
+    age_s = max(0.0, at - report.at) if age_s is None else age_s
+    progress_s = max(0.0, report.at - report.last_progress) + age_s
+    # A wait is entered anew every second or so, to look around; it began when the part last got on.
+    doing_s = progress_s if report.state == "waiting" else max(0.0, report.at - report.since) + age_s
+    return Part(
+        name=report.part,
+        role=report.role,
+        host=report.host,
+        pid=report.pid,
+        state="silent" if age_s > silent_s else "starting" if report.doing in _STARTS else report.state,
+        doing=report.doing,
+        doing_s=doing_s,
+        progress_s=progress_s,
+        report_s=age_s,
+    )
+
+
+def _learner(snapshot: Snapshot, parts: Mapping[str, Part], history: History, steps: Sequence[Record]) -> Learner:
+    ranks = [part for part in parts.values() if part.role == "learner" and part.alive]
+    details = (report.detail for report in snapshot.reports if report.part == LEADER)
+    fresh = (record.values.get("policy/fresh_mismatch") for record in steps)
+    return Learner(
+        lead=parts.get(LEADER),
+        ranks=len(ranks),
+        holder=snapshot.holder,
+        lease_left_s=snapshot.lease_left_s,
+        metrics=steps[-1].values if steps else {},
+        rewards=tuple(thin(history.curve("train_rollouts/rewards")[1], _CURVE)),
+        held_out=_held_out(history),
+        fresh_mismatch=tuple(mismatch for mismatch in fresh if mismatch is not None)[-_FRESH_STEPS:],
+        live={k: float(v) for k, v in next(details, {}).items() if "/" in k and not isinstance(v, str)},
+    )
+
+
+def _held_out(history: History) -> dict[str, tuple[float, ...]]:
+    """The weighted sum of the sources, `reward`, only where there are several."""
+    names = {name for record in history.validations.records for name in record.values}
+    sources = sorted(name for name in names if name.startswith(f"{HELD_OUT}/"))
+    shown = sources if len(sources) == 1 else [*sources, *(names & {HELD_OUT})]
+    return {name.rpartition("/")[2]: tuple(thin(history.curve(name)[1], _CURVE)) for name in shown}
+
+
+def _worker(report: Report, part: Part, snapshot: Snapshot) -> Worker:
+    detail = report.detail
+    step = _number(detail, "step")
+    rejected, rejected_version = rejects(detail)
+    version = detail.get("version")
+    # Leases are under the name that the worker leases by, which its reports carry behind a prefix.
+    name = report.part.partition("/")[2]
+    leases = sum(one.leased_by.get(name, 0) + one.leased_by.get(report.part, 0) for one in snapshot.streams.values())
+    return Worker(
+        part=part,
+        version=show(version) if isinstance(version, int) else str(version) if version is not None else None,
+        step=None if step is None else int(step),
+        lag=None if step is None else max(0, snapshot.latest_version_step - int(step)),
+        tokens_per_s=_number(detail, "tokens_per_s"),
+        in_flight=_integer(detail, "in_flight"),
+        kv_use=_number(detail, "kv_used"),
+        leases=leases,
+        delivered=_integer(detail, "groups_delivered") or 0,
+        failed=_integer(detail, "groups_failed") or 0,
+        loads=_integer(detail, "loads") or 0,
+        loads_in_flight=_integer(detail, "loads_in_flight") or 0,
+        rejected=rejected,
+        rejected_version=rejected_version,
+        detail=detail,
+    )
+
+
+def _rewards(
+    config: Mapping[str, Any], metrics: Mapping[str, float], workers: Sequence[Worker]
+) -> Iterable[RewardSource]:
+    """Workers report `rewards/<source>/<fact>`; one that says nothing of a source is passed over."""
+    alive = [worker.detail for worker in workers if worker.part.alive]
+    for name in _section(config, "rewards"):
+        latencies = [s for d in alive if (s := _number(d, f"rewards/{name}/latency_s")) is not None]
+        states = sorted({str(d[key]) for d in alive if (key := f"rewards/{name}/state") in d}, key=WELL.__eq__)
+        yield RewardSource(
+            name=name,
+            mean=metrics.get(f"train_rollouts/rewards/{name}"),
+            latency_s=sum(latencies) / len(latencies) if latencies else None,
+            scored=sum(_integer(d, f"rewards/{name}/scored") or 0 for d in alive),
+            errors=sum(_integer(d, f"rewards/{name}/failed") or 0 for d in alive),
+            state=states[0] if states else None,
+        )
+
+
+def _stream(purpose: str, counts: StreamCounts) -> Stream:
+    oldest = counts.oldest_lease
+    return Stream(
+        purpose=purpose,
+        tickets=counts.num_tickets,
+        leased=counts.num_leased,
+        groups=counts.num_groups,
+        group_bytes=counts.num_group_bytes,
+        oldest_worker=oldest.worker if oldest else None,
+        oldest_s=oldest.issued_s if oldest else None,
+        oldest_silent_s=oldest.silent_s if oldest else None,
+        oldest_times=oldest.times_leased if oldest else None,
+    )
+
+
+def _weights(snapshot: Snapshot, steps: Sequence[Record], workers: Sequence[Worker]) -> Weights:
+    latest = snapshot.latest_version
+    sizes = [r.values["weights/num_bytes"] for r in steps if "weights/num_bytes" in r.values]
+    lags = [worker.lag or 0 for worker in workers if worker.part.alive]
+    return Weights(
+        latest=show(latest) if latest is not None else None,
+        step=snapshot.latest_version_step if latest is not None else None,
+        age_s=max(0.0, snapshot.at - snapshot.latest_version_at) if snapshot.latest_version_at else None,
+        kept=snapshot.num_versions_kept,
+        num_bytes=sizes[-1] if sizes else None,
+        largest_bytes=max(sizes, default=None),
+        changed_share=steps[-1].values.get("weights/changed_fraction") if steps else None,
+        behind=sum(lag > 0 for lag in lags),
+        worst_lag=max(lags, default=0),
+    )
+
+
+def _drops(metrics: Mapping[str, float]) -> Drops:
+    def family(prefix: str) -> dict[str, float]:
+        return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+
+    return Drops(
+        trained=int(metrics.get("stream/groups_trained", 0)),
+        dropped=int(metrics.get("stream/groups_dropped", 0)),
+        by_reason={name: int(count) for name, count in family("stream/dropped/").items()},
+        rate_by_length=family("stream/drop_rate_by_length/"),
+        ignored={name: int(count) for name, count in family("stream/ignored/").items()},
+    )
+
+
+def _number(detail: Mapping[str, Any], name: str) -> float | None:
+    value = detail.get(name)
+    return value if isinstance(value, int | float) and abs(value) < LARGEST else None
+
+
+def _integer(detail: Mapping[str, Any], name: str) -> int | None:
+    value = _number(detail, name)
+    return None if value is None else int(value)

@@ -1,0 +1,48 @@
+"""`streamrl doctor`: what can be known to go wrong, or slowly, before a run: each line ok, warning or error, with the
+remedy. Nothing is started, nothing is written, no model is loaded; each check has a bound of some seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from streamrl.config.load import Loaded
+from streamrl.errors import UserError
+from streamrl.ops.monitor.doctor import machine, model, rewards, server
+from streamrl.ops.monitor.doctor.finding import Finding, error, ok
+from streamrl.ops.monitor.doctor.musts import MUSTS
+
+Check = Callable[[Loaded], Iterator[Finding]]
+
+CHECKS: dict[str, Check] = {
+    "redis": server.check_redis,
+    "model": model.check_models,
+    "rewards": rewards.check_rewards,
+    "gpu": machine.check_gpus,
+    "memory": machine.check_memory,
+    "shared memory": machine.check_shared_memory,
+    "disk": machine.check_disk,
+    "limits": machine.check_limits,
+}
+
+
+def examine(loaded: Loaded) -> Iterator[Finding]:
+    """One by one, as they are found."""
+    for name, must in MUSTS.items():
+        yield from _told(name, must, loaded)
+    for name, check in CHECKS.items():
+        try:
+            yield from check(loaded)
+        except UserError as mistake:
+            yield error(name, str(mistake), "mend it as it says")
+        except OSError as refused:
+            yield error(name, str(refused), "see to what the machine refuses")
+
+
+def _told(name: str, must: Callable[[Loaded], object], loaded: Loaded) -> Iterator[Finding]:
+    try:
+        must(loaded)
+    except UserError as mistake:
+        yield from (error(name, line, "mend it as it says") for line in str(mistake).splitlines())
+    else:
+        yield ok(name, "sound")

@@ -1,0 +1,135 @@
+"""This machine: GPUs, memory, shared memory, disk, limits. What it would need is estimated from the model."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from streamrl.config.load import Loaded
+from streamrl.config.schema import Config
+from streamrl.ops.monitor.doctor.finding import Finding, error, ok, warning
+from streamrl.ops.monitor.doctor.model import count_parameters
+from streamrl.ops.monitor.units import plural, size
+
+_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+_MASTER_BYTES = 4 + 4 + 8  # fp32 weights, gradients, and AdamW's two moments
+_CHECKPOINT_BYTES = 4 + 8  # fp32 weights and the moments
+_FEWEST_FILES = 4096
+_TIMEOUT_S = 15.0
+
+
+def check_gpus(loaded: Loaded) -> Iterator[Finding]:
+    config = loaded.config
+    wanted = config.worker.count + config.learner.processes
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        yield ok("gpu", "none: learner and workers will use CPUs")
+        return
+    query = [program, "--query-gpu=name,memory.total,memory.free,driver_version", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError) as failed:
+        yield error("gpu", f"nvidia-smi fails: {failed}", "mend the driver; `nvidia-smi` says what is wrong")
+        return
+    gpus = [[field.strip() for field in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+    for place, (name, total, free, driver) in enumerate(gpus):
+        yield ok(f"gpu {place}", f"{name}, {free} of {total} MiB free, driver {driver}")
+    if len(gpus) < wanted:
+        told = f"{plural(len(gpus), 'GPU')} for {plural(config.worker.count, 'worker')} and "
+        told += plural(config.learner.processes, "learner rank")
+        yield warning("gpu", told, "some will share one: lower gpu_memory_utilization in worker.engine_args")
+
+
+def learner_bytes(config: Config, parameters: int) -> int:
+    """Of one rank, without activations but with logits, which outweigh them for small models: an estimate."""
+    ranks = config.learner.processes
+    trained = parameters * _MASTER_BYTES // ranks
+    copies = 1 if config.algorithm.kl.placement == "none" or config.model.lora is not None else 2  # and the reference
+    forward = copies * parameters * _BYTES[config.model.dtype] // ranks
+    return trained + forward
+
+
+def served_bytes(config: Config, parameters: int) -> int:
+    """The model once, as it is published."""
+    return parameters * _BYTES[config.weights.dtype]
+
+
+def worker_bytes(config: Config, parameters: int) -> int:
+    """Of one worker on a machine without GPUs, but for its KV cache: the engine, and its mirror in shared memory."""
+    return 2 * served_bytes(config, parameters)
+
+
+def check_memory(loaded: Loaded) -> Iterator[Finding]:
+    config = loaded.config
+    parameters = count_parameters(Path(config.model.path))
+    if not parameters:
+        yield warning("memory", "the size of the model is not known here", "give model.path as a local folder")
+        return
+    learner, engine = learner_bytes(config, parameters), served_bytes(config, parameters)
+    yield ok("learner memory", f"about {size(learner)} a rank, and activations: an estimate")
+    yield ok("worker memory", f"about {size(engine)} a worker, and its KV cache: an estimate")
+    if shutil.which("nvidia-smi") is not None:
+        return
+    there = available_memory()
+    needed = config.learner.processes * learner + config.worker.count * worker_bytes(config, parameters)
+    told = f"about {size(needed)} needed on this machine, {size(there)} free"
+    if needed > there:
+        yield error("memory", told, "use a smaller model, LoRA, fewer workers, or a machine with more")
+    elif needed > 0.6 * there:
+        yield warning("memory", told, "activations and KV cache come on top: lower training.micro_batch_tokens")
+    else:
+        yield ok("memory", told)
+
+
+def check_shared_memory(loaded: Loaded) -> Iterator[Finding]:
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        yield warning("shared memory", "there is no /dev/shm", "workers use temporary files instead, which is slower")
+        return
+    config = loaded.config
+    needed = config.worker.count * served_bytes(config, count_parameters(Path(config.model.path)))
+    remedy = "mount /dev/shm larger (docker run --shm-size, or an emptyDir of memory)"
+    yield _has_room("shared memory", folder, needed, what="the workers' mirrors of the weights", remedy=remedy)
+
+
+def check_disk(loaded: Loaded) -> Iterator[Finding]:
+    config = loaded.config
+    folder = next(one for one in (config.folder.absolute(), *config.folder.absolute().parents) if one.is_dir())
+    if not os.access(folder, os.W_OK):
+        yield error("disk", f"{folder} cannot be written", "choose another `dir`, or mend its permissions")
+        return
+    keep = config.checkpoint.keep_last + config.checkpoint.keep_best + 1  # the one that is being written
+    needed = keep * count_parameters(Path(config.model.path)) * _CHECKPOINT_BYTES
+    remedy = "make room, choose another `dir`, or lower checkpoint.keep_last and keep_best"
+    yield _has_room("disk", folder, needed, what=f"{keep} checkpoints", remedy=remedy)
+
+
+def _has_room(name: str, folder: Path, needed: int, *, what: str, remedy: str) -> Finding:
+    free = shutil.disk_usage(folder).free
+    told = f"{size(free)} free at {folder}, about {size(needed)} for {what}"
+    return error(name, told, remedy) if needed > free else ok(name, told)
+
+
+def check_limits(loaded: Loaded) -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    told = f"{soft} open files ({hard} at most)"
+    if soft < _FEWEST_FILES:
+        yield warning("limits", told, f"ulimit -n {_FEWEST_FILES}, before a run with many workers")
+    else:
+        yield ok("limits", told)
+
+
+def available_memory() -> int:
+    """Of the machine or of the container, whichever is less."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    machine = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):  # no container, or one without a limit
+        return machine
+    return min(machine, max(0, limit - used))

@@ -1,0 +1,48 @@
+"""What must be as the run needs it: `streamrl up` stops at the first that is not, `streamrl doctor` tells them all.
+
+Each raises UserError with the remedy. What must hold of Redis is `transport.connection.server_faults`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from streamrl.config.check import check_config
+from streamrl.config.engines import ENGINES
+from streamrl.config.load import Loaded
+from streamrl.config.places import check_files, is_object_store
+from streamrl.config.schema import Config
+from streamrl.extras import check_learner, need
+from streamrl.process import bind
+from streamrl.protocol.weights.stores import ObjectStore
+
+
+def check_packages(config: Config) -> None:
+    """That what this configuration needs is installed."""
+    check_learner()
+    engine = ENGINES[config.worker.engine]
+    if config.worker.count and engine.package:
+        need(f"worker.engine = {config.worker.engine!r}", engine.package, extra=engine.extra, or_extra=engine.or_extra)
+    if config.reward_server is not None:
+        need("reward_server", "starlette", "uvicorn", extra="rewards")
+
+
+def _store(loaded: Loaded) -> None:
+    store = loaded.config.weights.store
+    if is_object_store(store):
+        ObjectStore.open(store)
+
+
+def _port(loaded: Loaded) -> None:
+    server = loaded.config.reward_server
+    if server is not None and server.port:
+        bind(server.host, server.port, what=f"reward_server.port = {server.port}").close()
+
+
+MUSTS: Mapping[str, Callable[[Loaded], object]] = {
+    "settings": lambda loaded: check_config(loaded.config, loaded.origin),
+    "packages": lambda loaded: check_packages(loaded.config),
+    "weights store": _store,
+    "files": lambda loaded: check_files(loaded.config),
+    "reward port": _port,
+}

@@ -1,0 +1,86 @@
+"""The Redis of the run: there, new enough, keeping what it is given, quick."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
+import redis
+
+from streamrl.config.load import Loaded
+from streamrl.config.places import EMBEDDED_REDIS
+from streamrl.ops.monitor.doctor.finding import Finding, error, ok, warning
+from streamrl.ops.monitor.units import size
+from streamrl.protocol.transport.address import server_name
+from streamrl.protocol.transport.connection import connect, needed_memory, server_faults
+from streamrl.protocol.transport.embedded import find_server
+from streamrl.protocol.weights.stores import budget_in_redis
+
+_PINGS = 20
+_SLOW_MS, _TOO_SLOW_MS = 5.0, 100.0
+
+
+def check_redis(loaded: Loaded) -> Iterator[Finding]:
+    settings = loaded.config.redis
+    if settings.url == EMBEDDED_REDIS:
+        yield ok("redis", f"embedded: {find_server()} will serve the run's folder")
+        return
+    with connect(settings.url, settings) as client:
+        try:
+            info: Any = client.info()
+            latency = _latency(client)
+        except redis.RedisError as refused:
+            remedy = "ask as a user who may; `streamrl redis acl` prints what each may"
+            yield error("redis", f"it does not tell of itself: {refused}", remedy)
+            return
+        sizes = settings.max_backlog_bytes, budget_in_redis(loaded.config.weights)
+        faults = server_faults(server_name(client), info, *sizes)
+        for name, finding in _fitness(info, needed_memory(*sizes)).items():
+            yield error(f"redis {name}", faults[name], "mend it as it says") if name in faults else finding
+        yield _durability(info)
+        yield latency
+
+
+def _fitness(info: dict[str, Any], needed: int) -> dict[str, Finding]:
+    """Of a server without `server_faults`, by what those are of."""
+    policy = str(info.get("maxmemory_policy", "noeviction"))
+    limit, used = info.get("maxmemory", 0), info.get("used_memory", 0)
+    found = {
+        "version": ok("redis version", str(info["redis_version"])),
+        "policy": ok("redis policy", policy),
+        "memory": ok("redis memory", f"{size(used)} used" + (f" of {size(limit)}" if limit else ", without a limit")),
+    }
+    if policy != "noeviction":
+        told, remedy = f"{policy}, harmless only as long as maxmemory is not set", "maxmemory-policy noeviction"
+        found["policy"] = warning("redis policy", told, f"redis-cli CONFIG SET {remedy}")
+    if limit and used + needed > limit:
+        told = f"{found['memory'].evidence}; redis.max_backlog_bytes and weights.max_store_bytes may need "
+        found["memory"] = warning("redis memory", f"{told}{size(needed)} more", "raise maxmemory, or lower them")
+    return found
+
+
+def _durability(info: dict[str, Any]) -> Finding:
+    if info.get("aof_enabled"):
+        return ok("redis durability", "append-only file is on")
+    return warning(
+        "redis durability",
+        "append-only file is off: after a crash the tickets since the last checkpoint are generated again",
+        "redis-cli CONFIG SET appendonly yes, if that is dear",
+    )
+
+
+def _latency(client: redis.Redis) -> Finding:
+    times_ms = []
+    for _ in range(_PINGS):
+        began = time.perf_counter()
+        client.ping()
+        times_ms.append(1000 * (time.perf_counter() - began))
+    typical, worst = median(times_ms), max(times_ms)
+    told = f"{typical:.2f} ms, {worst:.1f} ms at worst of {_PINGS}"
+    if typical > _TOO_SLOW_MS:
+        return error("redis latency", told, "run Redis nearer to learner and workers")
+    if typical > _SLOW_MS:
+        return warning("redis latency", told, "run Redis nearer: each step takes some round trips")
+    return ok("redis latency", told)

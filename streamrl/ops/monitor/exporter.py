@@ -1,0 +1,139 @@
+"""A run as Prometheus reads it.
+
+    streamrl_up                     Redis answers; all that follows is of the last time that it did
+    streamrl_metric{name="lag/mean"} one for every metric of the last step, by its own name (telemetry.metrics)
+    streamrl_*                      what a View holds: parts, streams, drops, causes
+
+What is written here and asked for by the alert rules and the Grafana dashboard is held together by a test.
+prometheus_client is loaded here and in `scrape`.
+
+GET /metrics over plain HTTP: a scrape every few seconds needs no more than the server of the standard library.
+
+Blocks until it is interrupted. A scrape never waits for Redis: a thread looks at it once a second.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from http.server import ThreadingHTTPServer
+
+from prometheus_client import CollectorRegistry, MetricsHandler
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from streamrl.ops.monitor.poller import Poller, Seen, Watcher
+from streamrl.ops.monitor.runs import Opened
+from streamrl.ops.monitor.view import EXIT_CODES, View
+
+
+def make_registry(run: str, look: Callable[[], Seen]) -> CollectorRegistry:
+    """Of what was last seen whenever somebody asks."""
+    registry = CollectorRegistry()
+    registry.register(_RunFigures(run, look))
+    return registry
+
+
+class _RunFigures(Collector):
+    def __init__(self, run: str, look: Callable[[], Seen]) -> None:
+        self._run, self._look = run, look
+
+    def collect(self) -> Iterator[Metric]:
+        seen = self._look()
+        yield self._one("streamrl_up", "Redis answers", not seen.error)
+        if seen.view is not None:
+            yield from self._parts(seen.view)
+            yield from self._flow(seen.view)
+
+    def _parts(self, view: View) -> Iterator[Metric]:
+        run, lead, workers = view.run, view.learner.lead, view.workers
+        health = EXIT_CODES[view.verdict]
+        yield self._one("streamrl_health", "0 healthy, 3 degraded, 4 stalled, 5 ended: the exit code of status", health)
+        causes = GaugeMetricFamily(
+            "streamrl_cause", "1: this holds the run back now (streamrl why)", labels=("run", "cause", "level")
+        )
+        for cause in view.causes:
+            causes.add_metric((self._run, cause.name, cause.level), 1.0)
+        yield causes
+        yield self._one("streamrl_running", "the run has not ended", run.state == "running")
+        yield self._one("streamrl_step", "optimizer steps", run.step)
+        yield self._one("streamrl_term", "lives of the learner", run.term)
+        yield self._one("streamrl_learner_up", "rank 0 reports", lead is not None and lead.alive)
+        progress_s = lead.progress_s if lead else None
+        yield self._one("streamrl_learner_progress_age_seconds", "since the learner got on", progress_s)
+        doing = Counter(worker.part.state for worker in workers)
+        yield self._by("streamrl_workers", "workers by what they do", "state", doing)
+        speeds = {worker.part.name: worker.tokens_per_s or 0.0 for worker in workers}
+        yield self._by("streamrl_worker_tokens_per_second", "tokens generated", "worker", speeds)
+        lags = {worker.part.name: worker.lag or 0 for worker in workers}
+        yield self._by("streamrl_worker_lag_steps", "steps that its weights are behind", "worker", lags)
+        yield self._one("streamrl_workers_behind", "workers with older weights", view.weights.behind)
+        errors = {source.name: source.errors for source in view.rewards}
+        yield self._by("streamrl_reward_errors_total", "errors of reward sources", "source", errors)
+        latencies = {s.name: s.latency_s for s in view.rewards if s.latency_s is not None}
+        yield self._by("streamrl_reward_latency_seconds", "latency of reward sources", "source", latencies)
+
+    def _flow(self, view: View) -> Iterator[Metric]:
+        tickets = {stream.purpose: stream.tickets for stream in view.streams}
+        yield self._by("streamrl_tickets", "asked for, not delivered", "purpose", tickets)
+        leased = {stream.purpose: stream.leased for stream in view.streams}
+        yield self._by("streamrl_leased_tickets", "of them held by workers", "purpose", leased)
+        groups = {stream.purpose: stream.groups for stream in view.streams}
+        yield self._by("streamrl_groups", "delivered, not committed", "purpose", groups)
+        group_bytes = {stream.purpose: stream.group_bytes for stream in view.streams}
+        yield self._by("streamrl_group_bytes", "memory of those", "purpose", group_bytes)
+        oldest_s = view.train.oldest_s
+        yield self._one("streamrl_oldest_lease_seconds", "since the oldest leased ticket was issued", oldest_s)
+        yield self._one("streamrl_groups_trained_total", "groups trained", view.drops.trained)
+        yield self._by("streamrl_groups_dropped_total", "groups dropped", "reason", view.drops.by_reason)
+        yield self._one("streamrl_dead_letters", "tickets given up", view.dead.count)
+        yield self._one("streamrl_weights_age_seconds", "since the newest version", view.weights.age_s)
+        yield self._one("streamrl_redis_used_bytes", "memory of Redis", view.redis.used_bytes)
+        yield self._one("streamrl_redis_max_bytes", "its limit; 0: none", view.redis.max_bytes)
+        yield self._by("streamrl_metric", "a metric of the last step", "name", view.learner.metrics)
+
+    def _one(self, name: str, help: str, value: float | None) -> Metric:
+        metric = _family(name)(name, help, labels=("run",))
+        if value is not None:
+            metric.add_metric((self._run,), float(value))
+        return metric
+
+    def _by(self, name: str, help: str, label: str, values: Mapping[str, float]) -> Metric:
+        metric = _family(name)(name, help, labels=("run", label))
+        for text, value in values.items():
+            metric.add_metric((self._run, text), float(value))
+        return metric
+
+
+def _family(name: str) -> type[CounterMetricFamily] | type[GaugeMetricFamily]:
+    return CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+
+
+_LOOK_EVERY_S = 1.0
+_SILENCE_S = 10.0
+
+
+def make_server(
+    figures: CollectorRegistry, bound: socket.socket, *, silence_s: float = _SILENCE_S
+) -> ThreadingHTTPServer:
+    """On a socket that is bound, which it closes. A connection may say nothing for `silence_s`."""
+
+    class Handler(MetricsHandler):
+        registry = figures
+        timeout = silence_s
+
+    server = ThreadingHTTPServer(bound.getsockname()[:2], Handler, bind_and_activate=False)
+    server.socket.close()
+    server.socket = bound
+    server.server_activate()
+    return server
+
+
+def serve_metrics(there: Opened, bound: socket.socket, *, ready: Callable[[], None]) -> None:
+    looker = Poller(Watcher(there.client, there.keys, server=there.server), period_s=_LOOK_EVERY_S)
+    looker.look()
+    figures = make_registry(there.keys.name, lambda: looker.seen)
+    with looker.looking(), make_server(figures, bound) as server:
+        ready()
+        server.serve_forever()

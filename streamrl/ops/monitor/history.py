@@ -1,0 +1,165 @@
+"""The curves of a run: read once in full from what Redis keeps of them (`transport.thinning`), then only what is new;
+or from the run's folder.
+
+Steps that were made again after a crash count as the later term made them; what the earlier one made beyond is dead.
+Blocks as long as its caller's client does.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, TypeVar
+
+import redis
+
+from streamrl.errors import TransportError
+from streamrl.protocol.transport.address import server_name
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.reader import to_records
+from streamrl.protocol.transport.thinning import LONGEST_RECENT, NUM_LEVELS, is_validation
+from streamrl.protocol.transport.types import START, Record, entry_order
+
+T = TypeVar("T")
+
+HELD_OUT = "val_rollouts/rewards"
+_NEW_A_LOOK = 500
+_EVERY_RECORD = 1_000_000  # what a folder holds is read in full
+
+
+class Curve:
+    """Records of one kind in the order of their steps, as one lineage made them."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def add(self, record: Record) -> None:
+        """In the order in which they were written."""
+        place = bisect_left(self.records, record.step, key=attrgetter("step"))
+        later = self.records[place] if place < len(self.records) else None
+        if later is not None and later.term > record.term:
+            return  # of a learner that had been replaced
+        # A later record of the same term was read from another stream: it stays.
+        if later is not None and later.term < record.term:
+            del self.records[place:]
+        elif later is not None and later.step == record.step:
+            del self.records[place]
+        self.records.insert(place, record)
+
+    def thin_older_half(self) -> None:
+        del self.records[1 : len(self.records) // 2 : 2]
+
+    def values(self, metric: str) -> tuple[list[int], list[float]]:
+        """(steps, values) of those that have it."""
+        having = [record for record in self.records if metric in record.values]
+        return [record.step for record in having], [record.values[metric] for record in having]
+
+
+class History:
+    """A limit on `longest` keeps a long watch from growing: of what is older, every other record goes."""
+
+    def __init__(self, *, longest: int = 12_000) -> None:
+        self._longest = longest
+        self._forget()
+
+    @classmethod
+    def of(cls, records: Iterable[Record]) -> History:
+        """In the order in which they were written."""
+        history = cls(longest=_EVERY_RECORD)
+        for record in records:
+            history.add(record)
+        return history
+
+    @classmethod
+    def read(cls, folder: Path) -> History:
+        """Of a run's folder: its metrics.jsonl."""
+        return cls.of(
+            Record(
+                id=START,
+                step=line["step"],
+                term=line["term"],
+                at=line["at"],
+                values={name: value for name, value in line.items() if name not in ("step", "term", "at")},
+            )
+            for line in read_lines(folder / "metrics.jsonl")
+        )
+
+    def curve(self, metric: str) -> tuple[list[int], list[float]]:
+        """(steps, values), of training or of validation as the metric is."""
+        return (self.validations if is_validation([metric]) else self.steps).values(metric)
+
+    def _forget(self) -> None:
+        self.steps, self.validations = Curve(), Curve()
+        self._last_id: str | None = None  # of the recent ones; None: nothing was read yet
+
+    def refresh(self, client: redis.Redis, keys: Keys) -> bool:
+        """Whether anything is new: never where the keys are no streams. TransportError when Redis does not tell."""
+        try:
+            return self._refresh(client, keys)
+        except redis.RedisError as error:
+            if isinstance(error, redis.ResponseError) and "WRONGTYPE" in str(error):
+                return False
+            raise TransportError(f"Redis at {server_name(client)} could not tell the metrics: {error}") from error
+
+    def _refresh(self, client: redis.Redis, keys: Keys) -> bool:
+        if self._last_id is None:
+            return self._read_all(client, keys)
+        entries: Any = client.xrange(keys.metrics, min=f"({self._last_id}", count=_NEW_A_LOOK)
+        if not entries and self._restarted(client, keys):
+            self._forget()
+            return self._read_all(client, keys)
+        if entries:
+            self._last_id = entries[-1][0].decode()
+        return self._take(to_records(entries))
+
+    def _read_all(self, client: redis.Redis, keys: Keys) -> bool:
+        older = [keys.validations, *(keys.thinned(level) for level in range(NUM_LEVELS, 0, -1))]
+        with client.pipeline(transaction=False) as pipe:
+            for stream in older:
+                pipe.xrange(stream)
+            pipe.xrevrange(keys.metrics, count=LONGEST_RECENT + 500)
+            *thinned, recent = pipe.execute()
+        found = {(r.term, r.step, is_validation(r.values)): r for page in thinned for r in to_records(page)}
+        newest = to_records(recent[::-1])
+        found |= {(record.term, record.step, is_validation(record.values)): record for record in newest}
+        self._last_id = recent[0][0].decode() if recent else START
+        return self._take(sorted(found.values(), key=lambda record: (record.term, record.step)))
+
+    def _restarted(self, client: redis.Redis, keys: Keys) -> bool:
+        """The stream ends before what was read of it: Redis lost it, or the run was begun anew."""
+        newest: Any = client.xrevrange(keys.metrics, count=1)
+        last = newest[0][0].decode() if newest else START
+        return entry_order(last) < entry_order(self._last_id or START)
+
+    def _take(self, records: Sequence[Record]) -> bool:
+        for record in records:
+            self.add(record)
+        return bool(records)
+
+    def add(self, record: Record) -> None:
+        curve = self.validations if is_validation(record.values) else self.steps
+        curve.add(record)
+        if len(curve.records) > self._longest:
+            curve.thin_older_half()
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """JSON lines; the last one may be cut off by a crash."""
+    if not path.exists():
+        return
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            continue
+
+
+def thin(values: Sequence[T], most: int) -> Sequence[T]:
+    """At most so many, evenly taken, with the first and the last."""
+    if len(values) <= most:
+        return values
+    last = len(values) - 1
+    return [values[round(place * last / (most - 1))] for place in range(most)]

@@ -1,0 +1,236 @@
+"""Causes that lie with a part: a learner or workers that are not there, not ready, or stand still."""
+
+from __future__ import annotations
+
+from streamrl.ops.monitor.evidence import alive, is_running, lead, lead_waiting, rejecting, waiting_for
+from streamrl.ops.monitor.units import age, plural
+from streamrl.ops.monitor.view import Cause, Part, View, Worker
+from streamrl.protocol.weights.rejected import REMEDY_OF_ALL
+from streamrl.telemetry.progress import Wait
+
+_STUCK_S = 120.0  # at work on one thing without getting on
+_MAX_NAMED = 3
+_STUCK_STEPS = 10.0  # or for so many usual steps, where those take long
+_JOIN = "start one: streamrl worker --redis URL --run NAME; it may join from any machine"
+
+
+def learner_gone(view: View) -> Cause | None:
+    seen = view.learner.lead
+    reports = seen is not None and seen.state != "silent"
+    if not is_running(view) or reports or view.learner.holder:
+        return None
+    last = f"rank 0 last reported {age(seen.report_s)} ago" if seen else "no rank reports"
+    return Cause(
+        level="blocking",
+        title="the learner is gone",
+        evidence=f"{last}, and its lease has run out",
+        remedy="start it again (`streamrl up CONFIG`, or `streamrl learn`): it goes on from the last checkpoint; "
+        "its log says why it ended",
+    )
+
+
+def learner_restarting(view: View) -> Cause | None:
+    if not is_running(view) or lead(view) or not view.learner.holder:
+        return None
+    return Cause(
+        level="blocking",
+        title="the learner is restarting, or has just died",
+        evidence=f"{view.learner.holder} holds the run for another {age(view.learner.lease_left_s)}, "
+        "but rank 0 does not report",
+        remedy="torchrun starts its ranks again from the last checkpoint; if this lasts, the learner's log says why",
+    )
+
+
+def lease_held(view: View) -> Cause | None:
+    part = lead_waiting(view, Wait.LEASE)
+    if part is None:
+        return None
+    return Cause(
+        level="blocking",
+        title="another learner holds the run",
+        evidence=f"{part.name} on {part.host} has waited for {age(part.doing_s)}; "
+        f"{view.learner.holder or 'somebody'} has the lease for another {age(view.learner.lease_left_s)}",
+        remedy="end one of the two; if the other is dead, this one takes over when the lease runs out",
+    )
+
+
+def learner_starting(view: View) -> Cause | None:
+    part = lead(view)
+    if part is None or part.state != "starting":
+        return None
+    return Cause(
+        level="blocking" if part.progress_s > _STUCK_S else "info",
+        title="the learner is starting",
+        evidence=f"{part.doing}, for {age(part.doing_s)}",
+        remedy="wait while it loads model and checkpoint; if this lasts, the learner's log says at what it is",
+    )
+
+
+def learner_without_redis(view: View) -> Cause | None:
+    part = lead_waiting(view, Wait.REDIS)
+    if part is None:
+        return None
+    return Cause(
+        level="blocking",
+        title="the learner waits for Redis",
+        evidence=f"for {age(part.doing_s)}, though Redis answers here",
+        remedy=f"look at the network between {part.host} and Redis",
+    )
+
+
+def publish_stuck(view: View) -> Cause | None:
+    part = lead_waiting(view, Wait.WEIGHTS)
+    if part is None:
+        return None
+    return Cause(
+        level="blocking",
+        title="new weights cannot be stored",
+        evidence=f"the learner has tried for {age(part.doing_s)}; the newest version is "
+        f"{view.weights.latest or 'none'}",
+        remedy="make room where weights.store says (Redis, disk or bucket), and look at the learner's log",
+    )
+
+
+def learner_stuck(view: View) -> Cause | None:
+    part = lead(view)
+    if part is None or part.state not in ("working", "stopping"):
+        return None
+    usual = view.learner.metrics.get("timers/step", 0.0)
+    if part.progress_s < max(_STUCK_S, _STUCK_STEPS * usual):
+        return None
+    return Cause(
+        level="blocking",
+        title="the learner does not get on",
+        evidence=f"{part.doing} for {age(part.progress_s)}; a step usually takes {age(usual or None)}",
+        remedy=f"look at process {part.pid} on {part.host} (py-spy dump), its peers and its disk; "
+        "the watchdog ends it in the end, and torchrun starts it again",
+    )
+
+
+def no_workers(view: View) -> Cause | None:
+    if not is_running(view) or alive(view):
+        return None
+    gone = [worker.part for worker in view.workers]
+    latest = min(gone, key=lambda part: part.report_s, default=None)
+    last = f"; the last one, {latest.name}, reported {age(latest.report_s)} ago" if latest else ""
+    return Cause(
+        level="blocking",
+        title="there are no workers",
+        evidence=f"{plural(view.train.tickets, 'ticket')} wait and nobody reports{last}",
+        remedy=_JOIN,
+    )
+
+
+def workers_starting(view: View) -> Cause | None:
+    workers = alive(view)
+    if not workers or any(not _is_starting(worker.part) for worker in workers):
+        return None
+    slowest = max(workers, key=lambda worker: worker.part.doing_s).part
+    return Cause(
+        level="info" if slowest.progress_s < _STUCK_S else "blocking",
+        title="the workers are starting",
+        evidence=f"all {len(workers)} of them; {slowest.name}: {slowest.doing}, for {age(slowest.doing_s)}",
+        remedy="engines take minutes to load large models; if this lasts, the worker's log says at what it is",
+    )
+
+
+def _is_starting(part: Part) -> bool:
+    return part.state == "starting" or part.doing in (Wait.ENGINE, Wait.RUN)
+
+
+def workers_without_weights(view: View) -> Cause | None:
+    workers = alive(view)
+    waiting = waiting_for(view, Wait.WEIGHTS)
+    if not workers or len(waiting) < len(workers) or len(rejecting(view)) == len(workers):
+        return None
+    longest = max(worker.part.doing_s for worker in waiting)
+    return Cause(
+        level="blocking",
+        title="the workers wait for weights",
+        evidence=f"all {len(workers)} of them, for {age(longest)}; the newest version: {view.weights.latest or 'none'}",
+        remedy="the learner publishes when it has started; if a version is there, the workers' logs say what they miss",
+    )
+
+
+def all_workers_reject(view: View) -> Cause | None:
+    workers, refusing = alive(view), rejecting(view)
+    if not is_running(view) or not refusing or len(refusing) < len(workers):
+        return None
+    return Cause(
+        level="blocking",
+        title="all workers reject the weights",
+        evidence=f"{f'all {len(workers)} of them' if len(workers) > 1 else 'the only one'}: {_refusals(refusing)}",
+        remedy=f"{REMEDY_OF_ALL}. When this lasts for minutes the run ends by itself, and goes on from its checkpoint",
+    )
+
+
+def some_workers_reject(view: View) -> Cause | None:
+    workers, refusing = alive(view), rejecting(view)
+    if not is_running(view) or not refusing or len(refusing) == len(workers):
+        return None
+    others_serve = any(worker.version and not worker.rejected for worker in workers)
+    return Cause(
+        level="attention",
+        title="some workers reject the weights",
+        evidence=f"{len(refusing)} of {len(workers)} deliver nothing: {_refusals(refusing)}",
+        remedy="others serve, so the fault lies with these workers' engine or machine (load_rejected in their logs; "
+        "another image, GPU or --model?): end them, and start as many elsewhere"
+        if others_serve
+        else "the other workers have not come so far: where they serve, this one's machine is at fault; where they "
+        "reject it, too, engine and learner disagree about this model",
+    )
+
+
+def _refusals(workers: list[Worker]) -> str:
+    """One in full, since all are alike as a rule, and a few by name."""
+    first, others = workers[0], [worker.part.name for worker in workers[1:_MAX_NAMED]]
+    more = f" and {len(workers) - _MAX_NAMED} more" if len(workers) > _MAX_NAMED else ""
+    too = f" (also {', '.join(others)}{more})" if others else ""
+    return f"{first.part.name} on {first.part.host} rejects version {first.rejected_version}{too}: {first.rejected}"
+
+
+def workers_stuck(view: View) -> Cause | None:
+    workers = alive(view)
+    usual = view.learner.metrics.get("timers/generate", 0.0)
+    limit = max(_STUCK_S, _STUCK_STEPS * usual)
+    stuck = [w.part for w in workers if w.part.state == "working" and w.leases and w.part.progress_s > limit]
+    if not stuck:
+        return None
+    names = ", ".join(part.name for part in stuck[:3])
+    return Cause(
+        level="blocking" if len(stuck) == len(workers) else "attention",
+        title="workers do not get on",
+        evidence=f"{len(stuck)} of {len(workers)} hold tickets and finished nothing for over {age(limit)}: {names}",
+        remedy="end those processes: their tickets go to others at once, and nothing is lost; their logs say why",
+    )
+
+
+def weights_behind(view: View) -> Cause | None:
+    workers, bound = alive(view), view.limits.max_lag_steps
+    if bound is None:
+        return None
+    behind = [worker for worker in workers if worker.lag is not None and worker.lag > bound + 1]
+    if not behind:
+        return None
+    worst = max(behind, key=lambda worker: worker.lag or 0)
+    return Cause(
+        level="attention",
+        title="workers are far behind on weights",
+        evidence=f"{len(behind)} of {len(workers)} serve weights over {bound + 1} steps old; {worst.part.name} serves "
+        f"{worst.version}, {worst.lag} steps behind {view.weights.latest}",
+        remedy="look at how long they take to load (worker's log, version_loaded), at the link to the store of "
+        "weights, and at weights.publish_every",
+    )
+
+
+def workers_silent(view: View) -> Cause | None:
+    silent = [worker.part for worker in view.workers if not worker.part.alive]
+    if not silent or not alive(view) or not is_running(view):
+        return None
+    names = ", ".join(f"{part.name} ({age(part.report_s)})" for part in silent[:3])
+    return Cause(
+        level="attention",
+        title="some workers have died or cannot reach Redis",
+        evidence=f"{len(silent)} of {len(view.workers)} no longer report: {names}",
+        remedy="their tickets go to others when their leases run out; start as many again if the rest is too slow",
+    )

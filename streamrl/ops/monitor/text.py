@@ -1,0 +1,230 @@
+"""A `View` as plain text, at most 100 columns: what `streamrl status`, `top`, the launcher and `streamrl why` say."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from textwrap import wrap
+
+from streamrl.ops.monitor.units import age, number, plural, size
+from streamrl.ops.monitor.view import Cause, Part, View, Worker
+from streamrl.telemetry.metrics import OF_LOSS
+from streamrl.terminal import printable, sparkline
+
+WIDTH = 100
+LABEL = 9  # columns
+_MAX_SHOWN = 3  # reward sources, silent workers
+_SHORTEST_CURVE = 8  # columns
+_MARKS = {"blocking": "!!", "attention": "! ", "info": "  "}
+
+
+def rows(view: View, *, width: int = WIDTH) -> Iterator[tuple[str, str]]:
+    """(label, line) of all that there is to say; a line that belongs to the one above has no label."""
+    found = [
+        ("run", run_line(view)),
+        ("health", health_line(view)),
+        ("learner", learner_line(view)),
+        ("", metrics_line(view, width=width)),
+        ("held out", held_out_line(view)),
+        *_labelled("rewards", reward_lines(view)),
+        *_labelled("streams", stream_lines(view)),
+        ("weights", weights_line(view)),
+        ("drops", drops_line(view)),
+        ("dead", dead_line(view)),
+        ("redis", redis_line(view)),
+        ("others", others_line(view)),
+        ("restarts", f"{view.restarts} of parts that died" if view.restarts else ""),
+        ("workers", workers_line(view)),
+    ]
+    yield from ((label, printable(line)) for label, line in found if line)
+
+
+def _labelled(label: str, lines: Iterator[str]) -> Iterator[tuple[str, str]]:
+    yield from (("" if place else label, line) for place, line in enumerate(lines))
+
+
+def status_lines(view: View, *, width: int = WIDTH) -> list[str]:
+    return [f"{label:<{LABEL}}{line}"[:width].rstrip() for label, line in rows(view, width=width)]
+
+
+def why_lines(view: View, *, width: int = WIDTH) -> list[str]:
+    """Every cause with its evidence and remedy, the one to look at first."""
+    lines = [f"{view.run.name}: {view.verdict}"]
+    if not view.causes:
+        return [*lines, f"   nothing holds it back: {learner_line(view)}"]
+    for cause in view.causes:
+        lines += ["", *cause_lines(cause, width=width)]
+    return lines
+
+
+def cause_lines(cause: Cause, *, width: int = WIDTH) -> Iterator[str]:
+    yield f"{_MARKS[cause.level]} {printable(cause.title)}"
+    yield from _paragraph("seen", cause.evidence, width=width)
+    yield from _paragraph("do", cause.remedy, width=width)
+
+
+def _paragraph(label: str, text: str, *, width: int) -> Iterator[str]:
+    first, rest = f"   {label:<6}", " " * 9
+    yield from wrap(printable(text), width=width, initial_indent=first, subsequent_indent=rest)
+
+
+def steps(view: View) -> str:
+    return f"step {view.run.step}" + (f"/{view.run.max_steps}" if view.run.max_steps else "")
+
+
+def run_line(view: View) -> str:
+    run = view.run
+    words = [run.name, run.state if run.control == "run" else f"{run.state}, told to {run.control}", steps(view)]
+    if run.share_done is not None:
+        words.append(f"{run.share_done:.0%}")
+    if run.eta_s is not None:
+        words.append(f"{age(run.eta_s)} left")
+    words.append(f"term {run.term}")
+    if run.created_at:
+        words.append(f"began {age(view.at - run.created_at)} ago")
+    return "  ".join(words)
+
+
+def health_line(view: View) -> str:
+    if not view.causes:
+        return view.verdict
+    first: Cause = view.causes[0]
+    more = f" (and {len(view.causes) - 1} more: `streamrl why`)" if len(view.causes) > 1 else ""
+    return f"{view.verdict}: {first.title}{more}"
+
+
+def activity(part: Part) -> str:
+    """What it does, for how long; plainly when it is gone."""
+    if part.state == "silent":
+        return f"silent for {age(part.report_s)}"
+    if part.state == "waiting":
+        return f"waits for {part.doing} {age(part.doing_s)}"
+    return f"{part.doing} {age(part.doing_s)}"
+
+
+def learner_line(view: View) -> str:
+    lead, holder = view.learner.lead, view.learner.holder
+    is_gone = lead is None or not lead.alive or (lead.state == "silent" and not holder)
+    gone = "GONE: " if is_gone and view.run.state == "running" else ""
+    if lead is None:
+        return f"{gone}not there; {holder} holds the lease" if holder else f"{gone}not there"
+    ranks = f", {view.learner.ranks} ranks" if view.learner.ranks > 1 else ""
+    return f"{gone}{activity(lead)}, progress {age(lead.progress_s)} ago{ranks}"
+
+
+_METRICS = (
+    ("reward", "train_rollouts/rewards"),
+    ("KL", "train_rollouts/init_policy_kl"),
+    ("loss", "train_optim/loss"),
+    ("ratio", "policy/ratio_mean"),
+    ("ESS", "policy/ess"),
+    ("lag", "lag/mean"),
+    ("max lag", "lag/max"),
+    ("tok/s", "throughput/tokens_per_s"),
+)
+
+
+def metrics_line(view: View, *, width: int = WIDTH) -> str:
+    """The metrics of the last step, and the curve of the reward, as long as there is room for."""
+    found = view.learner.metrics
+    of_loss = [(printable(metric.removeprefix(OF_LOSS)), metric) for metric in found if metric.startswith(OF_LOSS)]
+    words = [f"{name} {number(found[metric])}" for name, metric in (*_METRICS, *of_loss) if metric in found]
+    if not words:
+        return "no step has been made yet"
+    room = width - LABEL - sum(len(word) + 2 for word in words)
+    return "  ".join([words[0], sparkline(view.learner.rewards, max(_SHORTEST_CURVE, room)), *words[1:]])
+
+
+def held_out_line(view: View) -> str:
+    curves = [(name, values) for name, values in view.learner.held_out.items() if values][:_MAX_SHOWN]
+    return "  ".join(f"{name} {number(values[0])} → {number(values[-1])}" for name, values in curves)
+
+
+def workers_line(view: View) -> str:
+    alive = [worker for worker in view.workers if worker.part.alive]
+    if not view.workers:
+        return "none"
+    doing = Counter(_kind(worker) for worker in alive)
+    words = [", ".join(f"{count} {what}" for what, count in doing.most_common()) or "none report"]
+    words.append(f"{number(sum(w.tokens_per_s or 0 for w in alive))} tokens/s")
+    words.append(f"{sum(w.in_flight or 0 for w in alive)} in flight")
+    silent = [worker.part for worker in view.workers if not worker.part.alive]
+    if silent:
+        words.append(f"{len(silent)} silent ({_names(silent)})")
+    return "; ".join(words)
+
+
+def _kind(worker: Worker) -> str:
+    if worker.rejected:
+        return f"reject {worker.rejected_version or 'the weights'}"
+    return f"wait for {worker.part.doing}" if worker.part.state == "waiting" else worker.part.doing
+
+
+def _names(parts: Sequence[Part]) -> str:
+    more = ", ..." if len(parts) > _MAX_SHOWN else ""
+    return ", ".join(part.name.partition("/")[2] or part.name for part in parts[:_MAX_SHOWN]) + more
+
+
+def others_line(view: View) -> str:
+    """Whoever only looks at the run, as the launcher does, is not worth a word."""
+    return "; ".join(f"{part.name} {activity(part)}" for part in view.others if part.role != "launcher")
+
+
+def reward_lines(view: View) -> Iterator[str]:
+    for source in view.rewards[:_MAX_SHOWN]:
+        words = [source.name, f"mean {number(source.mean)}"]
+        if source.latency_s is not None:
+            words.append(f"{1000 * source.latency_s:.0f} ms")
+        words.append(plural(source.errors, "error"))
+        if source.state is not None:
+            words.append(source.state)
+        yield "  ".join(words)
+
+
+def stream_lines(view: View) -> Iterator[str]:
+    for stream in view.streams:
+        if stream.purpose != "train" and not stream.tickets and not stream.groups:
+            continue
+        words = [f"{stream.purpose}: {plural(stream.tickets, 'ticket')} ({stream.leased} leased)"]
+        words.append(f"{plural(stream.groups, 'group')} ({size(stream.group_bytes)})")
+        if stream.oldest_s is not None:
+            words.append(f"oldest lease {age(stream.oldest_s)}, of {stream.oldest_worker}")
+        yield "; ".join(words)
+
+
+def weights_line(view: View) -> str:
+    weights = view.weights
+    if weights.latest is None:
+        return "none published"
+    words = [f"{weights.latest} (step {weights.step}, {age(weights.age_s)} ago)"]
+    in_flight = sum(worker.loads_in_flight for worker in view.workers)
+    words.append(f"{plural(sum(worker.loads for worker in view.workers), 'load')}, {in_flight} with samples in flight")
+    words.append(f"{plural(weights.behind, 'worker')} behind, by {weights.worst_lag} steps at most")
+    if weights.num_bytes is not None and weights.largest_bytes:
+        words.append(f"{size(weights.num_bytes)}, {weights.num_bytes / weights.largest_bytes:.1%} of the largest")
+    return "; ".join([*words, f"{weights.kept} kept"])
+
+
+def drops_line(view: View) -> str:
+    drops = view.drops
+    if not drops.trained and not drops.dropped:
+        return ""
+    reasons = ", ".join(f"{why} {count}" for why, count in sorted(drops.by_reason.items(), key=lambda kv: -kv[1]))
+    line = f"{drops.dropped} dropped, {drops.trained} trained" + (f": {reasons}" if reasons else "")
+    lengths = sorted((int(length), rate) for length, rate in drops.rate_by_length.items() if length.isdigit() and rate)
+    if lengths:
+        line += "; by length " + " ".join(f"<={length} {rate:.0%}" for length, rate in lengths)
+    return line
+
+
+def dead_line(view: View) -> str:
+    if not view.dead.count:
+        return ""
+    latest = f": {view.dead.latest[0]['error']}" if view.dead.latest else ""
+    return f"{plural(view.dead.count, 'letter')}{latest}"
+
+
+def redis_line(view: View) -> str:
+    redis = view.redis
+    limit = f" of {size(redis.max_bytes)}" if redis.max_bytes else ""
+    return f"{redis.version} at {redis.server}, {size(redis.used_bytes)}{limit}"

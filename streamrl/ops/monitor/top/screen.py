@@ -1,0 +1,146 @@
+"""What `top` shows, and what the keys do to it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from rich.text import Text
+
+from streamrl.ops.monitor.rollouts import Rollout
+from streamrl.ops.monitor.view import View, Worker
+
+Page = Literal["workers", "worker", "groups", "group", "causes", "help"]
+_STATES = ("working", "waiting", "starting", "stopping", "silent")
+
+SORTS: Mapping[str, Callable[[Worker], tuple[float | str, ...]]] = {
+    "name": lambda w: (w.part.name,),
+    "state": lambda w: (-_STATES.index(w.part.state) if w.part.state in _STATES else 0, w.part.doing),
+    "lag": lambda w: (-(w.lag or 0),),
+    "tokens/s": lambda w: (-(w.tokens_per_s or 0.0),),
+    "in flight": lambda w: (-(w.in_flight or 0),),
+    "progress": lambda w: (-w.part.progress_s,),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Screen:
+    page: Page = "workers"
+    sort: str = "name"
+    backwards: bool = False
+    filter: str = ""
+    is_typing: bool = False  # the filter
+    is_frozen: bool = False
+    selected: int = 0  # row of the page's list
+    scroll: int = 0  # first line of a page of text
+    worker: str = ""  # that is open
+    group: Sequence[Text] = ()  # the lines of the one that is open; none: it is gone
+    groups: Sequence[Rollout] = field(default=())
+    wants_group: str = ""  # entry id, to be opened by whoever can read Redis
+    wants_groups: bool = False
+    has_quit: bool = False
+
+    def rows(self, view: View) -> list[Worker]:
+        """The workers, as sorted and filtered."""
+        words = self.filter.lower().split()
+        found = [w for w in view.workers if all(word in _haystack(w) for word in words)]
+        return sorted(found, key=lambda w: (SORTS[self.sort](w), w.part.name), reverse=self.backwards)
+
+    def press(self, key: str, view: View | None) -> Screen:
+        if self.is_typing:
+            return self._type(key)
+        action = _KEYS.get(key)
+        return action(self, view) if action else self
+
+    def _type(self, key: str) -> Screen:
+        if key in ("enter", "escape"):
+            return replace(self, is_typing=False, filter=self.filter if key == "enter" else "")
+        if key == "backspace":
+            return replace(self, filter=self.filter[:-1])
+        return replace(self, filter=self.filter + key, selected=0) if len(key) == 1 and key.isprintable() else self
+
+    def moved(self, by: int, view: View | None) -> Screen:
+        if self.page == "workers":
+            count = len(self.rows(view)) if view else 0
+        elif self.page == "groups":
+            count = len(self.groups)
+        else:
+            return replace(self, scroll=max(0, self.scroll + by))
+        return replace(self, selected=max(0, min(count - 1, self.selected + by)))
+
+    def opened(self, view: View | None) -> Screen:
+        if self.page == "workers" and view is not None and (rows := self.rows(view)):
+            chosen = rows[min(self.selected, len(rows) - 1)].part.name
+            return replace(self, page="worker", worker=chosen, scroll=0)
+        if self.page == "groups" and self.groups:
+            return replace(self, wants_group=self.groups[min(self.selected, len(self.groups) - 1)].id)
+        return self
+
+    def back(self) -> Screen:
+        if self.page == "workers" and self.filter:
+            return replace(self, filter="", selected=0)
+        before: Page = "groups" if self.page == "group" else "workers"
+        return replace(self, page=before, scroll=0, selected=0 if self.page == "groups" else self.selected)
+
+
+def _haystack(worker: Worker) -> str:
+    part = worker.part
+    return f"{part.name} {part.host} {part.state} {part.doing} {worker.version or ''}".lower()
+
+
+def _next_sort(screen: Screen, view: View | None) -> Screen:
+    names = list(SORTS)
+    return replace(screen, sort=names[(names.index(screen.sort) + 1) % len(names)], selected=0)
+
+
+def _page(page: Page) -> Callable[[Screen, View | None], Screen]:
+    def show(screen: Screen, view: View | None) -> Screen:
+        is_new = screen.page != page
+        return replace(
+            screen, page=page if is_new else "workers", scroll=0, selected=0, wants_groups=is_new and page == "groups"
+        )
+
+    return show
+
+
+def _move(by: int) -> Callable[[Screen, View | None], Screen]:
+    return lambda screen, view: screen.moved(by, view)
+
+
+_KEYS: Mapping[str, Callable[[Screen, View | None], Screen]] = {
+    "q": lambda screen, view: replace(screen, has_quit=True),
+    "ctrl-c": lambda screen, view: replace(screen, has_quit=True),
+    "s": _next_sort,
+    "r": lambda screen, view: replace(screen, backwards=not screen.backwards),
+    "/": lambda screen, view: replace(screen, page="workers", is_typing=True),
+    "f": lambda screen, view: replace(screen, is_frozen=not screen.is_frozen),
+    " ": lambda screen, view: replace(screen, is_frozen=not screen.is_frozen),
+    "g": _page("groups"),
+    "w": _page("causes"),
+    "?": _page("help"),
+    "h": _page("help"),
+    "up": _move(-1),
+    "k": _move(-1),
+    "down": _move(1),
+    "j": _move(1),
+    "page up": _move(-10),
+    "page down": _move(10),
+    "home": _move(-1_000_000),
+    "end": _move(1_000_000),
+    "enter": lambda screen, view: screen.opened(view),
+    "escape": lambda screen, view: screen.back(),
+    "left": lambda screen, view: screen.back(),
+    "backspace": lambda screen, view: screen.back(),
+}
+
+HELP = (
+    "up down j k       choose a worker or a group     page up/down, home, end: further",
+    "enter             open it                        esc: back",
+    "s                 sort by the next column        r: the other way round",
+    "/                 filter by name, host, state    enter: keep it, esc: drop it",
+    "f, space          freeze, and go on",
+    "g                 the groups delivered last",
+    "w                 why: what holds the run back, with the remedy",
+    "q                 leave; the run goes on",
+)

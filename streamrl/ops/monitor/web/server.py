@@ -1,0 +1,237 @@
+"""The dashboard's server. starlette and uvicorn are loaded here alone.
+
+Whoever opens the page reads what one background thread has seen (`poller`), so a hundred readers cost Redis no more
+than one. On loopback it answers only requests that name loopback, so that no other site's page can reach it through a
+reader's browser; elsewhere it wants a token.
+
+What only a watcher can tell, since nobody writes it down: what workers did over time, and which weights they served.
+
+Bounded: the older half is thinned when there is too much of it. One thread adds while others read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import socket
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import redis
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from streamrl.ops.monitor.charts import Chart, charts_of
+from streamrl.ops.monitor.exporter import make_registry
+from streamrl.ops.monitor.history import History, thin
+from streamrl.ops.monitor.poller import Poller, Seen, Watcher
+from streamrl.ops.monitor.rollouts import find_words_of_run, list_rollouts, open_rollout
+from streamrl.ops.monitor.runs import Opened
+from streamrl.ops.monitor.view import View, Worker
+from streamrl.ops.record.export import to_json
+from streamrl.ops.record.view import TokenDecoder
+from streamrl.process import LOOPBACK
+
+_POINTS = 400  # of a curve: more than a phone or a screen has columns for
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Dashboard:
+    def __init__(self, there: Opened, *, token: str | None, only_loopback: bool, period_s: float = 1.0) -> None:
+        self._there, self._token, self._only_loopback = there, token, only_loopback
+        self._watcher = Watcher(there.client, there.keys, server=there.server)
+        self._trace = Trace()
+        self._looker = Poller(self._watcher, period_s=period_s, on_look=self._seen)
+        self._figures = make_registry(there.keys.name, lambda: self._looker.seen)
+        self._history: bytes = b"{}"  # as it is sent; encoded when something is new, not for every reader
+        self._history_of: tuple[int, str, int] | None = None  # what of the history is in it
+        self._words: TokenDecoder | None = None
+        self._page = Path(__file__).with_name("index.html").read_text(encoding="utf-8")
+        self._lock = threading.Lock()
+
+    def app(self) -> Starlette:
+        @contextlib.asynccontextmanager
+        async def looking(app: Starlette) -> AsyncIterator[None]:
+            await run_in_threadpool(self._looker.look)
+            with self._looker.looking():
+                yield
+
+        routes = [
+            Route("/", self._guarded(self._index, needs_token=False)),
+            Route("/api/view", self._guarded(self._view)),
+            Route("/api/history", self._guarded(self._curves)),
+            Route("/api/rollouts", self._guarded(self._rollouts)),
+            Route("/api/rollouts/{entry_id}", self._guarded(self._rollout)),
+            Route("/metrics", self._guarded(self._metrics)),
+        ]
+        return Starlette(routes=routes, lifespan=looking, middleware=[Middleware(GZipMiddleware, minimum_size=2000)])
+
+    def _guarded(self, handler: Handler, *, needs_token: bool = True) -> Handler:
+        async def guarded(request: Request) -> Response:
+            if self._only_loopback and (request.url.hostname or "") not in LOOPBACK:
+                return PlainTextResponse("this dashboard answers on loopback only", 421, headers=_HEADERS)
+            if needs_token and not self._is_let_in(request):
+                return JSONResponse(
+                    {"error": "a token is needed: open the page with #token=..."}, 401, headers=_HEADERS
+                )
+            response = await handler(request)
+            response.headers.update(_HEADERS)
+            return response
+
+        return guarded
+
+    def _is_let_in(self, request: Request) -> bool:
+        if self._token is None:
+            return True
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        return hmac.compare_digest(given.encode(), self._token.encode())
+
+    def _seen(self, seen: Seen) -> None:
+        if seen.view is not None and not seen.error:
+            self._trace.add(seen.view)
+
+    async def _index(self, request: Request) -> Response:
+        return Response(self._page, media_type="text/html; charset=utf-8")
+
+    async def _view(self, request: Request) -> Response:
+        seen = self._looker.seen
+        view = seen.view.to_json() if seen.view else None
+        return _json({"view": view, "error": seen.error, **self._trace.to_json()})
+
+    async def _curves(self, request: Request) -> Response:
+        records = self._watcher.history.steps.records
+        newest = (len(records), records[-1].id if records else "", len(self._watcher.history.validations.records))
+        if newest != self._history_of:
+            self._history = await run_in_threadpool(lambda: json.dumps(curves(self._watcher.history)).encode())
+            self._history_of = newest
+        return Response(self._history, media_type="application/json")
+
+    async def _rollouts(self, request: Request) -> Response:
+        try:
+            found = await run_in_threadpool(list_rollouts, self._there.client, self._there.keys)
+        except redis.RedisError:
+            found = []
+        return _json([asdict(rollout) for rollout in found])
+
+    async def _rollout(self, request: Request) -> Response:
+        found = await run_in_threadpool(self._open, request.path_params["entry_id"])
+        return _json(found) if found else _json({"error": "it has been committed meanwhile"}, status=404)
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(generate_latest(self._figures), media_type=CONTENT_TYPE_LATEST)
+
+    def _open(self, entry_id: str) -> Mapping[str, Any] | None:
+        try:
+            with self._lock:  # one tokenizer, loaded once
+                if self._words is None:
+                    self._words = find_words_of_run(self._there.client, self._there.keys)
+            found = open_rollout(self._there.client, self._there.keys, entry_id)
+        except redis.RedisError:
+            return None
+        return to_json(*found, self._words) if found else None
+
+
+def curves(history: History) -> dict[str, Any]:
+    """{charts: [{name, title, unit, stacked, series: {label: [[step, value], ..]}}]}"""
+    return {"charts": [_chart(history, chart) for chart in charts_of(history)]}
+
+
+def _chart(history: History, chart: Chart) -> dict[str, Any]:
+    series: dict[str, list[tuple[int, float]]] = {}
+    for label, metric in chart.series.items():
+        points = thin(list(zip(*history.curve(metric), strict=True)), _POINTS)
+        series[label] = [(step, float(f"{value:.6g}")) for step, value in points]
+    return {"name": chart.name, "title": chart.title, "unit": chart.unit, "stacked": chart.is_stacked, "series": series}
+
+
+def _json(value: Any, *, status: int = 200) -> Response:
+    return Response(json.dumps(value), status_code=status, media_type="application/json")
+
+
+def serve(app: Starlette, listener: socket.socket, ready: Callable[[], None]) -> None:
+    """Until SIGINT or SIGTERM; `ready` is called once it listens."""
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            ready()
+
+    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=2)
+    Server(config).run(sockets=[listener])
+
+
+_MOST_SAMPLES = 600
+_MOST_CHANGES = 200  # of one worker's version
+_MOST_WORKERS = 60
+
+
+class Trace:
+    def __init__(self) -> None:
+        self._doing: list[tuple[float, Counter[str]]] = []
+        self._versions: dict[str, list[tuple[float, str]]] = {}
+        self._every, self._skipped = 1, 0
+        self._lock = threading.Lock()
+
+    def add(self, view: View) -> None:
+        with self._lock:
+            self._add(view)
+
+    def to_json(self) -> dict[str, Any]:
+        with self._lock:
+            return self._to_json()
+
+    def _add(self, view: View) -> None:
+        self._skipped += 1
+        if self._skipped >= self._every:
+            self._skipped = 0
+            self._doing.append((view.at, Counter(_cause(worker) for worker in view.workers)))
+            if len(self._doing) > _MOST_SAMPLES:
+                del self._doing[::2]
+                self._every *= 2
+        for worker in view.workers:
+            if worker.version is not None and (worker.part.name in self._versions or self._has_room):
+                changes = self._versions.setdefault(worker.part.name, [])
+                if not changes or changes[-1][1] != worker.version:
+                    changes.append((view.at, worker.version))
+                    del changes[:-_MOST_CHANGES]
+
+    def _to_json(self) -> dict[str, Any]:
+        causes = sorted({cause for _, counts in self._doing for cause in counts})
+        return {
+            "idle": {
+                "at": [at for at, _ in self._doing],
+                "series": {cause: [counts[cause] for _, counts in self._doing] for cause in causes},
+            },
+            "versions": {name: list(changes) for name, changes in sorted(self._versions.items())},
+        }
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self._versions) < _MOST_WORKERS
+
+
+def _cause(worker: Worker) -> str:
+    part = worker.part
+    if part.state == "waiting":
+        return f"waits for {part.doing}"
+    return {"silent": "silent", "working": "works"}.get(part.state, part.state)

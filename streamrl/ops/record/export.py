@@ -1,0 +1,160 @@
+"""A recording as files that other programs read: JSON Lines, a group a line; Parquet, a sample a row.
+
+Both are written aside and get their name when they are whole. Neither holds more than a batch in memory. Groups that
+cannot be read are left out and counted. Blocks on the disk only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from streamrl.errors import ResourceError, WireError
+from streamrl.extras import need
+from streamrl.ops.record.read import Recording, open_group
+from streamrl.ops.record.view import TokenDecoder
+from streamrl.protocol.transport.types import Entry, entry_order
+from streamrl.protocol.wire.group import Group, Sample
+from streamrl.versions import show
+
+_ROWS_A_BATCH = 512
+
+
+@dataclass(slots=True, kw_only=True)
+class Exported:
+    num_groups: int = 0
+    num_samples: int = 0
+    num_failed: int = 0  # groups that say that their ticket failed; JSON Lines only, for they have no samples
+    num_unreadable: int = 0
+
+    def __str__(self) -> str:
+        line = f"{self.num_groups} groups with {self.num_samples} samples"
+        line += f", {self.num_failed} of them reports of failures" if self.num_failed else ""
+        return line + (f"; {self.num_unreadable} could not be read and are left out" if self.num_unreadable else "")
+
+
+def to_json(entry: Entry, group: Group, decoder: TokenDecoder | None) -> dict[str, Any]:
+    """One group; the documented form of `streamrl record export --format jsonl` and `streamrl groups --json`."""
+    header = group.header
+    told: dict[str, Any] = {
+        "id": entry.id,
+        "at": entry_order(entry.id)[0] / 1000,
+        "ticket": header.ticket,
+        "run_uid": header.run_uid,
+        "worker": header.worker,
+        "attempt": header.attempt,
+        "error": header.error,
+        "num_failed_samples": header.num_failed_samples,
+        "generate_s": header.generate_s,
+        "reward_s": header.reward_s,
+        "prompt_ids": group.prompt_ids.tolist(),
+        "samples": [_sample(sample, decoder) for sample in group.samples],
+    }
+    if decoder is not None:
+        told["prompt"] = decoder.decode(group.prompt_ids)
+    return told
+
+
+def write_jsonl(recording: Recording, out: IO[bytes], decoder: TokenDecoder | None) -> Exported:
+    exported = Exported()
+    for entry, group in _groups(recording, exported):
+        out.write(json.dumps(to_json(entry, group, decoder), ensure_ascii=False).encode() + b"\n")
+    return exported
+
+
+def write_parquet(recording: Recording, out: IO[bytes], decoder: TokenDecoder | None) -> Exported:
+    """Asks for pyarrow, which `check_parquet` has looked for."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    exported = Exported()
+    schema = _parquet_schema(pa, with_text=decoder is not None)
+    with pq.ParquetWriter(out, schema, compression="zstd") as writer:
+        rows: list[dict[str, Any]] = []
+        for entry, group in _groups(recording, exported):
+            rows += _rows(entry, group, decoder)
+            if len(rows) >= _ROWS_A_BATCH:
+                writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+                rows.clear()
+        writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+    return exported
+
+
+def check_parquet() -> None:
+    need("--format parquet", "pyarrow", extra="parquet")
+
+
+def write_whole(path: Path, write: Callable[[IO[bytes]], Exported]) -> Exported:
+    """The file gets its name when `write` has filled it."""
+    aside = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    try:
+        with aside.open("wb") as out:
+            exported = write(out)
+        aside.rename(path)
+    except OSError as error:
+        raise ResourceError(f"{path} cannot be written: {error.strerror or error}") from None
+    finally:
+        aside.unlink(missing_ok=True)
+    return exported
+
+
+def _groups(recording: Recording, exported: Exported) -> Iterator[tuple[Entry, Group]]:
+    for entry in recording.entries():
+        try:
+            group = open_group(entry)
+        except WireError:
+            exported.num_unreadable += 1
+            continue
+        exported.num_groups += 1
+        exported.num_samples += len(group.samples)
+        exported.num_failed += group.header.failed
+        yield entry, group
+
+
+def _sample(sample: Sample, decoder: TokenDecoder | None) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "reward": sample.reward,
+        "rewards": dict(sample.rewards),
+        "finish_reason": sample.finish_reason,
+        "token_ids": sample.token_ids.tolist(),
+        "logprobs": [round(float(logprob), 6) for logprob in sample.logprobs],
+        "loss_mask_runs": list(sample.mask_runs),
+        "spans": [{"version": show(s.version), "step": s.step, "start": s.start, "end": s.end} for s in sample.spans],
+    }
+    if decoder is not None:
+        told["text"] = decoder.decode(sample.token_ids)
+    return told
+
+
+def _rows(entry: Entry, group: Group, decoder: TokenDecoder | None) -> Iterator[dict[str, Any]]:
+    told = to_json(entry, group, decoder)
+    of_group = ("id", "ticket", "run_uid", "worker", "prompt_ids", "prompt")
+    shared = {name: value for name, value in told.items() if name in of_group}
+    for at, (row, sample) in enumerate(zip(told["samples"], group.samples, strict=True)):
+        rewards = list(sample.rewards.items())  # a map's entries
+        yield {**shared, **row, "sample": at, "logprobs": sample.logprobs.tolist(), "rewards": rewards}
+
+
+def _parquet_schema(pa: Any, *, with_text: bool) -> Any:
+    span = pa.struct([("version", pa.string()), ("step", pa.int64()), ("start", pa.int32()), ("end", pa.int32())])
+    fields = [
+        ("id", pa.string()),
+        ("ticket", pa.int64()),
+        ("sample", pa.int32()),
+        ("run_uid", pa.string()),
+        ("worker", pa.string()),
+        ("reward", pa.float64()),
+        ("rewards", pa.map_(pa.string(), pa.float64())),
+        ("finish_reason", pa.string()),
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("token_ids", pa.list_(pa.int32())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("loss_mask_runs", pa.list_(pa.int32())),
+        ("spans", pa.list_(span)),
+    ]
+    text = [("prompt", pa.string()), ("text", pa.string())] if with_text else []
+    return pa.schema([*fields, *text])

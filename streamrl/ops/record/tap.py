@@ -1,0 +1,126 @@
+"""Listening to a run's groups as they are delivered: reads only, so that the run does not notice.
+
+The learner trims what it has committed, so a listener that falls behind misses groups. How many is exact where the
+server counts what was ever added (Redis 7, Valkey), and unknown on Redis 6.2. Blocks at most as long as it is told, and
+while Redis is away at most half a minute.
+
+One session of recording: from the tap to the files, until the run has ended or somebody says enough.
+
+Blocks on Redis, in slices of a second, and on the disk. What went before the session ended is on the disk when `record`
+returns, and at most a second's groups are not when the process is killed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import redis
+
+from streamrl.errors import RunGone
+from streamrl.ops.record.write import RecordingWriter
+from streamrl.protocol.transport.connection import bounded_block_ms, repeat
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.types import RUN_STATES, START, Entry, RunState, one_of, to_entry
+from streamrl.protocol.wire.ticket import Purpose
+
+T = TypeVar("T")
+
+_GIVE_UP_AFTER_S = 30.0
+_ENTRIES_A_READ = 16  # groups may be large, and a long answer holds up everybody else on the server
+
+
+class Tap:
+    def __init__(self, client: redis.Redis, keys: Keys, *, run_uid: str, purpose: Purpose = "train") -> None:
+        self._client, self._keys, self._run_uid = client, keys, run_uid
+        self._stream = keys.groups(purpose)
+        self.after = START  # groups beyond this entry id are read
+        self.num_missed: int | None = None  # since the first `look_back`; None: the server does not tell
+        self._num_read = 0  # since the last look back
+        self._num_added: int | None = None  # what the server had ever added by then
+
+    def read(self, *, wait_s: float = 0.0) -> list[Entry]:
+        """The next groups; none when none came within `wait_s`."""
+        block = bounded_block_ms(self._client, int(wait_s * 1000)) if wait_s > 0 else None
+        reply: Any = self.ask(
+            "read groups",
+            lambda: self._client.xread({self._stream: self.after}, count=_ENTRIES_A_READ, block=block),
+        )
+        return self._take(reply)
+
+    def look_back(self) -> list[Entry]:
+        """Read once more, and find out whether groups went by unseen. Now and then, and at the end."""
+
+        def ask() -> list[Any]:
+            with self._client.pipeline() as pipe:  # one moment: nothing comes between the two
+                pipe.xread({self._stream: self.after}, count=_ENTRIES_A_READ)
+                pipe.xinfo_stream(self._stream)
+                return pipe.execute(raise_on_error=False)
+
+        reply, info = self.ask("look back", ask)
+        entries = [] if isinstance(reply, Exception) else self._take(reply)
+        added = info.get("entries-added") if isinstance(info, dict) else None
+        if len(entries) < _ENTRIES_A_READ:  # else more is there, and it is not known how much
+            self._account(added)
+        return entries
+
+    def run_state(self) -> RunState | None:
+        """None: the server knows nothing of the run at the moment. RunGone: its name is another run's now."""
+        uid, state = self.ask("read the run", lambda: self._client.hmget(self._keys.meta, ["uid", "state"]))
+        if not (isinstance(uid, bytes) and isinstance(state, bytes)):
+            return None
+        if uid != self._run_uid.encode():
+            raise RunGone(f"run {self._keys.name!r} was removed from Redis, and another took its name")
+        return one_of(RUN_STATES, state, "failed")
+
+    def _account(self, added: int | None) -> None:
+        if added is not None and self._num_added is not None and added >= self._num_added:
+            missed = max(0, added - self._num_added - self._num_read)
+            self.num_missed = (self.num_missed or 0) + missed
+        self._num_added, self._num_read = added, 0
+
+    def _take(self, reply: Any) -> list[Entry]:
+        entries = [to_entry(entry_id, fields) for _, found in reply or [] for entry_id, fields in found]
+        if entries:
+            self.after = entries[-1].id
+        self._num_read += len(entries)
+        return entries
+
+    def ask(self, what: str, call: Callable[[], T]) -> T:
+        """Whatever else there is to be read."""
+        return repeat(self._client, what, call, give_up_after_s=_GIVE_UP_AFTER_S)
+
+
+_SLICE_S = 1.0
+_LOOK_BACK_EVERY_S = 5.0
+
+
+def record(
+    tap: Tap,
+    writer: RecordingWriter,
+    *,
+    stopped: Callable[[], bool],
+    follow: bool,
+    show: Callable[[], None],
+) -> None:
+    """`follow=False`: only what is there now. `show` is called about once a second."""
+    tap.after = writer.last_id
+    looked_at = shown_at = time.monotonic()
+    writer.append(tap.look_back())
+    while not stopped():
+        ended = not follow or tap.run_state() not in ("running", None)
+        entries = tap.read(wait_s=0.0 if ended else _SLICE_S)
+        writer.append(entries)
+        now = time.monotonic()
+        if now - looked_at >= _LOOK_BACK_EVERY_S:
+            writer.append(tap.look_back())
+            looked_at = now
+        if now - shown_at >= _SLICE_S:
+            writer.sync()
+            show()
+            shown_at = now
+        if ended and not entries:
+            break
+    writer.append(tap.look_back())
+    writer.sync()

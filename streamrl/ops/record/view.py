@@ -1,0 +1,172 @@
+"""A group as people read it: the prompt, each sample with its rewards, and which weights made which tokens.
+
+Versions are told apart by colour along the text; where there is no colour, a mark stands where another version took
+over. What the model wrote reaches the terminal without control characters. Pure: nothing here waits.
+
+Token ids as text, where the model's tokenizer is at hand.
+
+By the package `tokenizers` alone, which every machine with a learner or a worker has, and which neither torch nor
+transformers comes with. Without it, or without the model's tokenizer.json, people see token ids.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from streamrl.errors import DataError, ResourceError
+from streamrl.protocol.transport.types import Entry
+from streamrl.protocol.wire.group import Group, GroupHeader, Sample
+from streamrl.terminal import printable
+from streamrl.versions import show
+
+_COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")  # one after the other, version by version
+_INDENT = "  "
+
+
+def lines_of(
+    entry: Entry, group: Group, decoder: TokenDecoder | None, *, width: int, colour: bool, max_lines: int | None
+) -> Iterator[Text]:
+    """`max_lines` of each text; None: all of them."""
+    for text, is_heading in _parts(entry, group, decoder, colour=colour):
+        if is_heading:
+            text.truncate(width, overflow="ellipsis")
+            yield text
+        else:
+            yield from _wrapped(text, width, max_lines)
+
+
+def _parts(entry: Entry, group: Group, decoder: TokenDecoder | None, *, colour: bool) -> Iterator[tuple[Text, bool]]:
+    """Each text, and whether it is a heading."""
+    header = group.header
+    yield Text(_title(entry, header), style="bold"), True
+    if header.failed:
+        yield Text(printable(f"failed: {header.error}"), style="red"), False
+        return
+    yield Text(f"prompt, {_count(len(group.prompt_ids), 'token')}", style="dim"), True
+    yield Text(_plain(decoder.decode(group.prompt_ids) if decoder else _ids(group.prompt_ids))), False
+    styles = _styles(group.samples)
+    for at, sample in enumerate(group.samples, start=1):
+        yield Text(_verdict(at, sample), style="bold"), True
+        legend, response = Text("versions", style="dim"), Text()
+        for span, piece in zip(sample.spans, _pieces(sample, decoder), strict=True):
+            legend.append(f" {show(span.version)}", style=styles[span.version])
+            legend.append(f" ({_count(span.end - span.start, 'token')})")
+            if span.start and not colour:
+                response.append(f"⟨{show(span.version)}⟩")
+            response.append(piece, style=styles[span.version])
+        yield legend, False
+        yield response, False
+
+
+def _title(entry: Entry, header: GroupHeader) -> str:
+    title = f"ticket {header.ticket}   {entry.id}   {header.worker}"
+    if header.attempt:
+        title += f"   attempt {header.attempt + 1}"
+    if header.num_failed_samples and not header.failed:
+        title += f"   {header.num_failed_samples} samples failed"
+    return printable(f"{title}   generated in {header.generate_s:.1f} s, scored in {header.reward_s:.1f} s")
+
+
+def _verdict(at: int, sample: Sample) -> str:
+    sources = ", ".join(f"{name} {value:.4g}" for name, value in sample.rewards.items())
+    ended = "ended by itself" if sample.finish_reason == "stop" else "cut off"
+    tokens = _count(len(sample.token_ids), "token")
+    return printable(f"sample {at}   reward {sample.reward:.4g} ({sources})   {tokens}, {ended}")
+
+
+def _styles(samples: Sequence[Sample]) -> dict[int, str]:
+    versions = sorted({span.version for sample in samples for span in sample.spans})
+    return {version: _COLOURS[at % len(_COLOURS)] for at, version in enumerate(versions)}
+
+
+def _pieces(sample: Sample, decoder: TokenDecoder | None) -> Iterator[str]:
+    """The text of each span. A tokenizer may decode a piece otherwise than the whole, so each is what it adds."""
+    before = ""
+    for span in sample.spans:
+        if decoder is None:
+            yield _ids(sample.token_ids[span.start : span.end]) + " "
+            continue
+        so_far = decoder.decode(sample.token_ids[: span.end])
+        alone = sample.token_ids[span.start : span.end]
+        yield _plain(so_far[len(before) :] if so_far.startswith(before) else decoder.decode(alone))
+        before = so_far
+
+
+def _ids(token_ids: Any) -> str:
+    return " ".join(str(int(token)) for token in token_ids)
+
+
+def _plain(text: str) -> str:
+    """Lines stay lines; every other control character goes."""
+    return "\n".join(printable(line) for line in text.split("\n"))
+
+
+def _wrapped(text: Text, width: int, max_lines: int | None) -> Iterator[Text]:
+    lines = list(text.wrap(Console(), max(10, width - len(_INDENT))))
+    for line in lines[:max_lines]:
+        line.rstrip()
+        yield Text(_INDENT).append_text(line)
+    if max_lines is not None and len(lines) > max_lines:
+        yield Text(f"{_INDENT}… {_count(len(lines) - max_lines, 'more line')}", style="dim")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+_FILE = "tokenizer.json"
+
+
+class TokenDecoder:
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def decode(self, token_ids: Any) -> str:
+        """Special tokens included: where a response ended is worth seeing."""
+        return str(self._tokenizer.decode([int(token) for token in token_ids], skip_special_tokens=False))
+
+
+def find_decoder(model: str) -> TokenDecoder | None:
+    """Of a model folder, or of a hub name whose files are on this machine; None where there is no tokenizer."""
+    path = Path(model) / _FILE if Path(model).is_dir() else _in_cache(model)
+    if path is None or not path.is_file() or importlib.util.find_spec("tokenizers") is None:
+        return None
+    return _load(path)
+
+
+def choose_words(named: str | None, model: str) -> TokenDecoder | None:
+    """Of the model that the user has named, where what is missing is an error; else of the run's own."""
+    if named is None:
+        return find_decoder(model)
+    if importlib.util.find_spec("tokenizers") is None:
+        raise ResourceError(
+            "--tokenizer needs the package tokenizers, which is not installed: `pip install tokenizers`"
+        )
+    decoder = find_decoder(named)
+    if decoder is None:
+        raise DataError(f"--tokenizer {named}: there is no {_FILE}; give the folder of a model")
+    return decoder
+
+
+def _load(path: Path) -> TokenDecoder:
+    import tokenizers
+
+    try:
+        return TokenDecoder(tokenizers.Tokenizer.from_file(str(path)))
+    except Exception as error:  # noqa: BLE001 - the package raises nothing more special
+        raise DataError(f"{path} is no tokenizer: {error}") from None
+
+
+def _in_cache(name: str) -> Path | None:
+    if name.count("/") != 1 or importlib.util.find_spec("huggingface_hub") is None:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, _FILE)
+    return Path(found) if isinstance(found, str) else None

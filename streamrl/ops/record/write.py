@@ -1,0 +1,152 @@
+"""Writing a recording: append, begin a new file when one is full, let the oldest go when there is too much.
+
+One writer a folder, held by a lock that the kernel frees with the process. A writer that comes after another one, also
+one that was killed, goes on behind the last group that is whole, in a new file: a torn one is left as it is. What is
+appended is on the disk after `sync`. Blocks on the disk only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from streamrl.errors import DataError, ResourceError
+from streamrl.files import fsync_folder, take_lock
+from streamrl.ops.record.frames import MAX_FRAME_BYTES, Origin, begin_file, file_name, files_of, group_frame, survey
+from streamrl.protocol.transport.types import START, Entry, entry_order
+
+LOCK = "recording.lock"
+
+
+@dataclass(slots=True, kw_only=True)
+class Written:
+    """By this writer."""
+
+    num_groups: int = 0
+    num_bytes: int = 0
+    num_too_large: int = 0  # entries that are no group's, since none may be so large
+    num_dropped: int = 0  # groups that went with old files
+    num_dropped_bytes: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class _File:
+    path: Path
+    num_bytes: int
+    num_groups: int
+
+
+class RecordingWriter:
+    def __init__(self, folder: Path, origin: Origin, *, file_bytes: int, max_bytes: int) -> None:
+        """`max_bytes` holds for the whole folder, `file_bytes` for a file, give or take a group."""
+        assert file_bytes * 2 <= max_bytes, "the newest file is never let go, so there must be room for two"
+        self._folder, self._origin = folder, origin
+        self._file_bytes, self._max_bytes = file_bytes, max_bytes
+        self.written = Written()
+        self.last_id = START  # of the last group that is recorded, by whomever
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = take_lock(folder / LOCK)
+        if lock is None:
+            raise ResourceError(f"another process records into {folder}; end it, or choose another folder")
+        self._lock = lock
+        try:
+            self._files = self._survey()
+        except BaseException:
+            os.close(self._lock)
+            raise
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._finish_file()
+        os.close(self._lock)
+
+    @property
+    def num_files(self) -> int:
+        return len(self._files)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole folder."""
+        return sum(file.num_bytes for file in self._files)
+
+    def append(self, entries: Sequence[Entry]) -> None:
+        """In the stream's order. ResourceError when the disk takes no more: what was appended before is good."""
+        for entry in entries:
+            assert entry_order(entry.id) > entry_order(self.last_id), "a recording holds each entry once, in order"
+            self.last_id = entry.id
+            frame = group_frame(entry)
+            if len(frame) > MAX_FRAME_BYTES:
+                self.written.num_too_large += 1
+                continue
+            self._put(frame)
+            self._files[-1].num_groups += 1
+            self.written.num_groups += 1
+            self.written.num_bytes += len(frame)
+
+    def sync(self) -> None:
+        """Wait until all that was appended is on the disk."""
+        if self._descriptor is not None:
+            os.fsync(self._descriptor)
+
+    def _put(self, frame: bytes) -> None:
+        if self._descriptor is not None and self._files[-1].num_bytes + len(frame) > self._file_bytes:
+            self._finish_file()
+        if self._descriptor is None:
+            self._begin_file()
+        self._make_room(len(frame))
+        self._write(frame)
+
+    def _begin_file(self) -> None:
+        number = max((int(file.path.stem) for file in self._files), default=0) + 1
+        path = self._folder / file_name(number)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._files.append(_File(path=path, num_bytes=0, num_groups=0))
+        self._write(begin_file(self._origin))
+        fsync_folder(self._folder)
+
+    def _write(self, data: bytes) -> None:
+        assert self._descriptor is not None, "a file is open"
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[os.write(self._descriptor, view) :]
+        except OSError as error:
+            raise ResourceError(
+                f"{self._files[-1].path} cannot be written: {error.strerror}; make room (or set --max-bytes lower), "
+                "and start the recording again: it goes on where it stopped"
+            ) from None
+        self._files[-1].num_bytes += len(data)
+
+    def _finish_file(self) -> None:
+        if self._descriptor is not None:
+            self.sync()
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _make_room(self, num_bytes: int) -> None:
+        while self.num_bytes + num_bytes > self._max_bytes and len(self._files) > 1:
+            oldest = self._files.pop(0)
+            oldest.path.unlink(missing_ok=True)
+            self.written.num_dropped += oldest.num_groups
+            self.written.num_dropped_bytes += oldest.num_bytes
+
+    def _survey(self) -> list[_File]:
+        """What is there already; sets `last_id`."""
+        files: list[_File] = []
+        for path in files_of(self._folder):
+            found = survey(path)
+            if found.origin is not None and found.origin.run_uid != self._origin.run_uid:
+                raise DataError(
+                    f"{self._folder} holds a recording of another run ({found.origin.run}, uid {found.origin.run_uid})"
+                    "; give this one a folder of its own"
+                )
+            if found.places:
+                self.last_id = found.places[-1].entry_id
+            files.append(_File(path=path, num_bytes=path.stat().st_size, num_groups=len(found.places)))
+        return files

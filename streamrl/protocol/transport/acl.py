@@ -1,0 +1,140 @@
+"""What each part of a run may do in Redis: the least that it needs, from the real names of the keys.
+
+    worker ── takes tickets, adds groups, reads weights       monitor ── reads, but no weights
+    learner ── issues, commits, announces, stores weights     operator ── monitor, and the words of control
+
+A script runs with its caller's rights: the right to run one (`eval`) is a right to any text on the keys of a run, and
+each command in it is checked for itself. From Redis 7 on a grant is a selector: these commands on these keys. 6.2 knows
+one list of commands and one of keys, so there any command of a role goes with any of its keys; `WEAKER_BEFORE_7` says
+what follows from that. Blocks nothing: this is text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.wire.ticket import PURPOSES
+
+Role = Literal["worker", "learner", "monitor", "operator"]
+ROLES: tuple[Role, ...] = ("worker", "learner", "monitor", "operator")
+ANY_RUN = "*"
+
+WEAKER_BEFORE_7: Mapping[Role, str] = {
+    "worker": "it can also write the run's configuration, forge weights, and delete groups and tickets",
+    "learner": "it can also delete groups of the run without a commit, and forge groups",
+    "monitor": "nothing more: it has only commands that read",
+    "operator": "it can also delete any key of a run one by one, and write its configuration",
+}
+
+
+# Commands, and the patterns of the keys that they may name; none for commands that name no keys.
+Grant = tuple[str, tuple[str, ...]]
+
+
+def grants(role: Role, *, run: str = ANY_RUN) -> Iterator[Grant]:
+    """Of one run, or of any."""
+    return {"worker": _worker, "learner": _learner, "monitor": _monitor, "operator": _operator}[role](Keys(run))
+
+
+def rules(role: Role, *, run: str = ANY_RUN, selectors: bool = True) -> str:
+    """As `ACL SETUSER` and a file of users take them; `selectors` for Redis 7 and newer, and for Valkey."""
+    granted = [
+        ([f"+{command}" for command in commands.split()], [f"~{key}" for key in keys])
+        for commands, keys in grants(role, run=run)
+    ]
+    if not selectors:
+        commands = dict.fromkeys(command for commands, _ in granted for command in commands)
+        keys = dict.fromkeys(key for _, keys in granted for key in keys)
+        return " ".join(["resetchannels", "-@all", *commands, *keys])
+    selected = (f"({' '.join(commands + keys)})" if keys else " ".join(commands) for commands, keys in granted)
+    return " ".join(["resetchannels", "-@all", *selected])
+
+
+def _worker(keys: Keys) -> Iterator[Grant]:
+    yield "ping select info", ()
+    yield _scripts(keys)
+    read = (keys.meta, keys.weights, keys.manifests, keys.blobs, keys.control, keys.progress)
+    yield "hget hmget hgetall", read
+    yield "get", (keys.tombstone, keys.receipt("*", "*"), _chunks(keys))
+    yield "xread", (keys.announced,)
+    yield "xreadgroup xrange xpending xclaim xack xdel xgroup|delconsumer", _tickets(keys)
+    yield "xadd", _groups(keys)
+    yield "set", (keys.receipt("*", "*"),)
+    yield "hincrby", (keys.counters,)
+    yield from _reports(keys)
+
+
+def _learner(keys: Keys) -> Iterator[Grant]:
+    yield "ping select info", ()
+    yield _scripts(keys)
+    yield "hget hmget hset hsetnx hdel", (keys.meta,)
+    yield "get", (keys.tombstone, keys.lease)
+    yield "set", (keys.lease,)
+    yield "hget", (keys.control,)
+    # One selector must allow all keys of one call: the lease and the word of control go together.
+    yield "del", (keys.tombstone, keys.lease, keys.control)
+    issuing = "xadd xack xdel xrange xpending xgroup|create xgroup|delconsumer xinfo|consumers"
+    yield issuing, _tickets(keys)
+    yield "xread xrange xdel xtrim exists xsetid xgroup|create xgroup|destroy xinfo|stream", _groups(keys)
+    yield "hget hset", (keys.appends, keys.weights)
+    yield "hincrby", (keys.counters,)
+    yield "xadd xdel", (keys.dead,)
+    yield "hget hkeys hdel", (keys.retry_requests,)
+    yield "hgetall hset hdel", (keys.retried,)
+    yield "hget hmget hkeys hset hdel", (keys.manifests,)
+    yield "xadd", (keys.announced,)
+    yield "hget hgetall hset hdel", (keys.blobs,)
+    yield "get set unlink", (_chunks(keys),)
+    yield "xadd", (*_metrics(keys), keys.events)
+    yield "hgetall", (keys.progress,)  # do workers reject the weights, all of them?
+    yield from _reports(keys)
+
+
+def _monitor(keys: Keys) -> Iterator[Grant]:
+    yield "ping select info time scan multi exec", ()
+    hashes = (keys.meta, keys.weights, keys.counters, keys.progress, keys.control, keys.retry_requests, keys.retried)
+    yield "hget hmget hgetall hlen", (*hashes, keys.manifests)
+    yield "get pttl exists", (keys.lease, keys.tombstone)
+    streams = (*_tickets(keys), *_groups(keys), keys.dead, *_metrics(keys), keys.events)
+    yield "xlen xrange xrevrange xread xpending xinfo|stream memory|usage", streams
+
+
+def _operator(keys: Keys) -> Iterator[Grant]:
+    yield from _monitor(keys)
+    yield _scripts(keys)
+    yield "hset", (keys.control,)
+    yield "xadd", (keys.events,)
+    yield "xdel", (keys.dead,)
+    yield "hsetnx hdel", (keys.retry_requests,)
+    # To remove a run: the tombstone in the place of what is alive, then the rest.
+    yield "set", (keys.tombstone,)
+    yield "del", (keys.meta, keys.lease, keys.control, *_tickets(keys), *_groups(keys))
+    yield "unlink", (f"{keys.prefix}*",)
+
+
+def _scripts(keys: Keys) -> Grant:
+    return "eval evalsha", (f"{keys.prefix}*",)
+
+
+def _reports(keys: Keys) -> Iterator[Grant]:
+    yield "time", ()
+    yield "hset hlen hdel del", (keys.progress,)
+    yield "zadd zcard zrangebyscore zrem", (keys.reported,)
+
+
+def _tickets(keys: Keys) -> tuple[str, ...]:
+    return tuple(keys.tickets(purpose) for purpose in PURPOSES)
+
+
+def _groups(keys: Keys) -> tuple[str, ...]:
+    return tuple(keys.groups(purpose) for purpose in PURPOSES)
+
+
+def _metrics(keys: Keys) -> tuple[str, ...]:
+    return (keys.metrics, f"{keys.metrics}:*")
+
+
+def _chunks(keys: Keys) -> str:
+    return f"{keys.prefix}blob:*"

@@ -1,0 +1,198 @@
+"""Clients for an address: its URL, and a password that need not stand in it.
+
+A URL is written down in configurations, command lines and logs; the password is not, so it comes from the environment:
+STREAMRL_REDIS_PASSWORD_FILE names a file that holds it, STREAMRL_REDIS_PASSWORD is it. One in the URL itself is used
+too, but no configuration may carry it. Nothing here speaks to a server: clients connect with their first call.
+
+The address of a Redis as text: its forms, and how it is written down without its password.
+
+redis://USER@HOST:6379/0                             rediss://... with TLS: ?ssl_ca_certs=FILE&ssl_certfile=...
+unix:///PATH                                         redis+sentinel://USER@HOST:26379,HOST:26379/SERVICE[/DB]
+                                                     rediss+sentinel://... with TLS, to the sentinels too
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+import redis
+import redis.asyncio
+import redis.asyncio.sentinel
+import redis.sentinel
+from redis.asyncio.sentinel import SentinelConnectionPool as AsyncSentinelConnectionPool
+from redis.connection import parse_url
+from redis.sentinel import SentinelConnectionPool
+
+from streamrl.errors import ConfigError
+
+AnyClient = redis.Redis | redis.asyncio.Redis
+
+_SENTINEL_PORT = 26379
+_DATABASE = re.compile(r"/?\d*")
+_SERVICE = re.compile(r"/([A-Za-z0-9._-]+)(?:/(\d+))?/?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Watched:
+    """A server that sentinels know by the name of a service."""
+
+    sentinels: list[tuple[str, int]]
+    service: str
+    options: Mapping[str, Any]  # of the connection to the server itself
+    sentinel_options: Mapping[str, Any]
+
+
+class _SentinelClient(redis.Redis):
+    """Its sentinels' connections end with it."""
+
+    def close(self) -> None:
+        super().close()
+        pool: Any = self.connection_pool
+        for sentinel in pool.sentinel_manager.sentinels:
+            sentinel.close()
+
+
+class _AsyncSentinelClient(redis.asyncio.Redis):
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        await super().aclose(close_connection_pool)
+        pool: Any = self.connection_pool
+        for sentinel in pool.sentinel_manager.sentinels:
+            await sentinel.aclose()
+
+
+def open_client(url: str, *, environment: Mapping[str, str] = os.environ, **options: Any) -> redis.Redis:
+    """ConfigError when the URL is none, or a password's file cannot be read."""
+    options |= _secret(url, environment)
+    if not _by_sentinel(url):
+        return redis.Redis.from_url(_checked(url), **options)
+    where = _watched(url, environment, options)
+    sentinel = redis.sentinel.Sentinel(where.sentinels, sentinel_kwargs=dict(where.sentinel_options))  # type: ignore[no-untyped-call]
+    found = sentinel.master_for(where.service, redis_class=_SentinelClient, **where.options)  # type: ignore[no-untyped-call]
+    client: redis.Redis = found
+    return client
+
+
+def open_async_client(url: str, *, environment: Mapping[str, str] = os.environ, **options: Any) -> redis.asyncio.Redis:
+    options |= _secret(url, environment)
+    if not _by_sentinel(url):
+        return redis.asyncio.Redis.from_url(_checked(url), **options)
+    where = _watched(url, environment, options)
+    sentinel = redis.asyncio.sentinel.Sentinel(where.sentinels, sentinel_kwargs=dict(where.sentinel_options))  # type: ignore[no-untyped-call]
+    client: redis.asyncio.Redis = sentinel.master_for(where.service, redis_class=_AsyncSentinelClient, **where.options)
+    return client
+
+
+def server_name(client: AnyClient) -> str:
+    """The server as people know it, without secrets."""
+    pool, options = client.connection_pool, client.get_connection_kwargs()
+    if isinstance(pool, SentinelConnectionPool | AsyncSentinelConnectionPool):
+        return f"service {pool.service_name} of its sentinels"
+    if "path" in options:
+        return f"unix://{options['path']}"
+    return f"{options.get('host', 'localhost')}:{options.get('port', 6379)}/{options.get('db', 0)}"
+
+
+def _checked(url: str) -> str:
+    try:
+        parse_url(url)  # type: ignore[no-untyped-call]
+        # The client's own parser takes any other path for database 0.
+        if not url.startswith("unix:") and not _DATABASE.fullmatch(urlsplit(url).path):
+            raise ValueError("its path is no number of a database")
+    except ValueError:
+        # Without what may be a password, wherever the URL is wrong.
+        shown = re.sub("//.*@", "//", url.partition("?")[0])
+        raise ConfigError(f"redis.url: {shown!r} is no address of a server; write {FORMS}") from None
+    return url
+
+
+def _by_sentinel(url: str) -> bool:
+    return url.partition("://")[0].endswith("+sentinel")
+
+
+def _secret(url: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """A private socket without a user is the embedded server's, which asks for no password."""
+    if url.startswith("unix:") and "@" not in url:
+        return {}
+    password = _from_environment(PASSWORD, environment)
+    return {} if password is None else {"password": password}
+
+
+def _from_environment(name: str, environment: Mapping[str, str]) -> str | None:
+    file = environment.get(f"{name}_FILE")
+    if not file:
+        return environment.get(name) or None
+    try:
+        password = Path(file).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}_FILE = {file!r}: cannot read the password: {error}") from None
+    if not password:
+        raise ConfigError(f"{name}_FILE = {file!r}: the file is empty; it must hold the password and nothing else")
+    return password
+
+
+def _watched(url: str, environment: Mapping[str, str], options: Mapping[str, Any]) -> _Watched:
+    parts = urlsplit(url)
+    userinfo, at, hosts = parts.netloc.rpartition("@")
+    service = _SERVICE.fullmatch(parts.path)
+    if service is None or not hosts:
+        raise ConfigError(f"redis.url: {masked(url)!r} names no service; write {FORMS}")
+    scheme = parts.scheme.removesuffix("+sentinel")
+    # The same words as of any other URL, for user, database and TLS.
+    plain = urlunsplit((scheme, f"{userinfo}{at}{hosts.partition(',')[0]}", f"/{service[2] or 0}", parts.query, ""))
+    found: dict[str, Any] = dict(parse_url(_checked(plain)))  # type: ignore[no-untyped-call]
+    for name in ("host", "port", "connection_class"):
+        found.pop(name, None)
+    tls = {"ssl": True} if scheme == "rediss" else {}
+    tls |= {name: value for name, value in found.items() if name.startswith("ssl_")}
+    password = _from_environment(SENTINEL_PASSWORD, environment)
+    shared = {name: value for name, value in options.items() if name not in ("password", "username")}
+    return _Watched(
+        sentinels=[_host(text, url) for text in hosts.split(",")],
+        service=service[1],
+        options={**options, **found, **tls},
+        sentinel_options={**shared, **tls, **({"password": password} if password else {})},
+    )
+
+
+def _host(text: str, url: str) -> tuple[str, int]:
+    try:
+        parts = urlsplit(f"//{text}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if host is None:
+        raise ConfigError(f"redis.url: {masked(url)!r}: {text!r} is no sentinel's HOST:PORT")
+    return host, port or _SENTINEL_PORT
+
+
+# A file that holds the password is named by NAME_FILE, or the password stands in NAME.
+PASSWORD = "STREAMRL_REDIS_PASSWORD"
+SENTINEL_PASSWORD = "STREAMRL_SENTINEL_PASSWORD"
+SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel")
+FORMS = (
+    "redis://host:port/0, rediss://host:port/0 (TLS), unix:///path or redis+sentinel://host:port,host:port/service; "
+    "with a user: redis://user@host:port"
+)
+
+_OF_URLS = re.compile(r"(//[^/@:\s]*):[^/\s]*@")
+
+
+def split_password(url: str) -> tuple[str, str | None]:
+    """The URL without its password, and the password."""
+    parts = urlsplit(url)
+    userinfo, _, place = parts.netloc.rpartition("@")
+    user, colon, password = userinfo.partition(":")
+    if not colon:
+        return url, None
+    return urlunsplit(parts._replace(netloc=f"{user}@{place}" if user else place)), unquote(password)
+
+
+def masked(text: str) -> str:
+    """For people and logs: stars in the place of every password in a URL."""
+    return _OF_URLS.sub(r"\1:***@", text)

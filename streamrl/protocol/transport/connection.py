@@ -1,0 +1,229 @@
+"""Connections to Redis, and how often a call may be repeated.
+
+Clients come without retries of their own: a library that repeats a write whose reply was lost writes twice and tells
+nobody. Here the caller says what is safe to repeat, through `repeat`; each repetition is paced, jittered and bounded.
+Blocks at most `give_up_after_s`, then raises TransportError with the server's name (never its password).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+import redis
+import redis.asyncio
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from streamrl.errors import ResourceError, ServerFull, TransportError
+from streamrl.protocol.transport.address import PASSWORD, AnyClient, open_async_client, open_client, server_name
+
+T = TypeVar("T")
+
+OLDEST_SERVER = (6, 2)
+_LONGEST_BLOCK_MS = 5_000
+_UNIX_SEND_BYTES = 1 << 20
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 1.0
+_ROLES = "the user of another role? `streamrl redis acl` prints what each may do"
+_TLS_MISTAKES = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
+_FULL_ANSWERS = ("OOM", "MISCONF")  # memory or disk; what asks for it has written nothing before
+# Answers of a server that is starting, full, or changing its role: the same call may succeed in a moment.
+_PASSING_ANSWERS = (*_FULL_ANSWERS, "LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS")
+
+
+class Timeouts(Protocol):
+    """What is used of the setting `redis`, so that who only looks at a run need not load the whole schema."""
+
+    @property
+    def connect_timeout_s(self) -> float: ...
+
+    @property
+    def reply_timeout_s(self) -> float: ...
+
+
+def connect(url: str, settings: Timeouts, *, patience_s: float | None = None) -> redis.Redis:
+    """A client whose server answered. Where none does within `connect_timeout_s`, the user has to mend something. With
+    `patience_s` the server was there before: it is tried for so long, and then it is away (TransportError); what it
+    answers that no waiting changes is for the user all the same."""
+    client = open_client(url, retry=Retry(NoBackoff(), 0), **_options(url, settings))
+    give_up_after_s = settings.connect_timeout_s if patience_s is None else patience_s
+    try:
+        repeat(client, "answer", client.ping, give_up_after_s=give_up_after_s)
+    except TransportError as error:
+        client.close()
+        if patience_s is not None and _is_away(error.__cause__):
+            raise
+        raise ResourceError(f"{str(error).rstrip('.')}. {_remedy(url, error.__cause__)}") from None
+    return client
+
+
+def connect_async(url: str, settings: Timeouts) -> redis.asyncio.Redis:
+    """A client that connects with its first call."""
+    options = _options(url, settings)
+    if url.startswith("unix:"):
+        options["redis_connect_func"] = _connect_with_room
+    return open_async_client(url, retry=AsyncRetry(NoBackoff(), 0), **options)
+
+
+async def _connect_with_room(connection: Any) -> None:
+    """What a Unix socket does not take at once, asyncio copies, keeps, and sends in pieces as the server reads, which
+    was a sixth of what a group cost its worker. So the socket takes a whole delivery, as far as the system allows."""
+    await connection.on_connect()
+    connection._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SEND_BYTES)
+
+
+def _options(url: str, settings: Timeouts) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "protocol": 2,
+        "socket_timeout": settings.reply_timeout_s,
+        "socket_connect_timeout": settings.connect_timeout_s,
+    }
+    return options if url.startswith("unix:") else {**options, "socket_keepalive": True}
+
+
+def _is_away(error: BaseException | None) -> bool:
+    is_mistake = any(text in str(error) for text in _TLS_MISTAKES)
+    return isinstance(error, redis.RedisError) and _is_passing(error) and not is_mistake
+
+
+def _remedy(url: str, error: BaseException | None) -> str:
+    if isinstance(error, redis.AuthenticationError | redis.exceptions.AuthorizationError):
+        return (
+            f"Name the user in the URL (redis://USER@HOST) and the file with its password in {PASSWORD}_FILE; "
+            "without a user in the URL the password is the default user's"
+        )
+    if isinstance(error, redis.exceptions.NoPermissionError):
+        return "The rules that `streamrl redis acl` prints allow what each part needs"
+    told = str(error)
+    if "CERTIFICATE_VERIFY_FAILED" in told:
+        return "Name the authority that signed the server's certificate: rediss://HOST:PORT?ssl_ca_certs=FILE"
+    unlike = isinstance(error, redis.TimeoutError) if url.startswith("rediss") else "closed by server" in told
+    if "SSL" in told or unlike:
+        return (
+            "Start Redis there; or one side speaks TLS and the other does not: rediss:// is with TLS, redis:// without"
+        )
+    if "sentinel" in url.partition("://")[0]:
+        return "Its sentinels must be there and know the service by that name (SENTINEL GET-MASTER-ADDR-BY-NAME)"
+    return "Start Redis there, or set redis.url (`embedded` needs none)"
+
+
+def bounded_block_ms(client: AnyClient, wanted_ms: int) -> int:
+    """How long a command may block: well below the reply timeout, or silence would look like a lost connection."""
+    timeout_s = client.get_connection_kwargs().get("socket_timeout")
+    longest = _LONGEST_BLOCK_MS if timeout_s is None else min(_LONGEST_BLOCK_MS, int(timeout_s * 500))
+    return max(1, min(wanted_ms, longest))
+
+
+def check_server(client: redis.Redis, *, max_backlog_bytes: int = 0, max_store_bytes: int = 0) -> None:
+    """ResourceError when the server is too old, would evict keys of a run, or may not hold what the settings allow."""
+    info = repeat(client, "say what it is", client.info)
+    for fault in server_faults(server_name(client), info, max_backlog_bytes, max_store_bytes).values():
+        raise ResourceError(fault)
+
+
+def server_faults(
+    server: str, info: Mapping[str, Any], max_backlog_bytes: int = 0, max_store_bytes: int = 0
+) -> dict[str, str]:
+    """What no run can be on: by version, policy and memory, with the remedy."""
+    faults = {}
+    version = str(info["redis_version"])
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_SERVER:
+        faults["version"] = f"Redis at {server} is version {version}; streamrl needs 6.2 or newer"
+    limit, policy = info.get("maxmemory", 0), info.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction" and limit:
+        faults["policy"] = (
+            f"Redis at {server} has maxmemory-policy {policy}: it would throw rollouts away; "
+            "set it to noeviction (redis-cli CONFIG SET maxmemory-policy noeviction)"
+        )
+    needed = needed_memory(max_backlog_bytes, max_store_bytes)
+    if limit and needed > limit:
+        weights = f" and weights.max_store_bytes = {max_store_bytes}" if max_store_bytes else ""
+        faults["memory"] = (
+            f"redis.max_backlog_bytes = {max_backlog_bytes}{weights}: Redis at {server} may use {limit} "
+            f"bytes in all (maxmemory), and takes a quarter more than is put into it, {needed}; lower them, or raise "
+            "maxmemory"
+        )
+    return faults
+
+
+def needed_memory(max_backlog_bytes: int, max_store_bytes: int = 0) -> int:
+    """Bytes of a server's memory that hold so many of groups and of weights."""
+    return (max_backlog_bytes + max_store_bytes) * 5 // 4
+
+
+class Attempts:
+    """How one call is repeated: which errors pass, how long to pause, when to give up. Used for one call only."""
+
+    def __init__(self, client: AnyClient, what: str, *, give_up_after_s: float, wait_for_room: bool = True) -> None:
+        self._server = server_name(client)
+        self._what = what
+        self._deadline = time.monotonic() + give_up_after_s
+        self._give_up_after_s = give_up_after_s
+        self._wait_for_room = wait_for_room
+        self._pause_s = _FIRST_PAUSE_S
+
+    def pause_after(self, error: redis.RedisError) -> float:
+        """Seconds until the next try; TransportError when there is none."""
+        if not _is_passing(error):
+            hint = f" ({_ROLES})" if isinstance(error, redis.exceptions.NoPermissionError) else ""
+            raise TransportError(f"Redis at {self._server} could not {self._what}: {error}{hint}") from error
+        if not self._wait_for_room and _is_full(error):
+            raise ServerFull(f"Redis at {self._server} could not {self._what}, being full: {error}") from error
+        pause_s = self._pause_s * random.uniform(0.5, 1.0)
+        if time.monotonic() + pause_s > self._deadline:
+            raise TransportError(
+                f"Redis at {self._server} could not {self._what} within {self._give_up_after_s:g} s: {error}"
+            ) from error
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        return pause_s
+
+
+def _is_passing(error: redis.RedisError) -> bool:
+    if isinstance(error, redis.AuthenticationError | redis.exceptions.AuthorizationError):
+        return False
+    passing = (redis.ConnectionError, redis.TimeoutError, redis.ReadOnlyError)
+    return isinstance(error, passing) or _is_full(error) or any(answer in str(error) for answer in _PASSING_ANSWERS)
+
+
+def _is_full(error: redis.RedisError) -> bool:
+    full = isinstance(error, redis.exceptions.OutOfMemoryError)
+    return full or any(answer in str(error) for answer in _FULL_ANSWERS)
+
+
+def repeat(
+    client: AnyClient,
+    what: str,
+    call: Callable[[], T],
+    *,
+    give_up_after_s: float = 0.0,
+    wait_for_room: bool = True,
+    on_trouble: Callable[[redis.RedisError], None] = lambda error: None,
+) -> T:
+    """Call until it answers. Only for calls that do the same thing when their first reply was lost."""
+    attempts = Attempts(client, what, give_up_after_s=give_up_after_s, wait_for_room=wait_for_room)
+    while True:
+        try:
+            return call()
+        except redis.RedisError as error:
+            pause_s = attempts.pause_after(error)
+            on_trouble(error)
+        time.sleep(pause_s)
+
+
+async def repeat_async(
+    client: AnyClient, what: str, call: Callable[[], Awaitable[T]], *, give_up_after_s: float = 0.0
+) -> T:
+    """`repeat` for coroutines."""
+    attempts = Attempts(client, what, give_up_after_s=give_up_after_s)
+    while True:
+        try:
+            return await call()
+        except redis.RedisError as error:
+            pause_s = attempts.pause_after(error)
+        await asyncio.sleep(pause_s)

@@ -1,0 +1,178 @@
+"""The learner's half of the stream in memory: what tests and dry runs use instead of Redis.
+
+`MemoryServer` outlives its users as Redis does, so that a learner can "crash" and another go on; `LearnerStreamDouble`
+is one learner's connection. The worker's side is the server's own `deliver` and `append`. A `fault` may raise at any
+write, before or after it took effect: a lost command, or a lost reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from streamrl.errors import Fenced
+from streamrl.protocol.transport.types import START, Control, Entry, Orders, PresentGroup, PresentTicket, entry_order
+from streamrl.protocol.wire.ticket import Purpose, Ticket
+
+
+@dataclass(slots=True, kw_only=True)
+class MemoryServer:
+    """Streams, and what else of Redis the learner's feed touches."""
+
+    tickets: dict[Purpose, dict[str, Ticket]] = field(default_factory=lambda: {"train": {}, "eval": {}})
+    groups: dict[Purpose, dict[str, Entry]] = field(default_factory=lambda: {"train": {}, "eval": {}})
+    rotten: set[str] = field(default_factory=set)  # ids of tickets that nobody can read
+    dead: list[tuple[Ticket, str]] = field(default_factory=list)  # the letters
+    buried: set[int] = field(default_factory=set)  # numbers of tickets that ever had a letter
+    retry_requests: set[int] = field(default_factory=set)
+    retried: dict[int, int] = field(default_factory=dict)
+    term: int = 0
+    control: Control = "run"
+    disturbed: bool = False
+    full: bool = False  # takes no more tickets
+    last_id: int = 0
+    # Called when a read finds nothing, with the seconds it may wait: the place to move a fake clock on.
+    wait: Callable[[float], None] = lambda seconds: None
+    # Called with "issue:before", "issue:after" and so on; what it raises reaches the learner.
+    fault: Callable[[str], None] = lambda point: None
+
+    def next_id(self) -> str:
+        self.last_id += 1
+        return f"{self.last_id}-0"
+
+    def deliver(self, purpose: Purpose, ticket_id: str, header: bytes, body: bytes) -> bool:
+        """As the worker's script: the ticket becomes a group in one step, or somebody was faster."""
+        ticket = self.tickets[purpose].pop(ticket_id, None)
+        if ticket is None:
+            return False
+        self.append(purpose, number=ticket.number, run_uid=ticket.run_uid, header=header, body=body)
+        return True
+
+    def append(self, purpose: Purpose, *, number: int, run_uid: str, header: bytes, body: bytes) -> str:
+        """An entry among the groups, asked for or not."""
+        entry_id = self.next_id()
+        self.groups[purpose][entry_id] = Entry(id=entry_id, number=number, run_uid=run_uid, header=header, body=body)
+        return entry_id
+
+    def ask_for_retry(self, number: int) -> None:
+        """As the operator's script: only a ticket whose letter is there."""
+        if any(ticket.number == number for ticket, _ in self.dead):
+            self.retry_requests.add(number)
+
+    def flush(self) -> None:
+        """Everything is gone, as after FLUSHALL."""
+        for streams in (self.tickets, self.groups):
+            for purpose in streams:
+                streams[purpose].clear()
+        for gone in (self.rotten, self.dead, self.buried, self.retry_requests, self.retried):
+            gone.clear()
+        self.disturbed = True
+
+
+class LearnerStreamDouble:
+    def __init__(self, server: MemoryServer, *, term: int = 1) -> None:
+        self._server = server
+        self._term = term
+        server.term = max(server.term, term)
+
+    @property
+    def disturbed(self) -> bool:
+        return self._server.disturbed
+
+    def restore(self, *, cursor: str, retried: Mapping[int, int] | None = None) -> None:
+        self._server.disturbed = False  # as on Redis: by what comes from here on it is set again
+        with self._writing("restore"):
+            self._server.last_id = max(self._server.last_id, entry_order(cursor)[0])
+            self._server.retried.update(retried or {})
+
+    def orders(self) -> Orders:
+        return Orders(control=self._server.control, retries=tuple(sorted(self._server.retry_requests)))
+
+    def issue(self, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
+        refused = tickets if self._server.full else []
+        with self._writing("issue"):
+            for ticket in tickets[len(refused) :]:
+                self._server.tickets[ticket.purpose][self._server.next_id()] = ticket
+                if ticket.purpose == "train":
+                    self._note_retry(ticket.number, ticket.retry_of)
+        return refused
+
+    def count_issued(self, issued: int) -> None:
+        with self._writing("count_issued"):
+            pass  # nobody audits what is in memory
+
+    def _note_retry(self, number: int, repeats: int | None) -> None:
+        server = self._server
+        server.retried.pop(number, None)
+        if repeats is not None:
+            server.retried[number] = repeats
+            if repeats in server.retry_requests:
+                server.retry_requests.remove(repeats)
+                server.dead = [(ticket, error) for ticket, error in server.dead if ticket.number != repeats]
+
+    def read(self, purpose: Purpose, *, after: str, count: int, block_ms: int) -> list[Entry]:
+        found = self._after(purpose, after)[:count]
+        if not found and block_ms:
+            self._server.wait(block_ms / 1000)
+            found = self._after(purpose, after)[:count]
+        return found
+
+    def fetch(self, purpose: Purpose, ids: Sequence[str]) -> list[Entry | None]:
+        return [self._server.groups[purpose].get(entry_id) for entry_id in ids]
+
+    def present_tickets(self, purpose: Purpose) -> list[PresentTicket]:
+        return [
+            PresentTicket(
+                entry_id=entry_id,
+                number=ticket.number,
+                flaw="rotten" if entry_id in self._server.rotten else None,
+            )
+            for entry_id, ticket in self._server.tickets[purpose].items()
+        ]
+
+    def present_groups(self, purpose: Purpose, *, after: str) -> list[PresentGroup]:
+        return [
+            PresentGroup(entry_id=e.id, number=e.number, num_bytes=len(e.header) + len(e.body))
+            for e in self._after(purpose, after)
+        ]
+
+    def retried(self) -> Mapping[int, int]:
+        return dict(self._server.retried)
+
+    def delete_tickets(self, purpose: Purpose, entry_ids: Sequence[str]) -> None:
+        with self._writing("delete_tickets"):
+            for entry_id in entry_ids:
+                self._server.tickets[purpose].pop(entry_id, None)
+
+    def dead(self, ticket: Ticket, *, error: str) -> None:
+        with self._writing("dead"):
+            if ticket.number not in self._server.buried:
+                self._server.dead.append((ticket, error))
+            self._server.buried.add(ticket.number)
+
+    def trim_eval(self, *, below: str) -> None:
+        with self._writing("trim_eval"):
+            self._trim("eval", below)
+
+    def commit(self, *, step: int, cursor: str, trim_below: str, ended: Sequence[str] = ()) -> None:
+        with self._writing("commit"):
+            self._trim("train", trim_below)
+            for entry_id in ended:
+                self._server.groups["train"].pop(entry_id, None)
+
+    def _trim(self, purpose: Purpose, below: str) -> None:
+        groups = self._server.groups[purpose]
+        self._server.groups[purpose] = {i: e for i, e in groups.items() if entry_order(i) >= entry_order(below)}
+
+    def _after(self, purpose: Purpose, after: str) -> list[Entry]:
+        entries = self._server.groups[purpose].values()
+        return [entry for entry in entries if entry_order(entry.id) > entry_order(after or START)]
+
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[None]:
+        if self._server.term > self._term:
+            raise Fenced(f"term {self._term} was replaced by term {self._server.term}")
+        self._server.fault(f"{name}:before")
+        yield
+        self._server.fault(f"{name}:after")

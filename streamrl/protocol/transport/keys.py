@@ -1,0 +1,80 @@
+"""Every Redis key of a run, in one place.
+
+All keys of a run begin with `streamrl:{name}:`. The braces are a hash tag: a clustered server keeps the run on one
+node, so that scripts may touch several of its keys.
+"""
+
+from __future__ import annotations
+
+from streamrl.protocol.wire.agreed import Purpose
+
+WORKERS = "workers"  # the consumer group of the ticket streams
+LEADER = "learner/0"  # the rank that speaks, and hears the operator, for all; so it is called in reports
+LONGEST_EVENTS = 10_000  # about so many lines of the journal are kept
+
+
+class Keys:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.prefix = prefix = f"streamrl:{{{name}}}:"
+
+        # Hash: uid, term, config (JSON), fingerprint, state, created_at, cursor, step; issued: the number of the next
+        # training ticket, for the audit; once a learner has looked what Redis holds.
+        self.meta = f"{prefix}meta"
+        # String that expires: the uid of the run that was removed from here.
+        self.tombstone = f"{prefix}tombstone"
+        # String that expires: who the learner is.
+        self.lease = f"{prefix}lease"
+        # Hash: `mode`, the operator's word to all parts.
+        self.control = f"{prefix}control"
+
+        # Stream: tickets given up after too many failures. Fields p, n, u, b, error, at.
+        self.dead = f"{prefix}dead"
+        # Hash: number of a dead ticket that the learner shall issue anew -> the id of its letter.
+        self.retry_requests = f"{prefix}retry-requests"
+        # Hash: number of a ticket that repeats a dead one -> the dead one's; written with the ticket itself.
+        self.retried = f"{prefix}retried"
+        # Hash: what happened how often, for people.
+        self.counters = f"{prefix}counters"
+        # Hash: by stream, the token of the learner's last append; a repeated call finds its own and does nothing.
+        self.appends = f"{prefix}appends"
+
+        # Hash: weight version -> manifest.
+        self.manifests = f"{prefix}manifests"
+        # Hash: latest, base, step, at.
+        self.weights = f"{prefix}weights"
+        # Stream of one entry, whose id is the newest version: what wakes the workers that wait for it. Field u.
+        self.announced = f"{prefix}announced"
+        # Hash: blob name -> its size, chunks and digest, and whether it is whole.
+        self.blobs = f"{prefix}blobs"
+
+        # Hash: part -> its report.
+        self.progress = f"{prefix}progress"
+        # Sorted set: part -> when it last reported, by the server's clock.
+        self.reported = f"{prefix}reported"
+        # Bounded stream: one record a step, of the recent ones. Fields step, term, at, values (JSON).
+        self.metrics = f"{prefix}metrics"
+        # Bounded stream: the same records of validations, which come too seldom to be thinned.
+        self.validations = f"{prefix}metrics:validation"
+        # Bounded stream: the journal. Fields kind, term, at, detail (JSON).
+        self.events = f"{prefix}events"
+
+    def tickets(self, purpose: Purpose) -> str:
+        """Stream with the group `workers`: what is asked for and not yet delivered. Fields n, u, b."""
+        return f"{self.prefix}tickets:{purpose}"
+
+    def groups(self, purpose: Purpose) -> str:
+        """Stream: what was delivered and not yet committed. Fields n, u, h, b."""
+        return f"{self.prefix}groups:{purpose}"
+
+    def receipt(self, worker: str, lane: int | str) -> str:
+        """String that expires: the last call that delivered in this lane of the worker, and its outcomes, so that the
+        same call repeated learns them."""
+        return f"{self.prefix}receipt:{worker}:{lane}"
+
+    def blob(self, name: str, chunk: int) -> str:
+        return f"{self.prefix}blob:{name}:{chunk}"
+
+    def thinned(self, level: int) -> str:
+        """Bounded stream: of the same records as `metrics`, every 4^level-th (`transport.thinning`)."""
+        return f"{self.prefix}metrics:{level}"

@@ -1,0 +1,309 @@
+"""The learner's half of the stream: tickets out, groups in, weights announced. Rank 0 writes; other ranks only `fetch`.
+
+Every writing script carries the term and raises Fenced once another learner is there. Every call may block while Redis
+is away or full, at most `give_up_after_s`, and is safe to repeat: appends carry a token that the server remembers, all
+else sets what it sets. `read` blocks at most `block_ms` for groups; `issue` does not wait for room.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import redis
+import structlog
+
+from streamrl.crashpoints import crashpoint
+from streamrl.errors import Fenced, RunGone, ServerFull, TransportError, WireError
+from streamrl.protocol.transport import learner_scripts as scripts
+from streamrl.protocol.transport import lease_scripts as for_tenure
+from streamrl.protocol.transport.connection import bounded_block_ms
+from streamrl.protocol.transport.keys import LONGEST_EVENTS, WORKERS, Keys
+from streamrl.protocol.transport.lease import LearnerLease
+from streamrl.protocol.transport.reader import PagedReader
+from streamrl.protocol.transport.report_codec import decode_reports
+from streamrl.protocol.transport.script import Argument, Call, Fence, run
+from streamrl.protocol.transport.thinning import history_streams, is_validation
+from streamrl.protocol.transport.types import (
+    CONTROLS,
+    START,
+    Announcement,
+    Entry,
+    Orders,
+    PresentGroup,
+    PresentTicket,
+    RunState,
+    one_of,
+    read_ticket,
+    to_entry,
+    to_number,
+)
+from streamrl.protocol.wire.ticket import PURPOSES, Purpose, Ticket, encode_ticket
+from streamrl.telemetry.progress import Report
+from streamrl.versions import show, term_of
+
+T = TypeVar("T")
+
+_TICKETS_A_CALL = 256
+_IDS_A_CALL = 1000  # Lua's stack ends at some thousands of arguments
+_A_PAGE = 100  # the server reads whole groups to tell their numbers
+_TELEMETRY_PATIENCE_S = 2.0
+
+
+class LearnerStream:
+    def __init__(
+        self,
+        client: redis.Redis,
+        keys: Keys,
+        *,
+        run_uid: str,
+        term: int,
+        holder: str,
+        lease_s: float,
+        give_up_after_s: float = 120.0,
+    ) -> None:
+        """`holder` names this job to others; who comes with the same name (a restarted torchrun) takes over at once."""
+        self._client = client
+        self._keys = keys
+        self._fence = Fence(run_uid=run_uid, term=term, holder=holder)
+        self._learner_lease = LearnerLease(
+            client, keys, fence=self._fence, lease_s=lease_s, give_up_after_s=give_up_after_s
+        )
+        self._readers = {purpose: PagedReader(client, keys.groups(purpose)) for purpose in PURPOSES}
+
+    # The run, and who learns it
+
+    def claim(self, *, config_json: str, fingerprint: str, takeover: bool = False, wait_s: float) -> None:
+        """Become the learner of the run, before any other write, and after `lease.await_lease`: a term that is newer
+        than the one Redis knows does not wait. Where Redis knows none, a stranger waits up to `wait_s` for the lease to
+        end; TransportError then names its holder. ResourceError: the name belongs to another run. RunGone: the run was
+        removed; `takeover` begins it anew."""
+        self._learner_lease.claim(config_json=config_json, fingerprint=fingerprint, takeover=takeover, wait_s=wait_s)
+        crashpoint("claim.written")
+
+    def renew(self) -> None:
+        """Keep the lease; several times per `lease_s`, from any thread. Notices a replaced server, too."""
+        self._learner_lease.renew()
+
+    def forget_end(self) -> None:
+        """A drain or a stop that was said before this learner began is not for it, or it would end at once."""
+        if (word := self.orders().control) in ("drain", "stop"):
+            self.event("forgets", control=word)
+        self._learner_lease.write(
+            "forget what an earlier learner was told", for_tenure.FORGET_END, [self._keys.control]
+        )
+
+    def release(self, state: RunState) -> None:
+        """Last act: the run is finished, stopped or failed, and another learner may begin at once."""
+        self._learner_lease.write("release the run", for_tenure.RELEASE, [self._keys.control], state)
+        crashpoint("release.written")
+
+    def orders(self) -> Orders:
+        k = self._keys
+        word, requested = self._learner_lease.ask_all(
+            "read the operator's orders", lambda pipe: (pipe.hget(k.control, "mode"), pipe.hkeys(k.retry_requests))
+        )
+        retries = sorted(number for text in requested if (number := to_number(text)) >= 0)
+        return Orders(control=one_of(CONTROLS, word, "run"), retries=tuple(retries))
+
+    # Tickets out, groups in
+
+    @property
+    def disturbed(self) -> bool:
+        """Redis was away, replaced or emptied since the last `restore`: what is in it may be older than we think."""
+        return self._learner_lease.disturbed
+
+    def restore(self, *, cursor: str, retried: Mapping[int, int] | None = None) -> None:
+        """First act after `claim` and of every reconcile: streams exist, new groups land beyond the cursor, and of
+        tickets that repeat a dead one (by number) Redis knows which."""
+        self._learner_lease.disturbed = False
+        for reader in self._readers.values():
+            reader.forget()
+        streams = [*map(self._keys.tickets, PURPOSES), *map(self._keys.groups, PURPOSES)]
+        pairs = _flat((retried or {}).items())
+        keys = [*streams, self._keys.retried]
+        self._learner_lease.write("restore the streams", scripts.RESTORE, keys, WORKERS, cursor, START, *pairs)
+        crashpoint("restore.written")
+
+    def issue(self, tickets: Sequence[Ticket]) -> list[Ticket]:
+        """A ticket with `retry_of` answers the request for it. Returns those that a full server refused: they are not
+        waited for, since to train what is there, and to commit it, is what makes room."""
+        refused: list[Ticket] = []
+        for purpose in PURPOSES:
+            for chunk in _chunks([ticket for ticket in tickets if ticket.purpose == purpose], _TICKETS_A_CALL):
+                if refused or not self._issue(purpose, chunk):
+                    refused += chunk
+        return refused
+
+    def _issue(self, purpose: Purpose, tickets: Sequence[Ticket]) -> bool:
+        k = self._keys
+        keys = [k.tickets(purpose), k.appends, k.counters, k.dead, k.retry_requests, k.retried]
+        parts = _flat((t.number, encode_ticket(t), "" if t.retry_of is None else t.retry_of) for t in tickets)
+        args = (WORKERS, uuid.uuid4().hex, purpose, *parts)
+        try:
+            self._learner_lease.write("issue tickets", scripts.ISSUE, keys, *args, wait_for_room=False)
+        except ServerFull:
+            return False
+        crashpoint("issue.written")
+        return True
+
+    def count_issued(self, issued: int) -> None:
+        """What the audit goes by from here on: training tickets up to this number, exclusive, have been issued."""
+        self._learner_lease.write("count the tickets", scripts.COUNT_ISSUED, [], issued)
+        crashpoint("reconcile.counted")
+
+    def read(self, purpose: Purpose, *, after: str, count: int, block_ms: int) -> list[Entry]:
+        """Groups beyond the entry id `after`; empty when none came within `block_ms` (at most some seconds)."""
+        block = bounded_block_ms(self._client, block_ms) if block_ms > 0 else None
+        reader = self._readers[purpose]
+        found = self._learner_lease.ask("read groups", lambda: reader.read(after=after, count=count, block_ms=block))
+        return [to_entry(*entry) for entry in found]
+
+    def fetch(self, purpose: Purpose, ids: Sequence[str]) -> list[Entry | None]:
+        """These entries; None for one that is not there. Any rank may call it."""
+        stream = self._keys.groups(purpose)
+        found = self._learner_lease.ask_all("fetch groups", lambda pipe: [pipe.xrange(stream, one, one) for one in ids])
+        return [to_entry(*entries[0]) if entries else None for entries in found]
+
+    def commit(self, *, step: int, cursor: str, trim_below: str, ended: Sequence[str] = ()) -> None:
+        """After the checkpoint's rename: groups before `trim_below`, and the `ended` ones beyond it, are no longer
+        needed by anybody."""
+        keys = [self._keys.groups("train")]
+        self._learner_lease.write("commit a step", scripts.COMMIT, keys, step, cursor, trim_below, *ended)
+        crashpoint("commit.written")
+
+    def trim_eval(self, *, below: str) -> None:
+        """Evaluation is outside the audit: its groups go when validation has read them."""
+        self._learner_lease.write("trim evaluation groups", scripts.TRIM, [self._keys.groups("eval")], below)
+
+    def present_tickets(self, purpose: Purpose) -> list[PresentTicket]:
+        """All that wait or are leased, and whatever else lies among them. Scan these before the groups: a delivery
+        moves a ticket from here to there, never back."""
+        stream, found, last = self._keys.tickets(purpose), list[PresentTicket](), START
+
+        def page() -> Any:
+            return self._client.xrange(stream, f"({last}", count=_A_PAGE)
+
+        while entries := self._learner_lease.ask("list tickets", page):
+            found += [self._to_present(purpose, *entry) for entry in entries]
+            last = found[-1].entry_id
+        return found
+
+    def present_groups(self, purpose: Purpose, *, after: str) -> list[PresentGroup]:
+        """All groups beyond `after`, without their bodies."""
+        stream, found, last = self._keys.groups(purpose), list[PresentGroup](), after
+        while last:
+            call = Call(scripts.NUMBERS, (stream,), (self._fence.run_uid, last, _A_PAGE))
+            reached, page = self._learner_lease.ask("list groups", partial(run, self._client, call))
+            last = reached.decode() if reached else ""
+            found += [PresentGroup(entry_id=i.decode(), number=to_number(n), num_bytes=size) for i, n, size in page]
+        return found
+
+    def delete_tickets(self, purpose: Purpose, entry_ids: Sequence[str]) -> None:
+        keys = [self._keys.tickets(purpose)]
+        for chunk in _chunks(entry_ids, _IDS_A_CALL):
+            self._learner_lease.write("delete tickets", scripts.DELETE_TICKETS, keys, WORKERS, *chunk)
+
+    def dead(self, ticket: Ticket, *, error: str) -> None:
+        """Keep a ticket that is given up, for people and for `retry_of`."""
+        fields: dict[str, Argument] = {
+            "p": ticket.purpose,
+            "n": ticket.number,
+            "u": ticket.run_uid,
+            "b": encode_ticket(ticket),
+            "error": error[:2000],
+            "at": time.time(),
+        }
+        # Once per number, not per call: a failure read again after a restore finds its ticket dead already.
+        once = (f"{self._keys.dead}:{ticket.purpose}:{ticket.number}", "dead")
+        keys = [self._keys.appends, self._keys.dead]
+        self._learner_lease.write("dead-letter a ticket", scripts.APPEND, keys, *once, 0, *_flat(fields.items()))
+        crashpoint("dead.written")
+
+    def retried(self) -> dict[int, int]:
+        """By the number of a ticket that repeats a dead one, the dead one's."""
+        found: Any = self._learner_lease.ask("read the retries", lambda: self._client.hgetall(self._keys.retried))
+        pairs = ((to_number(number), to_number(dead)) for number, dead in found.items())
+        return {number: dead for number, dead in pairs if 0 <= dead < number}
+
+    # Weights and telemetry
+
+    def reports(self) -> tuple[float, list[Report]]:
+        """(the server's time, what the parts of the run say of themselves); waited for as briefly as telemetry."""
+
+        (seconds, microseconds), packed = self._learner_lease.ask_all(
+            "read the reports",
+            lambda pipe: (pipe.time(), pipe.hgetall(self._keys.progress)),
+            give_up_after_s=_TELEMETRY_PATIENCE_S,
+        )
+        return seconds + microseconds / 1e6, decode_reports(packed)
+
+    def announce(self, announcement: Announcement, *, keep: Sequence[int]) -> None:
+        """The blobs are stored: from here on workers see the version. Manifests of versions not in `keep` go."""
+        a, k = announcement, self._keys
+        assert term_of(a.version) == self._fence.term, f"version {show(a.version)} is of another term"
+        what, keys = f"announce version {show(a.version)}", [k.manifests, k.weights, k.announced]
+        said = (a.version, a.base, a.step, time.time(), a.manifest)
+        self._learner_lease.write(what, scripts.ANNOUNCE, keys, *said, *keep)
+        crashpoint("announce.written")
+
+    def amend(self, announcement: Announcement, *, keep: Sequence[int]) -> None:
+        """What followed the version, in its manifest: its anchor is stored beside it, and late workers begin with that.
+        Manifests not in `keep` go, as those of what only led to older anchors."""
+        what, said = f"amend version {show(announcement.version)}", (announcement.version, announcement.manifest)
+        self._learner_lease.write(what, scripts.AMEND, [self._keys.manifests], *said, *keep)
+        crashpoint("amended.written")
+
+    def has_manifests(self, versions: Sequence[int]) -> bool:
+        """Whether Redis has those of all these versions."""
+        names = [str(version) for version in versions]
+        found: Any = self._learner_lease.ask(
+            "look for manifests", lambda: self._client.hmget(self._keys.manifests, names)
+        )
+        return all(manifest is not None for manifest in found)
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step's metrics, and where history keeps them; values that are no numbers are left out."""
+        values = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        streams = history_streams(self._keys, step, is_validation=is_validation(values))
+        self._tell("record metrics", streams, {"step": step, "values": json.dumps(values)})
+
+    def event(self, kind: str, **detail: str | int | float) -> None:
+        """One line of the journal."""
+        self._tell("note an event", {self._keys.events: LONGEST_EVENTS}, {"kind": kind, "detail": json.dumps(detail)})
+
+    def _tell(self, what: str, streams: Mapping[str, int], fields: Mapping[str, Argument]) -> None:
+        """The same at the end of each stream, which keeps about so many. Worth a short wait, and never the run."""
+        keys, once = [self._keys.appends, *streams], (next(iter(streams)), uuid.uuid4().hex)
+        stamped = _flat({**fields, "term": self._fence.term, "at": time.time()}.items())
+        args = (*once, *streams.values(), *stamped)
+        try:
+            self._learner_lease.write(what, scripts.APPEND, keys, *args, give_up_after_s=_TELEMETRY_PATIENCE_S)
+        except (Fenced, RunGone):
+            raise
+        except TransportError as error:
+            structlog.get_logger().warning("telemetry_lost", what=what, error=str(error))
+
+    def _to_present(self, purpose: Purpose, entry_id: bytes, fields: Mapping[bytes, bytes]) -> PresentTicket:
+        number, uid = fields.get(b"n", b""), fields.get(b"u", b"")
+        ours = uid == self._fence.run_uid.encode()
+        try:
+            read_ticket(fields.get(b"b", b""), purpose=purpose, number=number, uid=uid)
+        except WireError as error:
+            flaw: str | None = str(error)
+        else:
+            flaw = None if ours else "of another run"
+        return PresentTicket(entry_id=entry_id.decode(), number=to_number(number) if ours else -1, flaw=flaw)
+
+
+def _chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def _flat(rows: Iterable[Iterable[Argument]]) -> list[Argument]:
+    return [part for row in rows for part in row]

@@ -1,0 +1,183 @@
+"""The learner's scripts on the streams: tickets out, groups in, weights announced; the methods of `LearnerStream` say
+what each is for. All but NUMBERS, which only reads, pass the fence and answer as `scripts.fence` says."""
+
+from __future__ import annotations
+
+from streamrl.protocol.transport.script import Script, fenced
+
+# All streams are there, without the names of workers that left long ago, and every group still to come gets an id
+# beyond the cursor: after a failover to a server with a slower clock, or to an empty one, it would not, and nobody
+# would read it.
+RESTORE = fenced("""
+local group = ARGV[1]
+local function parts(id)
+  local ms, seq = string.match(id, '^(%d+)-(%d+)$')
+  return tonumber(ms), tonumber(seq)
+end
+local function last_id(stream)
+  local info = redis.call('XINFO', 'STREAM', stream)
+  for i = 1, #info, 2 do
+    if info[i] == 'last-generated-id' then return info[i + 1] end
+  end
+end
+for i = 1, 2 do
+  if redis.pcall('XPENDING', KEYS[i], group).err then
+    redis.call('XGROUP', 'CREATE', KEYS[i], group, '0', 'MKSTREAM')
+  end
+  for _, consumer in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[i], group)) do
+    local name, pending, idle_ms = consumer[2], consumer[4], consumer[6]
+    if pending == 0 and idle_ms > 3600000 then redis.call('XGROUP', 'DELCONSUMER', KEYS[i], group, name) end
+  end
+end
+for i = 4, #ARGV, 2 do
+  redis.call('HDEL', KEYS[5], ARGV[i])  -- a full server takes the next write only after one like this
+  redis.call('HSET', KEYS[5], ARGV[i], ARGV[i + 1])
+end
+for i = 3, 4 do
+  local stream, cursor = KEYS[i], ARGV[i - 1]
+  if redis.call('EXISTS', stream) == 0 then
+    redis.call('XGROUP', 'CREATE', stream, 'maker', '0', 'MKSTREAM')
+    redis.call('XGROUP', 'DESTROY', stream, 'maker')
+  end
+  local ms, seq = parts(last_id(stream))
+  local cursor_ms, cursor_seq = parts(cursor)
+  if ms < cursor_ms or (ms == cursor_ms and seq < cursor_seq) then redis.call('XSETID', stream, cursor) end
+end
+return {'OK'}
+""")
+
+# Tickets as number, body, and the number of the dead one that it repeats or nothing. Once per token: the number of a
+# ticket cannot say whether it was issued already, for a failed one comes again under its own number.
+#
+# With a retry goes the request for it, and the letter of the dead ticket: so a request is answered by one ticket, and
+# whoever learns after a crash that the ticket is there learns what it repeats.
+#
+# The counter that COUNT_ISSUED has written goes along with them.
+ISSUE = fenced("""
+local tickets, appends, counters, dead, requests, retried = unpack(KEYS)
+local group, token, purpose = unpack(ARGV, 1, 3)
+if redis.call('HGET', appends, tickets) == token then return {'OK'} end
+if redis.pcall('XPENDING', tickets, group).err then
+  redis.call('XGROUP', 'CREATE', tickets, group, '0', 'MKSTREAM')
+end
+local issued = tonumber(redis.call('HGET', meta, 'issued'))
+local function note_retry(number, repeats)
+  if repeats == '' then return redis.call('HDEL', retried, number) end  -- another lineage's number may have been one
+  local letter = redis.call('HGET', requests, repeats)
+  if letter then
+    redis.call('XDEL', dead, letter)
+    redis.call('HDEL', requests, repeats)
+  end
+  redis.call('HSET', retried, number, repeats)
+end
+for i = 4, #ARGV, 3 do
+  redis.call('XADD', tickets, '*', 'n', ARGV[i], 'u', uid, 'b', ARGV[i + 1])
+  issued = issued and math.max(issued, ARGV[i] + 1)
+  if purpose == 'train' then note_retry(ARGV[i], ARGV[i + 2]) end
+end
+if issued and purpose == 'train' then redis.call('HSET', meta, 'issued', issued) end
+redis.call('HSET', appends, tickets, token)
+redis.call('HINCRBY', counters, 'issued', (#ARGV - 3) / 3)
+return {'OK'}
+""")
+
+COUNT_ISSUED = fenced("""
+if redis.call('HGET', meta, 'issued') == ARGV[1] then return {'OK'} end
+redis.call('HDEL', meta, 'issued')  -- a full server takes the next write only after one like this
+redis.call('HSET', meta, 'issued', ARGV[1])
+return {'OK'}
+""")
+
+# One page of the groups without their bodies: [id of its last entry, [[id, ticket number, bytes], ...]]. The number is
+# empty where the entry is not of this run.
+NUMBERS = Script("""
+local entries = redis.call('XRANGE', KEYS[1], '(' .. ARGV[2], '+', 'COUNT', ARGV[3])
+local found = {}
+for _, entry in ipairs(entries) do
+  local fields = {}
+  for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
+  local number = fields.u == ARGV[1] and fields.n or ''
+  found[#found + 1] = {entry[1], number, #(fields.h or '') + #(fields.b or '')}
+end
+return {#entries > 0 and entries[#entries][1], found}
+""")
+
+# A copy of what the checkpoint already says, and the end of the groups that it no longer needs.
+COMMIT = fenced("""
+local step, cursor, trim_below = unpack(ARGV, 1, 3)
+redis.call('XTRIM', KEYS[1], 'MINID', '=', trim_below)
+for i = 4, #ARGV do redis.call('XDEL', KEYS[1], ARGV[i]) end
+redis.call('HSET', meta, 'step', step, 'cursor', cursor)
+return {'OK'}
+""")
+
+TRIM = fenced("""
+redis.call('XTRIM', KEYS[1], 'MINID', '=', ARGV[1])
+return {'OK'}
+""")
+
+# Acknowledged too: a deleted entry that is still pending would come back as nothing, for ever.
+DELETE_TICKETS = fenced("""
+redis.pcall('XACK', KEYS[1], unpack(ARGV))
+redis.call('XDEL', KEYS[1], unpack(ARGV, 2))
+return {'OK'}
+""")
+
+# The same entry at the end of each stream, bounded to about as many as it says (0: keep all), unless the slot holds
+# this token already.
+APPEND = fenced("""
+local appends = table.remove(KEYS, 1)
+local slot = table.remove(ARGV, 1)
+local token = table.remove(ARGV, 1)
+if redis.call('HGET', appends, slot) == token then return {'OK'} end
+for i, stream in ipairs(KEYS) do
+  if ARGV[i] == '0' then
+    redis.call('XDEL', stream, '0-1')  -- not there: a full server takes the next write only after one like this
+    redis.call('XADD', stream, '*', unpack(ARGV, #KEYS + 1))
+  else
+    redis.call('XADD', stream, 'MAXLEN', '~', ARGV[i], '*', unpack(ARGV, #KEYS + 1))
+  end
+end
+redis.call('HSET', appends, slot, token)
+return {'OK'}
+""")
+
+_WRITE_MANIFEST = """
+local function write_manifest(manifests, version, manifest, first_kept)
+  local keep = {[version] = true}
+  for i = first_kept, #ARGV do keep[ARGV[i]] = true end
+  for _, known in ipairs(redis.call('HKEYS', manifests)) do
+    if not keep[known] then redis.call('HDEL', manifests, known) end
+  end
+  redis.call('HDEL', manifests, version)  -- a full server takes the next write only after one like this
+  redis.call('HSET', manifests, version, manifest)
+end
+"""
+
+# STALE unless the version grows. The same version and manifest again is the same call repeated. Workers that wait for a
+# version beyond an older one wake when all of it is written, as the server serves nobody before a script's end.
+ANNOUNCE = fenced(
+    _WRITE_MANIFEST
+    + """
+local manifests, weights, announced = unpack(KEYS)
+local version, base, step, now, manifest = unpack(ARGV, 1, 5)
+local latest = redis.call('HGET', weights, 'latest') or '0'
+if latest == version and redis.call('HGET', manifests, version) == manifest then return {'OK'} end
+if tonumber(version) <= tonumber(latest) then return {'STALE', latest} end
+write_manifest(manifests, version, manifest, 6)
+redis.call('XADD', announced, 'MAXLEN', 1, version .. '-0', 'u', uid)
+redis.call('HSET', weights, 'latest', version, 'base', base, 'step', step, 'at', now)
+return {'OK'}
+"""
+)
+
+# The manifest of a version that was announced, now with more in it; UNKNOWN when Redis has lost it.
+AMEND = fenced(
+    _WRITE_MANIFEST
+    + """
+local version, manifest = unpack(ARGV, 1, 2)
+if not redis.call('HGET', KEYS[1], version) then return {'UNKNOWN'} end
+write_manifest(KEYS[1], version, manifest, 3)
+return {'OK'}
+"""
+)

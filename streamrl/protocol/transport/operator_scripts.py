@@ -1,0 +1,122 @@
+"""The scripts of operators. What one changes, it notes in the journal in the same step; what changes nothing is silent,
+so that saying something twice is saying it once.
+
+The scripts of reports. They pass no fence: a monitor must see a zombie too.
+"""
+
+from __future__ import annotations
+
+from streamrl.protocol.transport.keys import LONGEST_EVENTS, Keys
+from streamrl.protocol.transport.script import Call, Script
+
+# The tombstone takes the place of meta and streams in one step: nothing of the run is accepted after it.
+BURY = Script("""
+local uid = redis.call('HGET', KEYS[1], 'uid')
+redis.call('DEL', unpack(KEYS, 3))
+if not uid then return 0 end
+redis.call('DEL', KEYS[1])
+redis.call('SET', KEYS[2], uid, 'PX', ARGV[1])
+return 1
+""")
+
+# KEYS begin with meta and events, ARGV with the time and the name of who speaks. What follows sees its own only.
+_NOTE = f"""
+local meta, events = unpack(KEYS, 1, 2)
+local now, by = unpack(ARGV, 1, 2)
+for _ = 1, 2 do table.remove(KEYS, 1) table.remove(ARGV, 1) end
+local function note(kind, detail)
+  detail.by = by
+  redis.call('XADD', events, 'MAXLEN', '~', {LONGEST_EVENTS}, '*', 'kind', kind, 'detail', cjson.encode(detail),
+    'term', redis.call('HGET', meta, 'term') or 0, 'at', now)
+end
+"""
+
+# 1: the word has changed.
+SET_CONTROL = Script(
+    _NOTE
+    + """
+if (redis.call('HGET', KEYS[1], 'mode') or 'run') == ARGV[1] then return 0 end
+redis.call('HSET', KEYS[1], 'mode', ARGV[1])
+note('control', {mode = ARGV[1]})
+return 1
+"""
+)
+
+# Letters as number and entry id; how many requests are new. A letter is taken by its entry id only if the entry is
+# still about that ticket.
+REQUEST_RETRIES = Script(
+    _NOTE
+    + """
+local dead, requests = unpack(KEYS)
+local function is_of(id, number)
+  local entry = redis.call('XRANGE', dead, id, id)[1]
+  if not entry then return false end
+  local fields = {}
+  for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
+  return fields.p == 'train' and fields.n == number and fields.u == redis.call('HGET', meta, 'uid')
+end
+local added = {}
+for i = 1, #ARGV, 2 do
+  local number, id = ARGV[i], ARGV[i + 1]
+  if is_of(id, number) and redis.call('HSETNX', requests, number, id) == 1 then added[#added + 1] = number end
+end
+if #added > 0 then note('dead_retry', {tickets = table.concat(added, ' ')}) end
+return #added
+"""
+)
+
+# Letters as number and entry id, and the requests to repeat their tickets; how many letters were there.
+PURGE = Script(
+    _NOTE
+    + """
+local dead, requests = unpack(KEYS)
+local removed = {}
+for i = 1, #ARGV, 2 do
+  local number, id = ARGV[i], ARGV[i + 1]
+  if redis.call('XDEL', dead, id) == 1 then removed[#removed + 1] = number end
+  if redis.call('HGET', requests, number) == id then redis.call('HDEL', requests, number) end
+end
+if #removed > 0 then note('dead_purge', {tickets = table.concat(removed, ' ')}) end
+return #removed
+"""
+)
+
+
+_MANY_PARTS = 1000
+_SILENT_S = 3600
+_FORGOTTEN_A_CALL = 1000  # Lua's stack ends at some thousands of arguments
+
+# Parts come and go under new names, and one that was killed stays to be seen. Where there are many, a new one clears
+# away those that have long been silent. The report comes first: users of Redis may not be allowed the rest yet.
+_REPORT = Script("""
+local progress, reported = unpack(KEYS)
+local part, packed, many, silent_s, at_once = unpack(ARGV)
+local is_new = redis.call('HSET', progress, part, packed) == 1
+local now = redis.call('TIME')[1]
+redis.call('ZADD', reported, now, part)
+if not is_new or redis.call('HLEN', progress) <= tonumber(many) then return end
+local silent = redis.call('ZRANGEBYSCORE', reported, '-inf', now - silent_s, 'LIMIT', 0, at_once)
+if #silent > 0 then
+  redis.call('HDEL', progress, unpack(silent))
+  redis.call('ZREM', reported, unpack(silent))
+end
+if redis.call('HLEN', progress) > redis.call('ZCARD', reported) then
+  redis.call('DEL', progress)  -- some are of no known time; the living write again within a second
+  redis.call('HSET', progress, part, packed)
+end
+""")
+
+
+def report(keys: Keys, part: str, packed: bytes) -> Call:
+    return Call(_REPORT, (keys.progress, keys.reported), (part, packed, _MANY_PARTS, _SILENT_S, _FORGOTTEN_A_CALL))
+
+
+_WITHDRAW = Script("""
+redis.call('HDEL', KEYS[1], ARGV[1])
+redis.call('ZREM', KEYS[2], ARGV[1])
+""")
+
+
+def withdraw(keys: Keys, part: str) -> Call:
+    """The part ended in order; one that was killed stays to be seen."""
+    return Call(_WITHDRAW, (keys.progress, keys.reported), (part,))

@@ -1,0 +1,99 @@
+"""Reports: what each part says of itself, written to Redis once a second by somebody other than the work.
+
+Owns one thread (`ReportWriter`, for the learner and the launcher) or one task (`report_progress`, for workers) per
+part. A failure to write is logged once, until a write succeeds again, and never reaches the work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Self
+
+import redis
+import redis.asyncio
+import structlog
+
+from streamrl.protocol.transport import operator_scripts as scripts
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.report_codec import encode_report
+from streamrl.protocol.transport.script import Call, run, run_async
+from streamrl.telemetry.progress import Progress
+
+
+class ReportWriter:
+    """Writes the part's reports from a thread of its own, from entering to leaving the context."""
+
+    def __init__(self, client: redis.Redis, keys: Keys, progress: Progress, *, period_s: float = 1.0) -> None:
+        self._client = client
+        self._keys = keys
+        self._progress = progress
+        self._period_s = period_s
+        self._outcome = _Outcome(progress.part)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"reports of {progress.part}", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self._write(scripts.report(self._keys, self._progress.part, encode_report(self._progress.report())))
+            self._stop.wait(self._period_s)
+        self._write(scripts.withdraw(self._keys, self._progress.part))
+
+    def _write(self, call: Call) -> None:
+        with self._outcome.noted():
+            run(self._client, call)
+
+
+@contextlib.asynccontextmanager
+async def report_progress(
+    client: redis.asyncio.Redis, keys: Keys, progress: Progress, *, period_s: float = 1.0
+) -> AsyncIterator[None]:
+    """Inside, the part's reports are written by a task that ends with the context."""
+    outcome = _Outcome(progress.part)
+
+    async def write_for_ever() -> None:
+        while True:
+            with outcome.noted():
+                await run_async(client, scripts.report(keys, progress.part, encode_report(progress.report())))
+            await asyncio.sleep(period_s)
+
+    task = asyncio.create_task(write_for_ever(), name=f"reports of {progress.part}")
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        with outcome.noted():
+            await run_async(client, scripts.withdraw(keys, progress.part))
+
+
+class _Outcome:
+    """Logs the first of a row of failures, and the end of the row."""
+
+    def __init__(self, part: str) -> None:
+        self._part = part
+        self._failing = False
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        try:
+            yield
+        except redis.RedisError as error:
+            if not self._failing:
+                structlog.get_logger().warning("reports_failing", reporter=self._part, error=str(error))
+            self._failing = True
+        else:
+            if self._failing:
+                structlog.get_logger().info("reports_written_again", reporter=self._part)
+            self._failing = False

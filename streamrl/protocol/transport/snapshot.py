@@ -1,0 +1,214 @@
+"""A run at a glance: everything that monitors, the launcher's display and `--json` show, read in one round trip.
+
+Only reads, by plain commands that the rights of a reader cover; what cannot be read hides nothing else
+(`transport.gleaning`). Blocks at most some seconds while Redis is away, then TransportError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import redis
+
+from streamrl.protocol.transport.connection import repeat
+from streamrl.protocol.transport.keys import WORKERS, Keys
+from streamrl.protocol.transport.reader import LenientReader
+from streamrl.protocol.transport.types import CONTROLS, Control, Event, Record, RunInfo, entry_order, one_of
+from streamrl.protocol.wire.agreed import PURPOSES, Purpose
+from streamrl.telemetry.progress import Report
+
+_PATIENCE_S = 5.0
+_NUM_LETTERS = 5
+_PER_STREAM = 5  # replies
+_ANOTHER_TYPE = "WRONGTYPE"
+# What a server says to a reader without the right, or before there is anything to tell: not worth the whole look.
+_PASSED_OVER = ("NOGROUP", "NOPERM", "no such key", "unknown command", _ANOTHER_TYPE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OldestLease:
+    """The ticket that was issued first, of those that workers hold."""
+
+    worker: str
+    issued_s: float  # ago
+    silent_s: float  # since its worker last renewed the lease
+    times_leased: int  # more than once: its workers died with it, or lost it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamCounts:
+    num_tickets: int  # not yet delivered, leased or not
+    num_leased: int
+    leased_by: Mapping[str, int]  # worker -> its leases
+    num_groups: int  # delivered and not yet committed
+    oldest_lease: OldestLease | None = None
+    num_group_bytes: int = 0  # memory that the groups take, about
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Letter:
+    """A ticket that was given up."""
+
+    number: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    version: str = ""
+    max_memory_policy: str = "noeviction"
+    role: str = "master"
+    save_error: str = ""  # why it may refuse writes: the last save or append to disk failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    at: float  # by the server's clock
+    run: RunInfo | None  # None: no run of this name is there
+    created_at: float | None
+    step: int  # of the last commit
+    holder: str | None  # who the learner is; None: nobody holds the lease
+    control: Control
+    streams: Mapping[Purpose, StreamCounts]
+    num_dead: int
+    latest_version: int | None
+    latest_version_step: int
+    reports: tuple[Report, ...]
+    records: tuple[Record, ...]  # the last ones, oldest first
+    events: tuple[Event, ...]  # the last ones, oldest first
+    used_memory_bytes: int
+    max_memory_bytes: int  # 0: no limit is set
+    latest_version_at: float | None = None
+    lease_left_s: float | None = None
+    was_removed: bool = False  # a tombstone is there
+    num_versions_kept: int = 0
+    num_retry_requests: int = 0
+    letters: tuple[Letter, ...] = ()  # the newest dead letters, newest first
+    server: Server = Server()
+    unreadable: tuple[str, ...] = ()  # what is there and is not what it should be; all else is told without it
+
+
+def snapshot(
+    client: redis.Redis, keys: Keys, *, num_records: int = 1, num_events: int = 20, give_up_after_s: float = _PATIENCE_S
+) -> Snapshot:
+    look = partial(_look, client, keys, num_records, num_events)
+    replies, of_another_type = repeat(client, "be looked at", look, give_up_after_s=give_up_after_s)
+    gleaner = LenientReader(f"{key}: of another type" for key in of_another_type)
+    (time, meta, weights, progress, holder, lease_ms, control, tombstone), replies = replies[:8], replies[8:]
+    (num_dead, letters, num_requests, num_versions, records, events, info), streams = replies[:7], replies[7:]
+    at = time[0] + time[1] / 1e6
+    return Snapshot(
+        at=at,
+        run=gleaner.run(keys.name, meta),
+        created_at=gleaner.number("meta", meta, "created_at"),
+        step=gleaner.integer("meta", meta, "step") or 0,
+        holder=holder.decode(errors="replace") if holder else None,
+        control=one_of(CONTROLS, control, "run"),
+        streams={
+            purpose: _to_counts(streams[_PER_STREAM * place :][:_PER_STREAM], at=at)
+            for place, purpose in enumerate(PURPOSES)
+        },
+        num_dead=num_dead or 0,
+        latest_version=gleaner.integer("weights", weights, "latest"),
+        latest_version_step=gleaner.integer("weights", weights, "step") or 0,
+        latest_version_at=gleaner.number("weights", weights, "at"),
+        reports=gleaner.reports(progress),
+        records=gleaner.records(list(reversed(records))),
+        events=gleaner.events(list(reversed(events))),
+        used_memory_bytes=int(info.get("used_memory", 0)),
+        max_memory_bytes=int(info.get("maxmemory", 0)),
+        lease_left_s=lease_ms / 1000 if lease_ms and lease_ms > 0 else None,
+        was_removed=bool(tombstone),
+        num_versions_kept=num_versions or 0,
+        num_retry_requests=num_requests or 0,
+        letters=tuple(_to_letter(fields) for _, fields in letters),
+        server=_to_server(info),
+        unreadable=gleaner.unreadable,
+    )
+
+
+def _look(client: redis.Redis, keys: Keys, num_records: int, num_events: int) -> tuple[list[Any], list[str]]:
+    """Everything in one round trip, in the order in which `snapshot` takes it apart; and the keys that are not of the
+    type they should be."""
+    with client.pipeline(transaction=False) as pipe:
+        pipe.time()
+        pipe.hgetall(keys.meta)
+        pipe.hgetall(keys.weights)
+        pipe.hgetall(keys.progress)
+        pipe.get(keys.lease)
+        pipe.pttl(keys.lease)
+        pipe.hget(keys.control, "mode")
+        pipe.exists(keys.tombstone)
+        pipe.xlen(keys.dead)
+        pipe.xrevrange(keys.dead, count=_NUM_LETTERS)
+        pipe.hlen(keys.retry_requests)
+        pipe.hlen(keys.manifests)
+        pipe.xrevrange(keys.metrics, count=num_records)
+        pipe.xrevrange(keys.events, count=num_events)
+        pipe.info()
+        for purpose in PURPOSES:
+            pipe.xlen(keys.tickets(purpose))
+            pipe.xpending(keys.tickets(purpose), WORKERS)
+            pipe.xpending_range(keys.tickets(purpose), WORKERS, "-", "+", 1)
+            pipe.xlen(keys.groups(purpose))
+            pipe.memory_usage(keys.groups(purpose), samples=3)
+        commands = [words for words, _ in pipe.command_stack]
+        replies = pipe.execute(raise_on_error=False)
+    wrong = [str(words[1]) for words, reply in zip(commands, replies, strict=True) if _is_of_another_type(reply)]
+    return [_tolerate(reply) for reply in replies], [key.removeprefix(keys.prefix) for key in dict.fromkeys(wrong)]
+
+
+def _is_of_another_type(reply: Any) -> bool:
+    return isinstance(reply, redis.ResponseError) and _ANOTHER_TYPE in str(reply)
+
+
+def _tolerate(reply: Any) -> Any:
+    """Before the first ticket there is no group of workers, a reader may not ask for everything, and others may have
+    written under a run's keys; any other error is one. Whatever is asked for is then nothing: empty, and 0."""
+    if not isinstance(reply, Exception):
+        return reply
+    if isinstance(reply, redis.ResponseError) and any(word in str(reply) for word in _PASSED_OVER):
+        return {}
+    raise reply
+
+
+def _to_counts(replies: Sequence[Any], *, at: float) -> StreamCounts:
+    num_tickets, pending, oldest, num_groups, num_bytes = replies
+    return StreamCounts(
+        num_tickets=num_tickets or 0,
+        num_leased=pending["pending"] if pending else 0,
+        leased_by={
+            one["name"].decode(errors="replace"): one["pending"] for one in (pending or {}).get("consumers", ())
+        },
+        num_groups=num_groups or 0,
+        oldest_lease=_to_lease(oldest[0], at=at) if oldest else None,
+        num_group_bytes=num_bytes or 0,
+    )
+
+
+def _to_lease(entry: Mapping[str, Any], *, at: float) -> OldestLease:
+    issued_ms, _ = entry_order(entry["message_id"].decode())
+    return OldestLease(
+        worker=entry["consumer"].decode(errors="replace"),
+        issued_s=max(0.0, at - issued_ms / 1000),
+        silent_s=entry["time_since_delivered"] / 1000,
+        times_leased=entry["times_delivered"],
+    )
+
+
+def _to_letter(fields: Mapping[bytes, bytes]) -> Letter:
+    number, error = (fields.get(name, b"").decode(errors="replace") for name in (b"n", b"error"))
+    return Letter(number=number, error=error)
+
+
+def _to_server(info: Mapping[str, Any]) -> Server:
+    failed = [name for name in ("rdb_last_bgsave_status", "aof_last_write_status") if info.get(name, "ok") != "ok"]
+    return Server(
+        version=str(info.get("redis_version", "")),
+        max_memory_policy=str(info.get("maxmemory_policy", "noeviction")),
+        role=str(info.get("role", "master")),
+        save_error=", ".join(f"{name} is {info[name]}" for name in failed),
+    )

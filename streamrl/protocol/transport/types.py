@@ -1,0 +1,229 @@
+"""What the transport hands out, and the seam between the stream and the learner's feed: tickets and groups, as rank 0
+sees them.
+
+`transport.learner.LearnerStream` is it on Redis, `transport.double.LearnerStreamDouble` in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+
+from streamrl.errors import WireError
+from streamrl.protocol.wire.agreed import Purpose
+
+if TYPE_CHECKING:
+    from streamrl.protocol.wire.ticket import Ticket
+
+RunState = Literal["running", "finished", "stopped", "failed"]
+RUN_STATES: tuple[RunState, ...] = ("running", "finished", "stopped", "failed")
+Control = Literal["run", "pause", "drain", "stop"]
+CONTROLS: tuple[Control, ...] = ("run", "pause", "drain", "stop")
+T = TypeVar("T", bound=str)
+START = "0-0"  # the cursor before the first entry of a stream
+
+
+def entry_order(entry_id: str) -> tuple[int, int]:
+    """Entry ids compare by this: milliseconds, sequence."""
+    milliseconds, _, sequence = entry_id.partition("-")
+    return int(milliseconds), int(sequence)
+
+
+def read_ticket(body: bytes, *, purpose: Purpose, number: bytes, uid: bytes) -> Ticket:
+    """The ticket, if it is what its entry says; else WireError. Delivering compares the entry's own fields."""
+    from streamrl.protocol.wire.ticket import decode_ticket  # with numpy, which monitors start faster without
+
+    ticket = decode_ticket(body)
+    if (ticket.purpose, str(ticket.number).encode(), ticket.run_uid.encode()) != (purpose, number, uid):
+        raise WireError("the ticket and its entry do not agree on number, purpose or run")
+    return ticket
+
+
+def to_number(text: bytes) -> int:
+    """Of a ticket, as an entry tells it; -1 where it is none."""
+    return int(text) if text.isdigit() and len(text) < 19 else -1
+
+
+def one_of(choices: tuple[T, ...], word: bytes | None, otherwise: T) -> T:
+    """The choice that lies in Redis; no word, or one of another program's version, falls back."""
+    return next((choice for choice in choices if choice.encode() == word), otherwise)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orders:
+    """What the operator wants."""
+
+    control: Control = "run"
+    retries: tuple[int, ...] = ()  # dead tickets that are to be repeated; issuing with `retry_of` answers one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    uid: str
+    name: str
+    term: int
+    config_json: str
+    fingerprint: str
+    state: RunState
+
+    @classmethod
+    def from_hash(cls, name: str, meta: Mapping[bytes, bytes]) -> RunInfo | None:
+        """What `meta` says; None where no run is. What lacks or cannot be read is empty, and is of no run that works:
+        a configuration and a fingerprint are compared before anything is done by them."""
+        if b"uid" not in meta:
+            return None
+
+        def text(name: bytes) -> str:
+            return meta.get(name, b"").decode(errors="replace")
+
+        return cls(
+            uid=text(b"uid"),
+            name=name,
+            term=max(0, to_number(meta.get(b"term", b""))),
+            config_json=text(b"config"),
+            fingerprint=text(b"fingerprint"),
+            state=one_of(RUN_STATES, meta.get(b"state"), "failed"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A delivered group as it lies in the stream; whoever may deliver wrote it, so nothing in it is trusted yet."""
+
+    id: str
+    number: int  # ticket number; -1 when the entry has none
+    run_uid: str
+    header: bytes
+    body: bytes
+
+
+def to_entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Entry:
+    return Entry(
+        id=entry_id.decode(),
+        number=to_number(fields.get(b"n", b"")),
+        run_uid=fields.get(b"u", b"").decode(errors="replace")[:64],
+        header=fields.get(b"h", b""),
+        body=fields.get(b"b", b""),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PresentTicket:
+    """An entry among the tickets, leased or not."""
+
+    entry_id: str
+    number: int  # -1: of no ticket of this run
+    flaw: str | None  # why no worker can take it up: it cannot be read, or does not say what its entry says
+
+    @property
+    def sound(self) -> bool:
+        return self.flaw is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PresentGroup:
+    """An entry among the groups."""
+
+    entry_id: str
+    number: int  # of the ticket; -1: of none of this run
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leased:
+    """A ticket this worker holds, until it delivers it, hands it back, or stops renewing it."""
+
+    entry_id: str
+    ticket: Ticket
+    purpose: Purpose
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announcement:
+    version: int
+    base: int  # the version that a delta builds on; 0: an anchor
+    step: int  # optimizer step whose weights these are
+    manifest: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One step's metrics."""
+
+    id: str
+    step: int
+    term: int
+    at: float
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One line of the journal."""
+
+    id: str
+    kind: str
+    term: int
+    at: float
+    detail: Mapping[str, str | int | float]
+
+
+class GroupStream(Protocol):
+    """Tickets out, groups in. Every method that writes raises Fenced once a newer learner has taken over."""
+
+    @property
+    def disturbed(self) -> bool:
+        """The server was away, replaced or emptied since the last `restore`: something may be missing."""
+        ...
+
+    def restore(self, *, cursor: str, retried: Mapping[int, int] | None = None) -> None:
+        """Make the streams exist, let no new group land at or behind the cursor, and note which tickets repeat which
+        dead ones."""
+        ...
+
+    def orders(self) -> Orders:
+        """The operator's."""
+        ...
+
+    def issue(self, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
+        """A ticket with `retry_of` also ends the request for it, and is noted among the retried: all in one step.
+        Returns those for which the server has no room, so that they are not written."""
+        ...
+
+    def count_issued(self, issued: int) -> None:
+        """The number of the next training ticket, for whoever audits: `issue` carries it on."""
+        ...
+
+    def read(self, purpose: Purpose, *, after: str, count: int, block_ms: int) -> list[Entry]:
+        """Groups after this id in the stream's order; waits for the first one at most so long, 0: not at all."""
+        ...
+
+    def fetch(self, purpose: Purpose, ids: Sequence[str]) -> list[Entry | None]: ...
+
+    def commit(self, *, step: int, cursor: str, trim_below: str, ended: Sequence[str] = ()) -> None:
+        """The checkpoint of this step is there: remove training groups with ids smaller than `trim_below`, and those
+        that have ended among the others."""
+        ...
+
+    def present_tickets(self, purpose: Purpose) -> list[PresentTicket]:
+        """What nobody has delivered, in the stream's order."""
+        ...
+
+    def present_groups(self, purpose: Purpose, *, after: str) -> list[PresentGroup]:
+        """The groups after this id."""
+        ...
+
+    def delete_tickets(self, purpose: Purpose, entry_ids: Sequence[str]) -> None: ...
+
+    def dead(self, ticket: Ticket, *, error: str) -> None:
+        """Put the ticket among the dead letters."""
+        ...
+
+    def retried(self) -> Mapping[int, int]:
+        """By the number of a ticket that repeats a dead one, the dead one's, as far as the server knows."""
+        ...
+
+    def trim_eval(self, *, below: str) -> None:
+        """Remove evaluation groups with smaller ids."""
+        ...

@@ -1,0 +1,295 @@
+"""The worker's half of the stream: tickets in, groups out, weights watched.
+
+Every call may block while Redis is away, at most `give_up_after_s`, and is safe to repeat: a delivery leaves a
+receipt, a lost reply to a lease is made good by reading what is pending under our name. `lease` blocks at most
+`block_ms` for tickets. RunGone: the run was removed, or another took its name; there is nothing left to do here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import redis.asyncio
+import structlog
+
+from streamrl.crashpoints import crashpoint
+from streamrl.errors import RunGone, WireError
+from streamrl.protocol.transport import worker_scripts as scripts
+from streamrl.protocol.transport.connection import bounded_block_ms, repeat_async
+from streamrl.protocol.transport.deliveries import Deliveries, Delivery
+from streamrl.protocol.transport.keys import LEADER, WORKERS, Keys
+from streamrl.protocol.transport.script import Argument, Call, Script, run_async
+from streamrl.protocol.transport.types import CONTROLS, Announcement, Control, Leased, RunInfo, one_of, read_ticket
+from streamrl.protocol.transport.version_waiter import VersionWaiter
+from streamrl.protocol.wire.ticket import PURPOSES, Purpose
+
+T = TypeVar("T")
+
+# A lease that was neither renewed nor ended for so many of its lengths is forgotten, and may be handed out anew.
+_FORGET_AFTER_LEASES = 3
+# Leases that ran out are looked for so often, in parts of a lease: what a dead worker held is taken up soon after.
+_LOOK_FOR_EXPIRED_EVERY = 1 / 16
+_LEASING_ORDER: tuple[Purpose, ...] = ("eval", "train")  # evaluation is short, and people wait for it
+_HANDED_BACK_IDLE_MS = 86_400_000  # longer than any lease, and not before the epoch of clocks
+assert set(_LEASING_ORDER) == set(PURPOSES)
+
+
+class WorkerStream:
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        keys: Keys,
+        *,
+        worker: str,
+        lease_s: float,
+        give_up_after_s: float = 120.0,
+    ) -> None:
+        """`worker` must be this worker's alone; one that died and comes again under its name gets its leases back."""
+        self._client = client
+        self._keys = keys
+        self._tickets = [keys.tickets(purpose) for purpose in _LEASING_ORDER]
+        self._deliveries = Deliveries(self._deliver)
+        self._worker = worker
+        self._lease_s = lease_s
+        self._give_up_after_s = give_up_after_s
+        self._run_uid: str | None = None
+        self._held: dict[tuple[Purpose, str], float] = {}  # when each was last leased or renewed
+        self._recover = True  # something may be pending under our name that we do not know of
+        self._look_for_expired_at = 0.0
+        self._can_wait = True  # all streams are there, as far as we know
+        self._latest: Announcement | None = None
+        self._bell = VersionWaiter(client, keys)
+
+    async def run_info(self) -> RunInfo | None:
+        """None: nothing is there (yet, or any more: the server was emptied, and the learner restores it)."""
+
+        async def read() -> list[Any]:
+            # No transaction, which a full Redis refuses even when it only reads. The order is enough: who removes a run
+            # puts the tombstone in the place of meta in one step.
+            async with self._client.pipeline(transaction=False) as pipe:
+                pipe.hgetall(self._keys.meta)
+                pipe.get(self._keys.tombstone)
+                return await pipe.execute()
+
+        meta, tombstone = await self._ask("read the run", read)
+        info = RunInfo.from_hash(self._keys.name, meta)
+        known = self._run_uid
+        if known is not None and (tombstone == known.encode() if info is None else info.uid != known):
+            raise self._gone()
+        if info is not None:
+            self._run_uid = info.uid
+        return info
+
+    async def learner_report(self) -> bytes | None:
+        """What the learner says of itself, as it lies there: that it changes shows that one lives."""
+        found: Any = await self._ask("look for a learner", lambda: self._client.hget(self._keys.progress, LEADER))
+        return found if found is None else bytes(found)
+
+    async def lease(self, *, max_tickets: int, block_ms: int) -> list[Leased]:
+        """Up to `max_tickets` tickets, evaluation first; none when there were none within `block_ms` (at most some
+        seconds, and a small part of a lease). Never one that the caller still holds and renews. One call at a time."""
+        assert max_tickets >= 1, f"asked to lease {max_tickets} tickets"
+        looks = self._recover or not self._can_wait or time.monotonic() >= self._look_for_expired_at
+        if block_ms <= 0 or looks:
+            taken = await self._do("lease tickets", lambda uid: self._take(uid, max_tickets))
+            if taken is None:
+                await asyncio.sleep(bounded_block_ms(self._client, block_ms) / 1000)
+                return []
+            if taken[1] and len(taken[0]) >= max_tickets:
+                self._look_for_expired_at = 0.0  # some had run out, and there may be more of them
+            if (leased := self._adopt(taken[0], max_tickets)) or block_ms <= 0:
+                return leased
+        came = await self._ask("wait for tickets", lambda: self._wait(max_tickets, block_ms))
+        if self._recover:
+            return await self.lease(max_tickets=max_tickets, block_ms=0)
+        leased = self._adopt(came, len(came))
+        if surplus := leased[max_tickets:]:  # the bound on a blocking read holds for each stream by itself
+            await self.hand_back(surplus)
+            self._look_for_expired_at = 0.0  # where they are found next time
+        return leased[:max_tickets]
+
+    async def renew(self, leased: Sequence[Leased]) -> list[Leased]:
+        """Call it several times per `lease_s` for all that is at work. Returns those that are not ours any more:
+        somebody else has them, or the learner took them back."""
+        if not leased:
+            return []
+        reply = await self._touch("renew leases", leased, idle_ms=0)
+        crashpoint("ticket.renewed")
+        if reply is None:  # the server was emptied: the learner issues again what it still wants
+            lost = list(leased)
+        else:
+            gone = {(_LEASING_ORDER[stream - 1], entry_id.decode()) for stream, entry_id in reply[0]}
+            lost = [one for one in leased if (one.purpose, one.entry_id) in gone]
+        self._hold(leased)
+        self._let_go(lost)
+        return lost
+
+    async def deliver(self, leased: Leased, header: bytes, body: bytes) -> bool:
+        """Put the group in the ticket's place. False: the ticket is not there any more, for somebody else delivered it
+        or the learner took it back; drop the group."""
+        crashpoint("group.ready")
+        delivered = await self._deliveries.add(Delivery(leased, header, body))
+        crashpoint("group.delivered")
+        self._let_go([leased])
+        return delivered
+
+    async def hand_back(self, leased: Sequence[Leased]) -> None:
+        """Others may lease these at once."""
+        if leased:
+            await self._touch("hand tickets back", leased, idle_ms=_HANDED_BACK_IDLE_MS)
+            crashpoint("ticket.handed_back")
+            self._let_go(leased)
+
+    async def leave(self) -> None:
+        """Last act: hand back whatever is pending under our name, also what a lost reply gave us. Who is in a hurry
+        bounds it: while Redis is away it waits like every call."""
+        args = (WORKERS, self._worker, _HANDED_BACK_IDLE_MS, "(handed back)")
+        await self._call("leave the run", scripts.LEAVE, self._tickets, *args)
+        crashpoint("worker.left")
+        self._held.clear()
+
+    async def latest(self, *, anew: bool = False) -> Announcement | None:
+        """The newest version and its manifest, which is read again only if `anew`: an anchor may lie beside it now."""
+        known = self._latest.version if self._latest and not anew else 0
+        keys = [self._keys.weights, self._keys.manifests]
+        reply = await self._call("read the latest version", scripts.LATEST, keys, known)
+        match reply:
+            case [version, base, step, manifest]:
+                self._latest = Announcement(version=int(version), base=int(base), step=int(step), manifest=manifest)
+            case [_]:
+                pass  # still the one we know
+            case _:
+                return None
+        return self._latest
+
+    async def beyond(self, version: int, *, within_s: float) -> bool:
+        """Wait until a newer version is announced. False: none was heard; `latest` tells whether there is one."""
+        return await self._bell.beyond(version, within_s=within_s)
+
+    async def manifest(self, version: int) -> bytes | None:
+        found: Any = await self._ask("read a manifest", lambda: self._client.hget(self._keys.manifests, str(version)))
+        return found if found is None else bytes(found)
+
+    async def control(self) -> Control:
+        word: Any = await self._ask("read the control word", lambda: self._client.hget(self._keys.control, "mode"))
+        return one_of(CONTROLS, word, "run")
+
+    # Leasing
+
+    async def _take(self, uid: str, most: int) -> Any:
+        recover, self._recover = self._recover, True  # until the reply is here, we may hold what we do not know of
+        args = (WORKERS, self._worker, int(self._lease_s * 1000), most, int(recover))
+        reply = await self._run(uid, scripts.TAKE, self._tickets, *args)
+        crashpoint("ticket.leased")
+        self._recover = False
+        self._look_for_expired_at = time.monotonic() + _LOOK_FOR_EXPIRED_EVERY * self._lease_s
+        return reply
+
+    async def _wait(self, most: int, block_ms: int) -> list[Any]:
+        """New tickets as soon as there are some, in the form in which `_take` has them. With `_recover` left set they
+        are pending under our name, or may be, and `_take` finds out."""
+        self._recover = True
+        streams: dict[Any, Any] = dict.fromkeys(self._tickets, ">")
+        block = bounded_block_ms(self._client, min(block_ms, int(_LOOK_FOR_EXPIRED_EVERY * self._lease_s * 1000)))
+        try:
+            reply: Any = await self._client.xreadgroup(WORKERS, self._worker, streams, count=most, block=block)
+        except (redis.ConnectionError, redis.TimeoutError):
+            return []  # waiting again would wait for other ones
+        except redis.ResponseError as error:
+            if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
+                raise
+            # One of the streams is not there yet, or is made again; what lies in the other one is for the script.
+            self._can_wait = False
+            await asyncio.sleep(block / 1000)
+            return []
+        self._can_wait = True
+        came = [
+            (stream, entry_id, *(fields.get(name, b"") for name in (b"n", b"u", b"b")))
+            for stream, entries in reply or []
+            for entry_id, fields in entries
+        ]
+        if came:
+            crashpoint("ticket.leased")
+        # Of another run: only the script can tell whether ours is gone.
+        self._recover = self._run_uid is None or any(uid != self._run_uid.encode() for *_, uid, _ in came)
+        return came
+
+    def _adopt(self, entries: Sequence[Any], most: int) -> list[Leased]:
+        oldest = time.monotonic() - _FORGET_AFTER_LEASES * self._lease_s
+        self._held = {key: at for key, at in self._held.items() if at > oldest}
+        adopted: list[Leased] = []
+        for stream, entry_id, number, uid, body in entries:
+            purpose = _LEASING_ORDER[self._tickets.index(stream.decode())]
+            if (purpose, entry_id.decode()) in self._held:
+                continue
+            if len(adopted) == most:
+                self._recover = True  # the rest stays pending, and comes next time
+                break
+            try:
+                ticket = read_ticket(body, purpose=purpose, number=number, uid=uid)
+            except WireError as error:
+                # Left pending: a worker of another version may know how to read it, and the learner looks through
+                # the tickets now and then, and issues again what nobody can read.
+                structlog.get_logger().warning("unreadable_ticket", entry=entry_id.decode(), error=str(error))
+            else:
+                adopted.append(Leased(entry_id=entry_id.decode(), ticket=ticket, purpose=purpose))
+        self._hold(adopted)
+        return adopted
+
+    def _hold(self, leased: Sequence[Leased]) -> None:
+        self._held.update({(one.purpose, one.entry_id): time.monotonic() for one in leased})
+
+    def _let_go(self, leased: Sequence[Leased]) -> None:
+        for one in leased:
+            self._held.pop((one.purpose, one.entry_id), None)
+
+    # Delivering
+
+    async def _deliver(self, lane: int, deliveries: Sequence[Delivery]) -> Sequence[bool]:
+        k, receipt_ms = self._keys, int(2000 * self._give_up_after_s)
+        keys = [k.receipt(self._worker, lane), k.counters]
+        keys += [key for purpose in _LEASING_ORDER for key in (k.tickets(purpose), k.groups(purpose))]
+        parts: list[Argument] = []
+        for one in deliveries:
+            parts += (one.leased.purpose, one.leased.entry_id, one.leased.ticket.number, one.header, one.body)
+        args = (WORKERS, uuid.uuid4().hex, receipt_ms, *parts)
+        reply = await self._call("deliver groups", scripts.DELIVER, keys, *args)
+        if reply is None:
+            return [False] * len(deliveries)
+        outcomes: bytes = reply[0]
+        return [outcome == ord("1") for outcome in outcomes]
+
+    # Calling
+
+    async def _touch(self, what: str, leased: Sequence[Leased], *, idle_ms: int) -> list[Any] | None:
+        """Nobody renewed these leases for so long, as far as others can see."""
+        entries = [part for one in leased for part in (_LEASING_ORDER.index(one.purpose) + 1, one.entry_id)]
+        return await self._call(what, scripts.TOUCH, self._tickets, WORKERS, self._worker, idle_ms, *entries)
+
+    async def _call(self, what: str, script: Script, keys: Sequence[str], *args: Argument) -> list[Any] | None:
+        return await self._do(what, lambda uid: self._run(uid, script, keys, *args))
+
+    async def _run(self, uid: str, script: Script, keys: Sequence[str], *args: Argument) -> Any:
+        call = Call(script, (self._keys.meta, self._keys.tombstone, *keys), (uid, *args))
+        return await run_async(self._client, call)
+
+    async def _do(self, what: str, call: Callable[[str], Awaitable[Any]]) -> list[Any] | None:
+        """Run a script of this run; None when no run is there."""
+        if self._run_uid is None and await self.run_info() is None:
+            return None
+        uid = self._run_uid
+        assert uid is not None
+        status, *rest = await self._ask(what, lambda: call(uid))
+        if status == b"GONE":
+            raise self._gone()
+        return rest if status == b"OK" else None
+
+    async def _ask(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
+        return await repeat_async(self._client, what, call, give_up_after_s=self._give_up_after_s)
+
+    def _gone(self) -> RunGone:
+        return RunGone(f"run {self._keys.name!r} was removed from Redis, or another took its name")

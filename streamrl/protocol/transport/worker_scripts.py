@@ -1,0 +1,155 @@
+"""The worker's scripts; the methods of `WorkerStream` say what each is for. Each answers [status, ...].
+
+OK; LOST: Redis knows no run here; GONE: the run was removed, or another took its name.
+
+A lease is a pending entry of the group `workers` whose idle time stays below `lease_ms`. Its delivery count says
+nothing: handing back and reclaiming raise it too.
+"""
+
+from __future__ import annotations
+
+from streamrl.protocol.transport.script import Script
+
+# What follows the guard sees its own KEYS and ARGV only.
+_GUARD = """
+local meta, tombstone = unpack(KEYS, 1, 2)
+local uid = table.remove(ARGV, 1)
+for _ = 1, 2 do table.remove(KEYS, 1) end
+local here = redis.call('HGET', meta, 'uid')
+if here ~= uid then
+  if here or redis.call('GET', tombstone) == uid then return {'GONE'} end
+  return {'LOST'}
+end
+"""
+
+
+def _guarded(text: str) -> Script:
+    return Script(_GUARD + text)
+
+
+# Lease up to `most` tickets, without waiting: per stream first those whose lease ran out, then new ones. With `recover`
+# also all that this worker already holds, some of which it may not know of: a reply was lost. Answers the tickets
+# as [key of the stream, id, number, run, body], and how many of them had run out.
+TAKE = _guarded("""
+local group, worker, lease_ms, most, recover = unpack(ARGV)
+most = tonumber(most)
+local taken, num_reclaimed = {}, 0
+local function put(key, entries)
+  for _, entry in ipairs(entries or {}) do
+    local id, fields = entry[1], entry[2]
+    if not fields then
+      redis.call('XACK', key, group, id)
+    else
+      local by_name = {}
+      for i = 1, #fields, 2 do by_name[fields[i]] = fields[i + 1] end
+      taken[#taken + 1] = {key, id, by_name.n or '', by_name.u or '', by_name.b or ''}
+    end
+  end
+end
+local function read(key, count, from)
+  local reply = redis.call('XREADGROUP', 'GROUP', group, worker, 'COUNT', count, 'STREAMS', key, from)
+  return reply and reply[1][2]
+end
+local function reclaim(key)
+  for _, lease in ipairs(redis.call('XPENDING', key, group, 'IDLE', lease_ms, '-', '+', most - #taken)) do
+    local entries = redis.call('XCLAIM', key, group, worker, lease_ms, lease[1])
+    if entries[1] and entries[1][2] then
+      put(key, entries)
+      num_reclaimed = num_reclaimed + 1
+    else
+      redis.call('XACK', key, group, lease[1])  -- 6.2 keeps deleted entries pending for ever
+    end
+  end
+end
+for _, key in ipairs(KEYS) do
+  if not redis.pcall('XPENDING', key, group).err then
+    if recover == '1' then put(key, read(key, 1000, '0')) end
+    if #taken < most then reclaim(key) end
+    if #taken < most then put(key, read(key, most - #taken, '>')) end
+  end
+end
+return {'OK', taken, num_reclaimed}
+""")
+
+# Leases begin anew (idle for 0 ms), or have run out as far as anybody can see, and no delivery count rises; answers the
+# [stream, id] that are not ours any more. Whoever claimed an entry meanwhile keeps it: only what is pending under our
+# name is touched.
+TOUCH = _guarded("""
+local group, worker, idle_ms = unpack(ARGV, 1, 3)
+local lost = {}
+for i = 4, #ARGV, 2 do
+  local stream, id = tonumber(ARGV[i]), ARGV[i + 1]
+  local key = KEYS[stream]
+  local mine = redis.pcall('XPENDING', key, group, id, id, 1, worker)
+  if mine.err or #mine == 0 then
+    lost[#lost + 1] = {stream, id}
+  else
+    redis.call('XCLAIM', key, group, worker, 0, id, 'IDLE', idle_ms, 'JUSTID')
+  end
+end
+return {'OK', lost}
+""")
+
+# Give back whatever is pending under this name, known to the worker or not, and forget the name.
+LEAVE = _guarded("""
+local group, worker, idle_ms, nobody = unpack(ARGV)
+for _, key in ipairs(KEYS) do
+  local mine = redis.pcall('XPENDING', key, group, '-', '+', 10000, worker)
+  if not mine.err then
+    for _, lease in ipairs(mine) do
+      redis.call('XCLAIM', key, group, nobody, 0, lease[1], 'IDLE', idle_ms, 'JUSTID')
+    end
+    if #mine < 10000 then redis.call('XGROUP', 'DELCONSUMER', key, group, worker) end
+  end
+end
+return {'OK'}
+""")
+
+# Each ticket becomes its group, given with header and body, if it still waits: the same entry, number and run, and not
+# acknowledged. A server that lost its tail may give an entry id again, so the id alone proves nothing. Answers a text
+# with a 1 or a 0 for each.
+#
+# The receipt makes the call repeatable: when the reply was lost, the second call with this token finds the tickets gone
+# and its own receipt instead. For that a lane must not begin its next call while it may repeat this one.
+#
+# Whatever is delivered, XACK is the first write: at maxmemory the script goes through all the same.
+DELIVER = _guarded("""
+local receipt, counters = unpack(KEYS, 1, 2)
+local group, token, receipt_ms = unpack(ARGV, 1, 3)
+local known = redis.call('GET', receipt)
+if known and string.sub(known, 1, #token) == token then return {'OK', string.sub(known, #token + 1)} end
+local function waits_for_me(tickets, id, number)
+  local entry = redis.call('XRANGE', tickets, id, id)[1]
+  if not entry then return false end
+  local fields = {}
+  for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
+  return fields.n == number and fields.u == uid and redis.call('XACK', tickets, group, id) == 1
+end
+local outcomes = {}
+for i = 4, #ARGV, 5 do
+  local purpose, id, number = unpack(ARGV, i, i + 2)
+  local tickets, groups = unpack(KEYS, purpose == 'eval' and 3 or 5, purpose == 'eval' and 4 or 6)
+  local delivered = waits_for_me(tickets, id, number)
+  if delivered then
+    redis.call('XDEL', tickets, id)
+    redis.call('XADD', groups, '*', 'n', number, 'u', uid, 'h', ARGV[i + 3], 'b', ARGV[i + 4])
+  end
+  outcomes[#outcomes + 1] = delivered and '1' or '0'
+  redis.pcall('HINCRBY', counters, (delivered and 'delivered:' or 'duplicates:') .. purpose, 1)
+end
+local all = table.concat(outcomes)
+-- Where nothing was delivered, repeating the call finds nothing to deliver either.
+if string.find(all, '1', 1, true) then redis.call('SET', receipt, token .. all, 'PX', receipt_ms) end
+return {'OK', all}
+""")
+
+# The newest announcement; of a version already known only its number, for manifests may be large.
+LATEST = _guarded("""
+local weights, manifests = unpack(KEYS)
+local version, base, step = unpack(redis.call('HMGET', weights, 'latest', 'base', 'step'))
+if not version then return {'OK'} end
+if version == ARGV[1] then return {'OK', version} end
+local manifest = redis.call('HGET', manifests, version)
+if not manifest then return {'OK'} end
+return {'OK', version, base, step, manifest}
+""")

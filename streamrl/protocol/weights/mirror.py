@@ -1,0 +1,198 @@
+"""The worker's side: a host copy of the weights, as a safetensors file in shared memory that is patched in place.
+
+    manifests ─► fetch blobs ahead, check their digests ─► patch the file ─► check the state's digests ─► version
+                          (generation goes on all the while; pausing it is for the load alone)
+
+A worker far behind has many deltas to apply. All of them go to one stretch of a tensor, and then to the next
+(`patching`), so that memory is read once; the states in between never exist as a whole, and nobody could serve them.
+
+What is proved: each blob is the one that its manifest names; and after the last patch, every range of every tensor that
+was touched is digested again from the file and compared with the last manifest. A range of an untouched tensor was
+proved by an earlier manifest; if its digest is not the same still, it is digested again too. So `version` other than 0
+means: these bits are the learner's, all of them, whatever way they came.
+
+The engine that loads the file must not read it while `apply` runs: that is for the caller to arrange. One thread at a
+time may use a mirror.
+
+A worker that died leaves its file in the folder. Give a worker that replaces it the same folder: the file goes when the
+first anchor comes. Blocks on the store, and on nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from streamrl.errors import ResourceError, TransportError, WeightsError
+from streamrl.protocol.weights import tensorfile
+from streamrl.protocol.weights.catchup import AHEAD_BYTES, fetch_ahead
+from streamrl.protocol.weights.format import Bits, RangeDigest, TensorMeta, digest_of
+from streamrl.protocol.weights.manifest import Manifest, ShardRecord
+from streamrl.protocol.weights.patching import batches, patch, side_by_side, threads_for
+from streamrl.protocol.weights.stores import BlobStore
+from streamrl.versions import show
+
+Fetched = Generator[tuple[ShardRecord, bytes]]
+Layout = Mapping[str, TensorMeta]
+
+
+class Mirror:
+    """One per worker. `path` is the safetensors file; it holds `version` whenever that is not 0."""
+
+    def __init__(
+        self,
+        folder: Path,  # on a memory file system, such as /dev/shm
+        *,
+        run_uid: str | None = None,  # manifests of another run are refused
+        ahead_bytes: int = AHEAD_BYTES,  # of blobs that may be held in memory, besides the one that is wanted next
+    ) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ResourceError(f"no mirror of the weights can be kept in {folder}: {error.strerror}") from error
+        self.path = folder / "mirror.safetensors"
+        self.version = 0
+        self._run_uid, self._ahead_bytes = run_uid, ahead_bytes
+        self._layout: Layout = {}
+        self._views: Mapping[str, Bits] = {}  # [num_elements] each, into the file
+        self._proved: dict[tuple[str, int], tuple[int, bytes]] = {}  # (tensor, start) -> (length, digest)
+
+    def apply(self, manifest: Manifest, store: BlobStore) -> None:
+        """Take the mirror to this version: any newer anchor, or a delta on the version it holds.
+
+        WeightsError: something is missing or wrong; `version` is 0 and only an anchor helps. ResourceError: no room.
+        TransportError: the store could not be reached; the mirror keeps the version that it has whole, if there is one.
+        """
+        self.apply_path([manifest], store)
+
+    def apply_path(self, manifests: Sequence[Manifest], store: BlobStore) -> None:
+        """As `apply` for each in turn (see `catch_up`), but only the state at the end is proved: much faster."""
+        touched: set[str] = set()
+        try:
+            self._refuse_unfit(manifests)
+            reached, trouble = self._follow(manifests, store, touched)
+            if reached is not None:
+                self._prove(reached, touched, num_threads=threads_for(len(manifests)))
+        except WeightsError:
+            self.version = 0
+            raise
+        if trouble is not None:
+            raise trouble
+
+    def close(self) -> None:
+        """Remove the file. Who has it mapped keeps what is in it."""
+        self.version = 0
+        self._layout, self._views = {}, {}
+        self._proved.clear()
+        self.path.unlink(missing_ok=True)
+
+    def _refuse_unfit(self, manifests: Sequence[Manifest]) -> None:
+        """Before anything is fetched or written."""
+        have, layout = self.version, self._layout
+        for number, manifest in enumerate(manifests):
+            name = f"version {show(manifest.version)}"
+            held = show(have) if have else "nothing"
+            if self._run_uid not in (None, manifest.run_uid):
+                raise WeightsError(f"{name} belongs to run {manifest.run_uid!r}, not to {self._run_uid!r}")
+            if manifest.version <= have:
+                raise WeightsError(f"{name} is not newer than {held}, which the mirror holds")
+            if manifest.base != have and (manifest.base or number):
+                raise WeightsError(f"{name} is a delta on {show(manifest.base)}, the mirror holds {held}")
+            given = _layout(manifest.tensors)
+            if manifest.base and given != layout:
+                raise WeightsError(f"{name} is a delta on other tensors: {_first_difference(given, layout)}")
+            have, layout = manifest.version, given
+
+    def _follow(
+        self, manifests: Sequence[Manifest], store: BlobStore, touched: set[str]
+    ) -> tuple[Manifest | None, TransportError | None]:
+        """Patch the file: (the version that is in it then, not yet proved; why not the last one)."""
+        shards = (shard for manifest in manifests for shard in manifest.shards)
+        reached, at_most = None, self._ahead_bytes
+        with closing(fetch_ahead(shards, store, ahead_bytes=at_most)) as fetched:
+            for batch in batches(manifests, alone=lambda m: m.base == 0, size=lambda m: m.num_bytes, at_most=at_most):
+                if batch[0].base == 0:
+                    self._write_anchor(batch[0], fetched, touched)
+                    reached = batch[0]
+                    continue
+                whole, blobs, trouble = _collect(batch, fetched)
+                if whole:
+                    self.version = 0  # until it is proved again
+                    touched |= patch(self._views, whole, blobs, num_threads=threads_for(len(whole)))
+                    reached = whole[-1]
+                if trouble is not None:
+                    return reached, trouble
+        return reached, None
+
+    def _write_anchor(self, manifest: Manifest, fetched: Fetched, touched: set[str]) -> None:
+        for shard, blob in islice(fetched, len(manifest.shards)):
+            self.version = 0  # until it is proved again
+            self._prepare(manifest.tensors)
+            for part, place in shard.parts():
+                target = self._view(part)
+                target[:] = np.frombuffer(memoryview(blob)[place], dtype=target.dtype)
+                touched.add(part.tensor)
+
+    def _prepare(self, tensors: Sequence[TensorMeta]) -> None:
+        layout = _layout(tensors)
+        if layout != self._layout:
+            self._layout, self._views = {}, {}
+            self._proved.clear()
+            self._views = tensorfile.create(self.path, tensors)
+            self._layout = layout
+
+    def _prove(self, manifest: Manifest, touched: set[str], *, num_threads: int) -> None:
+        proved: dict[tuple[str, int], tuple[int, bytes]] = {}
+        doubtful: list[RangeDigest] = []
+        for part in (part for shard in manifest.shards for part in shard.ranges):
+            key, claim = (part.tensor, part.start), (part.length, part.digest)
+            if part.tensor in touched or self._proved.get(key) != claim:
+                doubtful.append(part)
+            proved[key] = claim
+
+        def check(part: RangeDigest) -> None:
+            if digest_of(self._view(part).data) != part.digest:
+                where = f"{part.tensor} from element {part.start}"
+                raise WeightsError(f"version {show(manifest.version)}: {where} does not agree with its digest")
+
+        side_by_side(check, doubtful, num_threads=num_threads)
+        self._proved = proved
+        self.version = manifest.version
+
+    def _view(self, part: RangeDigest) -> Bits:
+        return self._views[part.tensor][part.start : part.start + part.length]
+
+
+def _layout(tensors: Sequence[TensorMeta]) -> Layout:
+    return {tensor.name: tensor for tensor in tensors}
+
+
+def _first_difference(given: Layout, wanted: Layout) -> str:
+    for name in sorted(given.keys() | wanted.keys()):
+        if name not in given:
+            return f"{name} is missing"
+        if name not in wanted:
+            return f"{name} is unknown"
+        if given[name] != wanted[name]:
+            is_, should = given[name], wanted[name]
+            return f"{name} is {is_.dtype} {list(is_.shape)}, should be {should.dtype} {list(should.shape)}"
+    return "the same tensors"
+
+
+def _collect(
+    batch: Sequence[Manifest], fetched: Fetched
+) -> tuple[list[Manifest], dict[str, bytes], TransportError | None]:
+    """(those of which all is here, blobs by name, why not all are): no trouble of the store can leave half a delta."""
+    blobs: dict[str, bytes] = {}
+    whole: list[Manifest] = []
+    try:
+        for manifest in batch:
+            blobs.update((shard.blob_name, blob) for shard, blob in islice(fetched, len(manifest.shards)))
+            whole.append(manifest)
+    except TransportError as error:
+        return whole, blobs, error
+    return whole, blobs, None

@@ -1,0 +1,131 @@
+"""Blobs in the run's own Redis: nothing else is needed, good for small and middle-sized models.
+
+    put:  index "begun" ─► chunks ─► index "whole"          get: index ─► chunks, counted
+    delete:                chunks ─► index
+
+The index is there from the first chunk to the last, so that whatever a crash leaves is listed and can be deleted.
+
+Blocks on Redis for a few seconds at most, then TransportError; every command may be repeated, since a name stands for
+the same bytes for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from streamrl.crashpoints import crashpoint
+from streamrl.errors import WeightsError, WireError
+from streamrl.protocol.transport.connection import repeat
+from streamrl.protocol.weights.format import check_blob_name, digest_of
+from streamrl.protocol.wire.codec import fields_of, pack, unpack
+
+if TYPE_CHECKING:
+    import redis
+
+    from streamrl.protocol.transport.keys import Keys
+
+T = TypeVar("T")
+
+_CHUNK_BYTES = 8 << 20  # one large value would hold up the server for all others
+_PATIENCE_S = 5.0  # for a lost connection; callers have longer bounds of their own
+_MAX_BLOB_BYTES = 1 << 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Index:
+    num_bytes: int
+    chunk_bytes: int
+    digest: bytes
+    whole: bool  # every chunk was stored
+
+    @property
+    def num_chunks(self) -> int:
+        return -(-self.num_bytes // self.chunk_bytes)
+
+
+class RedisStore:
+    def __init__(self, client: redis.Redis, keys: Keys, *, chunk_bytes: int = _CHUNK_BYTES) -> None:
+        self._client = client
+        self._keys = keys
+        self._chunk_bytes = chunk_bytes
+
+    def put(self, name: str, data: bytes) -> None:
+        check_blob_name(name)
+        digest = digest_of(data)
+        there = self._index(name)
+        if there is not None and there.digest != digest:
+            raise WeightsError(f"blob {name} is there already, with other bytes")
+        if there is not None and there.whole:
+            return
+        # An unfinished one keeps its chunk size: another would leave chunks that nobody counts.
+        chunk_bytes = self._chunk_bytes if there is None else there.chunk_bytes
+        index = _Index(num_bytes=len(data), chunk_bytes=chunk_bytes, digest=digest, whole=False)
+        self._note(name, index)
+        crashpoint("blob.begun")
+        for chunk in range(index.num_chunks):
+            piece = memoryview(data)[chunk * chunk_bytes : (chunk + 1) * chunk_bytes]
+            self._ask("store a blob", partial(self._client.set, self._keys.blob(name, chunk), piece))
+            crashpoint("blob.chunk")
+        self._note(name, replace(index, whole=True))
+        crashpoint("blob.stored")
+
+    def get(self, name: str) -> bytes:
+        check_blob_name(name)
+        index = self._index(name)
+        if index is None or not index.whole:
+            raise WeightsError(f"blob {name} is not in Redis, or only a part of it")
+        chunks: list[bytes] = []
+        for chunk in range(index.num_chunks):
+            data: Any = self._ask("read a blob", partial(self._client.get, self._keys.blob(name, chunk)))
+            if len(data or b"") != min(index.chunk_bytes, index.num_bytes - chunk * index.chunk_bytes):
+                raise WeightsError(f"blob {name} is not whole in Redis: chunk {chunk} of {index.num_chunks}")
+            chunks.append(data)
+        return b"".join(chunks)
+
+    def delete(self, name: str) -> None:
+        check_blob_name(name)
+        index = self._index(name)
+        if index is None:
+            return
+        for chunk in range(index.num_chunks):
+            self._ask("delete a blob", partial(self._client.unlink, self._keys.blob(name, chunk)))
+        crashpoint("blob.unlinked")
+        self._ask("delete a blob", partial(self._client.hdel, self._keys.blobs, name))
+        crashpoint("blob.deleted")
+
+    def list(self, prefix: str = "") -> dict[str, int]:
+        found: Any = self._ask("list blobs", partial(self._client.hgetall, self._keys.blobs))
+        names = {name.decode(errors="replace"): packed for name, packed in found.items()}
+        return {name: self._size(name, packed) for name, packed in sorted(names.items()) if name.startswith(prefix)}
+
+    def _note(self, name: str, index: _Index) -> None:
+        packed = pack({**fields_of(index), "whole": int(index.whole)})
+        self._ask("store a blob", partial(self._client.hset, self._keys.blobs, name, packed))
+
+    def _index(self, name: str) -> _Index | None:
+        packed: Any = self._ask("read a blob", partial(self._client.hget, self._keys.blobs, name))
+        return None if packed is None else self._read(name, packed)
+
+    def _size(self, name: str, packed: bytes) -> int:
+        try:
+            return self._read(name, packed).num_bytes
+        except WeightsError:  # to be listed all the same
+            return 0
+
+    def _read(self, name: str, packed: bytes) -> _Index:
+        try:
+            with unpack(packed, max_bytes=1024) as f:
+                return _Index(
+                    num_bytes=f.integer("num_bytes", low=0, high=_MAX_BLOB_BYTES),
+                    chunk_bytes=f.integer("chunk_bytes", low=1, high=_MAX_BLOB_BYTES),
+                    digest=f.blob("digest"),
+                    whole=f.integer("whole", low=0, high=1) == 1,
+                )
+        except WireError as error:
+            raise WeightsError(f"the index of blob {name} cannot be read: {error}") from None
+
+    def _ask(self, what: str, command: Callable[[], T]) -> T:
+        return repeat(self._client, what, command, give_up_after_s=_PATIENCE_S)

@@ -1,0 +1,283 @@
+"""A group: the n scored samples of one ticket, or the word that the ticket failed.
+
+Header and body go apart. The header, a message, is small and has what planning needs (lengths, versions, rewards); the
+body has the arrays and is decoded only by the rank that trains on it. The header carries the body's digest.
+
+Per sample: token ids, a loss mask in runs (alternating lengths, trained tokens first; tool and environment tokens fit
+in without a new schema), the behaviour's log-probs, version spans, rewards by source, finish reason. The body has them
+by columns, all samples of a group in one array, so that a group is checked by a few looks at large arrays. What is
+large lies in front, raw and in this order, and is used where it lies; the rest is a message behind it:
+
+    prompt_ids, token_ids, logprobs      one item a token         lengths are the header's
+
+    integers           how many mask runs each sample has; how many spans; the runs of all; of all spans the versions,
+                       the steps, the starts, the ends
+    sources, fractions names; the totals of all samples, as the header says, but under the digest; then for each sample
+                       and name a number: NaN where it has none of that source
+    finish_reasons     one a sample, likewise as the header says
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain, pairwise
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from streamrl.errors import WireError
+from streamrl.protocol.wire.agreed import MAX_MESSAGE_BYTES, MAX_REWARD_SOURCES, MAX_SAMPLES, MAX_TOKENS
+from streamrl.protocol.wire.codec import Fields, fields_of, pack, pack_numbers, unpack
+from streamrl.protocol.wire.ticket import PURPOSES, Purpose
+
+FinishReason = Literal["stop", "length"]
+FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
+MAX_HEADER_BYTES = 1 << 20
+_MAX_SPANS = 4096
+_ANY_VOCABULARY = 1 << 31
+C = TypeVar("C", tuple[Any, ...], npt.NDArray[Any])
+_I4, _U4, _F4 = (np.dtype(name) for name in ("<i4", "<u4", "<f4"))
+
+
+class Span(NamedTuple):
+    """Tokens [start, end) of a sample were made by this version, which carries this optimizer step."""
+
+    version: int
+    step: int
+    start: int
+    end: int
+
+
+class Sample(NamedTuple):
+    """A row of the body's columns; named tuples, for many are built at a time."""
+
+    token_ids: npt.NDArray[np.int32]  # [T] the response alone
+    logprobs: npt.NDArray[np.float32]  # [T] of the distribution really sampled from
+    mask_runs: tuple[int, ...]  # lengths, alternating trained / not trained, summing to T
+    spans: tuple[Span, ...]  # cover [0, T) without gap
+    finish_reason: FinishReason
+    rewards: Mapping[str, float]  # by source, before weights
+    reward: float  # the weighted sum
+
+    def loss_mask(self) -> npt.NDArray[np.bool_]:  # [T]
+        values = np.arange(len(self.mask_runs)) % 2 == 0
+        return np.repeat(values, self.mask_runs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupHeader:
+    ticket: int
+    run_uid: str
+    purpose: Purpose
+    attempt: int
+    worker: str
+    fingerprint: str  # of model shape and tokenizer: groups of another one are dropped
+    num_prompt_tokens: int
+    sample_lengths: tuple[int, ...]  # [n]; empty when the ticket failed
+    sample_rewards: tuple[float, ...]  # [n] weighted totals
+    sample_finished: tuple[bool, ...]  # [n] ended by themselves
+    min_version: int  # over all spans; 0 when there are none
+    max_version: int
+    num_failed_samples: int = 0
+    error: str = ""  # why the ticket failed; empty for a group
+    generate_s: float = 0.0
+    reward_s: float = 0.0
+    digest: int = 0  # xxh3_64 of the body
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.error)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.sample_lengths) + len(self.sample_lengths) * self.num_prompt_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    header: GroupHeader
+    prompt_ids: npt.NDArray[np.int32]  # [P]
+    samples: tuple[Sample, ...] = field(default=())
+
+
+def encode_group(group: Group) -> tuple[bytes, bytes]:
+    """(header, body); the header's digest, lengths and versions are computed here, from the body."""
+    samples = group.samples
+    token_ids = _raw(_I4, [group.prompt_ids, *(s.token_ids for s in samples)])
+    logprobs = _raw(_F4, [s.logprobs for s in samples])
+    body = b"".join((*token_ids, *logprobs, pack(_columns(samples))))
+    versions = [span.version for s in samples for span in s.spans]
+    header = replace(
+        group.header,
+        num_prompt_tokens=len(group.prompt_ids),
+        sample_lengths=tuple(len(s.token_ids) for s in samples),
+        sample_rewards=tuple(float(s.reward) for s in samples),
+        sample_finished=tuple(s.finish_reason == "stop" for s in samples),
+        min_version=min(versions, default=0),
+        max_version=max(versions, default=0),
+        error=group.header.error[:2000],
+        digest=xxhash.xxh3_64_intdigest(body),
+    )
+    return pack(fields_of(header)), body
+
+
+def decode_header(data: bytes) -> GroupHeader:
+    """A header or one WireError."""
+    with unpack(data, max_bytes=MAX_HEADER_BYTES) as f:
+        lengths = f.list("sample_lengths", int, max_items=MAX_SAMPLES)
+        rewards = f.list("sample_rewards", float, max_items=MAX_SAMPLES)
+        finished = f.list("sample_finished", bool, max_items=MAX_SAMPLES)
+        if not len(lengths) == len(rewards) == len(finished):
+            raise WireError("lengths, rewards and ends are of different numbers of samples")
+        if not all(0 <= n <= MAX_TOKENS for n in lengths) or not all(map(math.isfinite, rewards)):
+            raise WireError("a sample has an impossible number of tokens, or a reward that is not finite")
+        header = GroupHeader(
+            ticket=f.integer("ticket", low=0),
+            run_uid=f.text("run_uid", max_chars=64),
+            purpose=f.one_of("purpose", PURPOSES),
+            attempt=f.integer("attempt", low=0),
+            worker=f.text("worker", max_chars=200),
+            fingerprint=f.text("fingerprint", max_chars=64),
+            num_prompt_tokens=f.integer("num_prompt_tokens", low=0, high=MAX_TOKENS),
+            sample_lengths=tuple(lengths),
+            sample_rewards=tuple(rewards),
+            sample_finished=tuple(finished),
+            min_version=f.integer("min_version", low=0),
+            max_version=f.integer("max_version", low=0),
+            num_failed_samples=f.integer("num_failed_samples", low=0, high=MAX_SAMPLES),
+            error=f.text("error", max_chars=2000),
+            generate_s=f.number("generate_s"),
+            reward_s=f.number("reward_s"),
+            digest=f.integer("digest", low=0),
+        )
+    if header.failed == bool(lengths):
+        raise WireError("a group has samples or an error, exactly one of them")
+    return header
+
+
+def decode_body(header: GroupHeader, body: bytes, *, vocabulary: int = _ANY_VOCABULARY) -> Group:
+    """The arrays of a group whose header is known; verifies the digest, every count against the header, and that all
+    token ids are below `vocabulary`."""
+    if xxhash.xxh3_64_intdigest(body) != header.digest:
+        raise WireError(f"body of ticket {header.ticket} does not match its digest")
+    num_prompt, num_tokens = header.num_prompt_tokens, sum(header.sample_lengths)
+    num_bytes = _I4.itemsize * (num_prompt + num_tokens) + _F4.itemsize * num_tokens
+    if not num_bytes <= len(body) <= MAX_MESSAGE_BYTES:
+        raise WireError(f"a body of {len(body)} bytes, with {num_bytes} for its tokens, is not possible")
+    token_ids = np.frombuffer(body, _I4, num_prompt + num_tokens)
+    logprobs = np.frombuffer(body, _F4, num_tokens, offset=token_ids.nbytes)
+    _check_tokens(token_ids, vocabulary)
+    _check_logprobs(logprobs)
+    with unpack(memoryview(body)[num_bytes:]) as f:
+        samples = _unpack_samples(f, header, token_ids[num_prompt:], logprobs)
+    return Group(header=header, prompt_ids=token_ids[:num_prompt], samples=samples)
+
+
+def _columns(samples: Sequence[Sample]) -> dict[str, object]:
+    """All that is not an item a token."""
+    lengths = [len(s.token_ids) for s in samples]
+    if lengths != [len(s.logprobs) for s in samples]:  # laid end to end, the samples behind it would get wrong ones
+        raise WireError("a sample has not as many log-probs as tokens")
+    if not all(map(math.isfinite, [reward for s in samples for reward in s.rewards.values()])):
+        raise WireError("a reward is not a finite number")
+    spans = [span for s in samples for span in s.spans]
+    sources = list(dict.fromkeys([source for s in samples for source in s.rewards]))
+    counts = [len(s.mask_runs) for s in samples] + [len(s.spans) for s in samples]
+    runs = [run for s in samples for run in s.mask_runs]
+    rewards = [s.rewards.get(source, math.nan) for s in samples for source in sources]
+    return {
+        "integers": pack_numbers("Q", [*counts, *runs, *chain.from_iterable(zip(*spans, strict=True))]),
+        "sources": sources,
+        "fractions": pack_numbers("d", [*(s.reward for s in samples), *rewards]),
+        "finish_reasons": [s.finish_reason for s in samples],
+    }
+
+
+def _raw(dtype: np.dtype[Any], arrays: Sequence[npt.NDArray[Any]]) -> list[memoryview]:
+    """As they lie in a body, which is joined from them."""
+    return [array.astype(dtype, order="C", casting="same_kind", copy=False).data for array in arrays]
+
+
+def _unpack_samples(
+    f: Fields, header: GroupHeader, token_ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]
+) -> tuple[Sample, ...]:
+    lengths = header.sample_lengths
+    runs, spans = _take_integers(f, lengths)
+    rewards, totals = _take_fractions(f, len(lengths))
+    if totals != header.sample_rewards:
+        raise WireError("rewards of header and body differ")
+    reasons = f.list("finish_reasons", str, max_items=MAX_SAMPLES)
+    if any(reason not in FINISH_REASONS for reason in reasons):
+        raise WireError(f"finish reasons must be of {FINISH_REASONS}")
+    if tuple([reason == "stop" for reason in reasons]) != header.sample_finished:
+        raise WireError("finish reasons of header and body differ")
+    columns = (_cut(token_ids, lengths), _cut(logprobs, lengths), runs, spans, reasons, rewards, totals)
+    return tuple(map(Sample._make, zip(*columns, strict=True)))
+
+
+def _cut(column: C, lengths: Sequence[int]) -> list[C]:
+    """What each sample has of it."""
+    return [column[start:end] for start, end in pairwise(accumulate(lengths, initial=0))]
+
+
+def _check_tokens(token_ids: npt.NDArray[np.int32], vocabulary: int) -> None:
+    # As an unsigned number a negative one is beyond every vocabulary.
+    if len(token_ids) and int(token_ids.view(_U4).max()) >= vocabulary:
+        raise WireError(f"token ids are not all from 0 to {vocabulary - 1}, as the vocabulary has them")
+
+
+def _check_logprobs(logprobs: npt.NDArray[np.float32]) -> None:
+    # A NaN is the result of both, and fails both comparisons.
+    if len(logprobs) and not (logprobs.min() > -math.inf and logprobs.max() <= 1e-3):
+        raise WireError("log-probs must be finite and at most 0")
+
+
+def _take_fractions(f: Fields, num_samples: int) -> tuple[list[dict[str, float]], tuple[float, ...]]:
+    """(rewards by source, totals)"""
+    sources = f.list("sources", str, max_items=MAX_REWARD_SOURCES)
+    if len(set(sources)) != len(sources):
+        raise WireError("reward sources must be different names")
+    fractions = f.numbers("fractions", "d")
+    if len(fractions) != num_samples * (1 + len(sources)):
+        raise WireError(f"{len(fractions)} rewards for {num_samples} samples of {len(sources)} sources")
+    totals, rewards = fractions[:num_samples], fractions[num_samples:]
+    if any(map(math.isinf, rewards)):
+        raise WireError("rewards must be finite")
+    in_order = iter(rewards)
+    by_source = [{source: next(in_order) for source in sources} for _ in range(num_samples)]
+    if any(map(math.isnan, rewards)):
+        by_source = [{source: reward for source, reward in row.items() if reward == reward} for row in by_source]
+    return by_source, totals
+
+
+def _take_integers(f: Fields, lengths: Sequence[int]) -> tuple[list[tuple[int, ...]], list[tuple[Span, ...]]]:
+    """(mask runs, spans) of each sample"""
+    integers, num_samples = f.numbers("integers", "Q"), len(lengths)
+    num_runs, num_spans = integers[:num_samples], integers[num_samples : 2 * num_samples]
+    if max(num_spans, default=0) > _MAX_SPANS:
+        raise WireError(f"more than {_MAX_SPANS} version spans in a sample")
+    begin, count = 2 * num_samples + sum(num_runs), sum(num_spans)
+    if len(integers) != begin + 4 * count:
+        raise WireError(f"{len(integers)} integers where the mask runs and version spans need {begin + 4 * count}")
+    runs = _cut(integers[2 * num_samples : begin], num_runs)
+    if (covered := tuple(map(sum, runs))) != lengths:
+        raise WireError(f"loss masks cover {covered} tokens of {lengths}")
+    columns = (integers[at : at + count] for at in range(begin, len(integers), count or 1))
+    spans = _cut(tuple(map(Span, *columns)) if count else (), num_spans)
+    _check_cover(spans, lengths)
+    return runs, spans
+
+
+def _check_cover(spans: Sequence[Sequence[Span]], lengths: Sequence[int]) -> None:
+    for of_sample, length in zip(spans, lengths, strict=True):
+        reached = 0
+        for _, _, start, end in of_sample:
+            if start != reached or end <= start:
+                raise WireError("version spans must follow one another without a gap")
+            reached = end
+        if reached != length:
+            raise WireError(f"version spans cover {reached} of {length} tokens")

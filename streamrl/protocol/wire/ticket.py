@@ -1,0 +1,94 @@
+"""A ticket: the request to sample one prompt n times.
+
+Ticket t = 0, 1, 2, ... is a function of t, the seed and the dataset, so the learner can always issue it again. It
+carries the prompt already tokenised: workers need neither the dataset nor an opinion on the chat template.
+
+The further fields of a prompt's row, as a ticket carries them to the rewards.
+
+JSON inside msgpack: rows may nest, and the wire's limits on containers stay small.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.errors import WireError
+from streamrl.protocol.wire.agreed import MAX_SAMPLES, MAX_TEXT_CHARS, MAX_TICKET_BYTES, MAX_TOKENS
+from streamrl.protocol.wire.agreed import PURPOSES as PURPOSES
+from streamrl.protocol.wire.agreed import Purpose as Purpose
+from streamrl.protocol.wire.codec import fields_of, pack, unpack
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    number: int  # counts from 0 within its stream; training and evaluation count apart
+    run_uid: str  # entries of a deleted run of the same name are not ours
+    purpose: Purpose
+    data_epoch: int  # passes over the dataset before this one
+    prompt_index: int  # row of the dataset
+    prompt: str  # as text, for rewards and for people
+    token_ids: npt.NDArray[np.int32]  # [P]
+    fields: Mapping[str, Any] = field(default_factory=dict)  # the row's further fields, handed to rewards
+    num_samples: int
+    attempt: int = 0  # failures that workers reported for it so far
+    issued_step: int = 0  # the learner's step when it was issued
+    min_version: int = 0  # a worker serves at least this version before it begins
+    retry_of: int | None = None  # the dead ticket that this one repeats
+
+
+def encode_ticket(ticket: Ticket) -> bytes:
+    return pack(
+        {
+            **fields_of(ticket),
+            "num_prompt_tokens": len(ticket.token_ids),
+            "token_ids": np.ascontiguousarray(ticket.token_ids, dtype="<i4").tobytes(),
+            "fields": encode_row(ticket.fields),
+            "retry_of": -1 if ticket.retry_of is None else ticket.retry_of,
+        }
+    )
+
+
+def decode_ticket(data: bytes) -> Ticket:
+    """A ticket or one WireError."""
+    with unpack(data, max_bytes=MAX_TICKET_BYTES) as f:
+        retry_of = f.integer("retry_of", low=-1)
+        return Ticket(
+            number=f.integer("number", low=0),
+            run_uid=f.text("run_uid", max_chars=64),
+            purpose=f.one_of("purpose", PURPOSES),
+            data_epoch=f.integer("data_epoch", low=0),
+            prompt_index=f.integer("prompt_index", low=0),
+            prompt=f.text("prompt"),
+            token_ids=f.array("token_ids", "<i4", count=f.integer("num_prompt_tokens", low=1, high=MAX_TOKENS)),
+            fields=decode_row(f.text("fields")),
+            num_samples=f.integer("num_samples", low=1, high=MAX_SAMPLES),
+            attempt=f.integer("attempt", low=0, high=1 << 20),
+            issued_step=f.integer("issued_step", low=0),
+            min_version=f.integer("min_version", low=0),
+            retry_of=None if retry_of < 0 else retry_of,
+        )
+
+
+def encode_row(fields: Mapping[str, Any]) -> str:
+    """WireError when no ticket can carry it."""
+    text = json.dumps(dict(fields), ensure_ascii=False, separators=(",", ":"))
+    if len(text) > MAX_TEXT_CHARS:
+        raise WireError(f"the further fields are {len(text)} characters of JSON; a ticket carries {MAX_TEXT_CHARS}")
+    return text
+
+
+def decode_row(text: str) -> dict[str, Any]:
+    """The inverse; any text gives fields or one WireError."""
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"field 'fields' is not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise WireError("field 'fields' must be a JSON object")
+    return row

@@ -1,0 +1,36 @@
+"""The settings of the recipe: `algorithm` in a configuration. `streamrl.config.schema` has all others."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from streamrl.settings import Arguments, NonNegativeFloat, Positive, Section
+
+
+class Kl(Section):
+    placement: Literal["reward", "loss", "none"] = "reward"
+    coefficient: NonNegativeFloat = 0.01  # [initial_policy_kl_penalty]
+    estimator: Literal["k1", "k2", "k3"] = "k1"  # reward: k1; loss: k2 or k3
+    absolute: bool = True  # |k1| in the reward [use_absolute_kl]
+
+
+class Algorithm(Section):
+    name: Literal["reinforce", "rejection_sampling"] = "reinforce"
+    # How a token of a stale sample counts: one of streamrl/recipe/losses.py, or your own function, as
+    # `package.module:function` or `path/to/file.py:function`
+    loss: str = "truncated"
+    # Over its defaults: clamp of truncated, tis, sequence_mask, decoupled; low and high of the others that have bounds
+    loss_args: Arguments = Field(default_factory=dict)
+    advantages: str = "leave_one_out"  # one of streamrl/recipe/advantages.py, or your own function
+    advantages_args: Arguments = Field(default_factory=dict)
+    reinforce_epochs: Positive = 1  # optimizer passes over a batch [reinforce_epochs]
+    discount_factor: Annotated[float, Field(gt=0, le=1)] = 1.0  # a token, from the end of the response back
+    scale_by_std: bool = False  # divide advantages by the group's standard deviation
+    normalize_batch: bool = False  # advantages of the batch to mean 0 and standard deviation 1
+    drop_zero_variance: bool = True  # groups whose rewards are all equal teach nothing; dropped and counted
+    mask_unfinished: bool = True  # samples cut by max_tokens get no loss and are no baseline
+    loss_mean: Literal["sequence", "token"] = "sequence"  # mean over each sequence first, or over all tokens
+    kl: Kl = Kl()
+    top_n: Positive = 1  # rejection sampling: winners a group [top_n_rollouts]

@@ -1,1 +1,0 @@
-"""What `streamrl quickstart` and `streamrl demo` share: a folder of their own, a run, and a report about it."""

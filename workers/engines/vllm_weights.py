@@ -1,0 +1,89 @@
+"""How a version gets into vLLM's model: our weight-transfer engine, which runs in each of vLLM's worker processes.
+
+It reads the worker's mirror, a safetensors file in shared memory, and owns two facts about vLLM 0.32 on CPUs:
+
+- Linear weights are repacked and freed after loading, so `load_weights` alone fails. vLLM's layerwise reload restores
+  each layer, loads it, repacks it and copies the result to where the old one was.
+- With tied embeddings the reload takes the head for a layer that got no weights and leaves its packed copy of the *old*
+  embedding in place: the model answers with old logits and raises nothing. So the head is packed once more.
+
+A load that fails leaves a model nobody may use; the error reaches the worker, which ends the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from streamrl.workers.engines.mapped_file import MappedFile, decoys
+
+
+@dataclass
+class MirrorInit(WeightTransferInitInfo):
+    """Nothing to agree on beforehand: each update names its file."""
+
+
+@dataclass
+class MirrorUpdate(WeightTransferUpdateInfo):
+    path: str  # the mirror's safetensors file; it does not change while the update runs
+    decoy: bool = False  # load what differs from it everywhere
+
+
+class MirrorWeightTransfer(WeightTransferEngine[MirrorInit, MirrorUpdate]):
+    init_info_cls = MirrorInit
+    update_info_cls = MirrorUpdate
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._mirror = MappedFile()
+        # It warns of every layer without weights, rotary embeddings and tied heads too; we know better what is missing.
+        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+
+    def init_transfer_engine(self, init_info: MirrorInit) -> None:
+        del init_info
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        # The base class goes on to `torch.accelerator.synchronize()`, which a machine without an accelerator refuses.
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: MirrorUpdate) -> None:
+        model: Any = self.model  # every model of vLLM has `load_weights`
+        wanted = {name for name, _ in model.named_parameters()}
+        if self._tied:
+            wanted -= {f"{name}.weight" for name, _ in self._heads()}
+        tensors = self._mirror.tensors(update_info.path)
+        missing = wanted - set(model.load_weights(decoys(tensors) if update_info.decoy else tensors))
+        if missing:
+            raise ValueError(f"{update_info.path} lacks {len(missing)} parameters, {min(missing)} for one")
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self._tied:
+            for _, head in self._heads():
+                head.quant_method.process_weights_after_loading(head)
+
+    def shutdown(self) -> None:
+        self._mirror.close()
+
+    @property
+    def _tied(self) -> bool:
+        return bool(self.model_config.hf_text_config.tie_word_embeddings)
+
+    def _heads(self) -> list[tuple[str, ParallelLMHead]]:
+        return [(name, module) for name, module in self.model.named_modules() if isinstance(module, ParallelLMHead)]

@@ -1,0 +1,115 @@
+"""A worker: command line, logs, signals, exit code. `streamrl worker`; in a checkout also `python -m workers`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import click
+import structlog
+
+from streamrl.errors import StreamrlError
+from streamrl.permissions import Permissions
+from streamrl.telemetry.logs import configure_logging
+
+if TYPE_CHECKING:
+    from streamrl.workers.service import Options
+
+log = structlog.get_logger(__name__)
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.option("--redis", "redis_url", required=True, help="Server of the run: redis://, rediss:// or unix://.")
+@click.option("--run", required=True, help="The run's name.")
+@click.option("--worker-id", help="A name of this worker's own; one that died may come again under its name.")
+@click.option("--model", help="Folder or hub name of the model, instead of what the run's configuration says.")
+@click.option(
+    "--allow-model-root", multiple=True, help="The run may name any model under this folder or hub organisation."
+)
+@click.option("--allow-reward-code", multiple=True, metavar="TARGET", help="The run may use this reward function.")
+@click.option("--allow-host", multiple=True, metavar="HOST", help="The run may use reward servers on this host.")
+@click.option("--trust-remote-code", is_flag=True, help="Run code that the model's folder brings along.")
+@click.option("--local-reward-url", help="The reward server that the run's configuration calls `local`.")
+@click.option("--http", metavar="HOST:PORT", help="Answer /livez, /readyz and /metrics there; port 0: any free one.")
+@click.option("--log-file", type=click.Path(dir_okay=False, path_type=Path), help="JSON lines go to this file.")
+def main(
+    redis_url: str,
+    run: str,
+    worker_id: str | None,
+    model: str | None,
+    allow_model_root: tuple[str, ...],
+    allow_reward_code: tuple[str, ...],
+    allow_host: tuple[str, ...],
+    trust_remote_code: bool,
+    local_reward_url: str | None,
+    http: str | None,
+    log_file: Path | None,
+) -> None:
+    """Generate rollouts for a run: tickets from Redis, samples from the engine, rewards, groups back to Redis.
+
+    What the run's configuration asks for is used only where these options allow it. SIGTERM hands tickets back and
+    ends the worker within `worker.grace_s`.
+    """
+    from streamrl.workers.service import Options
+
+    options = Options(
+        redis_url=redis_url,
+        run=run,
+        worker=worker_id or f"{socket.gethostname()}-{os.getpid()}",
+        permissions=Permissions(
+            reward_code=allow_reward_code,
+            model_roots=allow_model_root,
+            hosts=allow_host,
+            trust_remote_code=trust_remote_code,
+        ),
+        model=model,
+        local_reward_url=local_reward_url,
+        http=http,
+    )
+    configure_logging(f"worker/{options.worker}", log_file)
+    _leave(_run(options))
+
+
+def _run(options: Options) -> int:
+    try:
+        asyncio.run(_serve(options))
+    except StreamrlError as error:
+        log.error("worker_ended", error=str(error), kind=type(error).__name__)
+        click.echo(f"error: {error}", err=True)
+        return error.exit_code
+    except Exception:
+        log.exception("worker_failed")
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _leave(code: int) -> NoReturn:
+    """Not sys.exit, which waits for threads: one that still starts an engine, or waits for a dead server, has nothing
+    left to do, and takes long to find out."""
+    for child in multiprocessing.active_children():  # of an engine that had not come so far as to be stopped
+        child.kill()
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+async def _serve(options: Options) -> None:
+    from streamrl.workers.service import serve
+
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await serve(options, stop, leave=_leave)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Does the engine serve what it was told to load? Digests prove the mirror; this proves what comes after it.
+
+    engine start ─► rehearsal: a decoy is loaded ─┐
+    each version ─► loaded ─► read back ─► now and then, its canary ─► proved
+                                │                    └─ the engine's log-probs of some tokens, against the mirror's own
+                                └─ layers against the mirror, to the bit: all at the first load, then some each time
+
+What finds which fault:
+
+                                         digests   cast (learner)   read-back   canary   mismatch (learner)
+    bytes lost or changed on the way        x
+    published what was not trained                       x
+    a tensor left behind, swapped, scaled                               x       if visible
+    the second reload does nothing                                      x          x
+    the loader takes one for another                                               x           x
+    engine and learner compute differently                                         x           x
+
+Digests: `weights.mirror`; cast: `learner.publishing.host_copy`; mismatch: `policy/fresh_mismatch` of the metrics.
+
+**Read-back** compares bits (`read_back`): no threshold. What it cannot read it names. After the decoy, whose
+every element differs, a layer that a reload leaves behind is wrong wherever one looks.
+
+**The canary** has a threshold, and its unit is measured in the same breath: how far plain transformers in the served
+dtype are from the truth on the same tokens (`reference`). The engine may be `_TIMES` as far, in the mean over
+tokens; a maximum, or a first load as measure, cried wolf. How far engines are, over families, depths and dtypes, and
+what the canary finds by itself: `python -m bench proofs`. It takes a share of the time that is left to it (`_SHARE`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import structlog
+
+from streamrl.errors import LoadRejected
+from streamrl.protocol.weights.manifest import Manifest
+from streamrl.telemetry.progress import Progress
+from streamrl.versions import show
+from streamrl.workers.engines.base import Engine
+from streamrl.workers.engines.model import ModelFacts
+
+if TYPE_CHECKING:
+    from streamrl.workers.proofs.reference import Reference
+
+log = structlog.get_logger(__name__)
+
+_TIMES = 3.0  # the rounding; over families, depths and versions engines were 0.77 to 1.53 times as far
+_FLOOR: Mapping[str, float] = {"float32": 2e-2, "bfloat16": 2e-2}  # vLLM's soft caps are 1e-3 off in any dtype
+_NUM_PARTS = 8  # of the layers, one is read back at each version but the first
+_SHARE = 0.02  # of the time may go into canaries
+
+
+class Proof(Protocol):
+    """What the follower of weights asks."""
+
+    async def rehearse(self, engine: Engine, mirror: Path) -> None:
+        """Once per engine, before it serves anything: leave it with weights that are not the model's."""
+
+    async def check(self, engine: Engine, mirror: Path, manifest: Manifest) -> None:
+        """After each load: LoadRejected where the engine does not serve this version."""
+
+
+class Prover:
+    def __init__(
+        self,
+        *,
+        model: ModelFacts,
+        dtype: str,
+        trust_remote_code: bool,
+        progress: Progress,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._model, self._dtype, self._trust_remote_code = model, dtype, trust_remote_code
+        self._progress, self._clock = progress, clock
+        self._reference: Reference | None = None  # torch and transformers: not before it is asked
+        self._believed = False  # whether the engine has passed its last check: else all of it is looked at
+        self._num_checked = 0
+        self._next_canary_at = 0.0
+
+    async def rehearse(self, engine: Engine, mirror: Path) -> None:
+        self._believed = False
+        await engine.load_decoy(mirror)
+
+    async def check(self, engine: Engine, mirror: Path, manifest: Manifest) -> None:
+        believed, self._believed = self._believed, False
+        self._num_checked += 1
+        await self._read_back(engine, mirror, manifest, num_parts=_NUM_PARTS if believed else 1)
+        if manifest.canary_ids and (not believed or self._clock() >= self._next_canary_at):
+            await self._ask_canary(engine, mirror, manifest)
+        self._believed = True
+
+    async def _read_back(self, engine: Engine, mirror: Path, manifest: Manifest, *, num_parts: int) -> None:
+        found = await engine.read_back(mirror, number=self._num_checked, num_parts=num_parts)
+        if found.wrong:
+            raise LoadRejected(
+                f"version {show(manifest.version)}: {len(found.wrong)} of the {found.num_read} tensors read back from "
+                f"the engine are not those that it was told to load, {found.wrong[0]} for one; 0 are let pass"
+            )
+        if num_parts == 1:
+            log.info("engine_read_back", num_read=found.num_read, unreadable=list(found.unreadable))
+
+    async def _ask_canary(self, engine: Engine, mirror: Path, manifest: Manifest) -> None:
+        began = self._clock()
+        token_ids = manifest.canary_ids
+        if self._model.max_positions is not None:
+            token_ids = token_ids[: self._model.max_positions - 1]  # an engine adds one
+        answered = await engine.logprobs(np.asarray(token_ids, dtype=np.int32))
+        judged = await asyncio.to_thread(self._plain().judge, mirror, token_ids)
+        self._next_canary_at = self._clock() + (self._clock() - began) / _SHARE
+        off = float(np.abs(answered - judged.truth).mean())
+        allowed = max(_FLOOR[self._dtype], _TIMES * judged.rounding)
+        self._progress.note(rounding=judged.rounding, engine_off=off)
+        log.info("canary", version=show(manifest.version), off=off, rounding=judged.rounding)
+        if not off <= allowed:
+            raise LoadRejected(
+                f"version {show(manifest.version)}: the engine's log-probs of the canary are {off:.3g} away from those "
+                f"of a plain forward pass, in the mean, and {allowed:.3g} is let pass (rounding: {judged.rounding:.3g})"
+            )
+
+    def _plain(self) -> Reference:
+        if self._reference is None:
+            from streamrl.workers.proofs.reference import Reference
+
+            self._reference = Reference(self._model, dtype=self._dtype, trust_remote_code=self._trust_remote_code)
+        return self._reference
+
+
+class Unproved:
+    """weights.prove = false: what is served is proved by digests alone."""
+
+    async def rehearse(self, engine: Engine, mirror: Path) -> None:
+        del engine, mirror
+
+    async def check(self, engine: Engine, mirror: Path, manifest: Manifest) -> None:
+        del engine, mirror, manifest
+
+
+class ProofDouble:
+    """Believes everything but what tests tell it to refuse."""
+
+    def __init__(self) -> None:
+        self.num_rehearsals = 0
+        self.checked: list[int] = []  # versions
+        self.refused: dict[int, int] = {}  # version -> how often it is refused still
+        self.held: asyncio.Event | None = None  # checks wait for it
+
+    async def rehearse(self, engine: Engine, mirror: Path) -> None:
+        self.num_rehearsals += 1
+
+    async def check(self, engine: Engine, mirror: Path, manifest: Manifest) -> None:
+        self.checked.append(manifest.version)
+        if self.held is not None:
+            await self.held.wait()
+        if self.refused.get(manifest.version, 0) > 0:
+            self.refused[manifest.version] -= 1
+            raise LoadRejected(f"version {show(manifest.version)} was told to be refused")

@@ -1,0 +1,119 @@
+"""What the mirror's weights say by themselves: a plain transformers model that is read out of it, layer by layer.
+
+    truth       the weights as they are served, computed one precision above      bfloat16 -> float32 -> float64
+    rounding    how far the same model is from the truth when it computes in the served dtype
+
+Both are asked of the same tokens at the same weights, so their distance is what this model's depth, width and dtype
+round at this moment: the unit in which an engine's distance from the truth is judged (`workers.proofs.proving`).
+
+A layer is in memory while it computes, beside embeddings and head; nothing is kept between two calls. On the host's
+processors also where engines have GPUs: 64 tokens of a 7B model take some seconds on 16 cores (not measured).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from streamrl.workers.engines.hf_model import build_model, token_logprobs
+from streamrl.workers.engines.mapped_file import MappedFile
+from streamrl.workers.engines.model import ModelFacts
+
+_ABOVE: Mapping[str, torch.dtype] = {"float32": torch.float64, "bfloat16": torch.float32}
+_SERVED: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+LogProbs = npt.NDArray[np.float64]  # [T - 1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """What a sequence's log-probs are, and how far rounding moves them."""
+
+    truth: LogProbs
+    rounding: float  # mean distance
+
+
+class Reference:
+    def __init__(self, model: ModelFacts, *, dtype: str, trust_remote_code: bool) -> None:
+        self._facts, self._dtype, self._trust_remote_code = model, dtype, trust_remote_code
+        self._shells: dict[torch.dtype, _Shell] = {}  # by what they compute in
+
+    def judge(self, mirror: Path, token_ids: Sequence[int]) -> Judged:
+        """Blocks for two forward passes; the mirror must not change meanwhile."""
+        tensors = dict(MappedFile().tensors(str(mirror)))
+        truth = self._logprobs(tensors, token_ids, _ABOVE[self._dtype])
+        served = self._logprobs(tensors, token_ids, _SERVED[self._dtype])
+        return Judged(truth=truth, rounding=float(np.abs(served - truth).mean()))
+
+    def _logprobs(self, tensors: Mapping[str, torch.Tensor], token_ids: Sequence[int], dtype: torch.dtype) -> LogProbs:
+        if dtype not in self._shells:
+            self._shells[dtype] = _build(self._facts, dtype, trust_remote_code=self._trust_remote_code)
+        with _filled(self._shells[dtype], tensors, dtype) as model:
+            return np.asarray(token_logprobs(model, list(token_ids)), dtype=np.float64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shell:
+    """A model without weights."""
+
+    model: nn.Module
+    names: Mapping[tuple[nn.Module, str], str]  # in the mirror, of each parameter; a tied head has the embedding's
+
+
+def _build(model: ModelFacts, dtype: torch.dtype, *, trust_remote_code: bool) -> _Shell:
+    """Parameters on `meta`, buffers with what the model computes into them."""
+    built = build_model(model, dtype=dtype, trust_remote_code=trust_remote_code, within=torch.device("meta"))
+    for name, buffer in list(built.named_buffers()):
+        owner, _, leaf = name.rpartition(".")
+        setattr(built.get_submodule(owner), leaf, torch.empty_like(buffer, device="cpu"))
+    built.initialize_weights()  # of what has memory by now
+    built.tie_weights()  # which making them may have undone
+    published = {parameter: name for name, parameter in built.named_parameters()}
+    names = {
+        (module, leaf): published[parameter]
+        for module in built.modules()
+        for leaf, parameter in module._parameters.items()
+        if parameter is not None
+    }
+    return _Shell(model=built, names=names)
+
+
+@contextmanager
+def _filled(shell: _Shell, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Iterator[nn.Module]:
+    """Inside, layers take their weights when they are called, and let go of them; all else has them throughout."""
+
+    def fill(modules: Sequence[nn.Module]) -> None:
+        for module in modules:
+            for leaf in module._parameters:
+                if (name := shell.names.get((module, leaf))) is not None:
+                    module._parameters[leaf] = nn.Parameter(tensors[name].to(dtype), requires_grad=False)
+
+    layers = [layer for stack in shell.model.modules() if isinstance(stack, nn.ModuleList) for layer in stack]
+    inner = {module for layer in layers for module in layer.modules()}
+    hooks: list[Any] = []
+    for layer in layers:
+        own = list(layer.modules())
+        hooks.append(layer.register_forward_pre_hook(lambda *_, own=own: fill(own)))
+        hooks.append(layer.register_forward_hook(lambda *_, own=own: _empty(own)))
+    fill([module for module in shell.model.modules() if module not in inner])
+    try:
+        yield shell.model
+    finally:
+        for hook in hooks:
+            hook.remove()
+        _empty(list(shell.model.modules()))
+
+
+def _empty(modules: Sequence[nn.Module]) -> None:
+    for module in modules:
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[leaf] = nn.Parameter(parameter.to("meta"), requires_grad=False)
