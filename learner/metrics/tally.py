@@ -145,7 +145,7 @@ class Tally:
         self._peaks[name] = max(self._peaks[name], value)
 
     def _add_sample(self, sample: Sample) -> None:
-        self._add("reward_squared", sample.reward**2)
+        self._add("reward_squared", sample.reward * sample.reward)  # may be inf, where a power raises
         for name in self._sources:
             self._add(f"reward/{name}", sample.rewards.get(name, 0.0))
         for span in sample.spans:
