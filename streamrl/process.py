@@ -1,4 +1,5 @@
-"""What a process takes of its machine: the memory that it has freed, and the port that it listens on.
+"""What a process takes of its machine: the memory that it has freed, the port that it listens on, and programs that end
+with it.
 
 glibc hands large blocks, and the free end of its heap, back to the system at once, and gets them again page by page,
 zeroed by the kernel. Forward passes on a CPU free and need the same megabytes at every layer: with a thousand tokens in
@@ -11,7 +12,11 @@ A port is taken before anything slow is done, so that one which is taken already
 from __future__ import annotations
 
 import ctypes
+import os
+import signal
 import socket
+import sys
+from collections.abc import Sequence
 
 from streamrl.errors import ResourceError
 
@@ -60,3 +65,22 @@ def address_of(bound: socket.socket, *, host: str | None = None) -> str:
     found, port = bound.getsockname()[:2]
     host = host or found
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+# Becomes the command after asking the kernel for a signal when the parent dies. A program of its own rather than a
+# preexec_fn, which may deadlock in a process with threads. Only the thread that starts a child counts as its parent.
+_EXEC_AND_DIE_WITH_PARENT = """
+import ctypes, os, sys
+parent, number, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, number)
+if os.getppid() != parent:
+    sys.exit("the process that wanted this one has ended")
+os.execv(command[0], command)
+"""
+
+
+def dying_with_us(command: Sequence[str], *, by: signal.Signals) -> list[str]:
+    """The command line of a child that the kernel sends this signal when the thread that starts it ends."""
+    program = [sys.executable, "-I", "-S", "-c", _EXEC_AND_DIE_WITH_PARENT, str(os.getpid()), str(int(by))]
+    return [*program, *command]

@@ -33,14 +33,14 @@ def group_of(
     samples = tuple(
         Sample(
             token_ids=np.array(tokens, dtype=np.int32),
-            logprobs=np.array(logmu, dtype=np.float32),
+            logprobs=np.array(behaviour_logprobs, dtype=np.float32),
             mask_runs=(len(tokens),),
             spans=(Span(version=version, step=step, start=0, end=len(tokens)),) if len(tokens) else (),
             finish_reason="stop" if ended else "length",
             rewards={"made_up": float(reward)},
             reward=float(reward),
         )
-        for reward, ended, tokens, logmu in zip(rewards, finished, responses, logprobs, strict=True)
+        for reward, ended, tokens, behaviour_logprobs in zip(rewards, finished, responses, logprobs, strict=True)
     )
     header = GroupHeader(
         ticket=ticket,

@@ -25,12 +25,12 @@ def plain_logprobs(policy: Policy, group: Group, tokens: Sequence[int]) -> torch
 
 
 def coefficients(
-    logpi: torch.Tensor, logmu: torch.Tensor, advantage: torch.Tensor, settings: schema.Algorithm
+    logpi: torch.Tensor, behaviour_logprobs: torch.Tensor, advantage: torch.Tensor, settings: schema.Algorithm
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of one response, in the first pass (pi_p = pi): the loss of each token is (value), its gradient is
     -(slope) A d log pi, and the KL in the loss weighs (weight)."""
-    r = torch.exp(logpi.detach() - logmu)
-    g = torch.exp((logpi.detach() - logmu).mean()).expand(len(r))
+    r = torch.exp(logpi.detach() - behaviour_logprobs)
+    g = torch.exp((logpi.detach() - behaviour_logprobs).mean()).expand(len(r))
     zero, one = torch.zeros_like(r), torch.ones_like(r)
     c = float(settings.loss_args.get("clamp", {"tis": 2.0}.get(settings.loss, 5.0)))
     usual = {"icepop": (0.5, 5.0), "sequence_mask": (0.99, 1.01), "gspo": (1 - 3e-4, 1 + 4e-4)}
@@ -95,14 +95,14 @@ def plain_loss(
     logpi = [[plain_logprobs(policy, g, s.token_ids.tolist()) for s in g.samples] for g in groups]
     with torch.no_grad():
         logref = [[plain_logprobs(reference, g, s.token_ids.tolist()) for s in g.samples] for g in groups]
-    logmu = [[torch.from_numpy(s.logprobs.copy()).double() for s in g.samples] for g in groups]
+    behaviour_logprobs = [[torch.from_numpy(s.logprobs.copy()).double() for s in g.samples] for g in groups]
     in_reward = beta if settings.kl.placement == "reward" else 0.0
     costs = [
         [
             in_reward * float((abs(m - f) if settings.kl.absolute else m - f).mean())
             for m, f in zip(*of_group, strict=True)
         ]
-        for of_group in zip(logmu, logref, strict=True)
+        for of_group in zip(behaviour_logprobs, logref, strict=True)
     ]
     advantages = plain_advantages(groups, costs, settings)
     values: list[float] = []
@@ -115,7 +115,7 @@ def plain_loss(
             length = len(sample.token_ids)
             to_go = torch.arange(length - 1, -1, -1, dtype=torch.float64)
             advantage = advantages[g][i] * settings.discount_factor**to_go
-            value, slope, weight = coefficients(logpi[g][i], logmu[g][i], advantage, settings)
+            value, slope, weight = coefficients(logpi[g][i], behaviour_logprobs[g][i], advantage, settings)
             gradient = -slope * advantage * logpi[g][i]
             if settings.kl.placement == "loss":
                 d = logpi[g][i] - logref[g][i]

@@ -16,6 +16,6 @@ def probe(token_ids: npt.NDArray[np.int32], *, sample: int = 0, group: int = 0) 
         group=group,
         prompt_ids=token_ids[:1],
         token_ids=rest,
-        logmu=np.zeros(len(rest), dtype=np.float32),
+        behaviour_logprobs=np.zeros(len(rest), dtype=np.float32),
         mask=np.ones(len(rest), dtype=np.bool_),
     )

@@ -121,7 +121,7 @@ class Gradients:
         place = batch.begins[micro_batch.sample] + micro_batch.position
         tokens = TokenBatch(
             logprobs=out.logp,
-            behaviour_logprobs=micro_batch.logmu.to(dtype),
+            behaviour_logprobs=micro_batch.behaviour_logprobs.to(dtype),
             proximal_logprobs=batch.proximal_logprobs[at],
             reference_logprobs=batch.reference_logprobs[at],
             entropy=out.entropy if self._algorithm.needs_entropy else None,
@@ -199,7 +199,7 @@ class Gradients:
         count = torch.zeros_like(total)
         for batch, reference in zip(batches, reference_logprobs, strict=True):
             if reference is not None:
-                behaviour = batch.logmu.to(reference.dtype)
+                behaviour = batch.behaviour_logprobs.to(reference.dtype)
                 penalty = self._algorithm.penalty(behaviour, reference).double()
                 total.index_add_(0, batch.sample, penalty)
                 count.index_add_(0, batch.sample, torch.ones_like(penalty))
@@ -222,7 +222,7 @@ def _pieces(groups: Sequence[Group], selections: Sequence[Selection]) -> list[Pi
                         group=g,
                         prompt_ids=group.prompt_ids,
                         token_ids=sample.token_ids,
-                        logmu=sample.logprobs,
+                        behaviour_logprobs=sample.logprobs,
                         mask=mask,
                     )
                 )

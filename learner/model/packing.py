@@ -36,7 +36,7 @@ class Piece:
     group: int  # samples of one group have the same prompt
     prompt_ids: npt.NDArray[np.int32]  # [P], at least one
     token_ids: npt.NDArray[np.int32]  # [T] the response, at least one
-    logmu: npt.NDArray[np.float32]  # [T]
+    behaviour_logprobs: npt.NDArray[np.float32]  # [T]
     mask: npt.NDArray[np.bool_]  # [T] has a loss
 
     @property
@@ -53,7 +53,7 @@ class MicroBatch:
     index: torch.Tensor  # [T] of the position, rows laid end to end, whose output predicts the token
     targets: torch.Tensor  # [T] the tokens with a loss
     position: torch.Tensor  # [T] of the token in its response
-    logmu: torch.Tensor  # [T]
+    behaviour_logprobs: torch.Tensor  # [T]
     sample: torch.Tensor  # [T] whose token it is
     starts: torch.Tensor  # [sequences + 1] int32: where sequences begin, rows laid end to end; then the end of the last
     longest: int  # of these sequences; both are of use only where prompts are not shared
@@ -168,7 +168,7 @@ def _fill(bundles: Sequence[_Bundle], length: int) -> list[list[_Bundle]]:
 def _lay_out(rows: Sequence[Sequence[_Bundle]], length: int) -> MicroBatch:
     cells = np.zeros((4, len(rows), length), dtype=np.int64)  # input ids, position ids, bundle, branch
     trained: list[npt.NDArray[np.int64]] = []  # [4, t] index, target, position, sample
-    logmu: list[npt.NDArray[np.float32]] = [np.zeros(0, dtype=np.float32)]
+    behaviour_logprobs: list[npt.NDArray[np.float32]] = [np.zeros(0, dtype=np.float32)]
     for r, row in enumerate(rows):
         start = 0
         for b, bundle in enumerate(row, start=1):
@@ -184,7 +184,7 @@ def _lay_out(rows: Sequence[Sequence[_Bundle]], length: int) -> MicroBatch:
                 trained.append(
                     np.stack([index, piece.token_ids[position], position, np.full_like(index, piece.sample)])
                 )
-                logmu.append(piece.logmu[position])
+                behaviour_logprobs.append(piece.behaviour_logprobs[position])
                 first = end
             start = first
     flat = np.concatenate(trained, axis=1) if trained else np.zeros((4, 0), dtype=np.int64)
@@ -199,7 +199,7 @@ def _lay_out(rows: Sequence[Sequence[_Bundle]], length: int) -> MicroBatch:
         index=index_of,
         targets=targets,
         position=positions,
-        logmu=torch.from_numpy(np.concatenate(logmu)),
+        behaviour_logprobs=torch.from_numpy(np.concatenate(behaviour_logprobs)),
         sample=samples,
         starts=torch.from_numpy(starts),
         longest=int(np.diff(starts).max()),

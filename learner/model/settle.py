@@ -154,7 +154,7 @@ def _pieces(vocabulary: int) -> list[Piece]:
             group=group,
             prompt_ids=prompts[group],
             token_ids=response,
-            logmu=np.zeros(len(response), dtype=np.float32),
+            behaviour_logprobs=np.zeros(len(response), dtype=np.float32),
             mask=np.ones(len(response), dtype=np.bool_),
         )
         for sample, (group, response) in enumerate(responses)

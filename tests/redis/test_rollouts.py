@@ -10,7 +10,7 @@ import redis
 import redis.asyncio
 from tokenizers import Tokenizer, models
 
-from streamrl.ops.monitor.rollouts import find_words_of_run, list_rollouts, open_rollout
+from streamrl.ops.monitor.rollouts import find_decoder_of_run, list_rollouts, open_rollout
 from streamrl.ops.record.export import to_json
 from streamrl.protocol.transport.keys import Keys
 from tests.redis.run_world import RunWorld
@@ -26,7 +26,7 @@ def world(
 def test_without_a_tokenizer_there_are_no_words(client: redis.Redis, keys: Keys) -> None:
     for config in ("", "{}", '{"model": {"path": "/nowhere"}}'):
         client.hset(keys.meta, "config", config)
-        assert find_words_of_run(client, keys) is None
+        assert find_decoder_of_run(client, keys) is None
 
 
 async def test_with_the_models_tokenizer_a_rollout_is_text(world: RunWorld, tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ async def test_with_the_models_tokenizer_a_rollout_is_text(world: RunWorld, tmp_
     world.client.hset(world.keys.meta, "config", json.dumps({"model": {"path": str(tmp_path)}}))
     found = open_rollout(world.client, world.keys, rollouts[0].id)
     assert found is not None
-    told = to_json(*found, find_words_of_run(world.client, world.keys))
+    told = to_json(*found, find_decoder_of_run(world.client, world.keys))
     assert told["prompt"] == "zero one two"
     first = told["samples"][0]
     assert (first["text"], first["reward"], first["rewards"]) == ("zero one two three", 0.0, {"exact": 0.0})

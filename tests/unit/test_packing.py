@@ -31,7 +31,7 @@ def piece(sample: int, num_prompt: int, num_response: int, *, group: int | None 
         group=group,
         prompt_ids=of_group.integers(3, 40, num_prompt, dtype=np.int32),
         token_ids=rng.integers(3, 40, num_response, dtype=np.int32),
-        logmu=rng.normal(size=num_response).astype(np.float32),
+        behaviour_logprobs=rng.normal(size=num_response).astype(np.float32),
         mask=np.ones(num_response, dtype=np.bool_),
     )
 
@@ -157,8 +157,10 @@ def test_an_empty_micro_batch_passes_through_the_model_and_changes_nothing(tmp_p
 def test_a_micro_batch_knows_the_log_probs_of_its_tokens() -> None:
     pieces = [piece(i, 2, 3 + i, group=i // 2) for i in range(5)]
     [batch] = pack(pieces, max_tokens=1000, shape=SHARED)
-    for sample, position, logmu in zip(batch.sample, batch.position, batch.logmu, strict=True):
-        assert float(logmu) == float(pieces[int(sample)].logmu[int(position)])
+    for sample, position, behaviour_logprobs in zip(
+        batch.sample, batch.position, batch.behaviour_logprobs, strict=True
+    ):
+        assert float(behaviour_logprobs) == float(pieces[int(sample)].behaviour_logprobs[int(position)])
 
 
 def cells(packed: Sequence[MicroBatch]) -> int:

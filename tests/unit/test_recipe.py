@@ -173,7 +173,7 @@ def step(
     """Of one pass over the groups: the loss, its gradient, and the metrics."""
 
     def ask(batch: MicroBatch) -> torch.Tensor:
-        return torch.full_like(batch.logmu, -1.0, dtype=torch.float64)
+        return torch.full_like(batch.behaviour_logprobs, -1.0, dtype=torch.float64)
 
     gradients = Gradients(
         policy=policy,

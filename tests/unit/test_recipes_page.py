@@ -72,7 +72,7 @@ def trained(config: schema.Config) -> tuple[float, dict[str, float]]:
     policy = load_policy(config, ALONE, (1,))
     gradients = Gradients(
         policy=policy,
-        reference=lambda batch: torch.full_like(batch.logmu, -1.0),
+        reference=lambda batch: torch.full_like(batch.behaviour_logprobs, -1.0),
         algorithm=make_algorithm(config.algorithm),
         config=config,
         world=ALONE,

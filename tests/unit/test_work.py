@@ -21,7 +21,7 @@ def piece(*, sample: int, prompt: int, response: int, trained: int) -> Piece:
         group=0,
         prompt_ids=np.zeros(prompt, dtype=np.int32),
         token_ids=np.zeros(response, dtype=np.int32),
-        logmu=np.zeros(response, dtype=np.float32),
+        behaviour_logprobs=np.zeros(response, dtype=np.float32),
         mask=np.arange(response) < trained,
     )
 

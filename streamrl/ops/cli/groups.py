@@ -18,7 +18,7 @@ from streamrl.ops.monitor.runs import find_target
 from streamrl.ops.record.export import to_json
 from streamrl.ops.record.read import open_group
 from streamrl.ops.record.sources import LiveGroups, RecordedGroups, Source, is_entry_id
-from streamrl.ops.record.view import TokenDecoder, choose_words, lines_of
+from streamrl.ops.record.view import TokenDecoder, choose_decoder, lines_of
 from streamrl.protocol.transport.types import Entry
 from streamrl.protocol.wire.ticket import Purpose
 from streamrl.terminal import printable
@@ -110,12 +110,12 @@ def show(words: tuple[str, ...], **options: Any) -> None:
 def _opened(folder: Path | None, look: Look) -> Iterator[tuple[Source, TokenDecoder | None]]:
     if folder is not None and _is_recording(folder):
         recorded = RecordedGroups(folder)
-        yield recorded, choose_words(look.tokenizer, recorded.model)
+        yield recorded, choose_decoder(look.tokenizer, recorded.model)
         return
     purpose: Purpose = "eval" if look.evaluation else "train"
     with open_run(find_target(folder, look.url, look.run)) as opened:
         live = LiveGroups(opened.client, opened.keys, run_uid=opened.info.uid, purpose=purpose)
-        yield live, choose_words(look.tokenizer, opened.config.model.path)
+        yield live, choose_decoder(look.tokenizer, opened.config.model.path)
 
 
 def _is_recording(folder: Path) -> bool:

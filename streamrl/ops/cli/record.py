@@ -20,7 +20,7 @@ from streamrl.ops.record.frames import Origin, is_intact
 from streamrl.ops.record.read import Recording
 from streamrl.ops.record.tap import Tap
 from streamrl.ops.record.tap import record as run_session
-from streamrl.ops.record.view import choose_words
+from streamrl.ops.record.view import choose_decoder
 from streamrl.ops.record.write import RecordingWriter, Written
 from streamrl.terminal import printable
 
@@ -137,7 +137,7 @@ def export_to(folder: Path, kind: str, output: Path | None, tokenizer: str | Non
         if output is None:
             raise ConfigError("--format parquet writes a file: name it with --output FILE")
     recording = Recording.open(folder)
-    decoder = None if no_text else choose_words(tokenizer, recording.origin.model)
+    decoder = None if no_text else choose_decoder(tokenizer, recording.origin.model)
     form = write_parquet if kind == "parquet" else write_jsonl
     write = partial(form, recording, decoder=decoder)
     exported = write(sys.stdout.buffer) if output is None else write_whole(output, write)

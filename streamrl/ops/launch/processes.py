@@ -14,7 +14,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,17 +21,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-# Becomes the command after asking the kernel for SIGKILL when the parent dies. A program of its own rather than a
-# preexec_fn, which may deadlock in a process with threads. Only the thread that starts a child counts as its parent.
-_EXEC_AND_DIE_WITH_PARENT = """
-import ctypes, os, signal, sys
-parent, command = int(sys.argv[1]), sys.argv[2:]
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-if os.getppid() != parent:
-    sys.exit("the process that wanted this one has ended")
-os.execv(command[0], command)
-"""
+from streamrl.process import dying_with_us
+
 _TAIL_BYTES = 16 << 10
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 _HEALTHY_AFTER_S = 120.0
@@ -64,7 +54,7 @@ class Process:
         with command.log.open("ab") as log:
             begin = log.tell()
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _EXEC_AND_DIE_WITH_PARENT, str(os.getpid()), *command.arguments],
+                dying_with_us(command.arguments, by=signal.SIGKILL),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -131,9 +131,9 @@ def make_server(
 
 
 def serve_metrics(there: Opened, bound: socket.socket, *, ready: Callable[[], None]) -> None:
-    looker = Poller(Watcher(there.client, there.keys, server=there.server), period_s=_LOOK_EVERY_S)
-    looker.look()
-    figures = make_registry(there.keys.name, lambda: looker.seen)
-    with looker.looking(), make_server(figures, bound) as server:
+    poller = Poller(Watcher(there.client, there.keys, server=there.server), period_s=_LOOK_EVERY_S)
+    poller.look()
+    figures = make_registry(there.keys.name, lambda: poller.seen)
+    with poller.looking(), make_server(figures, bound) as server:
         ready()
         server.serve_forever()

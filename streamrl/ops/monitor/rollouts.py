@@ -58,7 +58,7 @@ def open_rollout(client: redis.Redis, keys: Keys, entry_id: str) -> tuple[Entry,
         return None
 
 
-def find_words_of_run(client: redis.Redis, keys: Keys) -> TokenDecoder | None:
+def find_decoder_of_run(client: redis.Redis, keys: Keys) -> TokenDecoder | None:
     """By the model's own tokenizer, if it is here; else token ids stand for the text."""
     config: Any = client.hget(keys.meta, "config")
     try:

@@ -140,7 +140,7 @@ def find_decoder(model: str) -> TokenDecoder | None:
     return _load(path)
 
 
-def choose_words(named: str | None, model: str) -> TokenDecoder | None:
+def choose_decoder(named: str | None, model: str) -> TokenDecoder | None:
     """Of the model that the user has named, where what is missing is an error; else of the run's own."""
     if named is None:
         return find_decoder(model)

@@ -13,9 +13,9 @@ import hashlib
 import importlib.util
 import os
 import shutil
+import signal
 import stat
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,22 +27,11 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from streamrl.errors import ResourceError
+from streamrl.process import dying_with_us
 
 _LONGEST_SOCKET_PATH = 100  # the kernel allows 108 bytes, and the error past them names no cause
 _PAUSE_S = 0.02
 _STOP_TIMEOUT_S = 15.0
-
-# Becomes the server after asking the kernel for SIGTERM when the parent dies. A program of its own rather than a
-# preexec_fn, which may deadlock in a process with threads.
-_EXEC_AND_DIE_WITH_PARENT = """
-import ctypes, os, signal, sys
-parent, command = int(sys.argv[1]), sys.argv[2:]
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-if os.getppid() != parent:
-    sys.exit("the process that wanted this server has ended")
-os.execv(command[0], command)
-"""
 
 
 class EmbeddedRedis:
@@ -66,10 +55,9 @@ class EmbeddedRedis:
             socket = _socket_path(folder)
             if socket.parent != folder:
                 _make_private(socket.parent)
-            wrapper = [sys.executable, "-I", "-S", "-c", _EXEC_AND_DIE_WITH_PARENT, str(os.getpid())]
             with (folder / "redis.log").open("ab") as log:
                 process = subprocess.Popen(
-                    [*wrapper, str(program), *_arguments(folder, socket)],
+                    dying_with_us([str(program), *_arguments(folder, socket)], by=signal.SIGTERM),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

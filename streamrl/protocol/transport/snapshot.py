@@ -96,15 +96,15 @@ def snapshot(
 ) -> Snapshot:
     look = partial(_look, client, keys, num_records, num_events)
     replies, of_another_type = repeat(client, "be looked at", look, give_up_after_s=give_up_after_s)
-    gleaner = LenientReader(f"{key}: of another type" for key in of_another_type)
+    lenient = LenientReader(f"{key}: of another type" for key in of_another_type)
     (time, meta, weights, progress, holder, lease_ms, control, tombstone), replies = replies[:8], replies[8:]
     (num_dead, letters, num_requests, num_versions, records, events, info), streams = replies[:7], replies[7:]
     at = time[0] + time[1] / 1e6
     return Snapshot(
         at=at,
-        run=gleaner.run(keys.name, meta),
-        created_at=gleaner.number("meta", meta, "created_at"),
-        step=gleaner.integer("meta", meta, "step") or 0,
+        run=lenient.run(keys.name, meta),
+        created_at=lenient.number("meta", meta, "created_at"),
+        step=lenient.integer("meta", meta, "step") or 0,
         holder=holder.decode(errors="replace") if holder else None,
         control=one_of(CONTROLS, control, "run"),
         streams={
@@ -112,12 +112,12 @@ def snapshot(
             for place, purpose in enumerate(PURPOSES)
         },
         num_dead=num_dead or 0,
-        latest_version=gleaner.integer("weights", weights, "latest"),
-        latest_version_step=gleaner.integer("weights", weights, "step") or 0,
-        latest_version_at=gleaner.number("weights", weights, "at"),
-        reports=gleaner.reports(progress),
-        records=gleaner.records(list(reversed(records))),
-        events=gleaner.events(list(reversed(events))),
+        latest_version=lenient.integer("weights", weights, "latest"),
+        latest_version_step=lenient.integer("weights", weights, "step") or 0,
+        latest_version_at=lenient.number("weights", weights, "at"),
+        reports=lenient.reports(progress),
+        records=lenient.records(list(reversed(records))),
+        events=lenient.events(list(reversed(events))),
         used_memory_bytes=int(info.get("used_memory", 0)),
         max_memory_bytes=int(info.get("maxmemory", 0)),
         lease_left_s=lease_ms / 1000 if lease_ms and lease_ms > 0 else None,
@@ -126,7 +126,7 @@ def snapshot(
         num_retry_requests=num_requests or 0,
         letters=tuple(_to_letter(fields) for _, fields in letters),
         server=_to_server(info),
-        unreadable=gleaner.unreadable,
+        unreadable=lenient.unreadable,
     )
 
 

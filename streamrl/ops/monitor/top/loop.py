@@ -7,7 +7,7 @@ from dataclasses import replace
 import redis
 
 from streamrl.ops.monitor.poller import Poller, Seen, Watcher
-from streamrl.ops.monitor.rollouts import find_words_of_run, list_rollouts, open_rollout
+from streamrl.ops.monitor.rollouts import find_decoder_of_run, list_rollouts, open_rollout
 from streamrl.ops.monitor.runs import Opened
 from streamrl.ops.monitor.top.draw import draw
 from streamrl.ops.monitor.top.screen import Screen
@@ -19,12 +19,12 @@ _KEYS_EVERY_S = 0.1
 
 def run(there: Opened, *, period_s: float) -> None:
     """Until the user leaves."""
-    looker = Poller(Watcher(there.client, there.keys, server=there.server), period_s=period_s)
+    poller = Poller(Watcher(there.client, there.keys, server=there.server), period_s=period_s)
     screen, shown = Screen(), Seen()
-    with Terminal() as terminal, looker.looking():
+    with Terminal() as terminal, poller.looking():
         while not screen.has_quit:
             if not screen.is_frozen:
-                shown = looker.seen
+                shown = poller.seen
             width, height = terminal.size
             terminal.show(draw(shown.view, screen, width=width, height=height, error=shown.error, server=there.server))
             if key := terminal.key(_KEYS_EVERY_S):
@@ -38,7 +38,7 @@ def _serve(screen: Screen, there: Opened, *, width: int, colour: bool) -> Screen
             return replace(screen, wants_groups=False, groups=list_rollouts(there.client, there.keys))
         if screen.wants_group:
             found = open_rollout(there.client, there.keys, screen.wants_group)
-            words = find_words_of_run(there.client, there.keys)
+            words = find_decoder_of_run(there.client, there.keys)
             lines = lines_of(*found, words, width=width, colour=colour, max_lines=None) if found else ()
             return replace(screen, wants_group="", page="group", group=tuple(lines), scroll=0)
     except redis.RedisError:  # the frame says already that Redis is gone

@@ -37,7 +37,7 @@ from streamrl.ops.monitor.charts import Chart, charts_of
 from streamrl.ops.monitor.exporter import make_registry
 from streamrl.ops.monitor.history import History, thin
 from streamrl.ops.monitor.poller import Poller, Seen, Watcher
-from streamrl.ops.monitor.rollouts import find_words_of_run, list_rollouts, open_rollout
+from streamrl.ops.monitor.rollouts import find_decoder_of_run, list_rollouts, open_rollout
 from streamrl.ops.monitor.runs import Opened
 from streamrl.ops.monitor.view import View, Worker
 from streamrl.ops.record.export import to_json
@@ -61,19 +61,19 @@ class Dashboard:
         self._there, self._token, self._only_loopback = there, token, only_loopback
         self._watcher = Watcher(there.client, there.keys, server=there.server)
         self._trace = Trace()
-        self._looker = Poller(self._watcher, period_s=period_s, on_look=self._seen)
-        self._figures = make_registry(there.keys.name, lambda: self._looker.seen)
+        self._poller = Poller(self._watcher, period_s=period_s, on_look=self._seen)
+        self._figures = make_registry(there.keys.name, lambda: self._poller.seen)
         self._history: bytes = b"{}"  # as it is sent; encoded when something is new, not for every reader
         self._history_of: tuple[int, str, int] | None = None  # what of the history is in it
-        self._words: TokenDecoder | None = None
+        self._decoder: TokenDecoder | None = None
         self._page = Path(__file__).with_name("index.html").read_text(encoding="utf-8")
         self._lock = threading.Lock()
 
     def app(self) -> Starlette:
         @contextlib.asynccontextmanager
         async def looking(app: Starlette) -> AsyncIterator[None]:
-            await run_in_threadpool(self._looker.look)
-            with self._looker.looking():
+            await run_in_threadpool(self._poller.look)
+            with self._poller.looking():
                 yield
 
         routes = [
@@ -114,7 +114,7 @@ class Dashboard:
         return Response(self._page, media_type="text/html; charset=utf-8")
 
     async def _view(self, request: Request) -> Response:
-        seen = self._looker.seen
+        seen = self._poller.seen
         view = seen.view.to_json() if seen.view else None
         return _json({"view": view, "error": seen.error, **self._trace.to_json()})
 
@@ -143,12 +143,12 @@ class Dashboard:
     def _open(self, entry_id: str) -> Mapping[str, Any] | None:
         try:
             with self._lock:  # one tokenizer, loaded once
-                if self._words is None:
-                    self._words = find_words_of_run(self._there.client, self._there.keys)
+                if self._decoder is None:
+                    self._decoder = find_decoder_of_run(self._there.client, self._there.keys)
             found = open_rollout(self._there.client, self._there.keys, entry_id)
         except redis.RedisError:
             return None
-        return to_json(*found, self._words) if found else None
+        return to_json(*found, self._decoder) if found else None
 
 
 def curves(history: History) -> dict[str, Any]:
