@@ -154,15 +154,14 @@ def _make_conductor(
     validation_prompts: PromptSet | None,
 ) -> Conductor:
     config, start = context.config, admitted.start
-    suspects = Quarantine(config.folder, term=start.term)
     feed = Feed(
         stream=admitted.stream,
         prompts=prompts,
         config=config,
         run_uid=start.run_uid,
         fingerprint=context.tokenizer_info.fingerprint,
-        keep=suspects.keep(make_algorithm(config.algorithm).drop_reason),
-        narrow=suspects.narrow,
+        keep=make_algorithm(config.algorithm).drop_reason,
+        quarantine=Quarantine(config.folder, term=start.term),
         state=admitted.checkpoint.state.stream if admitted.checkpoint else None,
     )
     if admitted.checkpoint is not None:
@@ -185,7 +184,6 @@ def _make_conductor(
         prompts=prompts,
         stream=admitted.stream,
         feed=feed,
-        suspects=suspects,
         validation=validation,
         lease=keeper,
     )

@@ -54,14 +54,6 @@ class RunStream(Protocol):
     def reports(self) -> tuple[float, Sequence[Report]]: ...
 
 
-class Suspicion(Protocol):
-    """Who is told of a plan before the ranks are, and once it has done no harm."""
-
-    def begin(self, plan: Plan) -> None: ...
-
-    def survived(self) -> None: ...
-
-
 class Conductor:
     def __init__(
         self,
@@ -71,14 +63,13 @@ class Conductor:
         prompts: PromptSet,
         stream: RunStream,
         feed: Feed,
-        suspects: Suspicion,
         validation: Validation | None,  # None: there are no prompts for it
         lease: LeaseKeeper,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         config = context.config
         self._context, self._config, self._start = context, config, start
-        self._stream, self._feed, self._quarantine, self._lease = stream, feed, suspects, lease
+        self._stream, self._feed, self._lease = stream, feed, lease
         self._checkpoints = CheckpointRoot(config.folder)
         self._recorder = Recorder(
             folder=config.folder,
@@ -147,8 +138,6 @@ class Conductor:
         with progress.waiting(self._feed.waits_for), timers.measure("rollout"), redis_may_be_away("no plan"):
             plan = self._feed.plan(step=step, world_size=self._context.world.size, timeout_s=_SLICE_S)
         self._show_control()
-        if plan is not None and plan.kind is Kind.STEP:
-            self._quarantine.begin(plan)
         if plan is None and self._feed.waits_for is Wait.GROUPS:
             self._look_for_rejections()
         # Live, since a run whose groups are all dropped makes no step and so no record.
@@ -221,7 +210,6 @@ class Conductor:
         self._validation_schedule.start_beside(step, latest)
 
     def settle(self, plan: Plan, verdicts: Sequence[GroupCheck], *, trained: bool) -> None:
-        self._quarantine.survived()
         self._feed.settle(plan, verdicts, trained=trained)
         sound = [entry.ticket for entry, ok in zip(plan.entries, verdicts, strict=True) if ok == GroupCheck.SOUND]
         if sound and not trained:

@@ -39,7 +39,7 @@ from streamrl.learner.rank_context import (
     read_train_prompts,
     surround,
 )
-from streamrl.learner.replayed import ReplayFeed, ReplayStream, Unpublished, Unsuspecting, as_replayed, versions_of
+from streamrl.learner.replayed import ReplayFeed, ReplayStream, Unpublished, as_replayed, versions_of
 from streamrl.learner.start import REPLAY, Start, claim_folder, make_start
 from streamrl.ops.record.read import Recording
 from streamrl.protocol.transport.types import RunState
@@ -100,9 +100,7 @@ def _begin(
         state=claimed.checkpoint.state.stream if claimed.checkpoint else None,
     )
     lease = LeaseKeeper(lambda: None, lease_s=config.learner.lease_s)  # the folder's lock is held instead
-    return start, Conductor(
-        context, start, prompts=prompts, stream=stream, feed=feed, suspects=Unsuspecting(), validation=None, lease=lease
-    )
+    return start, Conductor(context, start, prompts=prompts, stream=stream, feed=feed, validation=None, lease=lease)
 
 
 def _work(

@@ -1,4 +1,4 @@
-"""The learner's seams when it learns from a recording: the stream, the feed's beginning, suspects, the publisher.
+"""The learner's seams when it learns from a recording: the stream, the feed's beginning, the publisher.
 
     recording ─► ReplayStream ─► ReplayFeed ─► the same judge, plans, algorithm, checkpoints as in a live run
 
@@ -19,7 +19,6 @@ from streamrl.config import schema
 from streamrl.errors import WireError
 from streamrl.learner.groups.feed import Feed
 from streamrl.learner.groups.ledger import DROPPED, FeedState, LedgerState
-from streamrl.learner.groups.plan import Plan
 from streamrl.learner.groups.prompts import PromptSet
 from streamrl.learner.publishing.publish import Published
 from streamrl.ops.record.frames import Place, read_group
@@ -156,14 +155,6 @@ class ReplayFeed(Feed):
 
     def note_version(self, version: int, step: int) -> None:
         """Groups are measured against the versions of the recorded run, which are known from the beginning."""
-
-
-class Unsuspecting:
-    """Steps are made as they were recorded, whoever dies."""
-
-    def begin(self, plan: Plan) -> None: ...
-
-    def survived(self) -> None: ...
 
 
 class Unpublished:

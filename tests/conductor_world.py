@@ -15,7 +15,6 @@ from streamrl.learner.checkpoints.checkpoint import CheckpointRoot
 from streamrl.learner.conductor import Conductor
 from streamrl.learner.groups.ledger import FeedState
 from streamrl.learner.groups.plan import Kind, Plan
-from streamrl.learner.groups.quarantine import Quarantine
 from streamrl.learner.metrics.record import Answer, Timers, ValidationResult
 from streamrl.learner.model.load import TokenizerInfo
 from streamrl.learner.process.lease import LeaseKeeper
@@ -202,7 +201,6 @@ class Scene:
             prompts=make_prompts(3),
             stream=self.stream,
             feed=self.feed,
-            suspects=Quarantine(config.folder, term=1),
             validation=self.validation,
             lease=LeaseKeeper(lambda: None, lease_s=1.0),
             clock=self.clock,

@@ -23,7 +23,7 @@ WHOLE_PROCESS = "function_child.py"
 CARRIERS = {
     *("Ticket", "Leased", "Delivery", "Entry", "Group", "GroupHeader", "Sample", "Span", "bytes"),
     *("Prompt", "SampleRequest", "Generated", "ScoreItem", "Scores", "RequestOutput"),
-    *("Plan", "PlanEntry", "ReadyGroup", "Take", "Fetched", "Selection", "Advantages"),
+    *("Plan", "PlanEntry", "ReadyGroup", "Fetched", "Selection", "Advantages"),
     *("Batch", "LossBatch", "Piece", "MicroBatch", "Tensor", "ndarray"),
 }
 

@@ -35,8 +35,8 @@ from streamrl.config import schema
 from streamrl.crashpoints import crashpoint
 from streamrl.learner.groups.lag import LagRule
 from streamrl.learner.groups.ledger import DEAD, Ledger, Retries
+from streamrl.learner.groups.plan import ReadyGroups
 from streamrl.learner.groups.prompts import PromptSet
-from streamrl.learner.groups.ready import ReadyGroups
 from streamrl.protocol.transport.types import Entry, GroupStream, PresentGroup, entry_order
 from streamrl.protocol.wire.ticket import Ticket
 

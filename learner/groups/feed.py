@@ -2,7 +2,7 @@
 
       ┌── top_up ──► tickets ──► workers ──► groups ──┐
       │                                               ▼ read by the cursor, in order
-    ledger ◄── settle ◄── plan ◄── in hand ◄── judge: whose, what, how old, worth training?
+    ledger ◄── settle ◄── plan ◄── in hand ◄── accept: whose, what, how old, worth training?
                                                       │
       ▲───────────── dropped, failed, ignored ────────┘
 
@@ -23,17 +23,18 @@ import structlog
 
 from streamrl.config import schema
 from streamrl.crashpoints import crashpoint
+from streamrl.errors import WireError
 from streamrl.learner.groups.counts import Datasets, Lengths
 from streamrl.learner.groups.dispatch import Backlog, Dispatch, largest_group
 from streamrl.learner.groups.lag import LagRule
 from streamrl.learner.groups.ledger import DEAD, DROPPED, TRAINED, FeedState, Ledger
-from streamrl.learner.groups.plan import GroupCheck, Kind, Plan, balance
+from streamrl.learner.groups.plan import GroupCheck, Kind, Plan, ReadyGroup, ReadyGroups, balance
 from streamrl.learner.groups.prompts import PromptSet
-from streamrl.learner.groups.ready import LATE_FAILURE, Drop, Failed, Ignore, Judge, ReadyGroup, ReadyGroups, Take
+from streamrl.learner.groups.quarantine import QUARANTINED, Quarantine
 from streamrl.learner.groups.reconcile import reconcile
 from streamrl.learner.groups.waiting import WaitTimers
 from streamrl.protocol.transport.types import Control, Entry, GroupStream
-from streamrl.protocol.wire.group import GroupHeader
+from streamrl.protocol.wire.group import GroupHeader, decode_header
 from streamrl.telemetry.progress import Wait
 
 _READ_BYTES = 1 << 20  # about so much is read at a time: larger answers cost more memory, and gain nothing
@@ -53,15 +54,17 @@ class Feed:
         fingerprint: str,  # of model and tokenizer, as groups must carry it
         keep: Callable[[GroupHeader], str | None],  # the algorithm's reason to drop a group, if it has one
         state: FeedState | None = None,  # of the checkpoint to go on from
-        narrow: Callable[[list[ReadyGroup]], list[ReadyGroup]] = lambda batch: batch,  # what of a batch to train now
+        quarantine: Quarantine | None = None,  # None: nobody is suspected
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         state = state or FeedState()
         self._stream, self._prompts = stream, prompts
         self._groups_per_step = config.training.groups_per_step
+        self._max_samples = config.sampling.num_samples  # what tickets ask for
+        self._run_uid, self._fingerprint, self._keep = run_uid, fingerprint, keep
+        self._quarantine = quarantine or Quarantine()
         self._wait_timers = WaitTimers(config, clock)
-        self._narrow = narrow
         self._clock = clock
         self._sleep = sleep
         self._ledger = Ledger(state.ledger)
@@ -81,14 +84,6 @@ class Feed:
             backlog=self._backlog,
             config=config,
             run_uid=run_uid,
-        )
-        self._judge = Judge(
-            run_uid=run_uid,
-            fingerprint=fingerprint,
-            max_samples=config.sampling.num_samples,
-            ledger=self._ledger,
-            lag=self._lag,
-            keep=keep,
         )
         self._cursor = state.cursor
         self._journal = state.journal
@@ -128,11 +123,13 @@ class Feed:
         self._doubtful = False
         if plan is not None and plan.kind is Kind.STEP:
             self._planned = plan
+            self._quarantine.begin([entry.ticket for entry in plan.entries])
         return plan
 
     def settle(self, plan: Plan, verdicts: Sequence[int], *, trained: bool = True) -> None:
         """The ranks' verdicts on the groups of the plan. `trained=False`: the step itself was skipped."""
         assert plan is self._planned, "only the current plan can be settled"
+        self._quarantine.survived()
         outcomes = {
             GroupCheck.SOUND: TRAINED if trained else f"{DROPPED}non_finite",
             GroupCheck.MALFORMED: f"{DROPPED}malformed",
@@ -248,7 +245,7 @@ class Feed:
         if len(self._ready_groups) >= self._groups_per_step or (nothing_to_come and len(self._ready_groups)):
             if self._wait_timers.batch_may_wait(self._ready_groups.awaited(step)):
                 return None
-            batch = self._narrow(self._ready_groups.batch())
+            batch = self._batch()
             ranks = balance([held.header.num_tokens for held in batch], world_size)
             entries = (held.planned(rank) for held, rank in zip(batch, ranks, strict=True))
             return Plan(kind=Kind.STEP, step=step, entries=tuple(entries))
@@ -257,6 +254,11 @@ class Feed:
         if nothing_to_come:
             return Plan(kind=Kind.END if self._dispatch.exhausted else Kind.STOP, step=step)
         return None
+
+    def _batch(self) -> list[ReadyGroup]:
+        batch = self._ready_groups.batch()
+        chosen = self._quarantine.narrow([held.header.ticket for held in batch])
+        return [held for held in batch if held.header.ticket in chosen]
 
     def _receive(self, step: int, wait_s: float) -> bool:
         """Read some of what is lacking, the carry first; whether anything was there."""
@@ -277,22 +279,55 @@ class Feed:
         return bool(entries)
 
     def _accept(self, entry: Entry, step: int) -> None:
+        """Train on it, drop its ticket, count a failure, or ignore it: `step` is the one that would train this group.
+
+        Whoever may write to the stream may write anything, so each entry is looked at from the outside in: is it of
+        this run, does it parse, is it about an open ticket, is it worth training? Bodies are the ranks' business.
+        """
         self._backlog.add(entry)
-        match self._judge(entry, step=step, ready_groups=self._ready_groups):
-            case Take(header):
-                self._backlog.expect(len(entry.header) + len(entry.body))
-                self._ready_groups.take(ReadyGroup(entry.id, header, entry.body))
-            case Drop(reason, GroupHeader() as header):
-                self._backlog.expect(len(entry.header) + len(entry.body))
-                self._end(header, f"{DROPPED}{reason}", step=step)
-            case Drop(reason):
-                self._ledger.resolve(entry.number, f"{DROPPED}{reason}", step=step + 1)
-            case Failed(error):
-                self._dispatch.failed(entry.number, error=error, step=step)
-            case Ignore(reason):
-                self._ledger.ignore(reason)
-                if reason == LATE_FAILURE:
-                    self._wait_timers.look_soon()
+        header = self._header(entry)
+        if entry.run_uid != self._run_uid:
+            self._ledger.ignore("wrong_run")
+        elif not 0 <= entry.number < self._ledger.issued:
+            self._ledger.ignore("unknown_ticket" if header else "malformed")
+        elif entry.number in self._ready_groups or not self._ledger.is_open(entry.number):
+            self._ledger.ignore("duplicate")
+        elif header is None:
+            self._ledger.resolve(entry.number, f"{DROPPED}malformed", step=step + 1)
+        elif not header.failed:
+            self._weigh(entry, header, step)
+        elif header.attempt < self._ledger.attempts(entry.number):
+            # The failure of an earlier attempt has been counted, and another attempt is under way; or was, where
+            # a Redis that went back in time has given out the earlier one again.
+            self._ledger.ignore("late_failure")
+            self._wait_timers.look_soon()
+        else:
+            self._dispatch.failed(entry.number, error=header.error, step=step)
+
+    def _header(self, entry: Entry) -> GroupHeader | None:
+        """None when it is no header of a training group for this very ticket."""
+        try:
+            header = decode_header(entry.header)
+        except WireError:
+            return None
+        expected = (entry.number, self._run_uid, "train")
+        fits = (header.ticket, header.run_uid, header.purpose) == expected
+        return header if fits and len(header.sample_lengths) <= self._max_samples else None
+
+    def _weigh(self, entry: Entry, header: GroupHeader, step: int) -> None:
+        self._backlog.expect(len(entry.header) + len(entry.body))
+        reason = self._reason_to_drop(header, step)
+        if reason is None:
+            self._ready_groups.take(ReadyGroup(entry.id, header, entry.body))
+        else:
+            self._end(header, f"{DROPPED}{reason}", step=step)
+
+    def _reason_to_drop(self, header: GroupHeader, step: int) -> str | None:
+        if header.fingerprint != self._fingerprint:
+            return "wrong_model"
+        if self._lag.is_stale(header.min_version, header.max_version, step):
+            return "stale"
+        return QUARANTINED if self._quarantine.holds(header.ticket) else self._keep(header)
 
     def _drop_what_got_old(self, step: int) -> None:
         """Steps were made since it came to hand: only where the most urgent groups go first."""

@@ -6,7 +6,7 @@ happens past the limit:
 
     keep   trained all the same, corrected; past a generous hard limit the group is dropped
     mask   tokens past the limit get no loss, the younger ones of the sample do; a group of old ones alone is dropped
-    wait   no step is made that would put a ticket past the limit (`stream.hand`); what is past it even so is dropped
+    wait   no step is made that would put a ticket past the limit (`groups.plan`); what is past it even so is dropped
     drop   the group is dropped: the plainest, and the one that costs the most long answers
 
 Headers name versions only; the learner knows the step of each that it published, as far back as the limit reaches.
@@ -17,13 +17,8 @@ off-policy correction copes with them, and their tokens are counted. In the bodi
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
-
-import numpy as np
-import numpy.typing as npt
 
 from streamrl.config import schema
-from streamrl.protocol.wire.group import Group, Sample
 from streamrl.versions import term_of
 
 
@@ -81,33 +76,3 @@ class LagRule:
 def oldest_trained_step(settings: schema.Lag, step: int) -> int:
     """Tokens of versions before this step get no loss in the batch that makes `step + 1` of `step`."""
     return step - settings.max_steps if settings.stale == "mask" else 0
-
-
-def mask_before(group: Group, oldest_step: int) -> tuple[Group, int]:
-    """(the group without a loss for tokens of versions of an earlier step, how many that took the loss from)"""
-    if all(span.step >= oldest_step for sample in group.samples for span in sample.spans):
-        return group, 0
-    samples = tuple(_mask_sample(sample, oldest_step) for sample in group.samples)
-    return replace(group, samples=samples), num_trained(group.samples) - num_trained(samples)
-
-
-def num_trained(samples: Iterable[Sample]) -> int:
-    """Tokens that have a loss."""
-    return sum(sum(sample.mask_runs[::2]) for sample in samples)
-
-
-def _mask_sample(sample: Sample, oldest_step: int) -> Sample:
-    mask = sample.loss_mask()
-    for span in sample.spans:
-        if span.step < oldest_step:
-            mask[span.start : span.end] = False
-    return sample._replace(mask_runs=_to_runs(mask))
-
-
-def _to_runs(mask: npt.NDArray[np.bool_]) -> tuple[int, ...]:  # [T]
-    """Lengths of runs, alternating trained / not trained, as a sample has them."""
-    if len(mask) == 0:
-        return ()
-    bounds = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
-    runs = np.diff(bounds).tolist()
-    return tuple(runs) if mask[0] else (0, *runs)

@@ -1,18 +1,32 @@
-"""The plan of a step: which groups are trained, and which rank takes each. Rank 0 makes it, all ranks follow it.
+"""Which groups are trained next, and which rank takes each: those in hand, and the plan of a step that is made of them.
 
-Each rank takes its own groups out of the stream and looks at them: nothing in them is trusted. Rank 0, which
-has read them all, has most of its own already.
+Rank 0 makes the plan, and all ranks follow it: each takes its own groups out of the stream and looks at them, for
+nothing in them is trusted. Rank 0, which has read them all, has most of its own already.
 
-Entries do not change until they are trimmed, which only a commit does, so any rank may read them at any time. One that
-is gone all the same was lost with Redis; its ticket is asked for again. Blocks on Redis within its bounds.
+In hand are groups that were read, are sound by their headers, and not resolved; beside them those that have been read
+once and have yet to be read again: a checkpoint's carry, and what was in hand when Redis was in trouble. They are
+trained in the order in which they came, a batch as soon as it is full. With `lag.stale: wait` the bound on lag is kept
+by timing instead: the most urgent go first, and a batch waits while some ticket that is not in hand would be too old if
+the step were made without it:
+
+    a ticket begun with weights of step b is too old after step b + max_steps: its deadline
+    the tickets outside the batch, by deadline, need the steps to come:   d_0 d_1 | d_2 d_3 | ...   a batch each
+    so the step may be made when   d_i >= step + 1 + i // groups_per_step   for every i
+
+Since no more tickets are out than there are places in the steps up to the last deadline (`LagRule.batches_ahead`), a
+batch by deadline always exists once their groups are there. Who waits, and how long at most, is the feed's.
+
+Bodies are kept as far as memory allows, for the rank that reads the stream trains on some of them itself. Entries do
+not change until they are trimmed, which only a commit does, so any rank may read them at any time. One that is gone all
+the same was lost with Redis; its ticket is asked for again. Blocks on Redis within its bounds.
 """
 
 from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 import numpy as np
@@ -20,9 +34,14 @@ import numpy.typing as npt
 import structlog
 
 from streamrl.errors import WireError
-from streamrl.learner.groups.lag import mask_before, num_trained
+from streamrl.learner.groups.lag import LagRule
+from streamrl.learner.groups.ledger import Ledger
 from streamrl.protocol.transport.types import Entry, GroupStream
-from streamrl.protocol.wire.group import Group, GroupHeader, decode_body, decode_header
+from streamrl.protocol.wire.group import Group, GroupHeader, Sample, decode_body, decode_header
+
+_MOST_KEPT_BYTES = 256 << 20  # of bodies; what is beyond is read again by whoever trains it
+
+log = structlog.get_logger(__name__)
 
 
 class Kind(IntEnum):
@@ -92,6 +111,96 @@ class Plan:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ReadyGroup:
+    """A group that waits for its batch, or for the verdict on it."""
+
+    entry_id: str
+    header: GroupHeader
+    body: bytes | None  # None: not kept
+
+    def planned(self, rank: int) -> PlanEntry:
+        return PlanEntry(
+            entry_id=self.entry_id,
+            ticket=self.header.ticket,
+            digest=self.header.digest,
+            num_tokens=self.header.num_tokens,
+            rank=rank,
+            opened=(self.header, self.body) if rank == 0 and self.body is not None else None,
+        )
+
+
+class ReadyGroups:
+    def __init__(self, *, ledger: Ledger, lag: LagRule, groups_per_step: int, carry: Sequence[str]) -> None:
+        self._ledger, self._lag, self._groups_per_step = ledger, lag, groups_per_step
+        self._held: dict[int, ReadyGroup] = {}  # by ticket, in the stream's order
+        self._num_kept_bytes = 0
+        self.unread = list(carry)  # entry ids
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, ticket: object) -> bool:
+        return ticket in self._held
+
+    def __iter__(self) -> Iterator[ReadyGroup]:
+        return iter(list(self._held.values()))
+
+    def take(self, held: ReadyGroup) -> None:
+        num_bytes = len(held.body or b"")
+        if self._num_kept_bytes + num_bytes > _MOST_KEPT_BYTES:
+            held, num_bytes = replace(held, body=None), 0
+        self._num_kept_bytes += num_bytes
+        self._held[held.header.ticket] = held
+
+    def remove(self, ticket: int) -> ReadyGroup:
+        held = self._held.pop(ticket)
+        self._num_kept_bytes -= len(held.body or b"")
+        return held
+
+    def put_back(self) -> None:
+        """Everything is to be read again."""
+        self.unread = self.all_ids()
+        self._held.clear()
+        self._num_kept_bytes = 0
+
+    def all_ids(self) -> list[str]:
+        """Entries that were read and are still needed."""
+        return [*(held.entry_id for held in self._held.values()), *self.unread]
+
+    @property
+    def num_read(self) -> int:
+        return len(self._held) + len(self.unread)
+
+    @property
+    def lacking(self) -> int:
+        """How many groups are worth reading: what the batch lacks; or all, when the most urgent are chosen."""
+        batches = self._lag.max_steps + 1 if self._lag.stale == "wait" else 1
+        return max(1, batches * self._groups_per_step - len(self._held))
+
+    def batch(self) -> list[ReadyGroup]:
+        """What a step would train now, at most a full batch."""
+        groups = list(self._held.values())
+        if self._lag.stale == "wait":
+            groups.sort(key=lambda held: self._deadline(held.header.ticket))
+        return groups[: self._groups_per_step]
+
+    def awaited(self, step: int) -> int:
+        """How many tickets a batch should wait for, because the steps left are too few for them without this one."""
+        if self._lag.stale != "wait":
+            return 0
+        in_batch = {held.header.ticket for held in self.batch()}
+        left = [number for number in self._ledger.open_tickets() if number not in in_batch]
+        # What is past its deadline cannot be helped by waiting.
+        urgent = sorted((d, number) for number in left if (d := self._deadline(number)) >= step)
+        late = [at for at, (d, _) in enumerate(urgent) if d < step + 1 + at // self._groups_per_step]
+        # The last that would be late is so for all before it, as far as they are not in hand.
+        return sum(number not in self._held for _, number in urgent[: late[-1] + 1]) if late else 0
+
+    def _deadline(self, ticket: int) -> int:
+        return self._ledger.begun_at(ticket) + self._lag.max_steps
+
+
 def balance(num_tokens: Sequence[int], world_size: int) -> list[int]:
     """The rank of each group, such that all ranks get about the same number of tokens.
 
@@ -104,9 +213,6 @@ def balance(num_tokens: Sequence[int], world_size: int) -> list[int]:
         ranks[at] = rank
         heapq.heappush(loads, (load + num_tokens[at], rank))
     return ranks
-
-
-log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,3 +266,33 @@ def _open(planned: PlanEntry, entry: Entry | None) -> tuple[GroupHeader, bytes] 
     if (header.ticket, header.digest) != (planned.ticket, planned.digest):
         raise WireError("the entry is not the one that was planned")
     return header, entry.body
+
+
+def mask_before(group: Group, oldest_step: int) -> tuple[Group, int]:
+    """(the group without a loss for tokens of versions of an earlier step, how many that took the loss from)"""
+    if all(span.step >= oldest_step for sample in group.samples for span in sample.spans):
+        return group, 0
+    samples = tuple(_mask_sample(sample, oldest_step) for sample in group.samples)
+    return replace(group, samples=samples), num_trained(group.samples) - num_trained(samples)
+
+
+def num_trained(samples: Iterable[Sample]) -> int:
+    """Tokens that have a loss."""
+    return sum(sum(sample.mask_runs[::2]) for sample in samples)
+
+
+def _mask_sample(sample: Sample, oldest_step: int) -> Sample:
+    mask = sample.loss_mask()
+    for span in sample.spans:
+        if span.step < oldest_step:
+            mask[span.start : span.end] = False
+    return sample._replace(mask_runs=_to_runs(mask))
+
+
+def _to_runs(mask: npt.NDArray[np.bool_]) -> tuple[int, ...]:  # [T]
+    """Lengths of runs, alternating trained / not trained, as a sample has them."""
+    if len(mask) == 0:
+        return ()
+    bounds = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
+    runs = np.diff(bounds).tolist()
+    return tuple(runs) if mask[0] else (0, *runs)

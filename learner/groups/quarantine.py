@@ -18,16 +18,12 @@ not survive the machine, whose death no group has caused, nor a full disk. Block
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 import structlog
 from pydantic import TypeAdapter
-
-from streamrl.learner.groups.plan import Plan
-from streamrl.protocol.wire.group import GroupHeader
 
 QUARANTINED = "quarantined"
 _DEATHS_TO_SUSPECT = 2
@@ -35,14 +31,6 @@ _DEATHS_TO_CONVICT = 3
 _MOST_ELSEWHERE = 3  # or a group that kills, beside somebody who does, would never be found
 
 log = structlog.get_logger(__name__)
-
-
-class HasHeader(Protocol):
-    @property
-    def header(self) -> GroupHeader: ...
-
-
-H = TypeVar("H", bound=HasHeader)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +45,18 @@ class Note:
 
 
 class Quarantine:
-    def __init__(self, root: Path, *, term: int) -> None:
-        """Begins with what the learner before this term has left in the run's folder."""
+    def __init__(self, root: Path | None = None, *, term: int = 0) -> None:
+        """Begins with what the learner before this term has left in the run's folder. Without a folder nothing is
+        noted, and so nobody suspected: a replay makes its steps as they were recorded, whoever dies."""
+        self._note, self._path = Note(), None
+        if root is None:
+            return
         folder = root / "suspects"
         folder.mkdir(exist_ok=True)
         self._path = folder / f"{term:06d}.json"
         earlier = sorted(path for path in folder.glob("[0-9]*.json") if path < self._path)
-        self._note = _after(_read(earlier[-1])) if earlier else Note()
+        if earlier:
+            self._note = _after(_read(earlier[-1]))
         if self._note.quarantined:
             log.warning("quarantined", tickets=self._note.quarantined)
         if self._is_searching:
@@ -72,19 +65,19 @@ class Quarantine:
         for path in earlier:
             path.unlink(missing_ok=True)
 
-    def keep(self, keep: Callable[[GroupHeader], str | None]) -> Callable[[GroupHeader], str | None]:
-        """An algorithm's reason to drop a group, or ours."""
-        return lambda header: QUARANTINED if header.ticket in self._note.quarantined else keep(header)
+    def holds(self, ticket: int) -> bool:
+        """Whether its group is not to be trained any more."""
+        return ticket in self._note.quarantined
 
-    def narrow(self, batch: list[H]) -> list[H]:
-        """What of this batch is to be trained now."""
+    def narrow(self, batch: Sequence[int]) -> Sequence[int]:
+        """Which tickets of this batch are to be trained now."""
         if not self._is_searching:
             return batch
-        return [one for one in batch if one.header.ticket in self._note.suspects][:1] or batch
+        return [ticket for ticket in batch if ticket in self._note.suspects][:1] or batch
 
-    def begin(self, plan: Plan) -> None:
-        """Before the ranks hear of it."""
-        self._note = replace(self._note, plan=tuple(entry.ticket for entry in plan.entries))
+    def begin(self, batch: Sequence[int]) -> None:
+        """These tickets are trained next: before the ranks hear of it."""
+        self._note = replace(self._note, plan=tuple(batch))
         self._write()
 
     def survived(self) -> None:
@@ -101,6 +94,8 @@ class Quarantine:
         return self._note.deaths >= _DEATHS_TO_SUSPECT
 
     def _write(self) -> None:
+        if self._path is None:
+            return
         aside = self._path.with_suffix(".tmp")
         try:
             aside.write_text(json.dumps(asdict(self._note)))

@@ -18,7 +18,7 @@ import structlog
 from streamrl.crashpoints import crashpoint
 from streamrl.learner.groups.dispatch import Backlog, Dispatch
 from streamrl.learner.groups.ledger import Ledger
-from streamrl.learner.groups.ready import ReadyGroups
+from streamrl.learner.groups.plan import ReadyGroups
 from streamrl.protocol.transport.types import START, GroupStream, PresentGroup, PresentTicket, entry_order
 
 log = structlog.get_logger(__name__)

@@ -119,7 +119,6 @@ class _Loop:
         start, state = admitted.start, admitted.checkpoint.state.stream if admitted.checkpoint else None
         self._config, self._start, self._checkpoints = config, start, CheckpointRoot(config.folder)
         self._step = start.step
-        suspects = Quarantine(config.folder, term=start.term)
         self._publisher = _Publisher(admitted.stream, store, run_uid=start.run_uid, term=start.term)
         feed = Feed(
             stream=admitted.stream,
@@ -127,8 +126,8 @@ class _Loop:
             config=config,
             run_uid=start.run_uid,
             fingerprint=MODEL,
-            keep=suspects.keep(keep),
-            narrow=suspects.narrow,
+            keep=keep,
+            quarantine=Quarantine(config.folder, term=start.term),
             state=state,
         )
         if state is not None:
@@ -139,7 +138,6 @@ class _Loop:
             prompts=prompts,
             stream=admitted.stream,
             feed=feed,
-            suspects=suspects,
             validation=None,
             lease=keeper,
         )

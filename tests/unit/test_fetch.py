@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.config import schema
-from streamrl.learner.groups.lag import mask_before, oldest_trained_step
-from streamrl.learner.groups.plan import Fetched, GroupCheck, Kind, Plan, PlanEntry, fetch_groups
+from streamrl.learner.groups.lag import oldest_trained_step
+from streamrl.learner.groups.plan import Fetched, GroupCheck, Kind, Plan, PlanEntry, fetch_groups, mask_before
 from streamrl.protocol.transport.double import LearnerStreamDouble, MemoryServer
 from streamrl.protocol.wire.group import Sample, Span, decode_header, encode_group
 from streamrl.versions import make_version

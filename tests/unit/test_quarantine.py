@@ -3,37 +3,15 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from streamrl.learner.groups.plan import Kind, Plan, PlanEntry
-from streamrl.learner.groups.quarantine import QUARANTINED, Quarantine
-from streamrl.protocol.wire.group import GroupHeader
-from tests.helpers import make_group, make_ticket
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    header: GroupHeader
-
-
-def groups(*tickets: int) -> list[Group]:
-    return [Group(make_group(make_ticket(ticket)).header) for ticket in tickets]
-
-
-def plan(*tickets: int) -> Plan:
-    entries = (PlanEntry(entry_id=f"{n}-0", ticket=n, digest=0, num_tokens=1, rank=0) for n in tickets)
-    return Plan(kind=Kind.STEP, step=0, entries=tuple(entries))
+from streamrl.learner.groups.quarantine import Quarantine
 
 
 def narrowed(suspects: Quarantine, *tickets: int) -> list[int]:
-    return [group.header.ticket for group in suspects.narrow(groups(*tickets))]
-
-
-def reason(suspects: Quarantine, ticket: int) -> str | None:
-    return suspects.keep(lambda header: None)(groups(ticket)[0].header)
+    return list(suspects.narrow(tickets))
 
 
 class Lives:
@@ -48,16 +26,16 @@ class Lives:
         return Quarantine(self._folder, term=self._term)
 
     def die_of(self, *tickets: int) -> None:
-        self.next().begin(plan(*tickets))
+        self.next().begin([*tickets])
 
 
 def test_a_run_without_deaths_trains_its_batches_as_they_are(tmp_path: Path) -> None:
     suspects = Lives(tmp_path).next()
     for _ in range(5):
         assert narrowed(suspects, 1, 2, 3) == [1, 2, 3]
-        suspects.begin(plan(1, 2, 3))
+        suspects.begin([1, 2, 3])
         suspects.survived()
-    assert reason(suspects, 1) is None
+    assert not suspects.holds(1)
 
 
 def test_one_death_changes_nothing(tmp_path: Path) -> None:
@@ -72,10 +50,10 @@ def test_after_two_deaths_the_groups_of_both_plans_are_trained_one_by_one(tmp_pa
     lives.die_of(2, 3, 4)
     suspects = lives.next()
     assert narrowed(suspects, 1, 2, 3, 4) == [2]
-    suspects.begin(plan(2))
+    suspects.begin([2])
     suspects.survived()
     assert narrowed(suspects, 1, 3, 4) == [3]
-    suspects.begin(plan(3))
+    suspects.begin([3])
     suspects.survived()
     assert narrowed(suspects, 1, 4, 5) == [1, 4, 5], "both have shown to be harmless"
 
@@ -85,11 +63,11 @@ def test_the_third_death_convicts_the_one_that_was_trained_alone(tmp_path: Path)
     lives.die_of(1, 2, 3)
     lives.die_of(1, 2, 3)
     suspects = lives.next()
-    suspects.begin(plan(1))
+    suspects.begin([1])
     suspects.survived()
-    suspects.begin(plan(2))  # and it dies
+    suspects.begin([2])  # and it dies
     after = lives.next()
-    assert [reason(after, ticket) for ticket in (1, 2, 3)] == [None, QUARANTINED, None]
+    assert [after.holds(ticket) for ticket in (1, 2, 3)] == [False, True, False]
     assert narrowed(after, 3, 4, 5) == [3, 4, 5]
 
 
@@ -97,17 +75,17 @@ def test_who_is_convicted_stays_so_for_later_learners(tmp_path: Path) -> None:
     lives = Lives(tmp_path)
     for _ in range(3):
         lives.die_of(7)
-    lives.next().begin(plan(8))
-    assert reason(lives.next(), 7) == QUARANTINED
+    lives.next().begin([8])
+    assert lives.next().holds(7)
 
 
 def test_a_step_between_deaths_acquits(tmp_path: Path) -> None:
     lives = Lives(tmp_path)
     lives.die_of(1, 2)
     suspects = lives.next()
-    suspects.begin(plan(1, 2))
+    suspects.begin([1, 2])
     suspects.survived()
-    suspects.begin(plan(3, 4))  # and it dies
+    suspects.begin([3, 4])  # and it dies
     assert narrowed(lives.next(), 3, 4) == [3, 4]
 
 
@@ -122,9 +100,9 @@ def test_a_death_between_steps_is_nobodys(tmp_path: Path) -> None:
     lives = Lives(tmp_path)
     for _ in range(5):
         suspects = lives.next()
-        suspects.begin(plan(1))
+        suspects.begin([1])
         suspects.survived()
-    assert reason(lives.next(), 1) is None
+    assert not lives.next().holds(1)
 
 
 @pytest.mark.parametrize(("num_elsewhere", "num_deaths"), [(0, 3), (1, 4), (3, 6), (20, 6)])
@@ -137,9 +115,9 @@ def test_deaths_between_steps_make_it_take_more_deaths_to_convict_up_to_a_limit(
         lives.next()
     for _ in range(num_deaths - 1):
         learner = lives.next()
-        assert reason(learner, 7) is None
-        learner.begin(plan(7))
-    assert reason(lives.next(), 7) == QUARANTINED
+        assert not learner.holds(7)
+        learner.begin([7])
+    assert lives.next().holds(7)
 
 
 def test_deaths_before_the_first_in_a_step_excuse_nobody(tmp_path: Path) -> None:
@@ -148,32 +126,31 @@ def test_deaths_before_the_first_in_a_step_excuse_nobody(tmp_path: Path) -> None
         lives.next()
     for _ in range(3):
         lives.die_of(7)
-    assert reason(lives.next(), 7) == QUARANTINED
+    assert lives.next().holds(7)
 
 
 def killed_all_the_time(folder: Path, *, deadly: int, seed: int) -> tuple[set[int], int]:
     """200 groups, 4 a step of one second, 2 s to come back, and a kill every 2 s on average: who is convicted, and how
     many learners it took."""
     rng = random.Random(seed)
-    lives, left, convicted = Lives(folder), groups(*range(200)), set[int]()
+    lives, left, convicted = Lives(folder), list(range(200)), set[int]()
     num_learners, kill_in_s = 0, 0.0
     while left:
         if kill_in_s <= 0:
             kill_in_s = rng.expovariate(0.5)
         learner, alive = lives.next(), True
         num_learners += 1
-        keep = learner.keep(lambda header: None)
         kill_in_s -= 2.0
         while left and kill_in_s > 0 and alive:
-            convicted |= {one.header.ticket for one in left if keep(one.header) == QUARANTINED}
-            left = [one for one in left if one.header.ticket not in convicted]
+            convicted |= set(filter(learner.holds, left))
+            left = [ticket for ticket in left if ticket not in convicted]
             batch = learner.narrow(left[:4])
-            learner.begin(plan(*(one.header.ticket for one in batch)))
+            learner.begin(batch)
             kill_in_s -= len(batch) / 4
-            alive = kill_in_s > 0 and all(one.header.ticket != deadly for one in batch)
+            alive = kill_in_s > 0 and deadly not in batch
             if alive:
                 learner.survived()
-                left = [one for one in left if one not in batch]
+                left = [ticket for ticket in left if ticket not in batch]
     return convicted, num_learners
 
 
@@ -192,9 +169,9 @@ def test_who_is_killed_all_the_time_convicts_the_deadly_group_and_hardly_any_oth
 def test_what_a_replaced_learner_still_writes_is_not_believed(tmp_path: Path) -> None:
     lives = Lives(tmp_path)
     zombie, second = lives.next(), lives.next()
-    second.begin(plan(1))
+    second.begin([1])
     second.survived()
-    zombie.begin(plan(1))
+    zombie.begin([1])
     lives.die_of(1)
     assert narrowed(lives.next(), 1, 2) == [1, 2]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from streamrl.config import schema
-from streamrl.learner.groups import ready
+from streamrl.learner.groups import plan
 from streamrl.learner.groups.lag import LagRule
 from streamrl.learner.groups.ledger import Ledger
-from streamrl.learner.groups.ready import ReadyGroup, ReadyGroups
+from streamrl.learner.groups.plan import ReadyGroup, ReadyGroups
 from streamrl.protocol.wire.group import decode_header, encode_group
 from tests.helpers import make_group, make_ticket
 
@@ -31,7 +31,7 @@ def test_rank_0_gets_what_was_read_with_the_plan_and_others_do_not() -> None:
 def test_bodies_beyond_the_bound_are_not_kept_and_room_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     body = held(0).body
     assert body is not None
-    monkeypatch.setattr(ready, "_MOST_KEPT_BYTES", 2 * len(body))
+    monkeypatch.setattr(plan, "_MOST_KEPT_BYTES", 2 * len(body))
     hand = make_hand()
     for number in range(3):
         hand.take(held(number))
