@@ -13,20 +13,17 @@ from functools import partial
 from streamrl.config import schema
 from streamrl.errors import TrainingError, UserError
 from streamrl.learner.checkpoints.terms import highest_term
-from streamrl.learner.conductor import Conductor
+from streamrl.learner.conductor import Conductor, Follower
 from streamrl.learner.groups.feed import Feed
 from streamrl.learner.groups.prompts import PromptSet
 from streamrl.learner.groups.quarantine import Quarantine
-from streamrl.learner.metrics.exporters import check_exporters
 from streamrl.learner.model.policy import Policy
-from streamrl.learner.model.trial import try_out
 from streamrl.learner.process.background import BackgroundThread
 from streamrl.learner.process.lease import LeaseKeeper
 from streamrl.learner.process.ranks import World
 from streamrl.learner.publishing.publish import Publisher
 from streamrl.learner.rank import work
 from streamrl.learner.rank_context import (
-    Follower,
     RankContext,
     load_model_together,
     rank_progress,
@@ -61,9 +58,6 @@ def learn(
         stack.enter_context(server.client)
         # Before all that may take long: workers wait for a learner which shows itself.
         stack.enter_context(ReportWriter(server.client, server.keys, progress))
-        if world.is_main:
-            check_exporters(config)
-            try_out(config.algorithm)
         context = surround(config, world, progress, stop=stop, environment=environment, elastic=elastic)
         return _lead(context, server) if world.is_main else _follow(context, server)
 

@@ -5,7 +5,13 @@
     feed ──────────────────────────┘
 
 Each decision takes about a second at most: when there is nothing to do yet the plan says IDLE, so that the other ranks,
-who wait for it in a collective (`learner.rank_context`), never come near its timeout.
+who wait for it in a collective, never come near its timeout. Every rank has a conductor: on all but the first it is a
+`Follower`, which hears, and records nothing.
+
+    rank 0   Conductor: decides, broadcasts, records                  others   Follower
+
+What returns something is a collective: all ranks call it, and all get what rank 0 decided. The rest tells rank 0 what
+the ranks did, and is nothing to the others.
 """
 
 from __future__ import annotations
@@ -30,7 +36,7 @@ from streamrl.telemetry.progress import Report, Wait
 if TYPE_CHECKING:
     from streamrl.learner.groups.feed import Feed
     from streamrl.learner.groups.prompts import PromptSet
-    from streamrl.learner.publishing.publish import Published
+    from streamrl.learner.publishing.shipping import Published
     from streamrl.learner.rank_context import RankContext
     from streamrl.learner.start import Start
     from streamrl.learner.validation.validation import Validation
@@ -92,12 +98,14 @@ class Conductor:
     # What all ranks hear
 
     def next_plan(self, step: int, *, may_train: bool = True) -> Plan:
+        """What all ranks do next. `may_train=False`: weights do not get out, and training would run too far ahead."""
         otherwise = self._next_of_feed if may_train else self._next_without_a_step
         plan = self._next_but_training(step) or otherwise(step)
         self._tell(plan.to_bytes())
         return plan
 
     def must_stop(self, *, after_s: float = 0.0) -> bool:
+        """Whether to end; `after_s` this long from now, before something that failed is tried again."""
         self._lease.check()
         if after_s:
             self._pause(after_s)
@@ -106,6 +114,7 @@ class Conductor:
         return told
 
     def look_at_validation(self) -> Outcome:
+        """At the one that runs: what has come of it is taken up."""
         self._lease.check()
         outcome = Outcome.STOPPED
         if not (self._has_to_end() or self._told_to_stop()):
@@ -203,13 +212,13 @@ class Conductor:
 
     # What the ranks did
 
-    def start_validation(self, latest: Published | None) -> None:
-        self._validation_schedule.start(latest)
-
-    def validate_beside(self, step: int, latest: Published | None) -> None:
-        self._validation_schedule.start_beside(step, latest)
+    def validate(self, step: int, latest: Published | None) -> None:
+        """The newest version that is out; or the next one, if its weights are older than this step's. Training goes on
+        meanwhile, if it is to."""
+        self._validation_schedule.start(step, latest)
 
     def settle(self, plan: Plan, verdicts: Sequence[GroupCheck], *, trained: bool) -> None:
+        """The groups of the plan were looked at, and trained if an update was made of them."""
         self._feed.settle(plan, verdicts, trained=trained)
         sound = [entry.ticket for entry, ok in zip(plan.entries, verdicts, strict=True) if ok == GroupCheck.SOUND]
         if sound and not trained:
@@ -257,3 +266,35 @@ class Conductor:
             )
         except OSError as error:
             log.warning("old checkpoints not removed", error=str(error))
+
+
+class Follower:
+    def __init__(self, context: RankContext) -> None:
+        self._context = context
+
+    def next_plan(self, step: int, *, may_train: bool = True) -> Plan:
+        return Plan.from_bytes(self._hear())
+
+    def must_stop(self, *, after_s: float = 0.0) -> bool:
+        return bool(self._hear()[0])
+
+    def look_at_validation(self) -> Outcome:
+        return Outcome(self._hear()[0])
+
+    def _hear(self) -> bytes:
+        self._context.watchdog.beat()
+        with self._context.progress.waiting(Wait.PEERS):
+            return self._context.world.broadcast(None)
+
+    def validate(self, step: int, latest: Published | None) -> None: ...
+
+    def settle(self, plan: Plan, verdicts: Sequence[GroupCheck], *, trained: bool) -> None: ...
+
+    def note_published(self, published: Published) -> None: ...
+
+    def record(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def commit(self, name: CheckpointName, *, consumed_samples: int, files: Files) -> None: ...
+
+
+Conducting = Conductor | Follower

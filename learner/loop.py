@@ -10,7 +10,7 @@
 A round is one plan. Rank 0 decides within about a second, with IDLE when there is nothing to do, so that no rank waits
 for long without a reason that the monitor shows. All ranks follow the same plan under the same settings, so decisions
 that depend on nothing else (publish now? checkpoint now?) need no words. No rank asks which one it is, or whether the
-run is a replay: its conductor (`learner.rank_context`) and its publisher know.
+run is a replay: its conductor and its publisher know.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 from streamrl.errors import TrainingError
 from streamrl.learner.checkpoints.export import export
 from streamrl.learner.checkpoints.save import Saver
+from streamrl.learner.conductor import Conducting
 from streamrl.learner.groups.lag import oldest_trained_step
 from streamrl.learner.groups.plan import Fetched, GroupCheck, Kind, Outcome, Plan, fetch_groups
 from streamrl.learner.metrics.tally import Tally
@@ -35,7 +36,7 @@ from streamrl.learner.model.optim import Update, learning_rate, update
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.publishing.publish import Publishing
 from streamrl.learner.publishing.schedule import PublishSchedule
-from streamrl.learner.rank_context import Conducting, RankContext
+from streamrl.learner.rank_context import RankContext
 from streamrl.learner.start import Start
 from streamrl.protocol.transport.types import GroupStream, RunState
 from streamrl.protocol.wire.group import Group
@@ -131,7 +132,7 @@ class Loop:
         """Of the newest version, after what may still run beside training: that is of an older one."""
         if not self._await_validation():
             return False
-        self._conductor.start_validation(self._publish_schedule.latest)
+        self._conductor.validate(self._step, self._publish_schedule.latest)
         return self._await_validation()
 
     def _await_validation(self) -> bool:
@@ -157,7 +158,7 @@ class Loop:
         if self._step % self._config.weights.publish_every == 0:
             self._publish_schedule.send_beside(self._step)
         if self._config.validation.every_steps and self._step % self._config.validation.every_steps == 0:
-            self._conductor.validate_beside(self._step, self._publish_schedule.latest)
+            self._conductor.validate(self._step, self._publish_schedule.latest)
         metrics = tally.metrics(self._world)
         self._consumed_samples += int(metrics["train_rollouts/rollout_size"])
         if self._step % self._config.checkpoint.every_steps == 0:

@@ -28,8 +28,7 @@ from streamrl.errors import RunGone, StreamrlError, TrainingError, UserError
 from streamrl.learner.assemble import learn
 from streamrl.learner.checkpoints.resume import check_resume
 from streamrl.learner.process.guardian import guarded
-from streamrl.learner.process.notes import tell
-from streamrl.learner.process.ranks import die_with_parent, join_world, show_rank
+from streamrl.learner.process.ranks import die_with_parent, join_world, show_rank, tell
 from streamrl.learner.rank_context import stall_limit_s
 from streamrl.learner.replay import replay
 from streamrl.learner.start import was_restarted

@@ -14,13 +14,13 @@ import numpy as np
 
 from streamrl.learner.checkpoints.checkpoint import CheckpointRoot
 from streamrl.learner.checkpoints.save import Saver, load_state
-from streamrl.learner.checkpoints.terms import CheckpointName
+from streamrl.learner.conductor import Conducting
 from streamrl.learner.loop import Loop, Parts
 from streamrl.learner.model.gradients import Gradients, make_reference
 from streamrl.learner.model.optim import make_optimizer
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.publishing.publish import Publishing
-from streamrl.learner.rank_context import Conducting, RankContext
+from streamrl.learner.rank_context import RankContext
 from streamrl.learner.start import Start
 from streamrl.protocol.transport.types import GroupStream, RunState
 from streamrl.recipe.algorithms import make_algorithm
@@ -39,9 +39,7 @@ def work(
     optimizer = make_optimizer(policy, context.config.optimizer)
     checkpoints = CheckpointRoot(context.config.folder)
     if start.checkpoint is not None:
-        name = CheckpointName.parse(start.checkpoint)
-        assert name is not None, f"{start.checkpoint} is a checkpoint's name"
-        load_state(checkpoints.open(name).folder, policy, optimizer, context.world)
+        load_state(checkpoints.open(start.checkpoint).folder, policy, optimizer, context.world)
     saver = Saver(
         policy=policy,
         optimizer=optimizer,

@@ -22,24 +22,21 @@ from streamrl.config import schema
 from streamrl.errors import ConfigError, DataError
 from streamrl.files import LOCK, create_exclusively, only_one
 from streamrl.learner.checkpoints.export import export
-from streamrl.learner.conductor import Conductor
+from streamrl.learner.conductor import Conducting, Conductor, Follower
+from streamrl.learner.groups.feed import Feed
 from streamrl.learner.groups.prompts import PromptSet
-from streamrl.learner.metrics.exporters import check_exporters
 from streamrl.learner.model.policy import Policy
-from streamrl.learner.model.trial import try_out
 from streamrl.learner.process.lease import LeaseKeeper
 from streamrl.learner.process.ranks import World
 from streamrl.learner.rank import work
 from streamrl.learner.rank_context import (
-    Conducting,
-    Follower,
     RankContext,
     load_model_together,
     rank_progress,
     read_train_prompts,
     surround,
 )
-from streamrl.learner.replayed import ReplayFeed, ReplayStream, Unpublished, as_replayed, versions_of
+from streamrl.learner.replayed import ReplayStream, Unpublished, as_replayed, first_state, versions_of
 from streamrl.learner.start import REPLAY, Start, claim_folder, make_start
 from streamrl.ops.record.read import Recording
 from streamrl.protocol.transport.types import RunState
@@ -54,9 +51,6 @@ def replay(
 ) -> RunState:
     """The whole life of one rank that learns from the recording in this folder."""
     config = as_replayed(config)
-    if world.is_main:
-        check_exporters(config)
-        try_out(config.algorithm)
     context = surround(config, world, rank_progress(world), stop=stop, environment=environment)
     recording = Recording.open(folder)
     _check(recording, config, context.tokenizer_info.fingerprint)
@@ -89,15 +83,21 @@ def _begin(
     # No token counts as one of a dead lineage: which of the recorded run's learners were replaced is not known here.
     lineage = dict.fromkeys(term_of(version) for version, _ in versions)
     start = make_start(config, claimed, prompts, lineage=lineage, canary_ids=())
-    log.info("replays", recording=str(recording.folder), groups=len(recording.places), goes_on_from=start.checkpoint)
-    feed = ReplayFeed(
+    goes_on_from = str(start.checkpoint)
+    log.info("replays", recording=str(recording.folder), groups=len(recording.places), goes_on_from=goes_on_from)
+    num_of_data = prompts.num_tickets(config.training.max_epochs)
+    feed = Feed(
         stream=stream,
-        recording=recording,
-        versions=versions,
         prompts=prompts,
         config=config,
+        run_uid=recording.origin.run_uid,
+        fingerprint=recording.origin.fingerprint,
         keep=make_algorithm(config.algorithm).drop_reason,
-        state=claimed.checkpoint.state.stream if claimed.checkpoint else None,
+        state=claimed.checkpoint.state.stream
+        if claimed.checkpoint
+        else first_state(recording, versions, num_of_data=num_of_data),
+        clock=lambda: stream.now_s,
+        sleep=lambda seconds: None,
     )
     lease = LeaseKeeper(lambda: None, lease_s=config.learner.lease_s)  # the folder's lock is held instead
     return start, Conductor(context, start, prompts=prompts, stream=stream, feed=feed, validation=None, lease=lease)

@@ -1,6 +1,6 @@
 """The learner's seams when it learns from a recording: the stream, the feed's beginning, the publisher.
 
-    recording ─► ReplayStream ─► ReplayFeed ─► the same judge, plans, algorithm, checkpoints as in a live run
+    recording ─► ReplayStream ─► the same feed, plans, algorithm, checkpoints as in a live run
 
 Groups come in the order in which they were delivered, and the only clock is theirs: the time at which the last one that
 was read had come. So what a replay does follows from the recording and the configuration alone. Tickets go nowhere, and
@@ -10,21 +10,19 @@ weights are not published: nobody listens. Every rank opens the recording by its
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from itertools import count
 from pathlib import Path
 from typing import BinaryIO
 
 from streamrl.config import schema
 from streamrl.errors import WireError
-from streamrl.learner.groups.feed import Feed
-from streamrl.learner.groups.ledger import DROPPED, FeedState, LedgerState
-from streamrl.learner.groups.prompts import PromptSet
-from streamrl.learner.publishing.publish import Published
+from streamrl.learner.groups.ledger import DROPPED, FeedState, Ledger, LedgerState
+from streamrl.learner.publishing.shipping import Published
 from streamrl.ops.record.frames import Place, read_group
 from streamrl.ops.record.read import Recording, open_group
 from streamrl.protocol.transport.types import Entry, Orders, PresentGroup, PresentTicket, entry_order
-from streamrl.protocol.wire.group import GroupHeader
 from streamrl.protocol.wire.ticket import Purpose, Ticket
 from streamrl.telemetry.progress import Report
 from streamrl.versions import make_version
@@ -118,72 +116,35 @@ class ReplayStream:
         return read_group(file, place)
 
 
-class ReplayFeed(Feed):
-    """A feed that begins with all recorded tickets issued: those between them that have no answer end at once, counted.
-    Tickets beyond are issued as in a live run, and nobody answers them."""
-
-    def __init__(
-        self,
-        *,
-        stream: ReplayStream,
-        recording: Recording,
-        versions: Sequence[tuple[int, int]],  # of the recorded run, each with its step
-        prompts: PromptSet,
-        config: schema.Config,
-        keep: Callable[[GroupHeader], str | None],
-        state: FeedState | None,
-    ) -> None:
-        fresh = state is None
-        numbers = recording.numbers()
-        if state is None:
-            issued = _num_issued(numbers, prompts.num_tickets(config.training.max_epochs))
-            state = FeedState(ledger=LedgerState(issued=issued), versions=tuple(versions))
-        super().__init__(
-            stream=stream,
-            prompts=prompts,
-            config=config,
-            run_uid=recording.origin.run_uid,
-            fingerprint=recording.origin.fingerprint,
-            keep=keep,
-            state=state,
-            clock=lambda: stream.now_s,
-            sleep=lambda seconds: None,
-        )
-        if fresh:
-            for number in [number for number in self._ledger.open_tickets() if number not in numbers]:
-                self._ledger.resolve(number, f"{DROPPED}{NOT_RECORDED}", step=0)
-
-    def note_version(self, version: int, step: int) -> None:
-        """Groups are measured against the versions of the recorded run, which are known from the beginning."""
+def first_state(recording: Recording, versions: Iterable[tuple[int, int]], *, num_of_data: int) -> FeedState:
+    """What a feed begins with: all recorded tickets issued. Those between them that have no answer end at once,
+    counted; those beyond are issued as in a live run, and nobody answers them. `versions`: of the recorded run, each
+    with its step."""
+    numbers = recording.numbers()
+    ledger = Ledger(LedgerState(issued=_num_issued(numbers, num_of_data)))
+    for number in [number for number in ledger.open_tickets() if number not in numbers]:
+        ledger.resolve(number, f"{DROPPED}{NOT_RECORDED}", step=0)
+    return FeedState(ledger=ledger.state(), versions=tuple(versions), uncommitted=ledger.uncommitted)
 
 
 class Unpublished:
-    """A publisher that publishes nothing: whatever was begun is out at once."""
+    """A publisher that publishes nothing: whatever is begun is out at once, and nobody is told. So groups are measured
+    against the versions of the recorded run, which are known from the beginning."""
 
-    failing = False
+    busy = announcing = failing = False
 
     def __init__(self, term: int) -> None:
-        self._term = term
-        self._next_n = 0
-        self.busy = False
+        self._versions = (make_version(term, n) for n in count())
         self.latest: Published | None = None
-
-    @property
-    def announcing(self) -> bool:
-        return self.busy
 
     def working(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def begin(self, step: int, *, whole: bool = False) -> None:
-        version = make_version(self._term, self._next_n)
-        self.latest = Published(version=version, step=step, num_bytes=0, changed_fraction=0.0)
-        self._next_n, self.busy = self._next_n + 1, True
+        self.latest = Published(version=next(self._versions), step=step, num_bytes=0, changed_fraction=0.0)
 
     def settle(self, *, wait_s: float = 0.0) -> Published | None:
-        """Whatever was begun is out."""
-        was_busy, self.busy = self.busy, False
-        return self.latest if was_busy else None
+        return None
 
 
 def versions_of(recording: Recording) -> list[tuple[int, int]]:

@@ -73,7 +73,7 @@ class Start:
 
     run_uid: str
     term: int
-    checkpoint: str | None  # name of the checkpoint to go on from
+    checkpoint: CheckpointName | None  # to go on from
     lineage: Mapping[int, int | None]  # terms that led here, each with its last step; None: all of it
     step: int  # optimizer steps made
     first_step: int  # with which the data began: a fork with new data goes on counting its source's
@@ -220,7 +220,7 @@ def make_start(
     return Start(
         run_uid=claimed.term.run_uid,
         term=claimed.term.number,
-        checkpoint=str(checkpoint.name) if checkpoint else None,
+        checkpoint=checkpoint.name if checkpoint else None,
         lineage=lineage,
         step=checkpoint.state.step if checkpoint else 0,
         first_step=first_step,

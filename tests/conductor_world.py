@@ -15,17 +15,19 @@ from streamrl.learner.checkpoints.checkpoint import CheckpointRoot
 from streamrl.learner.conductor import Conductor
 from streamrl.learner.groups.ledger import FeedState
 from streamrl.learner.groups.plan import Kind, Plan
-from streamrl.learner.metrics.record import Answer, Timers, ValidationResult
+from streamrl.learner.groups.prompts import Prompt
+from streamrl.learner.metrics.record import Timers, ValidationResult
 from streamrl.learner.model.load import TokenizerInfo
 from streamrl.learner.process.lease import LeaseKeeper
 from streamrl.learner.process.ranks import World
 from streamrl.learner.process.watchdog import Watchdog
-from streamrl.learner.publishing.publish import Published
+from streamrl.learner.publishing.shipping import Published
 from streamrl.learner.rank_context import RankContext
 from streamrl.learner.start import Start
 from streamrl.telemetry.progress import Progress, Report, Wait
 from streamrl.versions import make_version
 from tests.feed_world import Clock, make_prompts
+from tests.helpers import make_sample
 from tests.learner_cases import learner_config
 
 RESULT = ValidationResult(
@@ -33,7 +35,12 @@ RESULT = ValidationResult(
     version=make_version(1, 3),
     complete=True,
     metrics={"val_rollouts/rewards": 0.5, "val_rollouts/num_prompts": 1.0},
-    shown=(Answer(prompt="say", fields={"n": 1}, token_ids=np.array([5, 6], dtype=np.int32), reward=0.5),),
+    shown=(
+        (
+            Prompt(line=1, text="say", token_ids=np.array([4], dtype=np.int32), fields={"n": 1}),
+            make_sample(num_tokens=2, token_ids=np.array([5, 6], dtype=np.int32), reward=0.5),
+        ),
+    ),
 )
 
 
@@ -210,5 +217,5 @@ class Scene:
         return [self.conductor.next_plan(step).kind for step in steps]
 
 
-def published(version: int, *needs: int) -> Published:
-    return Published(version=version, step=version, num_bytes=1, changed_fraction=1.0, needs=needs)
+def published(version: int, base: int = 0) -> Published:
+    return Published(version=version, step=version, base=base, num_bytes=1, changed_fraction=1.0)

@@ -14,7 +14,8 @@ from streamrl.config import schema
 from streamrl.learner.model.load import Policy, load_policy
 from streamrl.learner.process.background import BackgroundThread, BackgroundThreadDouble
 from streamrl.learner.process.ranks import World as Ranks
-from streamrl.learner.publishing.publish import Published, Publisher
+from streamrl.learner.publishing.publish import Publisher
+from streamrl.learner.publishing.shipping import Published
 from streamrl.protocol.transport.types import Announcement
 from streamrl.protocol.weights.manifest import Manifest, decode_manifest
 from streamrl.protocol.weights.mirror import Mirror

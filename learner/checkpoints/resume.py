@@ -19,6 +19,7 @@ import json
 import os
 import shutil
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import structlog
@@ -160,14 +161,8 @@ def _behind(before: LedgerState, *, step: int) -> FeedState:
     ended = Ledger(before)
     still_open = set(ended.open_tickets())
     endings = tuple(Ending(step, OUTCOME, number) for number in range(before.issued) if number not in still_open)
-    ledger = LedgerState(
-        issued=before.issued,
-        watermark=before.watermark,
-        exceptions=before.exceptions,
-        outcomes={OUTCOME: len(endings)},
-        retries=before.retries,
-        begins=dict.fromkeys(sorted(still_open), step),
-    )
+    begins = dict.fromkeys(sorted(still_open), step)
+    ledger = replace(before, outcomes={OUTCOME: len(endings)}, ignored={}, attempts={}, begins=begins)
     return FeedState(ledger=ledger, uncommitted=endings)
 
 

@@ -12,7 +12,6 @@ dropped. So both are counted, and the rewards of each are shown beside the mean 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Mapping
 
 from streamrl.protocol.wire.group import GroupHeader
@@ -23,18 +22,17 @@ _PARTS = (8, 4, 2, 1)  # buckets end at these parts of the longest response ther
 class Lengths:
     def __init__(self, max_tokens: int, known: Mapping[int, tuple[int, int]]) -> None:
         self._bounds = sorted({-(-max_tokens // part) for part in _PARTS})
-        self._ended = Counter({bound: ended for bound, (ended, _) in known.items()})
-        self._dropped = Counter({bound: dropped for bound, (_, dropped) in known.items()})
+        self._known = dict(known)
 
     def count(self, header: GroupHeader, *, dropped: bool) -> None:
         at = bisect_left(self._bounds, max(header.sample_lengths, default=0))
         bound = self._bounds[min(at, len(self._bounds) - 1)]
-        self._ended[bound] += 1
-        self._dropped[bound] += dropped
+        num_ended, num_dropped = self._known.get(bound, (0, 0))
+        self._known[bound] = (num_ended + 1, num_dropped + dropped)
 
     def known(self) -> dict[int, tuple[int, int]]:
         """By the upper bound of the length in tokens: groups that ended, and of them those dropped."""
-        return {bound: (ended, self._dropped[bound]) for bound, ended in sorted(self._ended.items())}
+        return dict(sorted(self._known.items()))
 
     def metrics(self) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -50,8 +48,7 @@ class Datasets:
     def __init__(self, dataset_of: Callable[[int], str], known: Mapping[str, tuple[int, int]]) -> None:
         """`dataset_of`: by the number of a ticket; empty where there is only one."""
         self._dataset_of = dataset_of
-        self._trained = Counter({name: trained for name, (trained, _) in known.items()})
-        self._dropped = Counter({name: dropped for name, (_, dropped) in known.items()})
+        self._known = dict(known)
         self._step = -1
         self._rewards: dict[str, list[float]] = {}  # of the samples trained in that step
 
@@ -59,17 +56,17 @@ class Datasets:
         name = self._dataset_of(header.ticket)
         if not name:
             return
+        num_trained, num_dropped = self._known.get(name, (0, 0))
+        self._known[name] = (num_trained + trained, num_dropped + (not trained))
         if not trained:
-            self._dropped[name] += 1
             return
-        self._trained[name] += 1
         if step != self._step:
             self._step, self._rewards = step, {}
         self._rewards.setdefault(name, []).extend(header.sample_rewards)
 
     def known(self) -> dict[str, tuple[int, int]]:
         """By name: groups trained and groups dropped."""
-        return {name: (self._trained[name], self._dropped[name]) for name in sorted(self._trained | self._dropped)}
+        return dict(sorted(self._known.items()))
 
     def metrics(self) -> dict[str, float]:
         found: dict[str, float] = {}

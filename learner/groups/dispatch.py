@@ -10,34 +10,29 @@ then it goes to the dead letters. The ledger counts a ticket as issued before it
 the ticket is outstanding and missing, which reconciling mends; the other way round it might be issued twice.
 
 What a full server refuses is kept here and offered again; meanwhile what is there is trained, and a commit is asked for
-that makes room. Blocks on single commands to Redis.
+that makes room.
 
-Bytes of training groups in Redis: how many are there, how many are to come, and whether more may be asked for.
+Reconciling puts right what Redis has lost, or holds too much of: at the start, after every trouble with it, and now and
+then. Blocks on Redis within its bounds.
 
-    what is read, until a commit lets it go     counted, entry by entry
-    what is asked for and not read yet          estimated by the sizes of the latest groups
-
-That m groups together take `m * mean + 3 * deviation * sqrt(m)` bytes or less is as good as sure, if they differ from
-each other as the latest did; before any has come, all are taken to be as large as they can be. Redis takes about a
-quarter more for the same bytes. A commit frees what has ended, and nothing else does; so where room is short and that
-would make some, the feed asks for a commit before its time. Pure: nothing here waits.
+    streams made whole ─► inventory: tickets, then groups ─► superfluous tickets deleted ─► missing ones issued again
+                                                                                            ─► the audit told the count
 """
 
 from __future__ import annotations
 
-import math
-from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import structlog
 
 from streamrl.config import schema
 from streamrl.crashpoints import crashpoint
+from streamrl.learner.groups.backlog import Backlog, Inventory
 from streamrl.learner.groups.lag import LagRule
 from streamrl.learner.groups.ledger import DEAD, Ledger, Retries
 from streamrl.learner.groups.plan import ReadyGroups
 from streamrl.learner.groups.prompts import PromptSet
-from streamrl.protocol.transport.types import Entry, GroupStream, PresentGroup, entry_order
+from streamrl.protocol.transport.types import GroupStream
 from streamrl.protocol.wire.ticket import Ticket
 
 log = structlog.get_logger(__name__)
@@ -124,7 +119,35 @@ class Dispatch:
             self._stream.dead(self._ticket(number, step, self._lag.first_version()), error=error)
             self._ledger.resolve(number, DEAD, step=step + 1)
 
-    def count_issued(self, present: Iterable[int], retried: Mapping[int, int], *, step: int) -> None:
+    def reconcile(self, *, cursor: str, step: int) -> None:
+        """Groups up to the cursor have been read; those that were not resolved are to be read again, for the bodies may
+        be gone, and the ranks have yet to fetch them."""
+        self._stream.restore(cursor=cursor, retried=self._ledger.retries.known())
+        self._ready_groups.put_back()
+        found = Inventory.take(self._stream)
+        self._backlog.recount(found.groups, cursor=cursor)
+        present = found.asked() | found.answered(cursor=cursor, unread=self._ready_groups.unread)
+        self._count_issued(present, found.retried, step=step)
+        superfluous = found.superfluous(self._ledger)
+        missing = [number for number in self._ledger.open_tickets() if number not in present]
+        flaws = found.unreadable()
+        unreadable = flaws.keys() & set(missing)
+        if superfluous:
+            self._stream.delete_tickets("train", superfluous)
+            crashpoint("reconcile.deleted")
+        self.issue((number for number in missing if number not in unreadable), step=step)
+        for number in sorted(unreadable):
+            self.failed(number, error=f"no worker could read the ticket: {flaws[number]}", step=step)
+        self._stream.count_issued(self._ledger.issued)
+        log.info(
+            "reconciled",
+            present=len(present),
+            deleted=len(superfluous),
+            issued_again=len(missing),
+            unreadable=len(unreadable),
+        )
+
+    def _count_issued(self, present: Iterable[int], retried: Mapping[int, int], *, step: int) -> None:
         """Once: go on behind the tickets that a learner before us issued after the checkpoint, as far as Redis shows
         them.
 
@@ -184,82 +207,3 @@ class Dispatch:
             min_version=version,
             retry_of=self._ledger.retries.dead_of(number),
         )
-
-
-_LATEST = 256  # groups whose mean size is expected of the next ones
-
-
-class Backlog:
-    def __init__(self, *, max_bytes: int, largest_group: int) -> None:
-        """`largest_group` is expected of a group, in bytes, until some have come."""
-        self.max_bytes = max_bytes
-        self._sizes: dict[str, int] = {}  # by entry id, of what is read and still in the stream
-        self._latest: deque[int] = deque([largest_group], maxlen=_LATEST)
-        self._sum, self._sum_of_squares = largest_group, largest_group**2  # of the latest: whole numbers, so exact
-        self._is_guess = True
-        self.num_bytes = 0  # of what is read and still in the stream
-
-    def add(self, entry: Entry) -> None:
-        """An entry was read; read again, it still counts once."""
-        size = len(entry.header) + len(entry.body)
-        self.num_bytes += size - self._sizes.get(entry.id, 0)
-        self._sizes[entry.id] = size
-
-    def expect(self, num_bytes: int) -> None:
-        """A ticket's answer was so large: the next ones will be alike."""
-        if self._is_guess:
-            self._latest.clear()
-            self._sum = self._sum_of_squares = 0
-            self._is_guess = False
-        forgotten = self._latest[0] if len(self._latest) == _LATEST else 0
-        self._latest.append(num_bytes)
-        self._sum += num_bytes - forgotten
-        self._sum_of_squares += num_bytes**2 - forgotten**2
-
-    def recount(self, groups: Iterable[PresentGroup], *, cursor: str) -> None:
-        """Of what was read, this is still in the stream."""
-        last = entry_order(cursor)
-        self._sizes = {group.entry_id: group.num_bytes for group in groups if entry_order(group.entry_id) <= last}
-        self.num_bytes = sum(self._sizes.values())
-
-    def room(self, num_expected: int) -> int:
-        """For how many further groups there is room, when so many are on their way."""
-        mean, margin = self._mean, 3 * self._deviation
-        left = max(0, self.max_bytes - self.num_bytes)
-        root = (math.sqrt(margin**2 + 4 * mean * left) - margin) / (2 * mean)  # of m * mean + margin * sqrt(m) = left
-        return int(root**2 + 1e-9) - num_expected
-
-    def num_groups_in(self, num_bytes: int) -> int:
-        """How many groups are about so large together; at least one."""
-        return max(1, int(num_bytes / self._mean))
-
-    def expected(self, num_expected: int) -> float:
-        """Bytes that are there, and of so many groups that are on their way."""
-        return self.num_bytes + num_expected * self._mean
-
-    def freeable(self, held: Iterable[str]) -> int:
-        """Bytes that a commit now would free: all but those of the entries that are still needed."""
-        return self.num_bytes - sum(self._sizes.get(entry_id, 0) for entry_id in held)
-
-    def let_go(self, *, cursor: str, carry: Collection[str], trim_below: str) -> list[str]:
-        """A commit with this cursor and carry is about to trim: forget what it frees. Returns the entries that have
-        ended and lie above the trim, among those that have not."""
-        kept, last, lowest = set(carry), entry_order(cursor), entry_order(trim_below)
-        ended = [i for i in self._sizes if i not in kept and entry_order(i) <= last]
-        self.num_bytes -= sum(self._sizes.pop(entry_id) for entry_id in ended)
-        return [entry_id for entry_id in ended if entry_order(entry_id) >= lowest]
-
-    @property
-    def _mean(self) -> float:
-        return max(1.0, self._sum / len(self._latest))
-
-    @property
-    def _deviation(self) -> float:
-        count = len(self._latest)
-        return math.sqrt(count * self._sum_of_squares - self._sum**2) / count
-
-
-def largest_group(config: schema.Config) -> int:
-    """Bytes of a group whose responses are all as long as they may be."""
-    per_sample = 8 * config.sampling.max_tokens + 256  # a token id and a log-prob a token
-    return config.sampling.num_samples * per_sample + 4 * config.data.max_prompt_tokens

@@ -24,14 +24,14 @@ import structlog
 from streamrl.config import schema
 from streamrl.crashpoints import crashpoint
 from streamrl.errors import WireError
+from streamrl.learner.groups.backlog import Backlog, largest_group
 from streamrl.learner.groups.counts import Datasets, Lengths
-from streamrl.learner.groups.dispatch import Backlog, Dispatch, largest_group
+from streamrl.learner.groups.dispatch import Dispatch
 from streamrl.learner.groups.lag import LagRule
 from streamrl.learner.groups.ledger import DEAD, DROPPED, TRAINED, FeedState, Ledger
 from streamrl.learner.groups.plan import GroupCheck, Kind, Plan, ReadyGroup, ReadyGroups, balance
 from streamrl.learner.groups.prompts import PromptSet
 from streamrl.learner.groups.quarantine import QUARANTINED, Quarantine
-from streamrl.learner.groups.reconcile import reconcile
 from streamrl.learner.groups.waiting import WaitTimers
 from streamrl.protocol.transport.types import Control, Entry, GroupStream
 from streamrl.protocol.wire.group import GroupHeader, decode_header
@@ -67,7 +67,7 @@ class Feed:
         self._wait_timers = WaitTimers(config, clock)
         self._clock = clock
         self._sleep = sleep
-        self._ledger = Ledger(state.ledger)
+        self._ledger = Ledger(state.ledger, state.uncommitted)
         self._lengths = Lengths(config.sampling.max_tokens, state.lengths)
         self._datasets = Datasets(self._dataset_of, state.datasets)
         self._lag = LagRule(config.lag, state.versions)
@@ -192,15 +192,7 @@ class Feed:
     def reconcile(self, *, step: int) -> None:
         """Find out what Redis has and has not, and put right what differs from the ledger."""
         assert self._planned is None, "a plan is with the ranks: settle it first"
-        reconcile(
-            stream=self._stream,
-            ledger=self._ledger,
-            ready_groups=self._ready_groups,
-            backlog=self._backlog,
-            dispatch=self._dispatch,
-            cursor=self._cursor,
-            step=step,
-        )
+        self._dispatch.reconcile(cursor=self._cursor, step=step)
         self._wait_timers.reconciled()
 
     def _plan_until(self, deadline: float, step: int, world_size: int) -> Plan | None:
@@ -284,7 +276,8 @@ class Feed:
         Whoever may write to the stream may write anything, so each entry is looked at from the outside in: is it of
         this run, does it parse, is it about an open ticket, is it worth training? Bodies are the ranks' business.
         """
-        self._backlog.add(entry)
+        num_bytes = len(entry.header) + len(entry.body)
+        self._backlog.add(entry.id, num_bytes)
         header = self._header(entry)
         if entry.run_uid != self._run_uid:
             self._ledger.ignore("wrong_run")
@@ -295,6 +288,7 @@ class Feed:
         elif header is None:
             self._ledger.resolve(entry.number, f"{DROPPED}malformed", step=step + 1)
         elif not header.failed:
+            self._backlog.expect(num_bytes)
             self._weigh(entry, header, step)
         elif header.attempt < self._ledger.attempts(entry.number):
             # The failure of an earlier attempt has been counted, and another attempt is under way; or was, where
@@ -315,7 +309,6 @@ class Feed:
         return header if fits and len(header.sample_lengths) <= self._max_samples else None
 
     def _weigh(self, entry: Entry, header: GroupHeader, step: int) -> None:
-        self._backlog.expect(len(entry.header) + len(entry.body))
         reason = self._reason_to_drop(header, step)
         if reason is None:
             self._ready_groups.take(ReadyGroup(entry.id, header, entry.body))

@@ -22,8 +22,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
@@ -95,7 +96,7 @@ class FeedState:
 
 
 class Ledger:
-    def __init__(self, state: LedgerState | None = None) -> None:
+    def __init__(self, state: LedgerState | None = None, uncommitted: Iterable[Ending] = ()) -> None:
         state = state or LedgerState()
         below = ((0, state.watermark),) if state.watermark else ()
         self._resolved = NumberSet((*below, *state.exceptions))
@@ -105,7 +106,7 @@ class Ledger:
         self.retries = Retries(state.retries)
         self._attempts = dict(state.attempts)
         self._begins = dict(state.begins)
-        self._uncommitted: list[Ending] = []
+        self._uncommitted = list(uncommitted)
 
     @property
     def outstanding(self) -> int:
@@ -180,36 +181,27 @@ class NumberSet:
     """A set of numbers from 0 on, kept as disjoint ranges in order."""
 
     def __init__(self, ranges: tuple[tuple[int, int], ...] = ()) -> None:
-        self._starts = [start for start, _ in ranges]
-        self._ends = [end for _, end in ranges]
+        self._bounds = list(chain.from_iterable(ranges))  # start, end, start, end, ...
         self._size = sum(end - start for start, end in ranges)
 
     def __contains__(self, number: int) -> bool:
-        at = bisect_right(self._starts, number) - 1
-        return at >= 0 and number < self._ends[at]
+        return bisect_right(self._bounds, number) % 2 == 1
 
     def __len__(self) -> int:
         return self._size
 
     def add(self, number: int) -> None:
         assert number not in self, f"{number} is in the set already"
-        at = bisect_right(self._starts, number)
-        follows = at > 0 and self._ends[at - 1] == number
-        precedes = at < len(self._starts) and self._starts[at] == number + 1
-        if follows and precedes:
-            self._ends[at - 1] = self._ends.pop(at)
-            self._starts.pop(at)
-        elif follows:
-            self._ends[at - 1] = number + 1
-        elif precedes:
-            self._starts[at] = number
-        else:
-            self._starts.insert(at, number)
-            self._ends.insert(at, number + 1)
+        for bound in (number, number + 1):  # a new one; or where a range ends or begins, which then goes on
+            at = bisect_left(self._bounds, bound)
+            if at < len(self._bounds) and self._bounds[at] == bound:
+                del self._bounds[at]
+            else:
+                self._bounds.insert(at, bound)
         self._size += 1
 
     def ranges(self) -> tuple[tuple[int, int], ...]:
-        return tuple(zip(self._starts, self._ends, strict=True))
+        return tuple(zip(self._bounds[::2], self._bounds[1::2], strict=True))
 
     def gaps(self, end: int) -> Iterator[int]:
         """The numbers below `end` that are not in the set, in order."""

@@ -28,6 +28,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -257,17 +258,12 @@ class Mixture:
         self.num_places = sum(part.num_places for part in parts)  # of a pass
         self._seed = seed
         self._shuffle = shuffle
-        self._passes: dict[int, npt.NDArray[np.int64]] = {}  # the latest few
+        self._rows_of_pass = lru_cache(_CACHED_PASSES)(self._rows_of)
 
     def locate(self, place: int) -> tuple[int, int]:
         """(passes before it, its row)"""
         data_epoch, position = divmod(place, self.num_places)
-        known = self._passes.get(data_epoch)
-        if known is None:
-            known = self._passes[data_epoch] = self._rows_of(data_epoch)
-            for old in sorted(self._passes)[:-_CACHED_PASSES]:
-                del self._passes[old]
-        return data_epoch, int(known[position])
+        return data_epoch, int(self._rows_of_pass(data_epoch)[position])
 
     def _rows_of(self, data_epoch: int) -> npt.NDArray[np.int64]:  # [num_places]
         starts = np.cumsum([0, *(part.num_rows for part in self.parts)])

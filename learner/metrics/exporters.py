@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ from streamrl.config import schema
 from streamrl.config.dump import dump_config
 from streamrl.errors import ConfigError
 
-_TENSORBOARD, _WANDB = "torch.utils.tensorboard", "wandb"
+_MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}  # by key within `metrics`
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 300.0, 3600.0
 _INIT_TIMEOUT_S = 20.0  # all ranks wait meanwhile
 
@@ -135,9 +135,5 @@ def open_exporters(
     return [Guarded(key, partial(kinds[key], settings, module), clock=clock) for key, module in asked]
 
 
-def _asked(settings: schema.Config) -> Iterator[tuple[str, str]]:
-    """(key within `metrics`, module)"""
-    if settings.metrics.tensorboard:
-        yield "tensorboard", _TENSORBOARD
-    if settings.metrics.wandb is not None:
-        yield "wandb", _WANDB
+def _asked(settings: schema.Config) -> list[tuple[str, str]]:
+    return [(key, module) for key, module in _MODULES.items() if getattr(settings.metrics, key)]

@@ -22,24 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import structlog
 
+from streamrl.learner.groups.prompts import Prompt
 from streamrl.learner.metrics.exporters import Exporter
+from streamrl.protocol.wire.group import Sample
 from streamrl.telemetry.metrics import is_metric
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """One answer, for people to read."""
-
-    prompt: str
-    fields: Mapping[str, object]
-    token_ids: npt.NDArray[np.int32]  # [T] the response
-    reward: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +38,7 @@ class ValidationResult:
     version: int
     complete: bool  # every prompt was answered; else some were given up, or not answered in time
     metrics: Mapping[str, float]
-    shown: tuple[Answer, ...] = ()
+    shown: tuple[tuple[Prompt, Sample], ...] = ()  # a few answers, for people to read
 
 
 class MetricsSink(Protocol):
@@ -83,12 +73,12 @@ class Recorder:
         self.step(result.step, result.metrics)
         samples = [
             {
-                "prompt": answer.prompt,
-                "completion": self._decoder.decode(answer.token_ids, skip_special_tokens=True),
-                "reward": answer.reward,
-                "fields": dict(answer.fields),
+                "prompt": prompt.text,
+                "completion": self._decoder.decode(sample.token_ids, skip_special_tokens=True),
+                "reward": sample.reward,
+                "fields": dict(prompt.fields),
             }
-            for answer in result.shown
+            for prompt, sample in result.shown
         ]
         record = {"step": result.step, "version": result.version, "metrics": result.metrics, "samples": samples}
         self._append("validation.jsonl", {"term": self._term, "at": time.time(), **record})

@@ -41,12 +41,17 @@ OF_GROUPS: Final[Mapping[str, Callable[[Group], float]]] = {
 _SUMS: Final = (
     *("groups", "samples", "reward_squared", "penalty", "baseline"),
     *("in_flight", "in_queue", "lag", "lag_tokens", "dead_tokens", "masked_tokens"),
-    *("model_tokens", "flops", "tokens", "entropy", "mismatch", "mismatch_factor", "ratio", "ratio_squared"),
-    *("kl", "kl_tokens"),
+    *("model_tokens", "flops", "tokens", "ratio_squared", "kl", "kl_tokens"),
     *("fresh_tokens", "fresh_mismatch", "fresh_mismatch_kl"),
 )
 # Upper edges of the bins that ratios are counted in; each bin begins beyond the edge before it.
 RATIO_EDGES: Final = (0.5, 0.8, 0.95, 0.99, 1.01, 1.05, 1.25, 2.0, 5.0, math.inf)
+_BINS: Final = tuple(f"policy/ratio_histogram/{edge:g}" for edge in RATIO_EDGES)
+# Means over the tokens of all passes.
+_OF_TOKENS: Final = (
+    *("policy/entropy", "policy/mismatch_kl", "policy/token_mult_prob_error", "policy/ratio_mean"),
+    *_BINS,
+)
 _KNOWN_OF_LOSS: Final = {"clipped": "policy/clipped_fraction", "masked": "policy/masked_fraction"}
 _PEAKS: Final = ("lag", "negative_lag", "ratio")
 
@@ -59,8 +64,8 @@ class Tally:
     """One step's sums; `metrics` is a collective."""
 
     def __init__(self, *, sources: Sequence[str], step: int, is_dead: IsDead) -> None:
-        names = (*_SUMS, *(f"ratio/{edge:g}" for edge in RATIO_EDGES), *(f"reward/{name}" for name in sources))
-        self._sums = dict.fromkeys((*names, *OF_SAMPLES, *OF_GROUPS), 0.0)
+        names = (*_SUMS, *_OF_TOKENS, *OF_SAMPLES, *OF_GROUPS, *(f"reward/{name}" for name in sources))
+        self._sums = dict.fromkeys(names, 0.0)
         self._peaks = dict.fromkeys(_PEAKS, -math.inf)
         self._own: dict[str, npt.NDArray[np.float64]] = {}  # (sum, count) of each metric of the loss's own
         self._sources, self._step, self._is_dead = tuple(sources), step, is_dead
@@ -108,13 +113,13 @@ class Tally:
         edges = torch.tensor(RATIO_EDGES[:-1], dtype=ratio.dtype, device=ratio.device)
         bin_of = torch.bucketize(ratio, edges)
         found = {
-            "entropy": entropy.sum(),
-            "mismatch": difference.sum(),
-            "mismatch_factor": difference.clamp(-_MAX_LOG, _MAX_LOG).abs().exp().sum(),
-            "ratio": ratio.sum(),
+            "policy/entropy": entropy.sum(),
+            "policy/mismatch_kl": difference.sum(),
+            "policy/token_mult_prob_error": difference.clamp(-_MAX_LOG, _MAX_LOG).abs().exp().sum(),
+            "policy/ratio_mean": ratio.sum(),
             "ratio_squared": (ratio**2).sum(),
         }
-        found |= {f"ratio/{edge:g}": (bin_of == at).sum() for at, edge in enumerate(RATIO_EDGES)}
+        found |= {name: (bin_of == at).sum() for at, name in enumerate(_BINS)}
         if fresh is not None:
             found |= _of_fresh(difference.double(), fresh)
         pairs = [metric if isinstance(metric, tuple) else (metric.sum(), num_tokens) for metric in own.values()]
@@ -213,20 +218,16 @@ def _of_tokens(sums: Mapping[str, float], peaks: Mapping[str, float]) -> dict[st
         return {}
     tokens = sums["tokens"]
     found = {
-        "policy/entropy": sums["entropy"] / tokens,
-        "policy/mismatch_kl": sums["mismatch"] / tokens,
-        "policy/ratio_mean": sums["ratio"] / tokens,
+        **{name: sums[name] / tokens for name in _OF_TOKENS},
         "policy/ratio_max": peaks["ratio"],
         **dict.fromkeys(_KNOWN_OF_LOSS.values(), 0.0),  # of a loss that has no such bound
-        "policy/token_mult_prob_error": sums["mismatch_factor"] / tokens,
-        **{f"policy/ratio_histogram/{edge:g}": sums[f"ratio/{edge:g}"] / tokens for edge in RATIO_EDGES},
         "policy/fresh_tokens": sums["fresh_tokens"],
     }
     if sums["fresh_tokens"] > 0:
         found["policy/fresh_mismatch"] = sums["fresh_mismatch"] / sums["fresh_tokens"]
         found["policy/fresh_mismatch_kl"] = sums["fresh_mismatch_kl"] / sums["fresh_tokens"]
     if sums["ratio_squared"] > 0:
-        found["policy/ess"] = sums["ratio"] ** 2 / sums["ratio_squared"] / tokens
+        found["policy/ess"] = sums["policy/ratio_mean"] ** 2 / sums["ratio_squared"] / tokens
     if sums["kl_tokens"] > 0:
         found["train_rollouts/init_policy_kl"] = sums["kl"] / sums["kl_tokens"]
     return found

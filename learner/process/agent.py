@@ -7,7 +7,7 @@
 
 A rank that is started as a new program imports for seconds, all ranks of a machine at the same time; after a death that
 is most of what the run waits for. torchrun's options, rendezvous, restarts and exit codes are as they are, but where a
-rank says that no restart would help: then the agent ends with that rank's code (`learner.process.notes`).
+rank says that no restart would help: then the agent ends with that rank's code (`learner.process.ranks`).
 
 torchrun and multiprocessing keep files and sockets in the folder for temporary files, and leave some of them there: the
 agent has one of its own (`streamrl.files`), which goes with it. Its ranks use the common one.
@@ -28,7 +28,7 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from streamrl.files import scratch_folder
-from streamrl.learner.process.notes import heard, listen, note_job_began
+from streamrl.learner.process.ranks import heard, listen, note_job_began
 
 _RANK = Path(__file__).parents[1] / "__main__.py"
 # All that a rank needs, then how the server behaves.

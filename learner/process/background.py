@@ -6,7 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
@@ -47,10 +47,8 @@ class BackgroundThread:
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopped = threading.Event()
 
-    @contextmanager
-    def working(self, *, join_s: float) -> Iterator[None]:
-        with background_loop(self._work, name=self._name, stopped=self._stopped, join_s=join_s):
-            yield
+    def working(self, *, join_s: float) -> AbstractContextManager[None]:
+        return background_loop(self._work, name=self._name, stopped=self._stopped, join_s=join_s)
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
@@ -69,9 +67,8 @@ class BackgroundThread:
 class BackgroundThreadDouble:
     """The double of `BackgroundThread`, without a thread: a job is done when it was given."""
 
-    @contextmanager
-    def working(self, *, join_s: float) -> Iterator[None]:
-        yield
+    def working(self, *, join_s: float) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()

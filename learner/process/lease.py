@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import structlog
 
@@ -36,10 +36,8 @@ class LeaseKeeper:
         if self._error is not None:
             raise self._error
 
-    @contextmanager
-    def keeping(self) -> Iterator[None]:
-        with background_loop(self._keep, name="lease", stopped=self._stopped):
-            yield
+    def keeping(self) -> AbstractContextManager[None]:
+        return background_loop(self._keep, name="lease", stopped=self._stopped)
 
     def _keep(self) -> None:
         while not self._stopped.wait(self._every_s):

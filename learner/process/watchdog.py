@@ -76,11 +76,9 @@ class Watchdog:
             self.beat()
             self._phase = "anywhere"
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[None]:
         self.beat()
-        with background_loop(self._watch, name="watchdog", stopped=self._stopped):
-            yield
+        return background_loop(self._watch, name="watchdog", stopped=self._stopped)
 
     def _watch(self) -> None:
         while not self._stopped.wait(self._check_every_s):

@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -34,7 +33,7 @@ from streamrl.learner.model.policy import Policy
 from streamrl.learner.process.background import Jobs
 from streamrl.learner.process.ranks import World
 from streamrl.learner.publishing.host_copy import HostCopy, cast_digests
-from streamrl.learner.publishing.shipping import Announcer, Herald, PendingVersion, Shipped, Shipper, Silent
+from streamrl.learner.publishing.shipping import Announcer, PendingVersion, Published, Shipper
 from streamrl.learner.publishing.sweep import Sweeper
 from streamrl.protocol.weights.format import TensorMeta
 from streamrl.protocol.weights.retention import AnchorPace
@@ -43,15 +42,6 @@ from streamrl.versions import make_version
 
 _SPARE_S = 60.0  # the loop, which says why it gives up, comes before the timeout of a collective, which does not
 _LAST_S = 10.0  # for a version that is on its way when the loop ends early
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Published:
-    version: int
-    step: int
-    num_bytes: int
-    changed_fraction: float
-    needs: tuple[int, ...] = ()  # the versions without whose manifests nobody could be served this one
 
 
 class Publishing(Protocol):
@@ -117,18 +107,18 @@ class Publisher:
         max_bytes = budget_in_redis(config.weights)
         if max_bytes:
             _refuse_too_large(sum(tensor.num_bytes for tensor in tensors), config.weights)
-        sweeper = Sweeper(store=store, run_uid=run_uid, term=term, max_bytes=max_bytes, clock=clock)
         self._shipper = Shipper(
             world=world.beside(timeout_s=config.weights.give_up_after_s + _SPARE_S),
             run_uid=run_uid,
             tensors=tensors,
             store=store,
-            herald=Herald(announcer, sweeper) if world.is_main else Silent(),
+            sweeper=Sweeper(store=store, run_uid=run_uid, term=term, max_bytes=max_bytes, clock=clock),
+            announcer=announcer,
         )
         self._copy = HostCopy(config.weights.dtype)
         self._pace = AnchorPace(every=config.weights.anchor_every, share=config.weights.anchor_share)
         self._next_n = 0
-        self._under_way: Future[Shipped | None] | None = None
+        self._under_way: Future[Published | None] | None = None
         self._anchor: Future[int | None] | None = None  # of what is, or was, under way
         self._failed = False
         self._trying_since: float | None = None  # since the first attempt after the last success
@@ -181,30 +171,22 @@ class Publisher:
             self._settle_anchor(wait_s=wait_s)
         return published
 
-    def _settle_version(self, under_way: Future[Shipped | None], *, wait_s: float) -> Published | None:
+    def _settle_version(self, under_way: Future[Published | None], *, wait_s: float) -> Published | None:
         wait([under_way], timeout=wait_s)
         all_done = self._world.all_agree(under_way.done())
-        shipped = under_way.result() if all_done else None
-        if shipped is None:
+        published = under_way.result() if all_done else None
+        if published is None:
             self._failed = all_done
             self._under_way = None if all_done else under_way
             self._give_up_in_time(self._trying_since, "weights")
             return None
         self._under_way, self._failed, self._trying_since = None, False, None
-        if shipped.pending.base:
-            self._pace.announced(delta_bytes=shipped.num_bytes)
+        if published.base:
+            self._pace.announced(delta_bytes=published.num_bytes)
         else:
-            self._note_anchor(shipped.num_bytes)
-        self.latest = Published(
-            version=shipped.pending.version,
-            step=shipped.pending.step,
-            num_bytes=shipped.num_bytes,
-            changed_fraction=shipped.changed_fraction,
-            needs=(shipped.pending.version, shipped.pending.base)
-            if shipped.pending.base
-            else (shipped.pending.version,),
-        )
-        return self.latest
+            self._note_anchor(published.num_bytes)
+        self.latest = published
+        return published
 
     def _settle_anchor(self, *, wait_s: float) -> None:
         if self._anchor is None:

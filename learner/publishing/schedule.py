@@ -18,7 +18,8 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from streamrl.learner.metrics.record import Timers
-from streamrl.learner.publishing.publish import Published, Publishing
+from streamrl.learner.publishing.publish import Publishing
+from streamrl.learner.publishing.shipping import Published
 from streamrl.telemetry.progress import Progress, Wait
 from streamrl.versions import show
 

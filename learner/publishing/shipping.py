@@ -61,57 +61,19 @@ class PendingVersion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shipped:
+class Published:
     """What all ranks know of an announced version."""
 
-    pending: PendingVersion
+    version: int
+    step: int
+    base: int = 0  # 0: an anchor by itself
     num_bytes: int  # of the delta, or of the anchor by itself
     changed_fraction: float
 
-
-class Heralding(Protocol):
-    def make_room(self, num_bytes: int) -> bool:
-        """In the store, for the blobs of all ranks; False when there is none."""
-        ...
-
-    def tell(self, manifest: Manifest, *, amended: bool) -> tuple[bool, Fenced | None]:
-        """Tell the workers: (they were told, what forbids to go on)."""
-        ...
-
-
-class Herald:
-    """On rank 0."""
-
-    def __init__(self, announcer: Announcer, sweeper: Sweeper) -> None:
-        self._announcer, self._sweeper = announcer, sweeper
-
-    def make_room(self, num_bytes: int) -> bool:
-        return self._sweeper.make_room(num_bytes)
-
-    def tell(self, manifest: Manifest, *, amended: bool) -> tuple[bool, Fenced | None]:
-        tell = self._announcer.amend if amended else self._announcer.announce
-        try:
-            encoded = encode_manifest(manifest)
-            told = Announcement(version=manifest.version, base=manifest.base, step=manifest.step, manifest=encoded)
-            tell(told, keep=sorted(self._sweeper.kept_with(manifest)))
-        except Fenced as error:
-            return False, error
-        except StreamrlError as error:
-            what = "anchor not announced" if amended else "weights not announced"
-            log.warning(what, version=show(manifest.version), error=str(error))
-            return False, None
-        self._sweeper.announced(manifest)
-        return True, None
-
-
-class Silent:
-    """Every other rank leaves that to rank 0."""
-
-    def make_room(self, num_bytes: int) -> bool:
-        return True
-
-    def tell(self, manifest: Manifest, *, amended: bool) -> tuple[bool, Fenced | None]:
-        return True, None
+    @property
+    def needs(self) -> tuple[int, ...]:
+        """The versions without whose manifests nobody could be served this one."""
+        return (self.version, self.base) if self.base else (self.version,)
 
 
 class Shipper:
@@ -122,10 +84,11 @@ class Shipper:
         run_uid: str,
         tensors: tuple[TensorMeta, ...],
         store: BlobStore,
-        herald: Heralding,
+        sweeper: Sweeper,  # rank 0's, and so is the announcer
+        announcer: Announcer,
     ) -> None:
         self._world, self._run_uid, self._tensors = world, run_uid, tensors
-        self._store, self._herald = store, herald
+        self._store, self._sweeper, self._announcer = store, sweeper, announcer
         self._encoder = ShardEncoder()
         self._announced: Manifest | None = None  # the newest
 
@@ -135,7 +98,7 @@ class Shipper:
 
     def ship(
         self, pending: PendingVersion, encoded: Sequence[Future[list[CodedPart]]], cast: CastDigests
-    ) -> Shipped | None:
+    ) -> Published | None:
         """All of it. A collective; None when it failed somewhere, which all ranks then know."""
         records = self._gathered(pending.version, self._joined(pending, encoded, cast))
         if records is None:
@@ -153,7 +116,13 @@ class Shipper:
             return None
         self._encoder.advance()
         self._announced = manifest
-        return Shipped(pending=pending, num_bytes=manifest.num_bytes, changed_fraction=_changed_fraction(records))
+        return Published(
+            version=pending.version,
+            step=pending.step,
+            base=pending.base,
+            num_bytes=manifest.num_bytes,
+            changed_fraction=_changed_fraction(records),
+        )
 
     def lay_anchor(self) -> int | None:
         """Beside the version announced last. A collective; the anchor's bytes, or None when it failed somewhere: then a
@@ -199,16 +168,31 @@ class Shipper:
     def _found_room(self, shard: EncodedShard | None) -> bool:
         """Rank 0 makes room for the blobs of all; False also when a rank has none."""
         num_bytes = self._world.total(np.array([0 if shard is None else len(shard.blob)], dtype=np.float64))
-        room = self._herald.make_room(int(num_bytes[0]))
+        room = not self._world.is_main or self._sweeper.make_room(int(num_bytes[0]))
         return self._world.all_agree(room and shard is not None)
 
     def _all_told(self, manifest: Manifest, *, amended: bool = False) -> bool:
         """Rank 0 tells the workers; the others must hear of a refusal, and not wait for ever."""
-        told, refusal = self._herald.tell(manifest, amended=amended)
-        agreed = self._world.all_agree(told)
-        if refusal is not None:
+        refusal: StreamrlError | None = None
+        if self._world.is_main:
+            try:
+                self._tell(manifest, amended=amended)
+            except StreamrlError as error:
+                refusal = error
+        agreed = self._world.all_agree(refusal is None)
+        if isinstance(refusal, Fenced):
             raise refusal
+        if refusal is not None:
+            what = "anchor not announced" if amended else "weights not announced"
+            log.warning(what, version=show(manifest.version), error=str(refusal))
         return agreed
+
+    def _tell(self, manifest: Manifest, *, amended: bool) -> None:
+        tell = self._announcer.amend if amended else self._announcer.announce
+        encoded = encode_manifest(manifest)
+        told = Announcement(version=manifest.version, base=manifest.base, step=manifest.step, manifest=encoded)
+        tell(told, keep=sorted(self._sweeper.kept_with(manifest)))
+        self._sweeper.announced(manifest)
 
 
 def _changed_fraction(records: Sequence[ShardRecord]) -> float:

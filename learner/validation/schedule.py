@@ -21,7 +21,7 @@ from streamrl.versions import term_of
 
 if TYPE_CHECKING:
     from streamrl.learner.metrics.record import Recorder, ValidationResult
-    from streamrl.learner.publishing.publish import Published
+    from streamrl.learner.publishing.shipping import Published
     from streamrl.learner.validation.validation import Validation
 
 log = structlog.get_logger(__name__)
@@ -39,15 +39,7 @@ class ValidationSchedule:
     def running(self) -> bool:
         return self._validation is not None and self._validation.running
 
-    def start(self, latest: Published | None) -> None:
-        """Of the newest version, unless all answers of it are there."""
-        if latest is None or self._validation is None or self.running:
-            return
-        last = self._newest
-        if last is None or last.version != latest.version or not last.complete:
-            self._start(self._validation, latest, of_step=latest.step)
-
-    def start_beside(self, step: int, latest: Published | None) -> None:
+    def start(self, step: int, latest: Published | None) -> None:
         """Of the weights of this step, or of the next that get out: as soon as workers can have them."""
         if self._validation is None or self.running:
             return
@@ -56,14 +48,14 @@ class ValidationSchedule:
             self.note_published(latest)
 
     def note_published(self, latest: Published) -> None:
-        if self._validation is not None and self._due is not None and latest.step >= self._due:
-            self._start(self._validation, latest, of_step=self._due)
-
-    def _start(self, validation: Validation, latest: Published, *, of_step: int) -> None:
-        self._due = None
+        if self._validation is None or self._due is None or latest.step < self._due:
+            return
+        due, self._due = self._due, None
+        if self._newest is not None and self._newest.complete and self._newest.version == latest.version:
+            return  # all its answers are there
         with redis_may_be_away("no validation"):
-            validation.start(step=latest.step, version=latest.version)
-            self._of = frozenset(CheckpointName(term_of(latest.version), step) for step in (of_step, latest.step))
+            self._validation.start(step=latest.step, version=latest.version)
+            self._of = frozenset(CheckpointName(term_of(latest.version), step) for step in (due, latest.step))
 
     def poll(self, *, wait_s: float) -> None:
         """Take up what has come; the result, when it is there, is recorded."""

@@ -20,7 +20,7 @@ import structlog
 from streamrl.config import schema
 from streamrl.errors import WireError
 from streamrl.learner.groups.prompts import Prompt, PromptSet
-from streamrl.learner.metrics.record import Answer, ValidationResult
+from streamrl.learner.metrics.record import ValidationResult
 from streamrl.protocol.transport.types import START, Entry, GroupStream
 from streamrl.protocol.wire.group import Group, decode_body, decode_header
 from streamrl.protocol.wire.ticket import Ticket
@@ -173,15 +173,7 @@ class Validation:
             version=current.version,
             complete=len(answers) == len(current.numbers),
             metrics=_metrics([group for _, group in answers]),
-            shown=tuple(
-                Answer(
-                    prompt=prompt.text,
-                    fields=prompt.fields,
-                    token_ids=group.samples[0].token_ids,
-                    reward=group.samples[0].reward,
-                )
-                for prompt, group in answers[:_NUM_SHOWN]
-            ),
+            shown=tuple((prompt, group.samples[0]) for prompt, group in answers[:_NUM_SHOWN]),
         )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.learner.process.agent import main
-from streamrl.learner.process.notes import JOB_BEGAN, job_began
+from streamrl.learner.process.ranks import JOB_BEGAN, job_began
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,7 +76,7 @@ _JOB = """
 import os, time
 from torch.distributed import run
 from streamrl.learner.process.agent import main
-from streamrl.learner.process.notes import job_began
+from streamrl.learner.process.ranks import job_began
 def torchrun(arguments):
     print(job_began(os.environ))
 run.main = torchrun
@@ -104,7 +104,7 @@ import os, signal, sys
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from streamrl.learner.process.agent import main
-from streamrl.learner.process.notes import tell
+from streamrl.learner.process.ranks import tell
 def torchrun(arguments):
     if sys.argv[1:]:
         tell(int(sys.argv[1]), os.environ)

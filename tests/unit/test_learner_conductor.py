@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from streamrl.errors import Fenced, TransportError
+from streamrl.learner.conductor import Follower
 from streamrl.learner.groups.plan import Kind, Outcome, Plan, PlanEntry
-from streamrl.learner.rank_context import Follower
 from streamrl.versions import make_version
 from tests.conductor_world import Scene, Wire, published, surroundings
 from tests.learner_cases import learner_config
@@ -82,11 +82,11 @@ def test_waiting_for_validation_is_idle_until_the_result_which_is_recorded(tmp_p
 def test_a_newer_version_is_validated_when_the_one_before_is_done_and_none_twice(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     older, newer = (published(make_version(1, step)) for step in (3, 4))
-    scene.conductor.start_validation(newer)
+    scene.conductor.validate(newer.step, newer)
     assert scene.validation.started == [], "one of the older version still runs"
     assert [scene.conductor.look_at_validation() for _ in range(2)] == [Outcome.WAITING, Outcome.DONE]
-    scene.conductor.start_validation(older)
-    scene.conductor.start_validation(newer)
+    scene.conductor.validate(older.step, older)
+    scene.conductor.validate(newer.step, newer)
     assert scene.validation.started == [newer.step]
 
 
@@ -95,11 +95,11 @@ def test_a_validation_that_finds_redis_away_does_not_end_training_and_one_that_i
     while scene.validation.running:
         scene.conductor.look_at_validation()
     scene.validation.trouble = TransportError("Redis is away")
-    scene.conductor.start_validation(published(make_version(1, 4)))
+    scene.conductor.validate(4, published(make_version(1, 4)))
     assert len(scene.validation.started) == 1
     scene.validation.trouble = Fenced("a newer term")
     with pytest.raises(Fenced):
-        scene.conductor.start_validation(published(make_version(1, 5)))
+        scene.conductor.validate(5, published(make_version(1, 5)))
 
 
 def test_validation_runs_beside_training(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_record_that_cannot_be_written_does_not_stop_training(tmp_path: Path) 
 def test_weights_that_redis_lost_are_published_again_and_looked_for_now_and_then(tmp_path: Path) -> None:
     scene = Scene(tmp_path, *[None] * 4)
     scene.stream.manifests = {7, 8}
-    scene.conductor.note_published(published(8, 8, 7))
+    scene.conductor.note_published(published(8, 7))
     assert scene.kinds(8, 8) == [Kind.IDLE, Kind.IDLE]
     assert scene.stream.looks == 1
     scene.stream.manifests = set()
@@ -140,17 +140,17 @@ def test_weights_that_redis_lost_are_published_again_and_looked_for_now_and_then
 def test_a_delta_on_a_version_that_redis_lost_is_no_use_to_anybody(tmp_path: Path) -> None:
     scene = Scene(tmp_path, None)
     scene.stream.manifests = {9}  # announced after the rest was lost
-    scene.conductor.note_published(published(9, 9, 8))
+    scene.conductor.note_published(published(9, 8))
     assert scene.kinds(9) == [Kind.PUBLISH]
     scene.stream.manifests = {10}
-    scene.conductor.note_published(published(10, 10))
+    scene.conductor.note_published(published(10))
     assert scene.kinds(9) == [Kind.IDLE]
 
 
 def test_while_redis_is_away_no_weights_are_missed(tmp_path: Path) -> None:
     scene = Scene(tmp_path, None)
     scene.stream.trouble = TransportError("away")
-    scene.conductor.note_published(published(8, 8))
+    scene.conductor.note_published(published(8))
     assert scene.kinds(8) == [Kind.IDLE]
 
 

@@ -154,6 +154,7 @@ def test_while_redis_does_not_answer_nobody_is_judged() -> None:
 
 def scene(tmp_path: Path, *answers: Plan | None) -> Scene:
     made = Scene(tmp_path, *answers)
+    made.stream.manifests = {V5}
     made.conductor.note_published(published(V5))
     report = Progress(part="worker/a", role="worker", clock=made.clock).report()
     made.stream.told = [replace(report, detail=REJECTS)]

@@ -11,8 +11,8 @@ import pytest
 
 from streamrl.learner.metrics.record import Timers
 from streamrl.learner.process.background import BackgroundThread
-from streamrl.learner.publishing.publish import Published
 from streamrl.learner.publishing.schedule import PublishSchedule
+from streamrl.learner.publishing.shipping import Published
 from streamrl.protocol.weights.stores import MemoryStore
 from streamrl.telemetry.progress import Progress
 from streamrl.versions import make_version

@@ -21,7 +21,7 @@ from streamrl.learner.checkpoints.checkpoint import (
 from streamrl.learner.checkpoints.resume import find_checkpoint, fork
 from streamrl.learner.checkpoints.terms import CheckpointName, ancestry
 from streamrl.learner.metrics.record import ValidationResult
-from streamrl.learner.publishing.publish import Published
+from streamrl.learner.publishing.shipping import Published
 from streamrl.versions import make_version
 from tests.conductor_world import RESULT, Scene
 
@@ -74,7 +74,7 @@ class Run:
             if step > published_after:
                 self.publish(step - published_after)
             if step % every == 0:
-                self.conductor.validate_beside(step, self.latest)
+                self.conductor.validate(step, self.latest)
                 self.save(step)
 
     def publish(self, step: int) -> None:
@@ -91,7 +91,8 @@ class Run:
     def validate(self) -> None:
         """As at the end of a run."""
         self.wait()
-        self.conductor.start_validation(self.latest)
+        assert self.latest is not None
+        self.conductor.validate(self.latest.step, self.latest)
         self.wait()
 
     def wait(self) -> None:

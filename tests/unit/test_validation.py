@@ -89,8 +89,8 @@ def test_the_result_tells_means_by_source_lengths_and_the_steps_that_answered() 
         "val_rollouts/max_version_step": 6,
     }
     assert (result.step, result.version, result.complete) == (5, VERSION, True)
-    assert [answer.prompt for answer in result.shown] == ["prompt 0", "prompt 1", "prompt 2"]
-    assert result.shown[0].token_ids.tolist() == [0, 1, 2, 3]
+    assert [prompt.text for prompt, _ in result.shown] == ["prompt 0", "prompt 1", "prompt 2"]
+    assert result.shown[0][1].token_ids.tolist() == [0, 1, 2, 3]
     assert not world.validation.running
     assert world.validation.poll() is None
 

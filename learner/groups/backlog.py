@@ -1,0 +1,131 @@
+"""What Redis holds of the training tickets and groups: how many bytes, and what is too much or missing there.
+
+Bytes of training groups: how many are there, how many are to come, and whether more may be asked for.
+
+    what is read, until a commit lets it go     counted, entry by entry
+    what is asked for and not read yet          estimated by the sizes of the latest groups
+
+That m groups together take `m * mean + 3 * deviation * sqrt(m)` bytes or less is as good as sure, if they differ from
+each other as the latest did; before any has come, all are taken to be as large as they can be. Redis takes about a
+quarter more for the same bytes. A commit frees what has ended, and nothing else does; so where room is short and that
+would make some, the feed asks for a commit before its time. Pure, but for taking the inventory, which asks Redis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from streamrl.config import schema
+from streamrl.learner.groups.ledger import Ledger
+from streamrl.protocol.transport.types import START, GroupStream, PresentGroup, PresentTicket, entry_order
+
+_LATEST = 256  # groups whose mean size is expected of the next ones
+
+
+class Backlog:
+    def __init__(self, *, max_bytes: int, largest_group: int) -> None:
+        """`largest_group` is expected of a group, in bytes, until some have come."""
+        self.max_bytes = max_bytes
+        self._sizes: dict[str, int] = {}  # by entry id, of what is read and still in the stream
+        self._largest_group = largest_group
+        self._latest: deque[int] = deque(maxlen=_LATEST)  # sizes
+        self.num_bytes = 0  # of what is read and still in the stream
+
+    def add(self, entry_id: str, num_bytes: int) -> None:
+        """An entry was read; read again, it still counts once."""
+        self.num_bytes += num_bytes - self._sizes.get(entry_id, 0)
+        self._sizes[entry_id] = num_bytes
+
+    def expect(self, num_bytes: int) -> None:
+        """A ticket's answer was so large: the next ones will be alike."""
+        self._latest.append(num_bytes)
+
+    def recount(self, groups: Iterable[PresentGroup], *, cursor: str) -> None:
+        """Of what was read, this is still in the stream."""
+        last = entry_order(cursor)
+        self._sizes = {group.entry_id: group.num_bytes for group in groups if entry_order(group.entry_id) <= last}
+        self.num_bytes = sum(self._sizes.values())
+
+    def room(self, num_expected: int) -> int:
+        """For how many further groups there is room, when so many are on their way."""
+        mean, margin = self._mean, 3 * self._deviation
+        left = max(0, self.max_bytes - self.num_bytes)
+        root = (math.sqrt(margin**2 + 4 * mean * left) - margin) / (2 * mean)  # of m * mean + margin * sqrt(m) = left
+        return int(root**2 + 1e-9) - num_expected
+
+    def num_groups_in(self, num_bytes: int) -> int:
+        """How many groups are about so large together; at least one."""
+        return max(1, int(num_bytes / self._mean))
+
+    def expected(self, num_expected: int) -> float:
+        """Bytes that are there, and of so many groups that are on their way."""
+        return self.num_bytes + num_expected * self._mean
+
+    def freeable(self, held: Iterable[str]) -> int:
+        """Bytes that a commit now would free: all but those of the entries that are still needed."""
+        return self.num_bytes - sum(self._sizes.get(entry_id, 0) for entry_id in held)
+
+    def let_go(self, *, cursor: str, carry: Collection[str], trim_below: str) -> list[str]:
+        """A commit with this cursor and carry is about to trim: forget what it frees. Returns the entries that have
+        ended and lie above the trim, among those that have not."""
+        kept, last, lowest = set(carry), entry_order(cursor), entry_order(trim_below)
+        ended = [i for i in self._sizes if i not in kept and entry_order(i) <= last]
+        self.num_bytes -= sum(self._sizes.pop(entry_id) for entry_id in ended)
+        return [entry_id for entry_id in ended if entry_order(entry_id) >= lowest]
+
+    @property
+    def _mean(self) -> float:
+        return max(1.0, sum(self._latest) / len(self._latest)) if self._latest else self._largest_group
+
+    @property
+    def _deviation(self) -> float:
+        count, squares = len(self._latest), sum(size**2 for size in self._latest)
+        return math.sqrt(count * squares - sum(self._latest) ** 2) / max(1, count)  # of whole numbers, so exact
+
+
+def largest_group(config: schema.Config) -> int:
+    """Bytes of a group whose responses are all as long as they may be."""
+    per_sample = 8 * config.sampling.max_tokens + 256  # a token id and a log-prob a token
+    return config.sampling.num_samples * per_sample + 4 * config.data.max_prompt_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inventory:
+    tickets: Sequence[PresentTicket]
+    groups: Sequence[PresentGroup]  # all that no commit has trimmed
+    retried: Mapping[int, int]  # which ticket repeats which dead one
+
+    @staticmethod
+    def take(stream: GroupStream) -> Inventory:
+        # Tickets first: delivering turns a ticket into a group, so one that moves in between is seen at least once.
+        tickets = stream.present_tickets("train")
+        return Inventory(tickets=tickets, groups=stream.present_groups("train", after=START), retried=stream.retried())
+
+    def answered(self, *, cursor: str, unread: Sequence[str]) -> set[int]:
+        """Tickets whose groups are there and will be read."""
+        last, again = entry_order(cursor), set(unread)
+        return {g.number for g in self.groups if entry_order(g.entry_id) > last or g.entry_id in again} - {-1}
+
+    def asked(self) -> set[int]:
+        """Tickets that workers can take up, or have."""
+        return {ticket.number for ticket in self.tickets if ticket.sound}
+
+    def unreadable(self) -> dict[int, str]:
+        """Tickets whose entries no worker can read, and why. They would go round from lease to lease for ever."""
+        asked = self.asked() | {-1}
+        return {t.number: t.flaw for t in self.tickets if t.flaw is not None and t.number not in asked}
+
+    def superfluous(self, ledger: Ledger) -> list[str]:
+        """Entries among the tickets that nobody should take up: unreadable, of tickets that have ended, or a second
+        one of the same ticket."""
+        found: list[str] = []
+        seen: set[int] = set()
+        for ticket in self.tickets:
+            if not ticket.sound or ticket.number in seen or not ledger.is_open(ticket.number):
+                found.append(ticket.entry_id)
+            else:
+                seen.add(ticket.number)
+        return found
