@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from streamrl.learner.groups.feed import Feed
 from streamrl.learner.groups.ledger import Ending, FeedState
 from streamrl.learner.groups.plan import Kind, Plan
 from streamrl.learner.groups.prompts import Prompt, PromptSet
+from streamrl.learner.groups.quarantine import Quarantine
 from streamrl.protocol.transport.double import LearnerStreamDouble, MemoryServer
 from streamrl.protocol.wire.group import GroupHeader, decode_header, encode_group
 from streamrl.protocol.wire.ticket import Ticket
@@ -78,8 +80,14 @@ class FeedWorld:
     """One run: the server, the dataset, the last commit, and the feed of the learner that is alive."""
 
     def __init__(
-        self, config: schema.Config | None = None, *, num_prompts: int = 10, prompts: PromptSet | None = None
+        self,
+        config: schema.Config | None = None,
+        *,
+        num_prompts: int = 10,
+        prompts: PromptSet | None = None,
+        folder: Path | None = None,  # where suspects are noted
     ) -> None:
+        self.folder = folder
         self.clock = Clock()
         self.server = MemoryServer(wait=self.clock.advance)
         self.config = config or make_config()
@@ -104,6 +112,7 @@ class FeedWorld:
             fingerprint=MODEL,
             keep=keep,
             state=self.committed,
+            quarantine=Quarantine(self.folder, term=self.term),
             clock=self.clock,
             sleep=self.clock.advance,
         )

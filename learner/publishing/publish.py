@@ -33,9 +33,10 @@ from streamrl.learner.model.policy import Policy
 from streamrl.learner.process.background import Jobs
 from streamrl.learner.process.ranks import World
 from streamrl.learner.publishing.host_copy import HostCopy, cast_digests
-from streamrl.learner.publishing.shipping import Announcer, PendingVersion, Published, Shipper
+from streamrl.learner.publishing.shipping import Announcer, Published, Shipper
 from streamrl.learner.publishing.sweep import Sweeper
 from streamrl.protocol.weights.format import TensorMeta
+from streamrl.protocol.weights.manifest import Manifest
 from streamrl.protocol.weights.retention import AnchorPace
 from streamrl.protocol.weights.stores import BlobStore, budget_in_redis
 from streamrl.versions import make_version
@@ -99,18 +100,17 @@ class Publisher:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._policy, self._settings, self._world = policy, config.weights, world
-        self._term, self._canary_ids, self._beside, self._clock = term, canary_ids, beside, clock
-        tensors = tuple(
+        self._run_uid, self._term, self._canary_ids = run_uid, term, canary_ids
+        self._beside, self._clock = beside, clock
+        self._tensors = tuple(
             TensorMeta(name=name, dtype=config.weights.dtype, shape=tuple(parameter.shape))
             for name, parameter in merged_parameters(policy.model)
         )
         max_bytes = budget_in_redis(config.weights)
         if max_bytes:
-            _refuse_too_large(sum(tensor.num_bytes for tensor in tensors), config.weights)
+            _refuse_too_large(sum(tensor.num_bytes for tensor in self._tensors), config.weights)
         self._shipper = Shipper(
             world=world.beside(timeout_s=config.weights.give_up_after_s + _SPARE_S),
-            run_uid=run_uid,
-            tensors=tensors,
             store=store,
             sweeper=Sweeper(store=store, run_uid=run_uid, term=term, max_bytes=max_bytes, clock=clock),
             announcer=announcer,
@@ -143,10 +143,13 @@ class Publisher:
     def begin(self, step: int, *, whole: bool = False) -> None:
         assert not self.busy, "one version is on its way at a time"
         base = None if whole or self._pace.alone else self.latest
-        pending = PendingVersion(
+        pending = Manifest(
             version=make_version(self._term, self._next_n),
-            step=step,
             base=base.version if base else 0,
+            step=step,
+            run_uid=self._run_uid,
+            tensors=self._tensors,
+            shards=(),  # they are yet to be encoded
             canary_ids=self._canary_ids,
         )
         self._next_n += 1

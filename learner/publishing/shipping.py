@@ -34,7 +34,7 @@ from streamrl.learner.publishing.host_copy import CastDigests, refuse_other_byte
 from streamrl.learner.publishing.sweep import Sweeper
 from streamrl.protocol.transport.types import Announcement
 from streamrl.protocol.weights.encoder import CodedPart, EncodedShard, ShardEncoder
-from streamrl.protocol.weights.format import HeldRange, TensorMeta
+from streamrl.protocol.weights.format import HeldRange
 from streamrl.protocol.weights.manifest import Manifest, ShardRecord, decode_record, encode_manifest, encode_record
 from streamrl.protocol.weights.stores import BlobStore
 from streamrl.versions import show
@@ -48,16 +48,6 @@ class Announcer(Protocol):
     def announce(self, announcement: Announcement, *, keep: list[int]) -> None: ...
 
     def amend(self, announcement: Announcement, *, keep: list[int]) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PendingVersion:
-    """A state that is to become a version."""
-
-    version: int
-    step: int
-    base: int  # 0: an anchor by itself
-    canary_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,45 +71,34 @@ class Shipper:
         self,
         *,
         world: World,  # with a group that nobody else uses
-        run_uid: str,
-        tensors: tuple[TensorMeta, ...],
         store: BlobStore,
         sweeper: Sweeper,  # rank 0's, and so is the announcer
         announcer: Announcer,
     ) -> None:
-        self._world, self._run_uid, self._tensors = world, run_uid, tensors
-        self._store, self._sweeper, self._announcer = store, sweeper, announcer
+        self._world, self._store, self._sweeper, self._announcer = world, store, sweeper, announcer
         self._encoder = ShardEncoder()
         self._announced: Manifest | None = None  # the newest
 
-    def encode(self, pending: PendingVersion, ranges: Sequence[HeldRange]) -> list[CodedPart]:
-        """Some of what this rank holds."""
+    def encode(self, pending: Manifest, ranges: Sequence[HeldRange]) -> list[CodedPart]:
+        """Some of what this rank holds. Here and below `pending` lacks its blobs yet, and nothing else."""
         return self._encoder.encode_part(ranges, anchor=pending.base == 0)
 
     def ship(
-        self, pending: PendingVersion, encoded: Sequence[Future[list[CodedPart]]], cast: CastDigests
+        self, pending: Manifest, encoded: Sequence[Future[list[CodedPart]]], cast: CastDigests
     ) -> Published | None:
         """All of it. A collective; None when it failed somewhere, which all ranks then know."""
-        records = self._gathered(pending.version, self._joined(pending, encoded, cast))
+        records = self._gathered(pending, self._joined(pending, encoded, cast))
         if records is None:
             return None
-        manifest = Manifest(
-            version=pending.version,
-            base=pending.base,
-            step=pending.step,
-            run_uid=self._run_uid,
-            tensors=self._tensors,
-            shards=records,
-            canary_ids=pending.canary_ids,
-        )
+        manifest = replace(pending, shards=records)
         if not self._all_told(manifest):
             return None
         self._encoder.advance()
         self._announced = manifest
         return Published(
-            version=pending.version,
-            step=pending.step,
-            base=pending.base,
+            version=manifest.version,
+            step=manifest.step,
+            base=manifest.base,
             num_bytes=manifest.num_bytes,
             changed_fraction=_changed_fraction(records),
         )
@@ -128,14 +107,14 @@ class Shipper:
         """Beside the version announced last. A collective; the anchor's bytes, or None when it failed somewhere: then a
         later version is to have one."""
         assert self._announced is not None, "an anchor lies beside a version"
-        records = self._gathered(self._announced.version, self._encoder.encode_base())
+        records = self._gathered(self._announced, self._encoder.encode_base())
         if records is None:
             return None
         manifest = replace(self._announced, anchor=records)
         return sum(record.num_bytes for record in records) if self._all_told(manifest, amended=True) else None
 
     def _joined(
-        self, pending: PendingVersion, encoded: Sequence[Future[list[CodedPart]]], cast: CastDigests
+        self, pending: Manifest, encoded: Sequence[Future[list[CodedPart]]], cast: CastDigests
     ) -> EncodedShard | None:
         """This rank's part; None when that did not work."""
         try:
@@ -147,21 +126,21 @@ class Shipper:
             log.warning("weights not encoded", version=show(pending.version), error=str(error))
             return None
 
-    def _gathered(self, version: int, shard: EncodedShard | None) -> tuple[ShardRecord, ...] | None:
+    def _gathered(self, manifest: Manifest, shard: EncodedShard | None) -> tuple[ShardRecord, ...] | None:
         """All ranks' records of blobs that are in the store; None when some are not."""
-        mine = self._stored(version, shard)
+        mine = self._stored(manifest, shard)
         packed = self._world.gather_bytes(b"" if mine is None else encode_record(mine))
         return tuple(decode_record(record) for record in packed) if all(packed) else None
 
-    def _stored(self, version: int, shard: EncodedShard | None) -> ShardRecord | None:
+    def _stored(self, manifest: Manifest, shard: EncodedShard | None) -> ShardRecord | None:
         """This rank's record of a blob that is in the store; None when that did not work this time."""
         if not self._found_room(shard) or shard is None:
             return None
-        record = shard.record(run_uid=self._run_uid, version=version, rank=self._world.rank)
+        record = shard.record(run_uid=manifest.run_uid, version=manifest.version, rank=self._world.rank)
         try:
             self._store.put(record.blob_name, shard.blob)
         except StreamrlError as error:
-            log.warning("weights not stored", version=show(version), error=str(error))
+            log.warning("weights not stored", version=show(manifest.version), error=str(error))
             return None
         return record
 

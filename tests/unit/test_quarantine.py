@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.learner.groups.quarantine import Quarantine
+from tests.feed_world import FeedWorld, planned
 
 
 def narrowed(suspects: Quarantine, *tickets: int) -> list[int]:
@@ -181,3 +182,20 @@ def test_a_note_that_cannot_be_read_is_no_note(tmp_path: Path) -> None:
     lives.die_of(1, 2)
     (tmp_path / "suspects" / "000001.json").write_text('{"plan": ')
     assert narrowed(lives.next(), 1, 2) == [1, 2]
+
+
+def test_the_feed_notes_each_plan_narrows_it_to_a_suspect_and_drops_who_is_convicted(tmp_path: Path) -> None:
+    world = FeedWorld(folder=tmp_path)
+    assert world.plan() is None
+    world.answer_all()
+    for expected in ([0, 1], [0, 1], [0]):
+        assert planned(world.plan(timeout_s=1.0)) == expected
+        world.start()  # the ranks have died of it
+    plan = world.plan(timeout_s=1.0)
+    assert planned(plan) == [1, 2]
+    assert plan is not None
+    world.train(plan)
+    metrics = world.feed.metrics()
+    assert (metrics["stream/groups_trained"], metrics["stream/dropped/quarantined"]) == (2, 1)
+    world.start()
+    assert planned(world.plan(timeout_s=1.0)) == [1, 2], "a step was made in between"
