@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from streamrl.errors import Fenced
+from streamrl.learner.checkpoints.terms import CheckpointName
 from streamrl.learner.metrics.record import Timers
 from streamrl.learner.process.lease import LeaseKeeper
 from streamrl.learner.process.watchdog import Watchdog
@@ -132,7 +133,7 @@ def test_tokens_of_a_branch_that_was_given_up_are_dead() -> None:
     start = Start(
         run_uid="run",
         term=3,
-        checkpoint="e000001-s00000020",
+        checkpoint=CheckpointName(1, 20),
         lineage={3: None, 1: 20},  # term 2 never wrote what 3 went on from
         step=20,
         first_step=10,
