@@ -15,8 +15,8 @@ from streamrl.learner.model.load import Policy, load_policy
 from streamrl.learner.process.background import BackgroundThread, BackgroundThreadDouble
 from streamrl.learner.process.ranks import World
 from streamrl.learner.publishing.host_copy import CastDigests, cast_digests
-from streamrl.learner.publishing.publish import Published, Publisher
-from streamrl.learner.publishing.shipping import Announcer
+from streamrl.learner.publishing.publish import Publisher
+from streamrl.learner.publishing.shipping import Announcer, Published
 from streamrl.protocol.weights.format import DType
 from streamrl.protocol.weights.stores import BlobStore
 

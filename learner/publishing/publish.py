@@ -4,7 +4,7 @@
                       └─┐        └──────┐                      ▲                                    ▲
     thread              └─► encode ─ same digests? ─ put ─ gather ─ announce ─► now and then: an anchor beside it
 
-The loop itself waits for a copy of the weights on the host and for the digests of a cast by itself (`cast`). One
+The loop itself waits for a copy of the weights on the host and for the digests of a cast by itself (`host_copy`). One
 version is on its way at a time (`shipping`), with the anchor that may follow it. A publish that fails anywhere changes
 nothing anywhere: the base stays, the number is never used again, and the next attempt is made against the same base
 with whatever the weights are by then. An anchor that fails leaves its version as it is, and the next version tries to

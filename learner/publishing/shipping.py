@@ -9,7 +9,7 @@
     now and then ─┴► the whole base ─ room ─ put blobs ─ gather ─ the same manifest with an anchor ─ one fenced script
 
 What is announced is the cast of this step's masters: the digests of what was encoded must be those of a cast by itself
-(`publishing.cast`), else nothing is announced.
+(`host_copy.cast_digests`), else nothing is announced.
 
 Workers take in the delta while its anchor is still stored. Whoever comes late meanwhile, or after a crash in
 between, goes the way over the anchor before, which is kept until the last one but it has a successor.
