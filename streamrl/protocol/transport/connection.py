@@ -1,18 +1,25 @@
-"""Connections to Redis, and how often a call may be repeated.
+"""Connections to Redis, how often a call may be repeated, and how a script is run.
 
 Clients come without retries of their own: a library that repeats a write whose reply was lost writes twice and tells
 nobody. Here the caller says what is safe to repeat, through `repeat`; each repetition is paced, jittered and bounded.
 Blocks at most `give_up_after_s`, then raises TransportError with the server's name (never its password).
+
+A script runs by its digest, and by its text when the server does not know it (yet, or any more). It answers
+[status, ...]: OK; of a script of the learner, past the fence, also FENCED: another learner is there; LOST: Redis knows
+of no claim of ours: it was emptied, went back in time, or the run was removed, and claiming again tells which; GONE:
+another run has the name, or the tombstone is ours.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import redis
 import redis.asyncio
@@ -22,8 +29,10 @@ from redis.retry import Retry
 
 from streamrl.errors import ResourceError, ServerFull, TransportError
 from streamrl.protocol.transport.address import PASSWORD, AnyClient, open_async_client, open_client, server_name
+from streamrl.protocol.transport.keys import Keys
 
 T = TypeVar("T")
+Argument = str | bytes | int | float
 
 OLDEST_SERVER = (6, 2)
 _LONGEST_BLOCK_MS = 5_000
@@ -227,3 +236,72 @@ async def repeat_async(
         except redis.RedisError as error:
             pause_s = attempts.pause_after(error)
         await asyncio.sleep(pause_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    text: str
+    sha: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sha", hashlib.sha1(self.text.encode()).hexdigest())
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    script: Script
+    keys: tuple[str, ...]
+    args: tuple[Argument, ...]
+
+
+def run(client: redis.Redis, call: Call) -> Any:
+    script = call.script
+    try:
+        return client.evalsha(script.sha, len(call.keys), *call.keys, *call.args)
+    except redis.exceptions.NoScriptError:  # it did not run, so running it now is no repetition
+        return client.eval(script.text, len(call.keys), *call.keys, *call.args)
+
+
+async def run_async(client: redis.asyncio.Redis, call: Call) -> Any:
+    script = call.script
+    try:
+        return await client.evalsha(script.sha, len(call.keys), *call.keys, *call.args)
+    except redis.exceptions.NoScriptError:
+        return await client.eval(script.text, len(call.keys), *call.keys, *call.args)
+
+
+class Fence(NamedTuple):
+    """What every learner script carries: who it is, of which run, and since which term."""
+
+    run_uid: str
+    term: int
+    holder: str
+
+    def call(self, script: Script, keys: Keys, more_keys: Sequence[str], *args: Argument) -> Call:
+        return Call(script, (keys.meta, keys.lease, *more_keys), (*self, *args))
+
+
+def fenced(text: str) -> Script:
+    return Script(_FENCE + text)
+
+
+# The term tells two lives of one holder apart; the lease refuses a stalled learner from the moment that another has
+# it, which is before that one's term is known here. Terms and versions stay far below 2^53, where Lua's numbers end
+# to be exact. What follows the fence sees its own KEYS and ARGV only.
+_FENCE = """
+local meta, lease = unpack(KEYS, 1, 2)
+local uid, term, holder = unpack(ARGV, 1, 3)
+for _ = 1, 2 do table.remove(KEYS, 1) end
+for _ = 1, 3 do table.remove(ARGV, 1) end
+local function fence()
+  local known = redis.call('HMGET', meta, 'uid', 'term')
+  if not known[1] then return 'LOST' end
+  if known[1] ~= uid then return 'GONE' end
+  local ahead = tonumber(known[2] or 0) - tonumber(term)
+  if ahead < 0 then return 'LOST' end  -- a lease from before our term says nothing
+  local current = redis.call('GET', lease)
+  if ahead > 0 or (current and current ~= holder) then return 'FENCED' end
+end
+local refused = fence()
+if refused then return {refused} end
+"""

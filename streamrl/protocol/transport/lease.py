@@ -20,11 +20,10 @@ from redis.client import Pipeline
 
 from streamrl.crashpoints import crashpoint
 from streamrl.errors import Fenced, ResourceError, RunGone, TransportError
-from streamrl.protocol.transport import lease_scripts as scripts
+from streamrl.protocol.transport import learner_scripts as scripts
 from streamrl.protocol.transport.address import server_name
-from streamrl.protocol.transport.connection import repeat
+from streamrl.protocol.transport.connection import Argument, Call, Fence, Script, repeat, run
 from streamrl.protocol.transport.keys import Keys
-from streamrl.protocol.transport.script import Argument, Call, Fence, Script, run
 
 T = TypeVar("T")
 

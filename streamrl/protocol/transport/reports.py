@@ -17,9 +17,9 @@ import redis.asyncio
 import structlog
 
 from streamrl.protocol.transport import operator_scripts as scripts
+from streamrl.protocol.transport.connection import Call, run, run_async
+from streamrl.protocol.transport.entries import encode_report
 from streamrl.protocol.transport.keys import Keys
-from streamrl.protocol.transport.report_codec import encode_report
-from streamrl.protocol.transport.script import Call, run, run_async
 from streamrl.telemetry.progress import Progress
 
 

@@ -19,11 +19,10 @@ import structlog
 from streamrl.crashpoints import crashpoint
 from streamrl.errors import RunGone, WireError
 from streamrl.protocol.transport import worker_scripts as scripts
-from streamrl.protocol.transport.connection import bounded_block_ms, repeat_async
-from streamrl.protocol.transport.deliveries import Deliveries, Delivery
+from streamrl.protocol.transport.connection import Argument, Call, Script, bounded_block_ms, repeat_async, run_async
+from streamrl.protocol.transport.entries import Deliveries, Delivery, one_of, read_ticket, to_run_info
 from streamrl.protocol.transport.keys import LEADER, WORKERS, Keys
-from streamrl.protocol.transport.script import Argument, Call, Script, run_async
-from streamrl.protocol.transport.types import CONTROLS, Announcement, Control, Leased, RunInfo, one_of, read_ticket
+from streamrl.protocol.transport.types import CONTROLS, Announcement, Control, Leased, RunInfo
 from streamrl.protocol.transport.version_waiter import VersionWaiter
 from streamrl.protocol.wire.ticket import PURPOSES, Purpose
 
@@ -76,7 +75,7 @@ class WorkerStream:
                 return await pipe.execute()
 
         meta, tombstone = await self._ask("read the run", read)
-        info = RunInfo.from_hash(self._keys.name, meta)
+        info = to_run_info(self._keys.name, meta)
         known = self._run_uid
         if known is not None and (tombstone == known.encode() if info is None else info.uid != known):
             raise self._gone()

@@ -3,9 +3,8 @@
 Ticket t = 0, 1, 2, ... is a function of t, the seed and the dataset, so the learner can always issue it again. It
 carries the prompt already tokenised: workers need neither the dataset nor an opinion on the chat template.
 
-The further fields of a prompt's row, as a ticket carries them to the rewards.
-
-JSON inside msgpack: rows may nest, and the wire's limits on containers stay small.
+The further fields of a prompt's row, which it carries to the rewards, are JSON inside msgpack: rows may nest, and the
+wire's limits on containers stay small.
 """
 
 from __future__ import annotations
@@ -13,16 +12,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from streamrl.errors import WireError
 from streamrl.protocol.wire.agreed import MAX_SAMPLES, MAX_TEXT_CHARS, MAX_TICKET_BYTES, MAX_TOKENS
 from streamrl.protocol.wire.agreed import PURPOSES as PURPOSES
 from streamrl.protocol.wire.agreed import Purpose as Purpose
 from streamrl.protocol.wire.codec import fields_of, pack, unpack
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ def encode_ticket(ticket: Ticket) -> bytes:
         {
             **fields_of(ticket),
             "num_prompt_tokens": len(ticket.token_ids),
-            "token_ids": np.ascontiguousarray(ticket.token_ids, dtype="<i4").tobytes(),
+            "token_ids": ticket.token_ids.astype("<i4").tobytes(),
             "fields": encode_row(ticket.fields),
             "retry_of": -1 if ticket.retry_of is None else ticket.retry_of,
         }
@@ -66,7 +66,7 @@ def decode_ticket(data: bytes) -> Ticket:
             prompt_index=f.integer("prompt_index", low=0),
             prompt=f.text("prompt"),
             token_ids=f.array("token_ids", "<i4", count=f.integer("num_prompt_tokens", low=1, high=MAX_TOKENS)),
-            fields=decode_row(f.text("fields")),
+            fields=f.json_object("fields"),
             num_samples=f.integer("num_samples", low=1, high=MAX_SAMPLES),
             attempt=f.integer("attempt", low=0, high=1 << 20),
             issued_step=f.integer("issued_step", low=0),
@@ -81,14 +81,3 @@ def encode_row(fields: Mapping[str, Any]) -> str:
     if len(text) > MAX_TEXT_CHARS:
         raise WireError(f"the further fields are {len(text)} characters of JSON; a ticket carries {MAX_TEXT_CHARS}")
     return text
-
-
-def decode_row(text: str) -> dict[str, Any]:
-    """The inverse; any text gives fields or one WireError."""
-    try:
-        row = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise WireError(f"field 'fields' is not JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise WireError("field 'fields' must be a JSON object")
-    return row
