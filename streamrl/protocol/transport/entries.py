@@ -39,9 +39,8 @@ import redis
 
 from streamrl.errors import WireError
 from streamrl.protocol.transport.types import RUN_STATES, Entry, Leased, RunInfo
-from streamrl.protocol.wire.agreed import Purpose
 from streamrl.protocol.wire.codec import fields_of, pack, unpack
-from streamrl.protocol.wire.ticket import Ticket, decode_ticket
+from streamrl.protocol.wire.ticket import Purpose, Ticket, decode_ticket
 from streamrl.telemetry.progress import Report, Role, State
 
 Word = TypeVar("Word", bound=str)

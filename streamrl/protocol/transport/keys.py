@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from streamrl.protocol.wire.agreed import Purpose
+from streamrl.protocol.wire.ticket import Purpose
 
 WORKERS = "workers"  # the consumer group of the ticket streams
 LEADER = "learner/0"  # the rank that speaks, and hears the operator, for all; so it is called in reports

@@ -20,7 +20,7 @@ from streamrl.protocol.transport.connection import repeat
 from streamrl.protocol.transport.entries import LARGEST, decode_reports, one_of, to_run_info
 from streamrl.protocol.transport.keys import WORKERS, Keys
 from streamrl.protocol.transport.types import CONTROLS, Control, Event, Record, RunInfo, entry_order
-from streamrl.protocol.wire.agreed import PURPOSES, Purpose
+from streamrl.protocol.wire.ticket import PURPOSES, Purpose
 from streamrl.telemetry.progress import Report
 
 T = TypeVar("T")

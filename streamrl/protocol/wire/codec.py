@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 import msgpack
 
 from streamrl.errors import WireError
-from streamrl.protocol.wire.agreed import MAX_MESSAGE_BYTES, MAX_TEXT_CHARS
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from _typeshed import DataclassInstance
 
 SCHEMA = 1
+MAX_MESSAGE_BYTES = 64 << 20
+MAX_TEXT_CHARS = 1 << 20
 _MAX_CONTAINER = 4096  # samples in a group, spans in a sample, fields in a map: all far below this
 _MAX_ITEMS_PER_BYTE_BUDGET = 1 << 16
 

@@ -5,6 +5,9 @@ carries the prompt already tokenised: workers need neither the dataset nor an op
 
 The further fields of a prompt's row, which it carries to the rewards, are JSON inside msgpack: rows may nest, and the
 wire's limits on containers stay small.
+
+Settings and prompts are held to the limits before a run begins: what nobody could read is never asked for. Importing
+this loads little, for those who only check settings or count tickets.
 """
 
 from __future__ import annotations
@@ -12,17 +15,27 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from streamrl.errors import WireError
-from streamrl.protocol.wire.agreed import MAX_SAMPLES, MAX_TEXT_CHARS, MAX_TICKET_BYTES, MAX_TOKENS
-from streamrl.protocol.wire.agreed import PURPOSES as PURPOSES
-from streamrl.protocol.wire.agreed import Purpose as Purpose
-from streamrl.protocol.wire.codec import fields_of, pack, unpack
+from streamrl.protocol.wire.codec import MAX_MESSAGE_BYTES, MAX_TEXT_CHARS, fields_of, pack, unpack
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+Purpose = Literal["train", "eval"]
+PURPOSES: tuple[Purpose, ...] = ("train", "eval")
+
+MAX_TOKENS = 1 << 20  # of a prompt, and of a sample
+MAX_SAMPLES = 1024  # of a ticket, and of the group that answers it
+MAX_REWARD_SOURCES = 32
+# A ticket's prompt and fields, of four bytes a character, its token ids, of four bytes each, and what is small.
+MAX_TICKET_BYTES = 4 * (2 * MAX_TEXT_CHARS + MAX_TOKENS) + (1 << 20)
+
+_COLUMN_BYTES = 4 << 20  # of a group, besides tokens: rewards, versions and mask runs are some KB a sample
+_BYTES_PER_TOKEN = 8  # its id and its log-prob
+MAX_GROUP_TOKENS = (MAX_MESSAGE_BYTES - _COLUMN_BYTES) // _BYTES_PER_TOKEN  # of its prompt and its samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
