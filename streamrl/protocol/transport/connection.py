@@ -18,7 +18,8 @@ import random
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import redis
@@ -166,31 +167,27 @@ def needed_memory(max_backlog_bytes: int, max_store_bytes: int = 0) -> int:
     return (max_backlog_bytes + max_store_bytes) * 5 // 4
 
 
-class Attempts:
-    """How one call is repeated: which errors pass, how long to pause, when to give up. Used for one call only."""
+def pacing(
+    client: AnyClient, what: str, *, give_up_after_s: float, wait_for_room: bool = True
+) -> Callable[[redis.RedisError], float]:
+    """How one call is repeated: seconds until the next try after this error; TransportError when there is none."""
+    server, longest_s = server_name(client), _FIRST_PAUSE_S
+    deadline = time.monotonic() + give_up_after_s
 
-    def __init__(self, client: AnyClient, what: str, *, give_up_after_s: float, wait_for_room: bool = True) -> None:
-        self._server = server_name(client)
-        self._what = what
-        self._deadline = time.monotonic() + give_up_after_s
-        self._give_up_after_s = give_up_after_s
-        self._wait_for_room = wait_for_room
-        self._pause_s = _FIRST_PAUSE_S
-
-    def pause_after(self, error: redis.RedisError) -> float:
-        """Seconds until the next try; TransportError when there is none."""
+    def pause_after(error: redis.RedisError) -> float:
+        nonlocal longest_s
         if not _is_passing(error):
             hint = f" ({_ROLES})" if isinstance(error, redis.exceptions.NoPermissionError) else ""
-            raise TransportError(f"Redis at {self._server} could not {self._what}: {error}{hint}") from error
-        if not self._wait_for_room and _is_full(error):
-            raise ServerFull(f"Redis at {self._server} could not {self._what}, being full: {error}") from error
-        pause_s = self._pause_s * random.uniform(0.5, 1.0)
-        if time.monotonic() + pause_s > self._deadline:
-            raise TransportError(
-                f"Redis at {self._server} could not {self._what} within {self._give_up_after_s:g} s: {error}"
-            ) from error
-        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+            raise TransportError(f"Redis at {server} could not {what}: {error}{hint}") from error
+        if not wait_for_room and _is_full(error):
+            raise ServerFull(f"Redis at {server} could not {what}, being full: {error}") from error
+        pause_s = longest_s * random.uniform(0.5, 1.0)
+        if time.monotonic() + pause_s > deadline:
+            raise TransportError(f"Redis at {server} could not {what} within {give_up_after_s:g} s: {error}") from error
+        longest_s = min(2 * longest_s, _LONGEST_PAUSE_S)
         return pause_s
+
+    return pause_after
 
 
 def _is_passing(error: redis.RedisError) -> bool:
@@ -215,12 +212,12 @@ def repeat(
     on_trouble: Callable[[redis.RedisError], None] = lambda error: None,
 ) -> T:
     """Call until it answers. Only for calls that do the same thing when their first reply was lost."""
-    attempts = Attempts(client, what, give_up_after_s=give_up_after_s, wait_for_room=wait_for_room)
+    pause_after = pacing(client, what, give_up_after_s=give_up_after_s, wait_for_room=wait_for_room)
     while True:
         try:
             return call()
         except redis.RedisError as error:
-            pause_s = attempts.pause_after(error)
+            pause_s = pause_after(error)
             on_trouble(error)
         time.sleep(pause_s)
 
@@ -229,22 +226,22 @@ async def repeat_async(
     client: AnyClient, what: str, call: Callable[[], Awaitable[T]], *, give_up_after_s: float = 0.0
 ) -> T:
     """`repeat` for coroutines."""
-    attempts = Attempts(client, what, give_up_after_s=give_up_after_s)
+    pause_after = pacing(client, what, give_up_after_s=give_up_after_s)
     while True:
         try:
             return await call()
         except redis.RedisError as error:
-            pause_s = attempts.pause_after(error)
+            pause_s = pause_after(error)
         await asyncio.sleep(pause_s)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Script:
     text: str
-    sha: str = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "sha", hashlib.sha1(self.text.encode()).hexdigest())
+    @cached_property
+    def sha(self) -> str:
+        return hashlib.sha1(self.text.encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
