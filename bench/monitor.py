@@ -31,10 +31,9 @@ from streamrl.ops.monitor.top.draw import draw
 from streamrl.ops.monitor.top.screen import Screen
 from streamrl.protocol.transport.connection import connect, server_name
 from streamrl.protocol.transport.embedded import EmbeddedRedis
-from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.entries import encode_report
+from streamrl.protocol.transport.keys import Keys, history_streams
 from streamrl.protocol.transport.learner import LearnerStream
-from streamrl.protocol.transport.report_codec import encode_report
-from streamrl.protocol.transport.thinning import history_streams
 from streamrl.protocol.transport.types import START
 from streamrl.telemetry.progress import Report
 from streamrl.versions import make_version

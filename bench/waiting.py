@@ -15,8 +15,7 @@ from contextlib import contextmanager
 
 from streamrl.protocol.transport.learner import LearnerStream
 from streamrl.protocol.transport.types import Entry, Orders, entry_order
-from streamrl.protocol.wire.agreed import Purpose
-from streamrl.protocol.wire.ticket import Ticket
+from streamrl.protocol.wire.ticket import Purpose, Ticket
 
 
 class TimedStream(LearnerStream):

@@ -35,7 +35,7 @@ from streamrl.learner.validation.validation import Validation
 from streamrl.protocol.transport.connection import check_server, connect
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.learner import LearnerStream
-from streamrl.protocol.transport.reports import ReportWriter
+from streamrl.protocol.transport.reports import write_reports
 from streamrl.protocol.transport.types import RunState
 from streamrl.protocol.weights.stores import budget_in_redis, open_store
 from streamrl.recipe.algorithms import make_algorithm
@@ -57,7 +57,7 @@ def learn(
         server = _connect(config, url, environment, takeover=takeover)
         stack.enter_context(server.client)
         # Before all that may take long: workers wait for a learner which shows itself.
-        stack.enter_context(ReportWriter(server.client, server.keys, progress))
+        stack.enter_context(write_reports(server.client, server.keys, progress))
         context = surround(config, world, progress, stop=stop, environment=environment, elastic=elastic)
         return _lead(context, server) if world.is_main else _follow(context, server)
 

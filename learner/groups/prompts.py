@@ -41,7 +41,7 @@ from jinja2 import TemplateError
 from streamrl.config import schema
 from streamrl.data.prompts import PromptRow, read_prompts
 from streamrl.errors import DataError
-from streamrl.protocol.wire.agreed import MAX_TEXT_CHARS
+from streamrl.protocol.wire.codec import MAX_TEXT_CHARS
 
 log = structlog.get_logger(__name__)
 

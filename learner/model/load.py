@@ -32,7 +32,7 @@ from streamrl.learner.model.pretrained import StoredWeights, begin_model, read_c
 from streamrl.learner.model.settle import settle
 from streamrl.learner.model.ways import refuse_long
 from streamrl.learner.process.ranks import World
-from streamrl.protocol.wire.agreed import fingerprint, stop_ids
+from streamrl.protocol.wire.group import fingerprint, stop_ids
 
 _HOST = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from streamrl.config import places
 from streamrl.config.explain import Problem, show
 from streamrl.config.schema import Algorithm, Config, Sampling
 from streamrl.errors import ConfigError
-from streamrl.protocol.wire.agreed import MAX_GROUP_TOKENS, MAX_REWARD_SOURCES, MAX_SAMPLES, MAX_TOKENS
+from streamrl.protocol.wire.ticket import MAX_GROUP_TOKENS, MAX_REWARD_SOURCES, MAX_SAMPLES, MAX_TOKENS
 from streamrl.recipe.advantages import ADVANTAGES
 from streamrl.recipe.losses import LOSSES
 from streamrl.recipe.own import FORMS, is_own

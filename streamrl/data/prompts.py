@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from streamrl.errors import DataError, WireError
-from streamrl.protocol.wire.agreed import MAX_TEXT_CHARS
+from streamrl.protocol.wire.codec import MAX_TEXT_CHARS
 from streamrl.protocol.wire.ticket import encode_row
 
 OnBadRow = Literal["error", "skip"]

@@ -17,7 +17,7 @@ from typing import Self
 import redis
 
 from streamrl.protocol.transport.keys import Keys
-from streamrl.protocol.wire.agreed import Purpose
+from streamrl.protocol.wire.ticket import Purpose
 from tests.faults.random_outcome import Leaks
 
 _SETTLED_WITHIN_S = 5.0

@@ -15,7 +15,7 @@ import redis
 
 from streamrl.ops.monitor.build import build_view
 from streamrl.ops.monitor.view import View
-from streamrl.protocol.transport.report_codec import encode_report
+from streamrl.protocol.transport.entries import encode_report
 from streamrl.protocol.transport.snapshot import snapshot
 from streamrl.telemetry.progress import Report
 from tests.redis.run_world import RunWorld

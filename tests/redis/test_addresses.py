@@ -31,7 +31,7 @@ from streamrl.protocol.transport.address import (
 )
 from streamrl.protocol.transport.connection import connect, connect_async, repeat
 from streamrl.protocol.transport.embedded import EmbeddedRedis, find_server
-from streamrl.protocol.transport.reader import PagedReader
+from streamrl.protocol.transport.entries import PagedReader
 from tests.helpers import wait_until
 
 SETTINGS = schema.Redis(connect_timeout_s=2.0, reply_timeout_s=5.0)

@@ -12,9 +12,8 @@ import redis
 from streamrl.ops.cli.main import main
 from streamrl.ops.monitor.history import History
 from streamrl.ops.monitor.runs import list_runs
-from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.keys import LONGEST_RECENT, LONGEST_THINNED, NUM_LEVELS, Keys, history_streams
 from streamrl.protocol.transport.learner import LearnerStream
-from streamrl.protocol.transport.thinning import LONGEST_RECENT, LONGEST_THINNED, NUM_LEVELS, history_streams
 from tests.redis.conftest import MakeLearner
 
 REWARD = "train_rollouts/rewards"

@@ -11,11 +11,10 @@ import pytest
 import redis
 
 from streamrl.errors import TransportError
+from streamrl.protocol.transport.entries import PagedReader, encode_report
 from streamrl.protocol.transport.keys import WORKERS, Keys
 from streamrl.protocol.transport.learner import LearnerStream
 from streamrl.protocol.transport.operator import set_control
-from streamrl.protocol.transport.reader import PagedReader
-from streamrl.protocol.transport.report_codec import encode_report
 from streamrl.protocol.transport.snapshot import snapshot
 from streamrl.protocol.transport.types import START, Announcement
 from streamrl.protocol.transport.worker import WorkerStream

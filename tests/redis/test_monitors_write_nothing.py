@@ -15,8 +15,8 @@ import redis.asyncio
 from streamrl.errors import TransportError
 from streamrl.ops.cli.main import main
 from streamrl.ops.monitor.runs import list_runs, open_server
+from streamrl.protocol.transport.entries import encode_report
 from streamrl.protocol.transport.keys import Keys
-from streamrl.protocol.transport.report_codec import encode_report
 from tests.helpers import wait_until
 from tests.redis.monitor_world import Watched, healthy_run
 from tests.redis.run_world import RunWorld

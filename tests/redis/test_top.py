@@ -28,10 +28,10 @@ from streamrl.config import schema
 from streamrl.telemetry.progress import Progress
 from streamrl.protocol.transport.connection import connect
 from streamrl.protocol.transport.keys import Keys
-from streamrl.protocol.transport.reports import ReportWriter
+from streamrl.protocol.transport.reports import write_reports
 progress = Progress(part=sys.argv[3], role="worker")
 progress.working("generate")
-with connect(sys.argv[1], schema.Redis()) as client, ReportWriter(client, Keys(sys.argv[2]), progress):
+with connect(sys.argv[1], schema.Redis()) as client, write_reports(client, Keys(sys.argv[2]), progress):
     print("reports", flush=True)
     threading.Event().wait(60)
 """

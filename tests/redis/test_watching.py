@@ -15,14 +15,13 @@ from streamrl.config import schema
 from streamrl.errors import TransportError, WireError
 from streamrl.ops.monitor.poller import Watcher
 from streamrl.protocol.transport import operator_scripts as for_reports
-from streamrl.protocol.transport.connection import connect
+from streamrl.protocol.transport.connection import connect, run
 from streamrl.protocol.transport.embedded import EmbeddedRedis
+from streamrl.protocol.transport.entries import decode_report, encode_report
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.learner import LearnerStream
 from streamrl.protocol.transport.operator import remove_run, set_control
-from streamrl.protocol.transport.report_codec import decode_report, encode_report
-from streamrl.protocol.transport.reports import ReportWriter, report_progress
-from streamrl.protocol.transport.script import run
+from streamrl.protocol.transport.reports import report_progress, write_reports
 from streamrl.protocol.transport.snapshot import snapshot
 from streamrl.protocol.transport.types import Announcement
 from streamrl.protocol.transport.worker import WorkerStream
@@ -50,7 +49,7 @@ def test_bytes_that_are_no_report_are_one_wire_error(data: bytes) -> None:
 
 def test_reports_follow_the_part_and_end_with_it(client: redis.Redis, keys: Keys) -> None:
     progress = Progress(part="learner/0", role="learner")
-    with ReportWriter(client, keys, progress, period_s=0.02):
+    with write_reports(client, keys, progress, period_s=0.02):
         wait_until(lambda: snapshot(client, keys).reports, description="the first report")
         progress.working("train")
         progress.advanced(step=5)
@@ -110,7 +109,7 @@ def test_where_parts_are_many_a_new_one_clears_away_those_that_have_long_been_si
 
 def test_parts_of_no_known_time_do_not_grow_for_ever(client: redis.Redis, keys: Keys) -> None:
     client.hset(keys.progress, mapping={f"worker/{n}": b"old" for n in range(1000)})
-    with ReportWriter(client, keys, Progress(part="learner/0", role="learner"), period_s=0.02):
+    with write_reports(client, keys, Progress(part="learner/0", role="learner"), period_s=0.02):
         wait_until(lambda: client.hlen(keys.progress) == 1, description="they are forgotten")
 
 
@@ -124,7 +123,7 @@ def test_reports_that_cannot_be_written_are_logged_once_and_stop_nothing(tmp_pat
     with ExitStack() as stack, capture_logs() as logs:
         first = stack.enter_context(EmbeddedRedis.start(tmp_path))
         client = stack.enter_context(connect(first.url, schema.Redis()))
-        with ReportWriter(client, keys, progress, period_s=0.01):
+        with write_reports(client, keys, progress, period_s=0.01):
             wait_until(lambda: snapshot(client, keys).reports, description="the first report")
             first.stop()
             wait_until(lambda: logs, description="a failure is logged")
@@ -208,7 +207,7 @@ async def test_a_worker_sees_whether_a_learner_shows_itself(
 ) -> None:
     assert await worker.learner_report() is None
     progress = Progress(part="learner/0", role="learner")
-    with ReportWriter(learner_client, keys, progress, period_s=0.05):
+    with write_reports(learner_client, keys, progress, period_s=0.05):
         first = await wait_until_async(worker.learner_report, description="the learner reports")
 
         async def is_another() -> bool:

@@ -9,7 +9,7 @@ import redis
 
 from streamrl.errors import TransportError
 from streamrl.protocol.transport.address import server_name
-from streamrl.protocol.transport.connection import Attempts, bounded_block_ms, repeat, repeat_async
+from streamrl.protocol.transport.connection import bounded_block_ms, pacing, repeat, repeat_async
 
 
 @pytest.fixture
@@ -84,8 +84,8 @@ async def test_patience_ends_with_the_servers_name_and_no_password(client: redis
 
 def test_pauses_double_up_to_a_limit_and_differ(client: redis.Redis) -> None:
     def pauses() -> list[float]:
-        attempts = Attempts(client, "answer", give_up_after_s=1000.0)
-        return [attempts.pause_after(PASSING[0]) for _ in range(12)]
+        pause_after = pacing(client, "answer", give_up_after_s=1000.0)
+        return [pause_after(PASSING[0]) for _ in range(12)]
 
     first, second = pauses(), pauses()
     assert first != second

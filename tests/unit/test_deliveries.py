@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from streamrl.errors import TransportError
-from streamrl.protocol.transport.deliveries import Deliveries, Delivery
+from streamrl.protocol.transport.entries import Deliveries, Delivery
 from streamrl.protocol.transport.types import Leased
 from tests.helpers import make_ticket
 

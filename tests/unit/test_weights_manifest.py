@@ -48,7 +48,7 @@ def without_last_range(manifest: Manifest) -> Manifest:
 
 def with_first_range(manifest: Manifest, **changes: Any) -> Manifest:
     shard = manifest.shards[0]
-    ranges = (replace(shard.ranges[0], **changes), *shard.ranges[1:])
+    ranges = (shard.ranges[0]._replace(**changes), *shard.ranges[1:])
     return replace(manifest, shards=(replace(shard, ranges=ranges), *manifest.shards[1:]))
 
 

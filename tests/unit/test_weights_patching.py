@@ -65,7 +65,7 @@ def test_one_delta_that_does_not_decode_is_an_error_of_all(num_threads: int) -> 
     tensors = {name: bits.copy() for name, bits in next(iter(world.states.values())).items()}
     manifests, blobs = deltas(world)
     [shard] = manifests[2].shards
-    fewer = tuple(replace(part, num_changed=part.num_changed - 1) for part in shard.ranges)
+    fewer = tuple(part._replace(num_changed=part.num_changed - 1) for part in shard.ranges)
     manifests[2] = replace(manifests[2], shards=(replace(shard, ranges=fewer),))
 
     with pytest.raises(WeightsError):

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.errors import WireError
-from streamrl.protocol.wire.agreed import MAX_MESSAGE_BYTES
-from streamrl.protocol.wire.codec import Fields, pack, unpack
+from streamrl.protocol.wire.codec import MAX_MESSAGE_BYTES, Fields, pack, unpack
 
 SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary()
 VALUES = st.recursive(

@@ -12,9 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.errors import WireError
-from streamrl.protocol.wire.agreed import MAX_SAMPLES, MAX_TEXT_CHARS, MAX_TICKET_BYTES, MAX_TOKENS
-from streamrl.protocol.wire.codec import pack
-from streamrl.protocol.wire.ticket import Ticket, decode_ticket, encode_ticket
+from streamrl.protocol.wire.codec import MAX_TEXT_CHARS, pack
+from streamrl.protocol.wire.ticket import (
+    MAX_SAMPLES,
+    MAX_TICKET_BYTES,
+    MAX_TOKENS,
+    Ticket,
+    decode_ticket,
+    encode_ticket,
+)
 from tests.helpers import make_ticket
 
 JSON_ROWS = st.dictionaries(

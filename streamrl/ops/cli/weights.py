@@ -148,13 +148,13 @@ def verify(target: Target, wanted: str | None, as_json: bool) -> int:
         unreadable = () if wanted else found.unreadable
         store = _store(opened)
         checked = {manifest.version: list(check_blobs(manifest, store)) for manifest in chosen}
-    blobs = [(show(version), blob) for version, of_version in checked.items() for blob in of_version]
-    faults = [{"version": version, "blob": one.name, "fault": one.fault} for version, one in blobs if one.fault]
+    blobs = [(show(version), *blob) for version, of_version in checked.items() for blob in of_version]
+    faults = [{"version": version, "blob": shard.blob_name, "fault": fault} for version, shard, fault in blobs if fault]
     broken = [{"version": name, "blob": None, "fault": _UNREADABLE} for name in unreadable]
     told = {"versions": len(checked), "blobs": len(blobs), "faults": [*faults, *broken]}
     lines = [f"{fault['version']:>10}  {fault['blob']}: {fault['fault']}" for fault in faults]
     lines += [f"{name:>10}  {_UNREADABLE}" for name in unreadable]
-    num_bytes = sum(one.num_bytes for _, one in blobs)
+    num_bytes = sum(shard.num_bytes for _, shard, _ in blobs)
     counts = f"{len(checked)} versions, {len(blobs)} blobs, {num_bytes:,} bytes: {len(faults)} missing or damaged"
     tell(told, [*lines, counts], as_json=as_json)
     return 1 if faults or unreadable else 0

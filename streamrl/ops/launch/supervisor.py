@@ -30,7 +30,7 @@ from streamrl.ops.launch.summary import Loads
 from streamrl.ops.monitor.poller import Watcher
 from streamrl.protocol.transport.address import server_name
 from streamrl.protocol.transport.keys import Keys
-from streamrl.protocol.transport.reports import ReportWriter
+from streamrl.protocol.transport.reports import write_reports
 from streamrl.telemetry.progress import Progress
 
 _TICK_S = 0.2
@@ -75,11 +75,11 @@ class Supervisor:
         asked twice to end."""
         self._folder.learner_error.unlink(missing_ok=True)
         with ExitStack() as stack:
-            stack.enter_context(ReportWriter(self._client, self._keys, self._progress))
+            stack.enter_context(write_reports(self._client, self._keys, self._progress))
             try:
                 if self._config.reward_server is not None:
                     self._reward = RewardPart(self._config.reward_server, self._folder, say=self._say)
-                    stack.enter_context(ReportWriter(self._client, self._keys, self._reward.progress))
+                    stack.enter_context(write_reports(self._client, self._keys, self._reward.progress))
                 self._learner = Process.start(
                     learner_command(self._config, self._folder, redis_url=self._redis_url, takeover=self._takeover)
                 )

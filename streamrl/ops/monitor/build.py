@@ -23,8 +23,8 @@ from streamrl.ops.monitor.view import (
     Weights,
     Worker,
 )
+from streamrl.protocol.transport.entries import LARGEST
 from streamrl.protocol.transport.keys import LEADER
-from streamrl.protocol.transport.report_codec import LARGEST
 from streamrl.protocol.transport.snapshot import Snapshot, StreamCounts
 from streamrl.protocol.transport.types import Record
 from streamrl.protocol.weights.rejected import rejects

@@ -1,4 +1,4 @@
-"""The curves of a run: read once in full from what Redis keeps of them (`transport.thinning`), then only what is new;
+"""The curves of a run: read once in full from what Redis keeps of them (`transport.keys`), then only what is new;
 or from the run's folder.
 
 Steps that were made again after a crash count as the later term made them; what the earlier one made beyond is dead.
@@ -18,9 +18,8 @@ import redis
 
 from streamrl.errors import TransportError
 from streamrl.protocol.transport.address import server_name
-from streamrl.protocol.transport.keys import Keys
-from streamrl.protocol.transport.reader import to_records
-from streamrl.protocol.transport.thinning import LONGEST_RECENT, NUM_LEVELS, is_validation
+from streamrl.protocol.transport.keys import LONGEST_RECENT, NUM_LEVELS, Keys, is_validation
+from streamrl.protocol.transport.snapshot import to_records
 from streamrl.protocol.transport.types import START, Record, entry_order
 
 T = TypeVar("T")

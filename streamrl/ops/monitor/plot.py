@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from streamrl.extras import need
 from streamrl.ops.monitor.charts import Chart, charts_of
 from streamrl.ops.monitor.history import History
-from streamrl.protocol.transport.thinning import is_validation
+from streamrl.protocol.transport.keys import is_validation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,8 +15,9 @@ import redis
 from streamrl.errors import DataError, WireError
 from streamrl.ops.record.read import open_group
 from streamrl.ops.record.view import TokenDecoder, find_decoder
+from streamrl.protocol.transport.entries import to_entry
 from streamrl.protocol.transport.keys import Keys
-from streamrl.protocol.transport.types import Entry, to_entry
+from streamrl.protocol.transport.types import Entry
 from streamrl.protocol.wire.group import Group, decode_header
 from streamrl.versions import show
 

@@ -25,8 +25,7 @@ import xxhash
 
 from streamrl.errors import DataError, WireError
 from streamrl.protocol.transport.types import Entry
-from streamrl.protocol.wire.agreed import MAX_MESSAGE_BYTES
-from streamrl.protocol.wire.codec import pack, unpack
+from streamrl.protocol.wire.codec import MAX_MESSAGE_BYTES, pack, unpack
 
 MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + (2 << 20)  # a body, a header, and the map around them
 _MAGIC = b"streamrl recording 1\n"

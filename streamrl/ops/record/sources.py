@@ -17,8 +17,9 @@ import redis
 from streamrl.errors import ConfigError, DataError
 from streamrl.ops.record.read import Recording
 from streamrl.ops.record.tap import Tap
+from streamrl.protocol.transport.entries import to_entry
 from streamrl.protocol.transport.keys import Keys
-from streamrl.protocol.transport.types import START, Entry, entry_order, to_entry
+from streamrl.protocol.transport.types import START, Entry, entry_order
 from streamrl.protocol.wire.ticket import Purpose
 
 _PAGE = 16  # groups may be large

@@ -21,8 +21,9 @@ import redis
 from streamrl.errors import RunGone
 from streamrl.ops.record.write import RecordingWriter
 from streamrl.protocol.transport.connection import bounded_block_ms, repeat
+from streamrl.protocol.transport.entries import one_of, to_entry
 from streamrl.protocol.transport.keys import Keys
-from streamrl.protocol.transport.types import RUN_STATES, START, Entry, RunState, one_of, to_entry
+from streamrl.protocol.transport.types import RUN_STATES, START, Entry, RunState
 from streamrl.protocol.wire.ticket import Purpose
 
 T = TypeVar("T")

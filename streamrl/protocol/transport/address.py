@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -36,16 +35,6 @@ AnyClient = redis.Redis | redis.asyncio.Redis
 _SENTINEL_PORT = 26379
 _DATABASE = re.compile(r"/?\d*")
 _SERVICE = re.compile(r"/([A-Za-z0-9._-]+)(?:/(\d+))?/?")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Watched:
-    """A server that sentinels know by the name of a service."""
-
-    sentinels: list[tuple[str, int]]
-    service: str
-    options: Mapping[str, Any]  # of the connection to the server itself
-    sentinel_options: Mapping[str, Any]
 
 
 class _SentinelClient(redis.Redis):
@@ -71,10 +60,7 @@ def open_client(url: str, *, environment: Mapping[str, str] = os.environ, **opti
     options |= _secret(url, environment)
     if not _by_sentinel(url):
         return redis.Redis.from_url(_checked(url), **options)
-    where = _watched(url, environment, options)
-    sentinel = redis.sentinel.Sentinel(where.sentinels, sentinel_kwargs=dict(where.sentinel_options))  # type: ignore[no-untyped-call]
-    found = sentinel.master_for(where.service, redis_class=_SentinelClient, **where.options)  # type: ignore[no-untyped-call]
-    client: redis.Redis = found
+    client: redis.Redis = _watched(url, environment, options, by=redis.sentinel.Sentinel, client_class=_SentinelClient)
     return client
 
 
@@ -82,9 +68,8 @@ def open_async_client(url: str, *, environment: Mapping[str, str] = os.environ, 
     options |= _secret(url, environment)
     if not _by_sentinel(url):
         return redis.asyncio.Redis.from_url(_checked(url), **options)
-    where = _watched(url, environment, options)
-    sentinel = redis.asyncio.sentinel.Sentinel(where.sentinels, sentinel_kwargs=dict(where.sentinel_options))  # type: ignore[no-untyped-call]
-    client: redis.asyncio.Redis = sentinel.master_for(where.service, redis_class=_AsyncSentinelClient, **where.options)
+    sentinel = redis.asyncio.sentinel.Sentinel
+    client: redis.asyncio.Redis = _watched(url, environment, options, by=sentinel, client_class=_AsyncSentinelClient)
     return client
 
 
@@ -136,7 +121,10 @@ def _from_environment(name: str, environment: Mapping[str, str]) -> str | None:
     return password
 
 
-def _watched(url: str, environment: Mapping[str, str], options: Mapping[str, Any]) -> _Watched:
+def _watched(
+    url: str, environment: Mapping[str, str], options: Mapping[str, Any], *, by: Any, client_class: type[AnyClient]
+) -> Any:
+    """A client of the server that sentinels know by the name of a service."""
     parts = urlsplit(url)
     userinfo, at, hosts = parts.netloc.rpartition("@")
     service = _SERVICE.fullmatch(parts.path)
@@ -152,12 +140,9 @@ def _watched(url: str, environment: Mapping[str, str], options: Mapping[str, Any
     tls |= {name: value for name, value in found.items() if name.startswith("ssl_")}
     password = _from_environment(SENTINEL_PASSWORD, environment)
     shared = {name: value for name, value in options.items() if name not in ("password", "username")}
-    return _Watched(
-        sentinels=[_host(text, url) for text in hosts.split(",")],
-        service=service[1],
-        options={**options, **found, **tls},
-        sentinel_options={**shared, **tls, **({"password": password} if password else {})},
-    )
+    of_sentinels = {**shared, **tls, **({"password": password} if password else {})}
+    sentinels = by([_host(text, url) for text in hosts.split(",")], sentinel_kwargs=of_sentinels)
+    return sentinels.master_for(service[1], redis_class=client_class, **{**options, **found, **tls})
 
 
 def _host(text: str, url: str) -> tuple[str, int]:

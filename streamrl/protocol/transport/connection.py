@@ -1,18 +1,26 @@
-"""Connections to Redis, and how often a call may be repeated.
+"""Connections to Redis, how often a call may be repeated, and how a script is run.
 
 Clients come without retries of their own: a library that repeats a write whose reply was lost writes twice and tells
 nobody. Here the caller says what is safe to repeat, through `repeat`; each repetition is paced, jittered and bounded.
 Blocks at most `give_up_after_s`, then raises TransportError with the server's name (never its password).
+
+A script runs by its digest, and by its text when the server does not know it (yet, or any more). It answers
+[status, ...]: OK; of a script of the learner, past the fence, also FENCED: another learner is there; LOST: Redis knows
+of no claim of ours: it was emptied, went back in time, or the run was removed, and claiming again tells which; GONE:
+another run has the name, or the tombstone is ours.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import redis
 import redis.asyncio
@@ -22,8 +30,10 @@ from redis.retry import Retry
 
 from streamrl.errors import ResourceError, ServerFull, TransportError
 from streamrl.protocol.transport.address import PASSWORD, AnyClient, open_async_client, open_client, server_name
+from streamrl.protocol.transport.keys import Keys
 
 T = TypeVar("T")
+Argument = str | bytes | int | float
 
 OLDEST_SERVER = (6, 2)
 _LONGEST_BLOCK_MS = 5_000
@@ -157,31 +167,27 @@ def needed_memory(max_backlog_bytes: int, max_store_bytes: int = 0) -> int:
     return (max_backlog_bytes + max_store_bytes) * 5 // 4
 
 
-class Attempts:
-    """How one call is repeated: which errors pass, how long to pause, when to give up. Used for one call only."""
+def pacing(
+    client: AnyClient, what: str, *, give_up_after_s: float, wait_for_room: bool = True
+) -> Callable[[redis.RedisError], float]:
+    """How one call is repeated: seconds until the next try after this error; TransportError when there is none."""
+    server, longest_s = server_name(client), _FIRST_PAUSE_S
+    deadline = time.monotonic() + give_up_after_s
 
-    def __init__(self, client: AnyClient, what: str, *, give_up_after_s: float, wait_for_room: bool = True) -> None:
-        self._server = server_name(client)
-        self._what = what
-        self._deadline = time.monotonic() + give_up_after_s
-        self._give_up_after_s = give_up_after_s
-        self._wait_for_room = wait_for_room
-        self._pause_s = _FIRST_PAUSE_S
-
-    def pause_after(self, error: redis.RedisError) -> float:
-        """Seconds until the next try; TransportError when there is none."""
+    def pause_after(error: redis.RedisError) -> float:
+        nonlocal longest_s
         if not _is_passing(error):
             hint = f" ({_ROLES})" if isinstance(error, redis.exceptions.NoPermissionError) else ""
-            raise TransportError(f"Redis at {self._server} could not {self._what}: {error}{hint}") from error
-        if not self._wait_for_room and _is_full(error):
-            raise ServerFull(f"Redis at {self._server} could not {self._what}, being full: {error}") from error
-        pause_s = self._pause_s * random.uniform(0.5, 1.0)
-        if time.monotonic() + pause_s > self._deadline:
-            raise TransportError(
-                f"Redis at {self._server} could not {self._what} within {self._give_up_after_s:g} s: {error}"
-            ) from error
-        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+            raise TransportError(f"Redis at {server} could not {what}: {error}{hint}") from error
+        if not wait_for_room and _is_full(error):
+            raise ServerFull(f"Redis at {server} could not {what}, being full: {error}") from error
+        pause_s = longest_s * random.uniform(0.5, 1.0)
+        if time.monotonic() + pause_s > deadline:
+            raise TransportError(f"Redis at {server} could not {what} within {give_up_after_s:g} s: {error}") from error
+        longest_s = min(2 * longest_s, _LONGEST_PAUSE_S)
         return pause_s
+
+    return pause_after
 
 
 def _is_passing(error: redis.RedisError) -> bool:
@@ -206,12 +212,12 @@ def repeat(
     on_trouble: Callable[[redis.RedisError], None] = lambda error: None,
 ) -> T:
     """Call until it answers. Only for calls that do the same thing when their first reply was lost."""
-    attempts = Attempts(client, what, give_up_after_s=give_up_after_s, wait_for_room=wait_for_room)
+    pause_after = pacing(client, what, give_up_after_s=give_up_after_s, wait_for_room=wait_for_room)
     while True:
         try:
             return call()
         except redis.RedisError as error:
-            pause_s = attempts.pause_after(error)
+            pause_s = pause_after(error)
             on_trouble(error)
         time.sleep(pause_s)
 
@@ -220,10 +226,79 @@ async def repeat_async(
     client: AnyClient, what: str, call: Callable[[], Awaitable[T]], *, give_up_after_s: float = 0.0
 ) -> T:
     """`repeat` for coroutines."""
-    attempts = Attempts(client, what, give_up_after_s=give_up_after_s)
+    pause_after = pacing(client, what, give_up_after_s=give_up_after_s)
     while True:
         try:
             return await call()
         except redis.RedisError as error:
-            pause_s = attempts.pause_after(error)
+            pause_s = pause_after(error)
         await asyncio.sleep(pause_s)
+
+
+@dataclass(frozen=True)
+class Script:
+    text: str
+
+    @cached_property
+    def sha(self) -> str:
+        return hashlib.sha1(self.text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    script: Script
+    keys: tuple[str, ...]
+    args: tuple[Argument, ...]
+
+
+def run(client: redis.Redis, call: Call) -> Any:
+    script = call.script
+    try:
+        return client.evalsha(script.sha, len(call.keys), *call.keys, *call.args)
+    except redis.exceptions.NoScriptError:  # it did not run, so running it now is no repetition
+        return client.eval(script.text, len(call.keys), *call.keys, *call.args)
+
+
+async def run_async(client: redis.asyncio.Redis, call: Call) -> Any:
+    script = call.script
+    try:
+        return await client.evalsha(script.sha, len(call.keys), *call.keys, *call.args)
+    except redis.exceptions.NoScriptError:
+        return await client.eval(script.text, len(call.keys), *call.keys, *call.args)
+
+
+class Fence(NamedTuple):
+    """What every learner script carries: who it is, of which run, and since which term."""
+
+    run_uid: str
+    term: int
+    holder: str
+
+    def call(self, script: Script, keys: Keys, more_keys: Sequence[str], *args: Argument) -> Call:
+        return Call(script, (keys.meta, keys.lease, *more_keys), (*self, *args))
+
+
+def fenced(text: str) -> Script:
+    return Script(_FENCE + text)
+
+
+# The term tells two lives of one holder apart; the lease refuses a stalled learner from the moment that another has
+# it, which is before that one's term is known here. Terms and versions stay far below 2^53, where Lua's numbers end
+# to be exact. What follows the fence sees its own KEYS and ARGV only.
+_FENCE = """
+local meta, lease = unpack(KEYS, 1, 2)
+local uid, term, holder = unpack(ARGV, 1, 3)
+for _ = 1, 2 do table.remove(KEYS, 1) end
+for _ = 1, 3 do table.remove(ARGV, 1) end
+local function fence()
+  local known = redis.call('HMGET', meta, 'uid', 'term')
+  if not known[1] then return 'LOST' end
+  if known[1] ~= uid then return 'GONE' end
+  local ahead = tonumber(known[2] or 0) - tonumber(term)
+  if ahead < 0 then return 'LOST' end  -- a lease from before our term says nothing
+  local current = redis.call('GET', lease)
+  if ahead > 0 or (current and current ~= holder) then return 'FENCED' end
+end
+local refused = fence()
+if refused then return {refused} end
+"""

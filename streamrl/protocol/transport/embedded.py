@@ -8,7 +8,6 @@ whoever kills it.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.util
 import os
@@ -27,6 +26,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from streamrl.errors import ResourceError
+from streamrl.files import take_lock
 from streamrl.process import dying_with_us
 
 _LONGEST_SOCKET_PATH = 100  # the kernel allows 108 bytes, and the error past them names no cause
@@ -151,20 +151,14 @@ def serving(folder: Path) -> str | None:
 
 def _lock(folder: Path, timeout_s: float) -> int:
     """A file descriptor that holds the folder's lock; waits a little for a server that is just ending."""
-    descriptor = os.open(folder / "redis.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                os.close(descriptor)
-                raise ResourceError(
-                    f"a Redis server already serves {folder}: end the run that started it, or choose another name"
-                ) from None
-            time.sleep(_PAUSE_S)
-        else:
-            return descriptor
+    while (descriptor := take_lock(folder / "redis.lock")) is None:
+        if time.monotonic() > deadline:
+            raise ResourceError(
+                f"a Redis server already serves {folder}: end the run that started it, or choose another name"
+            )
+        time.sleep(_PAUSE_S)
+    return descriptor
 
 
 def _socket_path(folder: Path) -> Path:

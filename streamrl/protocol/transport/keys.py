@@ -2,15 +2,31 @@
 
 All keys of a run begin with `streamrl:{name}:`. The braces are a hash tag: a clustered server keeps the run on one
 node, so that scripts may touch several of its keys.
+
+Which records of a run's metrics stay in Redis: the recent ones in full, of the older ones ever fewer.
+
+    metrics                 every step                the last 2,000 or so
+    metrics:1 ... :5        every 4th ... 1024th      the last 1,000 or so of each
+    metrics:validation      every validation          the last 1,000 or so
+
+So a curve of any length is there at once, from its first step to its last, in at most some thousand points, and the
+writer need not look at what it wrote before. A step that is made again after a crash is recorded again; whoever reads
+lets the later term count. Pure.
 """
 
 from __future__ import annotations
 
-from streamrl.protocol.wire.agreed import Purpose
+from collections.abc import Collection
+
+from streamrl.protocol.wire.ticket import Purpose
 
 WORKERS = "workers"  # the consumer group of the ticket streams
 LEADER = "learner/0"  # the rank that speaks, and hears the operator, for all; so it is called in reports
 LONGEST_EVENTS = 10_000  # about so many lines of the journal are kept
+NUM_LEVELS = 5
+LONGEST_RECENT = 2_000
+LONGEST_THINNED = 1_000
+_FACTOR = 4
 
 
 class Keys:
@@ -76,5 +92,17 @@ class Keys:
         return f"{self.prefix}blob:{name}:{chunk}"
 
     def thinned(self, level: int) -> str:
-        """Bounded stream: of the same records as `metrics`, every 4^level-th (`transport.thinning`)."""
+        """Bounded stream: of the same records as `metrics`, every 4^level-th."""
         return f"{self.prefix}metrics:{level}"
+
+
+def history_streams(keys: Keys, step: int, *, is_validation: bool) -> dict[str, int]:
+    """The streams that get the record of this step, and how many records each keeps."""
+    if is_validation:
+        return {keys.metrics: LONGEST_RECENT, keys.validations: LONGEST_THINNED}
+    levels = (level for level in range(1, NUM_LEVELS + 1) if step % _FACTOR**level == 0)
+    return {keys.metrics: LONGEST_RECENT, **{keys.thinned(level): LONGEST_THINNED for level in levels}}
+
+
+def is_validation(names: Collection[str]) -> bool:
+    return any(name.startswith("val_rollouts/") for name in names)

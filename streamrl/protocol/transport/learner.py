@@ -21,14 +21,10 @@ import structlog
 from streamrl.crashpoints import crashpoint
 from streamrl.errors import Fenced, RunGone, ServerFull, TransportError, WireError
 from streamrl.protocol.transport import learner_scripts as scripts
-from streamrl.protocol.transport import lease_scripts as for_tenure
-from streamrl.protocol.transport.connection import bounded_block_ms
-from streamrl.protocol.transport.keys import LONGEST_EVENTS, WORKERS, Keys
+from streamrl.protocol.transport.connection import Argument, Call, Fence, bounded_block_ms, run
+from streamrl.protocol.transport.entries import PagedReader, decode_reports, one_of, read_ticket, to_entry, to_number
+from streamrl.protocol.transport.keys import LONGEST_EVENTS, WORKERS, Keys, history_streams, is_validation
 from streamrl.protocol.transport.lease import LearnerLease
-from streamrl.protocol.transport.reader import PagedReader
-from streamrl.protocol.transport.report_codec import decode_reports
-from streamrl.protocol.transport.script import Argument, Call, Fence, run
-from streamrl.protocol.transport.thinning import history_streams, is_validation
 from streamrl.protocol.transport.types import (
     CONTROLS,
     START,
@@ -38,10 +34,6 @@ from streamrl.protocol.transport.types import (
     PresentGroup,
     PresentTicket,
     RunState,
-    one_of,
-    read_ticket,
-    to_entry,
-    to_number,
 )
 from streamrl.protocol.wire.ticket import PURPOSES, Purpose, Ticket, encode_ticket
 from streamrl.telemetry.progress import Report
@@ -94,13 +86,11 @@ class LearnerStream:
         """A drain or a stop that was said before this learner began is not for it, or it would end at once."""
         if (word := self.orders().control) in ("drain", "stop"):
             self.event("forgets", control=word)
-        self._learner_lease.write(
-            "forget what an earlier learner was told", for_tenure.FORGET_END, [self._keys.control]
-        )
+        self._learner_lease.write("forget what an earlier learner was told", scripts.FORGET_END, [self._keys.control])
 
     def release(self, state: RunState) -> None:
         """Last act: the run is finished, stopped or failed, and another learner may begin at once."""
-        self._learner_lease.write("release the run", for_tenure.RELEASE, [self._keys.control], state)
+        self._learner_lease.write("release the run", scripts.RELEASE, [self._keys.control], state)
         crashpoint("release.written")
 
     def orders(self) -> Orders:

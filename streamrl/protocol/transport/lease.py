@@ -13,20 +13,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypedDict, Unpack
 
 import redis
 from redis.client import Pipeline
 
 from streamrl.crashpoints import crashpoint
 from streamrl.errors import Fenced, ResourceError, RunGone, TransportError
-from streamrl.protocol.transport import lease_scripts as scripts
+from streamrl.protocol.transport import learner_scripts as scripts
 from streamrl.protocol.transport.address import server_name
-from streamrl.protocol.transport.connection import repeat
+from streamrl.protocol.transport.connection import Argument, Call, Fence, Script, repeat, run
 from streamrl.protocol.transport.keys import Keys
-from streamrl.protocol.transport.script import Argument, Call, Fence, Script, run
-
-T = TypeVar("T")
 
 _CLAIM_PAUSE_S = 0.1
 
@@ -90,6 +87,13 @@ def _other_holder(reply: list[Any]) -> str | None:
     return str(reply[1].decode(errors="replace")) if reply[0] == b"HELD" else None
 
 
+class Patience(TypedDict, total=False):
+    """Another than the lease's own, as `repeat` has it."""
+
+    give_up_after_s: float
+    wait_for_room: bool
+
+
 class LearnerLease:
     def __init__(
         self,
@@ -105,7 +109,8 @@ class LearnerLease:
         self._client = client
         self._keys = keys
         self._lease_s = lease_s
-        self._give_up_after_s = give_up_after_s
+        # Anything that may be repeated; trouble with the server is remembered in `disturbed`.
+        self.ask = partial(repeat, client, give_up_after_s=give_up_after_s, on_trouble=self._note_trouble)
         self._claimed: tuple[str, str] | None = None  # configuration and fingerprint
         self._server_run_id = ""
 
@@ -123,44 +128,17 @@ class LearnerLease:
         self._note_server()
 
     def write(
-        self,
-        what: str,
-        script: Script,
-        keys: Sequence[str],
-        *args: Argument,
-        give_up_after_s: float | None = None,
-        wait_for_room: bool = True,
+        self, what: str, script: Script, keys: Sequence[str], *args: Argument, **patience: Unpack[Patience]
     ) -> None:
         """Run a fenced script, which must be safe to repeat. ServerFull at once unless it shall wait for room."""
-        write = partial(run, self._client, self.fence.call(script, self._keys, keys, *args))
-        ask = partial(self.ask, what, write, give_up_after_s=give_up_after_s, wait_for_room=wait_for_room)
-        reply = ask()
+        ask = partial(self.ask, what, partial(run, self._client, self.fence.call(script, self._keys, keys, *args)))
+        reply = ask(**patience)
         if reply[0] == b"LOST":
             self._claim_again(what)
-            reply = ask()
+            reply = ask(**patience)
         self._check(reply, what)
 
-    def ask(
-        self,
-        what: str,
-        call: Callable[[], T],
-        *,
-        give_up_after_s: float | None = None,
-        wait_for_room: bool = True,
-    ) -> T:
-        """Anything that may be repeated; trouble with the server is remembered in `disturbed`."""
-        return repeat(
-            self._client,
-            what,
-            call,
-            give_up_after_s=self._give_up_after_s if give_up_after_s is None else give_up_after_s,
-            wait_for_room=wait_for_room,
-            on_trouble=self._note_trouble,
-        )
-
-    def ask_all(
-        self, what: str, fill: Callable[[Pipeline], object], *, give_up_after_s: float | None = None
-    ) -> list[Any]:
+    def ask_all(self, what: str, fill: Callable[[Pipeline], object], **patience: Unpack[Patience]) -> list[Any]:
         """Commands that change nothing, in one round trip. No transaction, which a full Redis refuses."""
 
         def read() -> list[Any]:
@@ -168,7 +146,7 @@ class LearnerLease:
                 fill(pipe)
                 return pipe.execute()
 
-        return self.ask(what, read, give_up_after_s=give_up_after_s)
+        return self.ask(what, read, **patience)
 
     def _try_claim(self, config_json: str, fingerprint: str, *, takeover: bool = False) -> str | None:
         """None: it is ours. Otherwise who holds it."""

@@ -18,24 +18,24 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import redis
 
 from streamrl.errors import WireError
 from streamrl.protocol.transport import operator_scripts as scripts
-from streamrl.protocol.transport.connection import repeat
+from streamrl.protocol.transport.connection import Call, Script, repeat, run
+from streamrl.protocol.transport.entries import to_number
 from streamrl.protocol.transport.keys import LEADER, Keys
-from streamrl.protocol.transport.script import Call, Script, run
 from streamrl.protocol.transport.snapshot import snapshot
-from streamrl.protocol.transport.types import Control, RunState, to_number
-from streamrl.protocol.wire.agreed import PURPOSES
-from streamrl.protocol.wire.ticket import Ticket, decode_ticket
+from streamrl.protocol.transport.types import Control, RunState
+from streamrl.protocol.wire.ticket import PURPOSES, Ticket, decode_ticket
 from streamrl.telemetry.progress import Report
 
 _PATIENCE_S = 10.0
 _TOMBSTONE_S = 86_400
 _KEYS_A_CALL = 500
+_LETTERS_A_CALL = 500
 _LOOK_EVERY_S = 0.2
 _ALIVE_S = 15.0  # a part that has not reported for so long is not waited for
 
@@ -55,7 +55,7 @@ def set_control(client: redis.Redis, keys: Keys, mode: Control, *, by: str) -> b
     """All parts follow: run, pause (no new tickets), drain (finish what is out, then stop) or stop. False: that was
     the word already. A change is noted in the journal."""
     call = Call(scripts.SET_CONTROL, (keys.meta, keys.events, keys.control), (time.time(), by, mode))
-    return bool(repeat(client, "set the control word", partial(run, client, call), give_up_after_s=_PATIENCE_S))
+    return bool(_ask(client, "set the control word", partial(run, client, call)))
 
 
 def await_obedience(client: redis.Redis, keys: Keys, mode: Control, *, timeout_s: float) -> Obedience:
@@ -96,8 +96,8 @@ def remove_run(client: redis.Redis, keys: Keys) -> bool:
     there; whatever lay under its name is removed all the same."""
     streams = [key for purpose in PURPOSES for key in (keys.tickets(purpose), keys.groups(purpose))]
     bury = Call(scripts.BURY, (keys.meta, keys.tombstone, keys.lease, keys.control, *streams), (1000 * _TOMBSTONE_S,))
-    there = repeat(client, "remove the run", partial(run, client, bury), give_up_after_s=_PATIENCE_S)
-    repeat(client, "remove the run's keys", partial(_sweep, client, keys), give_up_after_s=_PATIENCE_S)
+    there = _ask(client, "remove the run", partial(run, client, bury))
+    _ask(client, "remove the run's keys", partial(_sweep, client, keys))
     return bool(there)
 
 
@@ -106,13 +106,6 @@ def _sweep(client: redis.Redis, keys: Keys) -> None:
     for key in client.scan_iter(match=f"{keys.prefix}*", count=_KEYS_A_CALL):
         if key != keys.tombstone.encode():
             client.unlink(key)
-
-
-T = TypeVar("T")
-
-_PATIENCE_S = 10.0
-_LETTERS_A_PAGE = 500
-_LETTERS_A_CALL = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +168,7 @@ def _requests(client: redis.Redis, keys: Keys) -> Mapping[bytes, bytes]:
 def _entries(client: redis.Redis, keys: Keys) -> Iterator[tuple[bytes, Mapping[bytes, bytes]]]:
     first = "-"
     while first:
-        call = partial(client.xrange, keys.dead, min=first, count=_LETTERS_A_PAGE)
+        call = partial(client.xrange, keys.dead, min=first, count=_LETTERS_A_CALL)
         page: Any = _ask(client, "read the letters", call)
         yield from page
         first = f"({page[-1][0].decode()}" if page else ""
@@ -199,5 +192,5 @@ def _to_letter(entry_id: bytes, fields: Mapping[bytes, bytes], requested: Mappin
     )
 
 
-def _ask(client: redis.Redis, what: str, call: Callable[[], T]) -> Any:
+def _ask(client: redis.Redis, what: str, call: Callable[[], Any]) -> Any:
     return repeat(client, what, call, give_up_after_s=_PATIENCE_S)

@@ -6,8 +6,8 @@ The scripts of reports. They pass no fence: a monitor must see a zombie too.
 
 from __future__ import annotations
 
+from streamrl.protocol.transport.connection import Call, Script
 from streamrl.protocol.transport.keys import LONGEST_EVENTS, Keys
-from streamrl.protocol.transport.script import Call, Script
 
 # The tombstone takes the place of meta and streams in one step: nothing of the run is accepted after it.
 BURY = Script("""
@@ -82,19 +82,17 @@ return #removed
 )
 
 
-_MANY_PARTS = 1000
-_SILENT_S = 3600
-_FORGOTTEN_A_CALL = 1000  # Lua's stack ends at some thousands of arguments
-
 # Parts come and go under new names, and one that was killed stays to be seen. Where there are many, a new one clears
-# away those that have long been silent. The report comes first: users of Redis may not be allowed the rest yet.
+# away those that have long been silent, some at a time: Lua's stack ends at some thousands of arguments. The report
+# comes first: users of Redis may not be allowed the rest yet.
 _REPORT = Script("""
 local progress, reported = unpack(KEYS)
-local part, packed, many, silent_s, at_once = unpack(ARGV)
+local part, packed = unpack(ARGV)
+local many, silent_s, at_once = 1000, 3600, 1000
 local is_new = redis.call('HSET', progress, part, packed) == 1
 local now = redis.call('TIME')[1]
 redis.call('ZADD', reported, now, part)
-if not is_new or redis.call('HLEN', progress) <= tonumber(many) then return end
+if not is_new or redis.call('HLEN', progress) <= many then return end
 local silent = redis.call('ZRANGEBYSCORE', reported, '-inf', now - silent_s, 'LIMIT', 0, at_once)
 if #silent > 0 then
   redis.call('HDEL', progress, unpack(silent))
@@ -108,7 +106,7 @@ end
 
 
 def report(keys: Keys, part: str, packed: bytes) -> Call:
-    return Call(_REPORT, (keys.progress, keys.reported), (part, packed, _MANY_PARTS, _SILENT_S, _FORGOTTEN_A_CALL))
+    return Call(_REPORT, (keys.progress, keys.reported), (part, packed))
 
 
 _WITHDRAW = Script("""

@@ -1,6 +1,6 @@
 """Reports: what each part says of itself, written to Redis once a second by somebody other than the work.
 
-Owns one thread (`ReportWriter`, for the learner and the launcher) or one task (`report_progress`, for workers) per
+Owns one thread (`write_reports`, for the learner and the launcher) or one task (`report_progress`, for workers) per
 part. A failure to write is logged once, until a write succeeds again, and never reaches the work.
 """
 
@@ -10,48 +10,40 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Iterator
-from typing import Self
 
 import redis
 import redis.asyncio
 import structlog
 
 from streamrl.protocol.transport import operator_scripts as scripts
+from streamrl.protocol.transport.connection import Call, run, run_async
+from streamrl.protocol.transport.entries import encode_report
 from streamrl.protocol.transport.keys import Keys
-from streamrl.protocol.transport.report_codec import encode_report
-from streamrl.protocol.transport.script import Call, run, run_async
 from streamrl.telemetry.progress import Progress
 
 
-class ReportWriter:
-    """Writes the part's reports from a thread of its own, from entering to leaving the context."""
+@contextlib.contextmanager
+def write_reports(client: redis.Redis, keys: Keys, progress: Progress, *, period_s: float = 1.0) -> Iterator[None]:
+    """Inside, the part's reports are written by a thread that ends with the context."""
+    outcome, stop = _Outcome(progress.part), threading.Event()
 
-    def __init__(self, client: redis.Redis, keys: Keys, progress: Progress, *, period_s: float = 1.0) -> None:
-        self._client = client
-        self._keys = keys
-        self._progress = progress
-        self._period_s = period_s
-        self._outcome = _Outcome(progress.part)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"reports of {progress.part}", daemon=True)
+    def write(call: Call) -> None:
+        with outcome.noted():
+            run(client, call)
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
+    def write_until_stopped() -> None:
+        while not stop.is_set():
+            write(scripts.report(keys, progress.part, encode_report(progress.report())))
+            stop.wait(period_s)
+        write(scripts.withdraw(keys, progress.part))
 
-    def __exit__(self, *error: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            self._write(scripts.report(self._keys, self._progress.part, encode_report(self._progress.report())))
-            self._stop.wait(self._period_s)
-        self._write(scripts.withdraw(self._keys, self._progress.part))
-
-    def _write(self, call: Call) -> None:
-        with self._outcome.noted():
-            run(self._client, call)
+    thread = threading.Thread(target=write_until_stopped, name=f"reports of {progress.part}", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 @contextlib.asynccontextmanager

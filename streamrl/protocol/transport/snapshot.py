@@ -1,26 +1,35 @@
 """A run at a glance: everything that monitors, the launcher's display and `--json` show, read in one round trip.
 
-Only reads, by plain commands that the rights of a reader cover; what cannot be read hides nothing else
-(`transport.gleaning`). Blocks at most some seconds while Redis is away, then TransportError.
+Only reads, by plain commands that the rights of a reader cover. Any program with the rights may have written there, of
+another version, or not ours at all: what is not as it should be is noted, and hides nothing else. What learners and
+workers act on is checked by them, and strictly. Blocks at most some seconds while Redis is away, then TransportError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import redis
 
 from streamrl.protocol.transport.connection import repeat
+from streamrl.protocol.transport.entries import LARGEST, decode_reports, one_of, to_run_info
 from streamrl.protocol.transport.keys import WORKERS, Keys
-from streamrl.protocol.transport.reader import LenientReader
-from streamrl.protocol.transport.types import CONTROLS, Control, Event, Record, RunInfo, entry_order, one_of
-from streamrl.protocol.wire.agreed import PURPOSES, Purpose
+from streamrl.protocol.transport.types import CONTROLS, Control, Event, Record, RunInfo, entry_order
+from streamrl.protocol.wire.ticket import PURPOSES, Purpose
 from streamrl.telemetry.progress import Report
 
+T = TypeVar("T")
+Fields = Mapping[bytes, bytes]
+Entries = Iterable[tuple[bytes, Fields]]
+
 _PATIENCE_S = 5.0
+_SHOWN = 40  # characters of a value that cannot be read
+_LARGEST_INTEGER = 1 << 63
 _NUM_LETTERS = 5
 _PER_STREAM = 5  # replies
 _ANOTHER_TYPE = "WRONGTYPE"
@@ -96,15 +105,16 @@ def snapshot(
 ) -> Snapshot:
     look = partial(_look, client, keys, num_records, num_events)
     replies, of_another_type = repeat(client, "be looked at", look, give_up_after_s=give_up_after_s)
-    lenient = LenientReader(f"{key}: of another type" for key in of_another_type)
+    seen = _Lenient(unreadable=[f"{key}: of another type" for key in of_another_type])
     (time, meta, weights, progress, holder, lease_ms, control, tombstone), replies = replies[:8], replies[8:]
     (num_dead, letters, num_requests, num_versions, records, events, info), streams = replies[:7], replies[7:]
     at = time[0] + time[1] / 1e6
+    seen.value(_to_int, "meta", meta, "term")  # to be noted where it is none
     return Snapshot(
         at=at,
-        run=lenient.run(keys.name, meta),
-        created_at=lenient.number("meta", meta, "created_at"),
-        step=lenient.integer("meta", meta, "step") or 0,
+        run=to_run_info(keys.name, meta),
+        created_at=seen.value(_to_float, "meta", meta, "created_at"),
+        step=seen.value(_to_int, "meta", meta, "step") or 0,
         holder=holder.decode(errors="replace") if holder else None,
         control=one_of(CONTROLS, control, "run"),
         streams={
@@ -112,12 +122,12 @@ def snapshot(
             for place, purpose in enumerate(PURPOSES)
         },
         num_dead=num_dead or 0,
-        latest_version=lenient.integer("weights", weights, "latest"),
-        latest_version_step=lenient.integer("weights", weights, "step") or 0,
-        latest_version_at=lenient.number("weights", weights, "at"),
-        reports=lenient.reports(progress),
-        records=lenient.records(list(reversed(records))),
-        events=lenient.events(list(reversed(events))),
+        latest_version=seen.value(_to_int, "weights", weights, "latest"),
+        latest_version_step=seen.value(_to_int, "weights", weights, "step") or 0,
+        latest_version_at=seen.value(_to_float, "weights", weights, "at"),
+        reports=seen.all_of("reports", progress, decode_reports(progress)),
+        records=seen.all_of("records of metrics", records, to_records(reversed(records))),
+        events=seen.all_of("events", events, _readable(reversed(events), _to_event)),
         used_memory_bytes=int(info.get("used_memory", 0)),
         max_memory_bytes=int(info.get("maxmemory", 0)),
         lease_left_s=lease_ms / 1000 if lease_ms and lease_ms > 0 else None,
@@ -126,7 +136,7 @@ def snapshot(
         num_retry_requests=num_requests or 0,
         letters=tuple(_to_letter(fields) for _, fields in letters),
         server=_to_server(info),
-        unreadable=lenient.unreadable,
+        unreadable=tuple(seen.unreadable),
     )
 
 
@@ -212,3 +222,91 @@ def _to_server(info: Mapping[str, Any]) -> Server:
         role=str(info.get("role", "master")),
         save_error=", ".join(f"{name} is {info[name]}" for name in failed),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Lenient:
+    """Takes what can be read, and notes what cannot."""
+
+    unreadable: list[str]
+
+    def value(self, read: Callable[[bytes], T], hash_name: str, fields: Fields, name: str) -> T | None:
+        """None where it is not there either."""
+        raw = fields.get(name.encode())
+        try:
+            return None if raw is None else read(raw)
+        except ValueError:
+            self.unreadable.append(f"{hash_name} {name} = {_text(raw or b'')[:_SHOWN]!r}")
+            return None
+
+    def all_of(self, what: str, there: Sized, found: Sequence[T]) -> tuple[T, ...]:
+        if num_missing := len(there) - len(found):
+            self.unreadable.append(f"{num_missing} of {len(there)} {what}")
+        return tuple(found)
+
+
+def to_records(entries: Entries) -> list[Record]:
+    """Those entries of a stream of metrics that can be read."""
+    return _readable(entries, _to_record)
+
+
+def _readable(entries: Entries, read: Callable[[bytes, Fields], T]) -> list[T]:
+    found: list[T] = []
+    for entry in entries:
+        with suppress(KeyError, ValueError, RecursionError):
+            found.append(read(*entry))
+    return found
+
+
+def _to_record(entry_id: bytes, fields: Fields) -> Record:
+    return Record(
+        id=entry_id.decode(),
+        step=_to_int(fields[b"step"]),
+        term=_to_int(fields[b"term"]),
+        at=_to_float(fields[b"at"]),
+        values=_numbers(_mapping(fields[b"values"])),
+    )
+
+
+def _to_event(entry_id: bytes, fields: Fields) -> Event:
+    return Event(
+        id=entry_id.decode(),
+        kind=_text(fields[b"kind"]),
+        term=_to_int(fields[b"term"]),
+        at=_to_float(fields[b"at"]),
+        detail=_mapping(fields[b"detail"]),
+    )
+
+
+def _mapping(raw: bytes) -> dict[str, Any]:
+    found = json.loads(raw)
+    if not isinstance(found, dict):
+        raise ValueError("not a JSON object")
+    return found
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """The learner leaves out what is none."""
+    if not all(isinstance(value, int | float) for value in values.values()):
+        raise ValueError("not numbers")
+    return {name: _finite(value) for name, value in values.items()}
+
+
+def _to_float(raw: bytes) -> float:
+    return _finite(float(raw))
+
+
+def _finite(number: float) -> float:
+    if not abs(number) < LARGEST:
+        raise ValueError("no number of ours is so large")
+    return number
+
+
+def _to_int(raw: bytes) -> int:
+    if abs(number := int(raw)) >= _LARGEST_INTEGER:
+        raise ValueError("no number of ours is so large")
+    return number
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode(errors="replace")

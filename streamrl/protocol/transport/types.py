@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from streamrl.errors import WireError
-from streamrl.protocol.wire.agreed import Purpose
+from streamrl.protocol.wire.ticket import Purpose
 
 if TYPE_CHECKING:
     from streamrl.protocol.wire.ticket import Ticket
@@ -20,7 +19,6 @@ RunState = Literal["running", "finished", "stopped", "failed"]
 RUN_STATES: tuple[RunState, ...] = ("running", "finished", "stopped", "failed")
 Control = Literal["run", "pause", "drain", "stop"]
 CONTROLS: tuple[Control, ...] = ("run", "pause", "drain", "stop")
-T = TypeVar("T", bound=str)
 START = "0-0"  # the cursor before the first entry of a stream
 
 
@@ -28,26 +26,6 @@ def entry_order(entry_id: str) -> tuple[int, int]:
     """Entry ids compare by this: milliseconds, sequence."""
     milliseconds, _, sequence = entry_id.partition("-")
     return int(milliseconds), int(sequence)
-
-
-def read_ticket(body: bytes, *, purpose: Purpose, number: bytes, uid: bytes) -> Ticket:
-    """The ticket, if it is what its entry says; else WireError. Delivering compares the entry's own fields."""
-    from streamrl.protocol.wire.ticket import decode_ticket  # with numpy, which monitors start faster without
-
-    ticket = decode_ticket(body)
-    if (ticket.purpose, str(ticket.number).encode(), ticket.run_uid.encode()) != (purpose, number, uid):
-        raise WireError("the ticket and its entry do not agree on number, purpose or run")
-    return ticket
-
-
-def to_number(text: bytes) -> int:
-    """Of a ticket, as an entry tells it; -1 where it is none."""
-    return int(text) if text.isdigit() and len(text) < 19 else -1
-
-
-def one_of(choices: tuple[T, ...], word: bytes | None, otherwise: T) -> T:
-    """The choice that lies in Redis; no word, or one of another program's version, falls back."""
-    return next((choice for choice in choices if choice.encode() == word), otherwise)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,25 +45,6 @@ class RunInfo:
     fingerprint: str
     state: RunState
 
-    @classmethod
-    def from_hash(cls, name: str, meta: Mapping[bytes, bytes]) -> RunInfo | None:
-        """What `meta` says; None where no run is. What lacks or cannot be read is empty, and is of no run that works:
-        a configuration and a fingerprint are compared before anything is done by them."""
-        if b"uid" not in meta:
-            return None
-
-        def text(name: bytes) -> str:
-            return meta.get(name, b"").decode(errors="replace")
-
-        return cls(
-            uid=text(b"uid"),
-            name=name,
-            term=max(0, to_number(meta.get(b"term", b""))),
-            config_json=text(b"config"),
-            fingerprint=text(b"fingerprint"),
-            state=one_of(RUN_STATES, meta.get(b"state"), "failed"),
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
@@ -96,16 +55,6 @@ class Entry:
     run_uid: str
     header: bytes
     body: bytes
-
-
-def to_entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Entry:
-    return Entry(
-        id=entry_id.decode(),
-        number=to_number(fields.get(b"n", b"")),
-        run_uid=fields.get(b"u", b"").decode(errors="replace")[:64],
-        header=fields.get(b"h", b""),
-        body=fields.get(b"b", b""),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,55 +124,43 @@ class GroupStream(Protocol):
     @property
     def disturbed(self) -> bool:
         """The server was away, replaced or emptied since the last `restore`: something may be missing."""
-        ...
 
     def restore(self, *, cursor: str, retried: Mapping[int, int] | None = None) -> None:
         """Make the streams exist, let no new group land at or behind the cursor, and note which tickets repeat which
         dead ones."""
-        ...
 
     def orders(self) -> Orders:
         """The operator's."""
-        ...
 
     def issue(self, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
         """A ticket with `retry_of` also ends the request for it, and is noted among the retried: all in one step.
         Returns those for which the server has no room, so that they are not written."""
-        ...
 
     def count_issued(self, issued: int) -> None:
         """The number of the next training ticket, for whoever audits: `issue` carries it on."""
-        ...
 
     def read(self, purpose: Purpose, *, after: str, count: int, block_ms: int) -> list[Entry]:
         """Groups after this id in the stream's order; waits for the first one at most so long, 0: not at all."""
-        ...
 
     def fetch(self, purpose: Purpose, ids: Sequence[str]) -> list[Entry | None]: ...
 
     def commit(self, *, step: int, cursor: str, trim_below: str, ended: Sequence[str] = ()) -> None:
         """The checkpoint of this step is there: remove training groups with ids smaller than `trim_below`, and those
         that have ended among the others."""
-        ...
 
     def present_tickets(self, purpose: Purpose) -> list[PresentTicket]:
         """What nobody has delivered, in the stream's order."""
-        ...
 
     def present_groups(self, purpose: Purpose, *, after: str) -> list[PresentGroup]:
         """The groups after this id."""
-        ...
 
     def delete_tickets(self, purpose: Purpose, entry_ids: Sequence[str]) -> None: ...
 
     def dead(self, ticket: Ticket, *, error: str) -> None:
         """Put the ticket among the dead letters."""
-        ...
 
     def retried(self) -> Mapping[int, int]:
         """By the number of a ticket that repeats a dead one, the dead one's, as far as the server knows."""
-        ...
 
     def trim_eval(self, *, below: str) -> None:
         """Remove evaluation groups with smaller ids."""
-        ...

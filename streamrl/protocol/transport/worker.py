@@ -8,23 +8,23 @@ receipt, a lost reply to a lease is made good by reading what is pending under o
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
+import redis
 import redis.asyncio
 import structlog
 
 from streamrl.crashpoints import crashpoint
 from streamrl.errors import RunGone, WireError
 from streamrl.protocol.transport import worker_scripts as scripts
-from streamrl.protocol.transport.connection import bounded_block_ms, repeat_async
-from streamrl.protocol.transport.deliveries import Deliveries, Delivery
+from streamrl.protocol.transport.connection import Argument, Call, Script, bounded_block_ms, repeat_async, run_async
+from streamrl.protocol.transport.entries import Deliveries, Delivery, one_of, read_ticket, to_run_info
 from streamrl.protocol.transport.keys import LEADER, WORKERS, Keys
-from streamrl.protocol.transport.script import Argument, Call, Script, run_async
-from streamrl.protocol.transport.types import CONTROLS, Announcement, Control, Leased, RunInfo, one_of, read_ticket
-from streamrl.protocol.transport.version_waiter import VersionWaiter
+from streamrl.protocol.transport.types import CONTROLS, Announcement, Control, Leased, RunInfo
 from streamrl.protocol.wire.ticket import PURPOSES, Purpose
 
 T = TypeVar("T")
@@ -34,6 +34,7 @@ _FORGET_AFTER_LEASES = 3
 # Leases that ran out are looked for so often, in parts of a lease: what a dead worker held is taken up soon after.
 _LOOK_FOR_EXPIRED_EVERY = 1 / 16
 _LEASING_ORDER: tuple[Purpose, ...] = ("eval", "train")  # evaluation is short, and people wait for it
+_POLL_S = 0.05  # between two looks for a version where announcements cannot be heard
 _HANDED_BACK_IDLE_MS = 86_400_000  # longer than any lease, and not before the epoch of clocks
 assert set(_LEASING_ORDER) == set(PURPOSES)
 
@@ -76,7 +77,7 @@ class WorkerStream:
                 return await pipe.execute()
 
         meta, tombstone = await self._ask("read the run", read)
-        info = RunInfo.from_hash(self._keys.name, meta)
+        info = to_run_info(self._keys.name, meta)
         known = self._run_uid
         if known is not None and (tombstone == known.encode() if info is None else info.uid != known):
             raise self._gone()
@@ -293,3 +294,44 @@ class WorkerStream:
 
     def _gone(self) -> RunGone:
         return RunGone(f"run {self._keys.name!r} was removed from Redis, or another took its name")
+
+
+class VersionWaiter:
+    """The worker's ear for announcements: who waits for a version is woken by it, instead of asking again and again.
+
+        worker: latest ─► nothing new ─► XREAD BLOCK beyond what it knows ─► an entry, or time is up ─► latest ...
+        learner: the script that announces adds the entry, whose id is the version
+
+    The entry is a bell and nothing else: what is announced is for `latest` to say. So a bell that is lost, or whose
+    server cannot be heard, costs a wait and no version: the caller looks again all the same. Versions only grow, over
+    the loss of Redis too, so nothing need be remembered to hear the next one; each wakes a worker once, so that one
+    whose manifest was lost is not asked for in a circle. Blocks for the time that the caller gives (some seconds at
+    most), on a connection that the client's pool gives to no other call meanwhile.
+    """
+
+    def __init__(self, client: redis.asyncio.Redis, keys: Keys) -> None:
+        self._client, self._keys = client, keys
+        self._heard = 0
+        self._warned = False
+
+    async def beyond(self, version: int, *, within_s: float) -> bool:
+        """Whether a newer one was announced, and not heard before."""
+        since = max(version, self._heard)
+        block = bounded_block_ms(self._client, int(1000 * within_s))
+        try:
+            reply: Any = await self._client.xread({self._keys.announced: f"{since}-0"}, count=1, block=block)
+        except redis.RedisError as error:  # the caller's next look finds out whether Redis is away
+            self._warn_once(error)
+            await asyncio.sleep(min(within_s, _POLL_S * random.uniform(0.5, 1.0)))
+            return False
+        if not reply:
+            return False
+        [[_, [(entry_id, _)]]] = reply
+        self._heard = int(entry_id.partition(b"-")[0])
+        return True
+
+    def _warn_once(self, error: redis.RedisError) -> None:
+        passing = isinstance(error, redis.ConnectionError | redis.TimeoutError)
+        if not passing and not self._warned:
+            self._warned = True
+            structlog.get_logger().warning("announcements_not_heard", error=str(error), looks_every_s=_POLL_S)

@@ -123,15 +123,8 @@ class ShardEncoder:
         coded = encode_sparse(changes.positions, changes.differences, self._compressor) if num_changed else b""
         if len(coded) >= bits.nbytes:
             return _raw(tensor, start, bits, num_changed=num_changed, digest=digest)
-        said = RangeDigest(
-            tensor=tensor,
-            start=start,
-            length=len(bits),
-            coding=Coding.SPARSE if num_changed else Coding.SAME,
-            num_changed=num_changed,
-            num_bytes=len(coded),
-            digest=digest,
-        )
+        coding = Coding.SPARSE if num_changed else Coding.SAME
+        said = RangeDigest(tensor, start, len(bits), coding, num_changed, len(coded), digest)
         if 2 * num_changed > len(bits):
             return CodedPart(said=said, payload=coded, positions=None, bits=bits.copy())
         return CodedPart(said=said, payload=coded, positions=changes.positions, bits=changes.bits)
@@ -160,15 +153,7 @@ def _encode_whole(tensor: str, start: int, bits: Bits) -> CodedPart:
 
 
 def _raw(tensor: str, start: int, bits: Bits, *, num_changed: int, digest: bytes) -> CodedPart:
-    said = RangeDigest(
-        tensor=tensor,
-        start=start,
-        length=len(bits),
-        coding=Coding.RAW,
-        num_changed=num_changed,
-        num_bytes=bits.nbytes,
-        digest=digest,
-    )
+    said = RangeDigest(tensor, start, len(bits), Coding.RAW, num_changed, bits.nbytes, digest)
     return CodedPart(said=said, payload=bits.data.cast("B"), positions=None, bits=bits)
 
 

@@ -73,7 +73,7 @@ import re
 from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -130,9 +130,8 @@ class HeldRange:
     bits: Bits  # [length] contiguous; a copy or cast of the parameter: nobody may write to it while it is encoded
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RangeDigest:
-    """What the manifest says of one range."""
+class RangeDigest(NamedTuple):
+    """What the manifest says of one range; named tuples, for many are read at a time."""
 
     tensor: str
     start: int

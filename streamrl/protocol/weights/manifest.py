@@ -37,7 +37,7 @@ _MAX_NAMES_CHARS = 16 << 20
 _MAX_TENSORS = 1 << 20
 _MAX_RANGES = 1 << 22
 _MAX_CANARY_TOKENS = 1 << 16
-# Of a shard's record, a number for each range.
+# Of a shard's record, a number for each range, in the order of `RangeDigest`.
 _COLUMNS = {
     "tensors": "<u4",
     "starts": "<u8",
@@ -94,7 +94,7 @@ class Manifest:
 def encode_record(record: ShardRecord) -> bytes:
     """One rank's record as plain bytes, for rank 0 to gather."""
     names = {name: index for index, name in enumerate(dict.fromkeys(part.tensor for part in record.ranges))}
-    rows = [(names[p.tensor], p.start, p.length, p.coding, p.num_changed, p.num_bytes) for p in record.ranges]
+    rows = [(names[tensor], *numbers) for tensor, *numbers, _ in record.ranges]
     return pack(
         {
             "blob_name": record.blob_name,
@@ -133,16 +133,8 @@ def _read_record(f: Fields) -> ShardRecord:
         num_bytes=f.integer("num_bytes", low=0),
         digest=f.blob("digest"),
         ranges=tuple(
-            RangeDigest(
-                tensor=names[tensor],
-                start=start,
-                length=length,
-                coding=Coding(coding),
-                num_changed=num_changed,
-                num_bytes=num_bytes,
-                digest=digest,
-            )
-            for tensor, start, length, coding, num_changed, num_bytes, digest in rows
+            RangeDigest(names[tensor], start, length, Coding(coding), *rest)
+            for tensor, start, length, coding, *rest in rows
         ),
     )
 

@@ -18,7 +18,7 @@ from streamrl.errors import DataError, WeightsError
 from streamrl.protocol.transport.connection import repeat
 from streamrl.protocol.weights.catchup import catch_up, fetch
 from streamrl.protocol.weights.format import TensorMeta
-from streamrl.protocol.weights.manifest import Manifest, decode_manifest
+from streamrl.protocol.weights.manifest import Manifest, ShardRecord, decode_manifest
 from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.stores import BlobStore
 from streamrl.versions import show
@@ -31,15 +31,6 @@ if TYPE_CHECKING:
 _PATIENCE_S = 5.0
 _DIGITS = 20  # of the largest version, and one more
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json", "consolidated*", "original")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
-    """One blob."""
-
-    name: str
-    num_bytes: int  # that the manifest says
-    fault: str | None  # None: it is as the manifest says
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,15 +66,15 @@ def changed_by_tensor(manifest: Manifest) -> dict[TensorMeta, int]:
     return dict(sorted(((t, changed[t.name]) for t in manifest.tensors), key=lambda pair: -pair[1]))
 
 
-def check_blobs(manifest: Manifest, store: BlobStore) -> Iterator[Checked]:
-    """Fetch each blob of the version and digest it again."""
+def check_blobs(manifest: Manifest, store: BlobStore) -> Iterator[tuple[ShardRecord, str | None]]:
+    """Fetch each blob of the version and digest it again: with what is wrong, None where it is as the manifest says."""
     for shard in (*manifest.shards, *manifest.anchor):
-        fault = None
         try:
             fetch(shard, store)
         except WeightsError as error:
-            fault = str(error)
-        yield Checked(name=shard.blob_name, num_bytes=shard.num_bytes, fault=fault)
+            yield shard, str(error)
+        else:
+            yield shard, None
 
 
 def pull(version: int, manifests: dict[int, Manifest], store: BlobStore, *, model: Path, folder: Path) -> None:

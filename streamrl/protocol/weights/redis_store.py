@@ -11,10 +11,9 @@ the same bytes for ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from streamrl.crashpoints import crashpoint
 from streamrl.errors import WeightsError, WireError
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     import redis
 
     from streamrl.protocol.transport.keys import Keys
-
-T = TypeVar("T")
 
 _CHUNK_BYTES = 8 << 20  # one large value would hold up the server for all others
 _PATIENCE_S = 5.0  # for a lost connection; callers have longer bounds of their own
@@ -49,6 +46,7 @@ class _Index:
 class RedisStore:
     def __init__(self, client: redis.Redis, keys: Keys, *, chunk_bytes: int = _CHUNK_BYTES) -> None:
         self._client = client
+        self._ask = partial(repeat, client, give_up_after_s=_PATIENCE_S)
         self._keys = keys
         self._chunk_bytes = chunk_bytes
 
@@ -126,6 +124,3 @@ class RedisStore:
                 )
         except WireError as error:
             raise WeightsError(f"the index of blob {name} cannot be read: {error}") from None
-
-    def _ask(self, what: str, command: Callable[[], T]) -> T:
-        return repeat(self._client, what, command, give_up_after_s=_PATIENCE_S)

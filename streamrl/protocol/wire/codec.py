@@ -6,6 +6,7 @@ extension types run hooks. So sizes are bounded before anything is built, and wh
 
 from __future__ import annotations
 
+import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
@@ -15,13 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 import msgpack
 
 from streamrl.errors import WireError
-from streamrl.protocol.wire.agreed import MAX_MESSAGE_BYTES, MAX_TEXT_CHARS
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from _typeshed import DataclassInstance
 
 SCHEMA = 1
+MAX_MESSAGE_BYTES = 64 << 20
+MAX_TEXT_CHARS = 1 << 20
 _MAX_CONTAINER = 4096  # samples in a group, spans in a sample, fields in a map: all far below this
 _MAX_ITEMS_PER_BYTE_BUDGET = 1 << 16
 
@@ -140,6 +142,16 @@ class Fields:
         value = self._take(name)
         if not isinstance(value, str) or len(value) > max_chars:
             raise WireError(f"field {name!r} must be a text of at most {max_chars} characters")
+        return value
+
+    def json_object(self, name: str) -> dict[str, Any]:
+        """A text: what is in it may nest, and the limits on containers stay small."""
+        try:
+            value = json.loads(self.text(name))
+        except (ValueError, RecursionError) as error:
+            raise WireError(f"field {name!r} is not JSON: {error}") from None
+        if not isinstance(value, dict):
+            raise WireError(f"field {name!r} must be a JSON object")
         return value
 
     def one_of(self, name: str, choices: tuple[Word, ...]) -> Word:

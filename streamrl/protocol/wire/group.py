@@ -15,12 +15,16 @@ large lies in front, raw and in this order, and is used where it lies; the rest 
     sources, fractions names; the totals of all samples, as the header says, but under the digest; then for each sample
                        and name a number: NaN where it has none of that source
     finish_reasons     one a sample, likewise as the header says
+
+A worker compares the fingerprint of its model and tokenizer with the run's before it takes a ticket, and every group
+carries it, so that tokens of another tokenizer or another end token are never trained.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -30,9 +34,8 @@ import numpy.typing as npt
 import xxhash
 
 from streamrl.errors import WireError
-from streamrl.protocol.wire.agreed import MAX_MESSAGE_BYTES, MAX_REWARD_SOURCES, MAX_SAMPLES, MAX_TOKENS
-from streamrl.protocol.wire.codec import Fields, fields_of, pack, pack_numbers, unpack
-from streamrl.protocol.wire.ticket import PURPOSES, Purpose
+from streamrl.protocol.wire.codec import MAX_MESSAGE_BYTES, Fields, fields_of, pack, pack_numbers, unpack
+from streamrl.protocol.wire.ticket import MAX_REWARD_SOURCES, MAX_SAMPLES, MAX_TOKENS, PURPOSES, Purpose
 
 FinishReason = Literal["stop", "length"]
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
@@ -281,3 +284,23 @@ def _check_cover(spans: Sequence[Sequence[Span]], lengths: Sequence[int]) -> Non
             reached = end
         if reached != length:
             raise WireError(f"version spans cover {reached} of {length} tokens")
+
+
+def stop_ids(*, tokenizer_eos: int | None, generation_eos: int | Iterable[int] | None) -> tuple[int, ...]:
+    """The tokens that end a response, sorted: the tokenizer's end token and those of the generation configuration.
+
+    Exactly these have probability zero before `min_tokens`, in the engine as in the learner.
+    """
+    further = (generation_eos,) if isinstance(generation_eos, int) else tuple(generation_eos or ())
+    return tuple(sorted({*further, *(() if tokenizer_eos is None else (tokenizer_eos,))}))
+
+
+def fingerprint(*, vocab: Mapping[str, int], stop_ids: Iterable[int], vocab_size: int) -> str:
+    """16 hex digits of the tokenizer's words, the end tokens, and the (perhaps padded) size of the model's output."""
+    digest = hashlib.sha256()
+    digest.update(f"{vocab_size};{sorted(stop_ids)};".encode())
+    for token, token_id in sorted(vocab.items(), key=lambda item: (item[1], item[0])):
+        # Lengths keep two vocabularies apart whose concatenations are equal.
+        encoded = token.encode("utf-8", "surrogatepass")
+        digest.update(f"{token_id}:{len(encoded)}:".encode() + encoded)
+    return digest.hexdigest()[:16]

@@ -3,9 +3,11 @@
 Ticket t = 0, 1, 2, ... is a function of t, the seed and the dataset, so the learner can always issue it again. It
 carries the prompt already tokenised: workers need neither the dataset nor an opinion on the chat template.
 
-The further fields of a prompt's row, as a ticket carries them to the rewards.
+The further fields of a prompt's row, which it carries to the rewards, are JSON inside msgpack: rows may nest, and the
+wire's limits on containers stay small.
 
-JSON inside msgpack: rows may nest, and the wire's limits on containers stay small.
+Settings and prompts are held to the limits before a run begins: what nobody could read is never asked for. Importing
+this loads little, for those who only check settings or count tickets.
 """
 
 from __future__ import annotations
@@ -13,16 +15,27 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, Literal
 
 from streamrl.errors import WireError
-from streamrl.protocol.wire.agreed import MAX_SAMPLES, MAX_TEXT_CHARS, MAX_TICKET_BYTES, MAX_TOKENS
-from streamrl.protocol.wire.agreed import PURPOSES as PURPOSES
-from streamrl.protocol.wire.agreed import Purpose as Purpose
-from streamrl.protocol.wire.codec import fields_of, pack, unpack
+from streamrl.protocol.wire.codec import MAX_MESSAGE_BYTES, MAX_TEXT_CHARS, fields_of, pack, unpack
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+Purpose = Literal["train", "eval"]
+PURPOSES: tuple[Purpose, ...] = ("train", "eval")
+
+MAX_TOKENS = 1 << 20  # of a prompt, and of a sample
+MAX_SAMPLES = 1024  # of a ticket, and of the group that answers it
+MAX_REWARD_SOURCES = 32
+# A ticket's prompt and fields, of four bytes a character, its token ids, of four bytes each, and what is small.
+MAX_TICKET_BYTES = 4 * (2 * MAX_TEXT_CHARS + MAX_TOKENS) + (1 << 20)
+
+_COLUMN_BYTES = 4 << 20  # of a group, besides tokens: rewards, versions and mask runs are some KB a sample
+_BYTES_PER_TOKEN = 8  # its id and its log-prob
+MAX_GROUP_TOKENS = (MAX_MESSAGE_BYTES - _COLUMN_BYTES) // _BYTES_PER_TOKEN  # of its prompt and its samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +60,7 @@ def encode_ticket(ticket: Ticket) -> bytes:
         {
             **fields_of(ticket),
             "num_prompt_tokens": len(ticket.token_ids),
-            "token_ids": np.ascontiguousarray(ticket.token_ids, dtype="<i4").tobytes(),
+            "token_ids": ticket.token_ids.astype("<i4").tobytes(),
             "fields": encode_row(ticket.fields),
             "retry_of": -1 if ticket.retry_of is None else ticket.retry_of,
         }
@@ -66,7 +79,7 @@ def decode_ticket(data: bytes) -> Ticket:
             prompt_index=f.integer("prompt_index", low=0),
             prompt=f.text("prompt"),
             token_ids=f.array("token_ids", "<i4", count=f.integer("num_prompt_tokens", low=1, high=MAX_TOKENS)),
-            fields=decode_row(f.text("fields")),
+            fields=f.json_object("fields"),
             num_samples=f.integer("num_samples", low=1, high=MAX_SAMPLES),
             attempt=f.integer("attempt", low=0, high=1 << 20),
             issued_step=f.integer("issued_step", low=0),
@@ -81,14 +94,3 @@ def encode_row(fields: Mapping[str, Any]) -> str:
     if len(text) > MAX_TEXT_CHARS:
         raise WireError(f"the further fields are {len(text)} characters of JSON; a ticket carries {MAX_TEXT_CHARS}")
     return text
-
-
-def decode_row(text: str) -> dict[str, Any]:
-    """The inverse; any text gives fields or one WireError."""
-    try:
-        row = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise WireError(f"field 'fields' is not JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise WireError("field 'fields' must be a JSON object")
-    return row

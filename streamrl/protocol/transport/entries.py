@@ -1,0 +1,247 @@
+"""What lies in Redis, from bytes and back; and how a stream's entries are read and written, several a call.
+
+Whoever has the rights may have written what lies there: all of it is checked, by `read_ticket` and `decode_reports`
+here, by a group's readers later (`wire.group`).
+
+Reading a stream in pages, one of them ahead: the server makes it ready while its reader looks at the one before.
+
+    read ──► page ──► the reader is busy with it ──► read ──► page ──► ...
+                └ the next one is asked for ──── it comes ────┘
+
+What was asked for ahead is what a read at that moment would have given, and is handed out only to a reader who goes on
+from where it stopped. Reading changes nothing, so any call may be repeated. Blocks at most `block_ms`, or until the
+reply times out; errors come out as they are.
+
+Groups on their way into the stream: those that are ready at about the same time share a call.
+
+    one call is under way ─────────────────────────────► outcomes
+    what is delivered meanwhile gathers ───────────────────► goes together, in the order in which it came
+                                     └ already as much as one call takes ─► goes at once, beside the first
+
+A round trip costs a worker more than the group itself, and groups are often finished in bursts. Each call goes in a
+lane, and each lane has one call under way at most, its repetitions included: so the server needs to remember no more
+of a worker than the last one of each lane. Blocks as long as the call does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import weakref
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, TypeVar, get_args
+
+import redis
+
+from streamrl.errors import WireError
+from streamrl.protocol.transport.types import RUN_STATES, Entry, Leased, RunInfo
+from streamrl.protocol.wire.codec import fields_of, pack, unpack
+from streamrl.protocol.wire.ticket import Purpose, Ticket, decode_ticket
+from streamrl.telemetry.progress import Report, Role, State
+
+Word = TypeVar("Word", bound=str)
+
+LARGEST = 1e200  # what is beyond is no number to reckon with: a few of them added up would be none
+_MAX_REPORT_BYTES = 64 << 10
+_NUM_LANES = 2  # so that one call is written while the server works on the other
+# Of one call. Larger ones gain nothing, and keep the server from its other clients.
+_MOST_GROUPS = 64
+_MOST_BYTES = 1 << 20
+
+
+def read_ticket(body: bytes, *, purpose: Purpose, number: bytes, uid: bytes) -> Ticket:
+    """The ticket, if it is what its entry says; else WireError. Delivering compares the entry's own fields."""
+    ticket = decode_ticket(body)
+    if (ticket.purpose, str(ticket.number).encode(), ticket.run_uid.encode()) != (purpose, number, uid):
+        raise WireError("the ticket and its entry do not agree on number, purpose or run")
+    return ticket
+
+
+def to_number(text: bytes) -> int:
+    """Of a ticket, as an entry tells it; -1 where it is none."""
+    return int(text) if text.isdigit() and len(text) < 19 else -1
+
+
+def one_of(choices: tuple[Word, ...], word: bytes | None, otherwise: Word) -> Word:
+    """The choice that lies in Redis; no word, or one of another program's version, falls back."""
+    return next((choice for choice in choices if choice.encode() == word), otherwise)
+
+
+def to_entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Entry:
+    return Entry(
+        id=entry_id.decode(),
+        number=to_number(fields.get(b"n", b"")),
+        run_uid=fields.get(b"u", b"").decode(errors="replace")[:64],
+        header=fields.get(b"h", b""),
+        body=fields.get(b"b", b""),
+    )
+
+
+def to_run_info(name: str, meta: Mapping[bytes, bytes]) -> RunInfo | None:
+    """What `meta` says; None where no run is. What lacks or cannot be read is empty, and is of no run that works:
+    a configuration and a fingerprint are compared before anything is done by them."""
+    if b"uid" not in meta:
+        return None
+
+    def text(name: bytes) -> str:
+        return meta.get(name, b"").decode(errors="replace")
+
+    return RunInfo(
+        uid=text(b"uid"),
+        name=name,
+        term=max(0, to_number(meta.get(b"term", b""))),
+        config_json=text(b"config"),
+        fingerprint=text(b"fingerprint"),
+        state=one_of(RUN_STATES, meta.get(b"state"), "failed"),
+    )
+
+
+def encode_report(report: Report) -> bytes:
+    return pack({**fields_of(report), "detail": json.dumps(dict(report.detail))})
+
+
+def decode_report(data: bytes) -> Report:
+    """A report or one WireError."""
+    with unpack(data, max_bytes=_MAX_REPORT_BYTES) as f:
+        return Report(
+            part=f.text("part", max_chars=200),
+            role=f.one_of("role", get_args(Role)),
+            host=f.text("host", max_chars=300),
+            pid=f.integer("pid", low=0),
+            state=f.one_of("state", get_args(State)),
+            doing=f.text("doing", max_chars=200),
+            since=f.number("since"),
+            last_progress=f.number("last_progress"),
+            at=f.number("at"),
+            detail=_flat(f.json_object("detail")),
+        )
+
+
+def _flat(detail: Mapping[str, Any]) -> dict[str, int | float | str]:
+    if any(not isinstance(value, int | float | str) for value in detail.values()):
+        raise WireError("field 'detail' must be a flat JSON object")
+    return {name: value for name, value in detail.items() if isinstance(value, str) or abs(value) < LARGEST}
+
+
+def decode_reports(packed: Mapping[Any, Any]) -> list[Report]:
+    reports: list[Report] = []
+    for data in packed.values():
+        with suppress(WireError):  # another program's, or an attack: it hides no other
+            reports.append(decode_report(data))
+    return sorted(reports, key=attrgetter("part"))
+
+
+class PagedReader:
+    def __init__(self, client: redis.Redis, stream: str) -> None:
+        self._client = client
+        self._stream = stream
+        # None of the pool's: a reader that is left in the midst of a page would not give it back.
+        pool = client.connection_pool
+        self._connection = pool.connection_class(**pool.connection_kwargs)
+        weakref.finalize(self, self._connection.disconnect)  # or the collector finds its socket open, and complains
+        self._reached = ""  # id of the last entry handed out
+        self._page: list[Any] = []  # what is behind it, and has come
+        self._asked = False  # for the page behind that
+
+    def read(self, *, after: str, count: int, block_ms: int | None) -> list[Any]:
+        """Up to `count` entries behind this id, as the client gives them."""
+        if after != self._reached:
+            self.forget()
+        if self._asked:
+            self._page = self._collect()
+        if not self._page:
+            self._ask(after, count, *(() if block_ms is None else ("BLOCK", block_ms)))
+            self._page = self._collect()
+        handed_out, self._page = self._page[:count], self._page[count:]
+        if handed_out:
+            self._reached = handed_out[-1][0].decode()
+        if len(handed_out) == count and not self._page:  # or else the reader is faster, and nothing lies there yet
+            self._ask(self._reached, count)
+        return handed_out
+
+    def forget(self) -> None:
+        """What was read ahead may be of another time, or of another server."""
+        self._reached, self._page, self._asked = "", [], False
+        self._connection.disconnect()
+
+    def _ask(self, after: str, count: int, *block: str | int) -> None:
+        self._connection.connect()  # a sentinel's finds the master in this alone
+        self._connection.send_command("XREAD", "COUNT", count, *block, "STREAMS", self._stream, after)
+        self._asked = True
+
+    def _collect(self) -> list[Any]:
+        self._asked = False
+        reply: Any = self._client.parse_response(self._connection, "XREAD")  # type: ignore[no-untyped-call]
+        return list(reply[0][1]) if reply else []
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    leased: Leased
+    header: bytes
+    body: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.header) + len(self.body)
+
+
+Deliver = Callable[[int, Sequence[Delivery]], Awaitable[Sequence[bool]]]  # in a lane: whether each took its place
+
+
+class Deliveries:
+    def __init__(self, deliver: Deliver) -> None:
+        self._deliver = deliver
+        self._waiting: deque[tuple[Delivery, asyncio.Future[bool]]] = deque()
+        self._num_bytes = 0  # of those
+        self._lanes: dict[int, asyncio.Task[None]] = {}  # in which something is under way
+
+    async def add(self, delivery: Delivery) -> bool:
+        """Its outcome, or what its call raised. Who is cancelled here may have delivered all the same."""
+        outcome: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._waiting.append((delivery, outcome))
+        self._num_bytes += delivery.num_bytes
+        if not self._lanes or (self._enough_for_a_call and len(self._lanes) < _NUM_LANES):
+            lane = next(lane for lane in range(_NUM_LANES) if lane not in self._lanes)
+            # It begins in the event loop's next turn: all that is ready in this one goes along.
+            self._lanes[lane] = asyncio.create_task(self._drain(lane), name=f"deliver groups {lane}")
+        return await outcome
+
+    @property
+    def _enough_for_a_call(self) -> bool:
+        return len(self._waiting) >= _MOST_GROUPS or self._num_bytes >= _MOST_BYTES
+
+    async def _drain(self, lane: int) -> None:
+        """One call after the other, while anything waits."""
+        try:
+            while self._waiting:
+                await self._send(lane, self._take())
+        finally:
+            del self._lanes[lane]
+
+    def _take(self) -> list[tuple[Delivery, asyncio.Future[bool]]]:
+        taken: list[tuple[Delivery, asyncio.Future[bool]]] = []
+        num_bytes = 0
+        while self._waiting and len(taken) < _MOST_GROUPS and num_bytes < _MOST_BYTES:
+            taken.append(self._waiting.popleft())
+            num_bytes += taken[-1][0].num_bytes
+        self._num_bytes -= num_bytes
+        return taken
+
+    async def _send(self, lane: int, batch: Sequence[tuple[Delivery, asyncio.Future[bool]]]) -> None:
+        try:
+            outcomes = await self._deliver(lane, [delivery for delivery, _ in batch])
+        except BaseException as error:  # whatever it is: who waits for this call would else do so for ever
+            for _, waiter in batch:
+                if not waiter.done():  # nobody waits where it was cancelled
+                    waiter.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            for (_, waiter), outcome in zip(batch, outcomes, strict=True):
+                if not waiter.done():
+                    waiter.set_result(outcome)
