@@ -7,9 +7,7 @@ most for the group's timeout; with one rank there is no group and nothing blocks
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,9 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from streamrl import process
 from streamrl.errors import TrainingError
-
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,10 +124,7 @@ def die_with_parent(parent: int) -> None:
 
     Without it orphaned ranks go on training (measured), beside the ones that replace them.
     """
-    if sys.platform != "linux":
-        return
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise TrainingError(f"prctl(PR_SET_PDEATHSIG) failed: {os.strerror(ctypes.get_errno())}")
+    process.die_with_parent()
     if os.getppid() != parent:  # it died before the line above took effect
         raise TrainingError("the process that started this rank is gone")
 
