@@ -69,7 +69,13 @@ class Answerer:
         try:
             generated = await engine.generate(request)
             generated_at = time.monotonic()
-            scores = await self.rewards.score(_score_item(ticket, generated))
+            item = ScoreItem(
+                prompt=ticket.prompt,
+                completion=generated.text,
+                token_ids=generated.token_ids,
+                fields=ticket.fields,
+            )
+            scores = await self.rewards.score(item)
         except RewardOutage:
             raise
         except (SampleError, RewardError) as error:
@@ -106,17 +112,6 @@ class Answerer:
         )
         samples = tuple(one.sample for one in scored) if enough else ()
         return Group(header=header, prompt_ids=ticket.token_ids, samples=samples)
-
-
-def _score_item(ticket: Ticket, generated: Generated) -> ScoreItem:
-    return ScoreItem(
-        prompt=ticket.prompt,
-        completion=generated.text,
-        prompt_ids=ticket.token_ids,
-        token_ids=generated.token_ids,
-        fields=ticket.fields,
-        finish_reason=generated.finish_reason,
-    )
 
 
 def _to_sample(generated: Generated, scores: Scores) -> Sample:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +83,8 @@ def processed_logprobs(logits: Tensor, rows: Sequence[RowState], stop_ids: Seque
     for i, row in enumerate(rows):
         if row.num_tokens < row.sampling.min_tokens:
             logits[i, list(stop_ids)] = -torch.inf
-        if processors := _processors(row.sampling):
+        processors: Any = _processors(row.sampling)
+        if processors:
             seen = torch.tensor([row.seen], device=logits.device)
             logits[i : i + 1] = processors(seen, logits[i : i + 1])
     return torch.log_softmax(logits, dim=-1)
