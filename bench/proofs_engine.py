@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.workers.engines.base import EngineStats, Generated, KvCache, ReadBack, SampleRequest
-from streamrl.workers.engines.vllm_names import WEIGHT_TRANSFER_BACKEND, WORKER_EXTENSION
+from streamrl.workers.engines.vllm_plugin import WEIGHT_TRANSFER_BACKEND, WORKER_EXTENSION
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

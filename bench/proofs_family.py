@@ -142,7 +142,7 @@ async def _find_faults(case: _Case) -> None:
 async def _canary_alone(case: _Case) -> None:
     """One tensor of each kind, in the middle of the net: would the canary have seen it?"""
     mirror, spoilt = case.folder / "mirror.safetensors", case.folder / "spoilt.safetensors"
-    truth = case.prover._plain().judge(mirror, case.token_ids)
+    truth = case.prover._reference.judge(mirror, case.token_ids)
     rows = []
     for number, fault in enumerate(faults(case.versions[-1], case.versions[-2], case.versions[0])):
         name = sorted(fault.tensors)[len(fault.tensors) // 2]

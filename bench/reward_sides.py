@@ -118,5 +118,4 @@ def _environment() -> dict[str, str]:
 
 
 def _item(text: str) -> ScoreItem:
-    none = np.empty(0, dtype=np.int32)
-    return ScoreItem(prompt="", completion=text, prompt_ids=none, token_ids=none, fields={})
+    return ScoreItem(prompt="", completion=text, token_ids=np.empty(0, dtype=np.int32))

@@ -49,7 +49,6 @@ from streamrl.tasks import cancel_all
 from streamrl.telemetry.progress import Progress
 from streamrl.workers.engines.base import EngineSettings, KvCache
 from streamrl.workers.engines.model import read_model
-from streamrl.workers.proofs.proving import Unproved
 from streamrl.workers.weights import Patience, WeightFollower
 
 _NUM_IN_FLIGHT = 2 * GROUP_SIZE
@@ -221,7 +220,7 @@ async def _opened(folder: Path, shared: Path, *, say: Say) -> AsyncIterator[_Sce
             announcements=WorkerStream(worker, keys, worker="0", lease_s=60.0),
             store=store,
             mirror=mirror,
-            proof=Unproved(),
+            prover=None,
             progress=Progress(part="worker/0", role="worker"),
             patience=Patience(give_up_after_s=_TIMEOUT_S, first_version_s=_TIMEOUT_S),
         )

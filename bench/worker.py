@@ -143,7 +143,7 @@ def _follower(versions: _Versions, store: BlobStore, folder: Path, facts: ModelF
         announcements=versions.announcements,
         store=store,
         mirror=Mirror(folder / "mirror", run_uid=RUN_UID),
-        proof=Prover(model=facts, dtype="float32", trust_remote_code=False, progress=progress),
+        prover=Prover(model=facts, dtype="float32", trust_remote_code=False, progress=progress),
         progress=progress,
         patience=Patience(give_up_after_s=60.0, first_version_s=60.0),
     )

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 from streamrl.errors import ResourceError
 
+_PR_SET_PDEATHSIG = 1
 # Of <malloc.h>.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 
@@ -65,6 +66,12 @@ def address_of(bound: socket.socket, *, host: str | None = None) -> str:
     found, port = bound.getsockname()[:2]
     host = host or found
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def die_with_parent() -> None:
+    """From now on the kernel kills this process when the thread that started it ends, even by kill -9. On Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 # Becomes the command after asking the kernel for a signal when the parent dies. A program of its own rather than a

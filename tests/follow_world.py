@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,8 @@ from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.stores import MemoryStore
 from streamrl.telemetry.progress import Progress
 from streamrl.workers.engines.double import EngineDouble
-from streamrl.workers.proofs.proving import ProofDouble
+from streamrl.workers.engines.model import ModelFacts
+from streamrl.workers.proofs.proving import Prover
 from streamrl.workers.tickets import AnnouncementsDouble
 from streamrl.workers.weights import Patience, WeightFollower
 from tests.weights_world import RUN_UID, State, World, nudged, random_state
@@ -38,13 +40,16 @@ class Follower:
         self.announcements = announcements or AnnouncementsDouble()
         self.engine = EngineDouble()
         self.mirror = Mirror(folder, run_uid=RUN_UID)
-        self.proof = ProofDouble()
         self.progress = Progress(part="worker/0", role="worker")
+        tokenizer: Any = None
+        facts = ModelFacts(
+            path="model", tokenizer=tokenizer, stop_ids=(1,), vocab_size=8, max_positions=None, fingerprint="model"
+        )
         self.weights = WeightFollower(
             announcements=self.announcements,
             store=self.store,
             mirror=self.mirror,
-            proof=self.proof,
+            prover=Prover(model=facts, dtype="float32", trust_remote_code=False, progress=self.progress),
             progress=self.progress,
             patience=patience,
         )

@@ -20,7 +20,6 @@ def make_item(
     return ScoreItem(
         prompt=prompt,
         completion=completion,
-        prompt_ids=np.arange(len(prompt), dtype=np.int32),
         token_ids=np.arange(count, dtype=np.int32),
         fields=fields,
     )

@@ -45,8 +45,7 @@ def a_sample_request(**sampling: Any) -> SampleRequest:
 
 
 def a_score_item() -> ScoreItem:
-    none = np.empty(0, dtype=np.int32)
-    return ScoreItem(prompt="", completion="", prompt_ids=none, token_ids=none)
+    return ScoreItem(prompt="", completion="", token_ids=np.empty(0, dtype=np.int32))
 
 
 class WorkerWorld:

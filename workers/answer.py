@@ -19,8 +19,8 @@ from streamrl.errors import RewardError, RewardOutage, SampleError
 from streamrl.protocol.wire.group import Group, GroupHeader, Sample
 from streamrl.protocol.wire.ticket import Ticket
 from streamrl.tasks import gather_or_cancel
-from streamrl.workers.engines.base import Engine, Generated, SampleRequest
-from streamrl.workers.rewards.base import Rewards, ScoreItem, Scores
+from streamrl.workers.engines.base import Engine, SampleRequest
+from streamrl.workers.rewards.base import Rewards, ScoreItem
 
 log = structlog.get_logger(__name__)
 
@@ -69,14 +69,29 @@ class Answerer:
         try:
             generated = await engine.generate(request)
             generated_at = time.monotonic()
-            scores = await self.rewards.score(_score_item(ticket, generated))
+            item = ScoreItem(
+                prompt=ticket.prompt,
+                completion=generated.text,
+                token_ids=generated.token_ids,
+                fields=ticket.fields,
+            )
+            scores = await self.rewards.score(item)
         except RewardOutage:
             raise
         except (SampleError, RewardError) as error:
             log.warning("sample_failed", ticket=ticket.number, error=str(error))
             return str(error)
         self.num_scored += 1
-        sample = _to_sample(generated, scores)
+        num_tokens = len(generated.token_ids)
+        sample = Sample(
+            token_ids=generated.token_ids,
+            logprobs=generated.logprobs,
+            mask_runs=(num_tokens,) if num_tokens else (),
+            spans=generated.spans,
+            finish_reason=generated.finish_reason,
+            rewards=scores.rewards,
+            reward=scores.total,
+        )
         return _Scored(sample=sample, generated_at=generated_at, scored_at=time.monotonic())
 
     def _group(self, ticket: Ticket, outcomes: Sequence[_Scored | str], began: float) -> Group:
@@ -106,27 +121,3 @@ class Answerer:
         )
         samples = tuple(one.sample for one in scored) if enough else ()
         return Group(header=header, prompt_ids=ticket.token_ids, samples=samples)
-
-
-def _score_item(ticket: Ticket, generated: Generated) -> ScoreItem:
-    return ScoreItem(
-        prompt=ticket.prompt,
-        completion=generated.text,
-        prompt_ids=ticket.token_ids,
-        token_ids=generated.token_ids,
-        fields=ticket.fields,
-        finish_reason=generated.finish_reason,
-    )
-
-
-def _to_sample(generated: Generated, scores: Scores) -> Sample:
-    num_tokens = len(generated.token_ids)
-    return Sample(
-        token_ids=generated.token_ids,
-        logprobs=generated.logprobs,
-        mask_runs=(num_tokens,) if num_tokens else (),
-        spans=generated.spans,
-        finish_reason=generated.finish_reason,
-        rewards=scores.rewards,
-        reward=scores.total,
-    )

@@ -9,6 +9,7 @@ unanswered, and the result says so. RewardOutage when a source stays out for lon
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +24,7 @@ import numpy.typing as npt
 from streamrl.config import schema
 from streamrl.protocol.wire.group import Group
 from streamrl.protocol.wire.ticket import Ticket
-from streamrl.tasks import cancel_all
+from streamrl.tasks import gather_or_cancel
 from streamrl.versions import make_version
 from streamrl.workers.answer import Answerer
 from streamrl.workers.engines.base import Engine, EngineSettings, make_engine
@@ -31,7 +32,6 @@ from streamrl.workers.engines.model import ModelFacts
 from streamrl.workers.rewards.base import Rewards
 
 _UID = "eval"
-_SHOW_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +72,7 @@ async def evaluate(
     rewards: Rewards,
     show: Callable[[int], None] = lambda num_done: None,
 ) -> Result:
-    """With the engine that `worker.engine` names, started and stopped here. `show` hears about once a second how many
-    prompts are done."""
+    """With the engine that `worker.engine` names, started and stopped here. `show` hears how many prompts are done."""
     config = _fitted(config, prompts)
     engine = make_engine(EngineSettings(model=model, config=config, trust_remote_code=False, seed=config.seed))
     try:
@@ -116,26 +115,20 @@ async def _answers(
     config: schema.Config,
     show: Callable[[int], None],
 ) -> list[Group | None]:
+    """An engine that dies ends the evaluation, and rewards that stay out do."""
     room = asyncio.Semaphore(config.worker.max_groups_in_flight)
+    groups: dict[int, Group] = {}
 
-    async def answer(ticket: Ticket) -> Group:
+    async def answer(ticket: Ticket) -> None:
         async with room:
-            return await answerer.answer(ticket, engine)
+            groups[ticket.number] = await answerer.answer(ticket, engine)
+        show(len(groups))
 
-    tasks = [asyncio.create_task(answer(ticket), name=f"prompt {ticket.number}") for ticket in tickets]
-    deadline = time.monotonic() + config.validation.timeout_s
-    pending = set(tasks)
-    try:
-        while pending and (left_s := deadline - time.monotonic()) > 0:
-            done, pending = await asyncio.wait(
-                pending, timeout=min(left_s, _SHOW_EVERY_S), return_when=asyncio.FIRST_EXCEPTION
-            )
-            for task in done:
-                task.result()  # an engine that died ends the evaluation, and rewards that stay out do
-            show(len(tasks) - len(pending))
-    finally:
-        await cancel_all(tasks)
-    return [task.result() if not task.cancelled() else None for task in tasks]
+    show(0)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(config.validation.timeout_s):
+            await gather_or_cancel({f"prompt {ticket.number}": answer(ticket) for ticket in tickets})
+    return [groups.get(ticket.number) for ticket in tickets]
 
 
 def _fitted(config: schema.Config, prompts: Sequence[EvalPrompt]) -> schema.Config:

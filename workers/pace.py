@@ -1,7 +1,4 @@
-"""How fast something goes, over the last seconds.
-
-An engine that hangs: it may answer when asked whether it lives, and make no token all the same.
-"""
+"""How fast an engine makes tokens, and that it makes any: one that hangs may answer all the same when it is asked."""
 
 from __future__ import annotations
 
@@ -12,41 +9,30 @@ from collections.abc import Callable
 from streamrl.errors import EngineError
 from streamrl.workers.engines.base import EngineStats
 
-
-class Rate:
-    def __init__(self, *, window_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._window_s = window_s
-        self._clock = clock
-        self._since = clock()
-        self._recent: deque[tuple[float, int]] = deque()  # (when, how many)
-
-    def add(self, count: int) -> None:
-        self._recent.append((self._clock(), count))
-
-    def per_second(self) -> float:
-        """Over the window, or over what has passed of the first one."""
-        now = self._clock()
-        while self._recent and self._recent[0][0] < now - self._window_s:
-            self._recent.popleft()
-        passed = min(self._window_s, now - self._since)
-        return sum(count for _, count in self._recent) / passed if passed > 0 else 0.0
+_WINDOW_S = 10.0
 
 
-class StallWatch:
+class Pace:
     """Looked at now and then; a look raises when tokens were due for longer than the limit and none came."""
 
-    def __init__(self, *, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limit_s = limit_s
+    def __init__(self, stats: EngineStats, *, stall_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stall_s = stall_s
         self._clock = clock
-        self._since = clock()
-        self._num_made = 0
+        self._since = clock()  # when tokens had come, or were not due
+        self._looks = deque([(self._since, stats.num_made)])  # of the last seconds: (when, tokens made by then)
 
-    def look(self, stats: EngineStats) -> None:
+    def look(self, stats: EngineStats) -> float:
+        """Tokens a second, over the last seconds."""
         now = self._clock()
-        if stats.in_flight == 0 or stats.num_made != self._num_made:
-            self._since, self._num_made = now, stats.num_made
-        elif now - self._since > self._limit_s:
+        if stats.in_flight == 0 or stats.num_made != self._looks[-1][1]:
+            self._since = now
+        elif now - self._since > self._stall_s:
             raise EngineError(
                 f"the engine made no token for {now - self._since:.0f} s while {stats.in_flight} samples were in "
-                f"flight (worker.stall_s = {self._limit_s:g})"
+                f"flight (worker.stall_s = {self._stall_s:g})"
             )
+        self._looks.append((now, stats.num_made))
+        while self._looks[0][0] < now - _WINDOW_S:
+            self._looks.popleft()
+        began, before = self._looks[0]
+        return (stats.num_made - before) / (now - began) if now > began else 0.0

@@ -56,7 +56,7 @@ class Weights(Protocol):
         """Wait until the engine has proved to serve this version or a newer one. A version that it cannot prove ends
         `follow`, and with it whoever waits here."""
 
-    async def announced_beyond(self, version: int) -> None:
+    async def announced_beyond(self, version: int) -> object:
         """Wait for a newer announcement; the caller bounds the wait."""
 
     def distrust_mirror(self) -> None:

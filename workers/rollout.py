@@ -1,7 +1,7 @@
 """The worker's loop: tickets in, scored groups out.
 
     lease ─► wait for the ticket's version ─► its samples, each generated and scored ─► wait for proof ─► deliver
-      ▲        (one task a ticket, no barrier; as many as `num_to_take` says)                               │
+      ▲        (one task a ticket, no barrier; as many as `_num_to_take` says)                               │
       └──────────────────────────────────────────────────────────────────────────────────────────────────────┘
     beside it: leases renewed; weights followed; the engine and the run looked after
 
@@ -29,7 +29,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import structlog
@@ -42,7 +42,7 @@ from streamrl.tasks import cancel_all, run_beside, unless
 from streamrl.telemetry.progress import Progress, Wait
 from streamrl.workers.answer import Answerer
 from streamrl.workers.engines.base import Engine, EngineStats
-from streamrl.workers.pace import Rate, StallWatch
+from streamrl.workers.pace import Pace
 from streamrl.workers.roles import Counts, Weights
 from streamrl.workers.tickets import Tickets
 
@@ -55,6 +55,7 @@ _RUN_EVERY_S = 1.0
 _REWARDS_EVERY_S = 0.1
 _ALIVE_EVERY_S = 10.0
 _SHOW_EVERY_S = 1.0
+_KV_FULL = 0.8
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,7 +83,6 @@ class Rollout:
         self._version_wait_s = config.weights.give_up_after_s
         self._progress = progress
         self._groups: dict[asyncio.Task[None], _Held] = {}
-        self._tokens = Rate(window_s=10.0)
         self._engine: Engine | None = None
         self._scored_at_outage = -1  # what was scored when rewards were last seen to be out
 
@@ -146,16 +146,15 @@ class Rollout:
             self._reap()
 
     def _num_to_take(self, engine: Engine) -> int:
-        most = num_to_take(
-            engine.stats(),
-            num_at_work=len(self._groups),
-            num_open=sum(held.num_open for held in self._groups.values()),
-            samples_per_ticket=self._samples_per_ticket,
-            most=self._settings.max_groups_in_flight,
-        )
-        if self._answerer.num_scored > self._scored_at_outage:
-            return most
-        return 0 if self._groups else 1  # nobody has seen yet that rewards are back: one ticket finds out
+        """The last ticket may go beyond the bound in part, so that no place waits."""
+        num_at_work, size = len(self._groups), self._samples_per_ticket
+        if self._answerer.num_scored <= self._scored_at_outage:
+            return 0 if num_at_work else 1  # nobody has seen yet that rewards are back: one ticket finds out
+        stats = engine.stats()
+        if num_at_work and (stats.num_waiting >= size or stats.kv_used >= _KV_FULL):
+            return 0
+        room = self._settings.max_groups_in_flight * size - sum(held.num_open for held in self._groups.values())
+        return max(0, min(-(-room // size), max(1, num_at_work)))
 
     async def _sit_out(self, outage: str, over: asyncio.Event) -> None:
         """Take no tickets while their samples could not be scored; others may have a way to the rewards."""
@@ -217,18 +216,13 @@ class Rollout:
         await self._tickets.hand_back([held.leased])
 
     def _count(self, group: Group) -> None:
-        self._tokens.add(sum(len(sample.token_ids) for sample in group.samples))
         self.counts.samples_failed += group.header.num_failed_samples
         if group.header.failed:
             self.counts.groups_failed += 1
             log.warning("ticket_failed", ticket=group.header.ticket, error=group.header.error)
         else:
             self.counts.groups_delivered += 1
-        self._progress.advanced(
-            groups_delivered=self.counts.groups_delivered,
-            groups_failed=self.counts.groups_failed,
-            samples_failed=self.counts.samples_failed,
-        )
+        self._progress.advanced(**asdict(self.counts))
 
     # Beside the loop
 
@@ -254,17 +248,16 @@ class Rollout:
         await asyncio.Event().wait()  # a companion does not end by itself
 
     async def _watch_engine(self, engine: Engine) -> None:
-        stall = StallWatch(limit_s=self._settings.stall_s)
+        pace = Pace(engine.stats(), stall_s=self._settings.stall_s)
         while True:
             until = time.monotonic() + _ALIVE_EVERY_S
             while time.monotonic() < until:
                 stats = engine.stats()
-                stall.look(stats)
                 self._progress.note(
                     in_flight=stats.in_flight,
                     waiting=stats.num_waiting,
                     kv_used=round(stats.kv_used, 3),
-                    tokens_per_s=round(self._tokens.per_second()),
+                    tokens_per_s=round(pace.look(stats)),
                 )
                 self._progress.note(**self._answerer.rewards.facts())
                 await asyncio.sleep(min(_SHOW_EVERY_S, self._settings.stall_s / 4))
@@ -273,16 +266,3 @@ class Rollout:
 
 def _newest_version(group: Group) -> int:
     return max((span.version for sample in group.samples for span in sample.spans), default=0)
-
-
-_KV_FULL = 0.8
-
-
-def num_to_take(stats: EngineStats, *, num_at_work: int, num_open: int, samples_per_ticket: int, most: int) -> int:
-    """`num_open`: samples of the tickets at work that are not made and scored yet; `most`: the bound on these, counted
-    in tickets (`worker.max_groups_in_flight`). The last ticket may go beyond it in part, so that no place waits.
-    """
-    if num_at_work and (stats.num_waiting >= samples_per_ticket or stats.kv_used >= _KV_FULL):
-        return 0
-    room = most * samples_per_ticket - num_open
-    return max(0, min(-(-room // samples_per_ticket), max(1, num_at_work)))

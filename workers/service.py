@@ -47,7 +47,7 @@ from streamrl.workers.answer import Answerer
 from streamrl.workers.engines.base import Engine, EngineSettings, make_engine
 from streamrl.workers.engines.model import ModelFacts, read_model
 from streamrl.workers.health import Health, Parts
-from streamrl.workers.proofs.proving import Proof, Prover, Unproved
+from streamrl.workers.proofs.proving import Prover
 from streamrl.workers.rewards.base import build_rewards
 from streamrl.workers.rollout import Rollout
 from streamrl.workers.supervise import RestartPatience, Supervisor
@@ -197,6 +197,11 @@ class _Service:
     @contextlib.asynccontextmanager
     async def _following(self, stream: WorkerStream, model: ModelFacts) -> AsyncIterator[WeightFollower]:
         config = self._config
+        prover = None
+        if config.weights.prove:  # in a thread, since it imports torch
+            trusted = self._options.permissions.trust_remote_code
+            make = partial(Prover, model=model, dtype=config.weights.dtype, trust_remote_code=trusted)
+            prover = await asyncio.to_thread(make, progress=self._progress)
         with (
             mirror_folder(self._info.uid, self._options.worker) as folder,
             connect(self._options.redis_url, config.redis) as client,
@@ -205,7 +210,7 @@ class _Service:
                 announcements=stream,
                 store=open_store(config.weights.store, client, self._keys),
                 mirror=Mirror(folder, run_uid=self._info.uid),
-                proof=self._proof(model),
+                prover=prover,
                 progress=self._progress,
                 patience=Patience(
                     give_up_after_s=config.weights.give_up_after_s, first_version_s=config.learner.idle_timeout_s
@@ -214,16 +219,6 @@ class _Service:
             )
             with contextlib.closing(weights):
                 yield weights
-
-    def _proof(self, model: ModelFacts) -> Proof:
-        if not self._config.weights.prove:
-            return Unproved()
-        return Prover(
-            model=model,
-            dtype=self._config.weights.dtype,
-            trust_remote_code=self._options.permissions.trust_remote_code,
-            progress=self._progress,
-        )
 
     def _engine(self, model: ModelFacts) -> Engine:
         self._num_engines += 1

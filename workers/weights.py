@@ -13,7 +13,6 @@ of no use to anybody.
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +29,7 @@ from streamrl.protocol.weights.stores import BlobStore
 from streamrl.telemetry.progress import Progress
 from streamrl.versions import show
 from streamrl.workers.engines.base import Engine, KvCache
-from streamrl.workers.proofs.proving import Proof
+from streamrl.workers.proofs.proving import Prover
 from streamrl.workers.tickets import Announcements
 
 log = structlog.get_logger(__name__)
@@ -55,7 +54,7 @@ class WeightFollower:
         announcements: Announcements,
         store: BlobStore,
         mirror: Mirror,
-        proof: Proof,
+        prover: Prover | None,  # None: what is served is proved by digests alone
         progress: Progress,
         patience: Patience,
         kv_cache: KvCache = "salt",  # what a load does with keys and values of older versions
@@ -67,7 +66,7 @@ class WeightFollower:
         self._mirror = mirror
         self._held: Manifest | None = None  # of what the mirror holds
         self._kv_cache = kv_cache
-        self._proof = proof
+        self._prover = prover
         self._rehearsed: Engine | None = None  # the engine that took in a decoy last
         self._distrusted = False
         self._progress = progress
@@ -102,11 +101,11 @@ class WeightFollower:
         async with self._served:
             await self._served.wait_for(lambda: self.proved_version >= version)
 
-    async def announced_beyond(self, version: int) -> None:
+    async def announced_beyond(self, version: int) -> Announcement:
         while True:
             announcement = await self._announcements.latest()
             if announcement is not None and announcement.version > version:
-                return
+                return announcement
             await self._announcements.beyond(version, within_s=self._patience.look_again_s)
 
     def close(self) -> None:
@@ -116,15 +115,12 @@ class WeightFollower:
 
     async def _next_announcement(self) -> Announcement:
         """One that the engine does not serve yet."""
-        deadline = time.monotonic() + self._patience.first_version_s
-        while True:
-            announcement = await self._announcements.latest()
-            if announcement is not None and announcement.version > self.version:
-                return announcement
-            left_s = math.inf if self.version else deadline - time.monotonic()
-            if left_s <= 0:
-                raise WeightsError(f"the learner announced no weights within {self._patience.first_version_s:g} s")
-            await self._announcements.beyond(self.version, within_s=min(self._patience.look_again_s, left_s))
+        limit_s = None if self.version else self._patience.first_version_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self.announced_beyond(self.version)
+        except TimeoutError:
+            raise WeightsError(f"the learner announced no weights within {limit_s:g} s") from None
 
     async def _fetch(self, announcement: Announcement) -> None:
         """Bring the mirror to this version or, where that fails, to a newer one."""
@@ -165,11 +161,12 @@ class WeightFollower:
         assert manifest is not None, "the mirror holds what was fetched"
         self.attempted = manifest.version
         try:
-            if engine is not self._rehearsed:
-                await self._proof.rehearse(engine, self._mirror.path)
+            if self._prover is not None and engine is not self._rehearsed:
+                await self._prover.rehearse(engine, self._mirror.path)
                 self._rehearsed = engine
             await self._serve(engine, manifest)
-            await self._proof.check(engine, self._mirror.path, manifest)
+            if self._prover is not None:
+                await self._prover.check(engine, self._mirror.path, manifest)
         except LoadRejected as error:
             self._progress.note(rejected=str(error), rejected_version=show(manifest.version))
             raise

@@ -15,9 +15,7 @@ all its processes share it, and nobody sets it.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -32,9 +30,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from streamrl import process
 from streamrl.errors import TrainingError
 
-_PR_SET_PDEATHSIG = 1
 # Of the environment that ranks have from their agent.
 _VERDICT, JOB_BEGAN = "STREAMRL_AGENT_VERDICT", "STREAMRL_JOB_BEGAN"
 
@@ -138,10 +136,7 @@ def die_with_parent(parent: int) -> None:
 
     Without it orphaned ranks go on training (measured), beside the ones that replace them.
     """
-    if sys.platform != "linux":
-        return
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise TrainingError(f"prctl(PR_SET_PDEATHSIG) failed: {os.strerror(ctypes.get_errno())}")
+    process.die_with_parent()
     if os.getppid() != parent:  # it died before the line above took effect
         raise TrainingError("the process that started this rank is gone")
 

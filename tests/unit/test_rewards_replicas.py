@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+
+from streamrl.workers.rewards.http_request import TryAgain
 from streamrl.workers.rewards.replicas import FAILURES_TO_OPEN, Replica, Replicas
 
 
@@ -23,9 +27,14 @@ def chosen(replicas: Replicas) -> Replica:
     return replica
 
 
+def fail(replicas: Replicas, replica: Replica) -> None:
+    with contextlib.suppress(TryAgain), replicas.asking(replica):
+        raise TryAgain("down")
+
+
 def put_out(replicas: Replicas, count: int = FAILURES_TO_OPEN) -> None:
     for _ in range(count):
-        replicas.failed(chosen(replicas), "down")
+        fail(replicas, chosen(replicas))
 
 
 def test_the_least_busy_one_is_asked() -> None:
@@ -36,7 +45,7 @@ def test_the_least_busy_one_is_asked() -> None:
 def test_another_than_the_one_that_failed_is_asked_where_there_is_one() -> None:
     replicas = make("a", "b")
     first = chosen(replicas)
-    replicas.failed(first, "down")
+    fail(replicas, first)
     second = replicas.choose(but=first)
     assert second is not None
     assert second is not first
@@ -48,17 +57,18 @@ def test_one_that_fails_again_and_again_is_left_out_and_then_tried_by_a_single_r
     clock = Clock()
     replicas = make("a", "b", clock=clock)
     bad = chosen(replicas)
-    replicas.failed(bad, "down")
+    fail(replicas, bad)
     for _ in range(FAILURES_TO_OPEN - 1):
         bad.in_flight += 1
-        replicas.failed(bad, "down")
+        fail(replicas, bad)
     assert replicas.num_well == 1
     assert all(chosen(replicas) is not bad for _ in range(10))
     clock.now += 2.0
     assert chosen(replicas) is bad
     assert bad.on_trial
     assert all(chosen(replicas) is not bad for _ in range(10))
-    replicas.answered(bad)
+    with replicas.asking(bad):
+        pass
     assert replicas.num_well == 2
 
 
@@ -72,7 +82,8 @@ def test_when_none_is_well_it_is_an_outage_until_one_may_be_tried() -> None:
     assert replicas.outage is None
     trial = chosen(replicas)
     assert replicas.outage == "a: down"
-    replicas.answered(trial)
+    with replicas.asking(trial):
+        pass
     assert replicas.outage is None
 
 
@@ -81,12 +92,12 @@ def test_the_pause_grows_with_every_failed_trial_and_not_with_the_crowd_that_fai
     replicas = make("a", clock=clock)
     crowd = [chosen(replicas) for _ in range(100)]
     for replica in crowd:
-        replicas.failed(replica, "down")
+        fail(replicas, replica)
     assert replicas.pause_s() <= 1.0
     pauses = []
     for _ in range(10):
         clock.now += 60.0
-        replicas.failed(chosen(replicas), "down")
+        fail(replicas, chosen(replicas))
         pauses.append(replicas.pause_s())
     assert pauses[3] > 4.0
     assert 15.0 <= max(pauses) <= 30.0
@@ -95,5 +106,6 @@ def test_the_pause_grows_with_every_failed_trial_and_not_with_the_crowd_that_fai
 def test_a_request_that_nobody_waits_for_says_nothing_of_its_replica() -> None:
     replicas = make("a")
     for _ in range(FAILURES_TO_OPEN * 2):
-        replicas.given_up(chosen(replicas))
+        with contextlib.suppress(asyncio.CancelledError), replicas.asking(chosen(replicas)):
+            raise asyncio.CancelledError
     assert replicas.num_well == 1

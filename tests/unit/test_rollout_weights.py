@@ -206,43 +206,46 @@ async def test_every_engine_takes_in_a_decoy_once_and_every_version_is_checked(f
         await follower.serves(second := follower.publish())
         async with asyncio.timeout(10):
             await follower.weights.proved(second.version)
-    async with follower.following(EngineDouble()):
+    replacement = EngineDouble()
+    async with follower.following(replacement):
         async with asyncio.timeout(10):
             await follower.weights.proved(second.version)
 
-    assert follower.proof.num_rehearsals == 2
+    assert (follower.engine.num_decoys, replacement.num_decoys) == (1, 1)
+    assert (len(follower.engine.read_parts), len(replacement.read_parts)) == (2, 1)
     assert follower.weights.num_proved == 3
 
 
 async def test_a_version_is_proved_only_after_it_is_served(follower: Follower) -> None:
-    follower.proof.held = asyncio.Event()
+    follower.engine.may_be_read.clear()
     async with follower.following():
         first = follower.publish()
         await follower.serves(first)
         proved = asyncio.create_task(follower.weights.proved(first.version))
         assert not (await asyncio.wait([proved], timeout=0.05))[0]
-        follower.proof.held.set()
+        follower.engine.may_be_read.set()
         await asyncio.wait_for(proved, 10)
 
 
 async def test_a_refused_version_ends_following_and_shows_in_the_report(follower: Follower) -> None:
     async with follower.following() as task:
         refused = follower.publish()
-        follower.proof.refused[refused.version] = 1
+        follower.engine.wrong = ("model.norm.weight",)
         with pytest.raises(LoadRejected):
             await asyncio.wait_for(task, 10)
     assert follower.weights.attempted == refused.version
     detail = follower.progress.report().detail
-    assert "told to be refused" in str(detail["rejected"])
+    assert "model.norm.weight" in str(detail["rejected"])
     assert detail["rejected_version"] == show(refused.version)
 
 
 async def test_a_version_that_is_proved_takes_the_rejection_back(follower: Follower) -> None:
     refused = follower.publish()
-    follower.proof.refused[refused.version] = 1
+    follower.engine.wrong = ("model.norm.weight",)
     async with follower.following() as task:
         with pytest.raises(LoadRejected):
             await asyncio.wait_for(task, 10)
+    follower.engine.wrong = ()
     async with follower.following(), asyncio.timeout(10):
         await follower.weights.proved(refused.version)
         detail = follower.progress.report().detail

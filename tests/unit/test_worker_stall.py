@@ -1,4 +1,4 @@
-"""When an engine counts as hanging."""
+"""How fast an engine is, and when it counts as hanging."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from streamrl.errors import EngineError
 from streamrl.workers.engines.base import EngineStats
-from streamrl.workers.pace import StallWatch
+from streamrl.workers.pace import Pace
 
 
 def stats(*, in_flight: int, num_made: int) -> EngineStats:
@@ -15,19 +15,30 @@ def stats(*, in_flight: int, num_made: int) -> EngineStats:
 
 def test_tokens_that_come_at_all_keep_an_engine_alive() -> None:
     now = [0.0]
-    watch = StallWatch(limit_s=10.0, clock=lambda: now[0])
+    pace = Pace(stats(in_flight=0, num_made=0), stall_s=10.0, clock=lambda: now[0])
     for number in range(10):
         now[0] += 9.0
-        watch.look(stats(in_flight=4, num_made=number + 1))
+        pace.look(stats(in_flight=4, num_made=number + 1))
 
 
 def test_an_idle_engine_owes_no_tokens_and_its_time_begins_with_the_next_sample() -> None:
     now = [0.0]
-    watch = StallWatch(limit_s=10.0, clock=lambda: now[0])
+    pace = Pace(stats(in_flight=0, num_made=0), stall_s=10.0, clock=lambda: now[0])
     now[0] = 100.0
-    watch.look(stats(in_flight=0, num_made=0))
+    pace.look(stats(in_flight=0, num_made=0))
     now[0] = 109.0
-    watch.look(stats(in_flight=1, num_made=0))
+    pace.look(stats(in_flight=1, num_made=0))
     now[0] = 111.0
     with pytest.raises(EngineError, match="made no token for 11 s while 1 samples"):
-        watch.look(stats(in_flight=1, num_made=0))
+        pace.look(stats(in_flight=1, num_made=0))
+
+
+def test_the_pace_is_that_of_the_last_seconds() -> None:
+    now = [100.0]
+    pace = Pace(stats(in_flight=4, num_made=5000), stall_s=60.0, clock=lambda: now[0])
+    assert pace.look(stats(in_flight=4, num_made=5000)) == 0.0
+    for second in range(1, 31):
+        now[0] += 1.0
+        told = pace.look(stats(in_flight=4, num_made=5000 + 7 * min(second, 20)))
+        assert second > 20 or told == 7.0
+    assert told == 0.0

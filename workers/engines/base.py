@@ -132,6 +132,6 @@ class EngineSettings:
 
 def make_engine(settings: EngineSettings) -> Engine:
     """The one that `worker.engine` names, not yet started."""
-    module, _, function = ENGINES[settings.config.worker.engine].target.partition(":")
-    make: Callable[[EngineSettings], Engine] = getattr(import_module(module), function)
-    return make(settings)
+    module, _, name = ENGINES[settings.config.worker.engine].target.partition(":")
+    kind: Callable[[EngineSettings], Engine] = getattr(import_module(module), name)
+    return kind(settings)

@@ -178,7 +178,7 @@ class KvBatch:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
         self._device = device
-        self._layers: list[tuple[Tensor, Tensor]] = []  # keys and values of each layer, [B, heads, L, D]
+        self._cache = DynamicCache()  # keys and values of each layer, [B, heads, L, D]
         self._mask = torch.empty(0, 0, dtype=torch.long, device=device)  # [B, L]; 0: padding
 
     def __len__(self) -> int:
@@ -191,27 +191,20 @@ class KvBatch:
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self._device)
         cache = DynamicCache()
         logits = self._forward(ids, mask, (mask.cumsum(dim=-1) - 1).clamp(min=0), cache)
-        new = _contents(cache)
         if len(self):
             width = max(width, self._mask.shape[1])
-            new = [
-                (torch.cat([_widen(k, width), _widen(k2, width)]), torch.cat([_widen(v, width), _widen(v2, width)]))
-                for (k, v), (k2, v2) in zip(self._layers, new, strict=True)
-            ]
+            for layer, before in zip(_layers(cache), _layers(self._cache), strict=True):
+                layer.keys = torch.cat([_widen(before.keys, width), _widen(layer.keys, width)])
+                layer.values = torch.cat([_widen(before.values, width), _widen(layer.values, width)])
             mask = torch.cat([_widen_mask(self._mask, width), _widen_mask(mask, width)])
-        self._layers, self._mask = new, mask
+        self._cache, self._mask = cache, mask
         return logits
 
     def step(self, token_ids: Tensor) -> Tensor:  # [B] -> [B, V]
         """Append a token to every row; the logits of what follows."""
-        cache = DynamicCache()
-        for i, (keys, values) in enumerate(self._layers):
-            cache.update(keys, values, i)
         positions = self._mask.sum(dim=-1, keepdim=True)
         self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], dim=1)
-        logits = self._forward(token_ids[:, None], self._mask, positions, cache)
-        self._layers = _contents(cache)
-        return logits
+        return self._forward(token_ids[:, None], self._mask, positions, self._cache)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drop all rows but these."""
@@ -220,7 +213,8 @@ class KvBatch:
         width = int(mask.sum(dim=-1).max()) if rows else 0
         start = self._mask.shape[1] - width
         self._mask = mask[:, start:]
-        self._layers = [(k[index, :, start:], v[index, :, start:]) for k, v in self._layers] if rows else []
+        for layer in _layers(self._cache):
+            layer.keys, layer.values = layer.keys[index, :, start:], layer.values[index, :, start:]
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
         output = self._model(
@@ -235,9 +229,8 @@ class KvBatch:
         return logits
 
 
-def _contents(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
-    layers: list[Any] = cache.layers  # of those that have no keys, none is in a model that is decoded here
-    return [(layer.keys, layer.values) for layer in layers]
+def _layers(cache: DynamicCache) -> list[Any]:
+    return cache.layers  # of those that have no keys, none is in a model that is decoded here
 
 
 def _widen(cached: Tensor, width: int) -> Tensor:  # [B, heads, L, D]

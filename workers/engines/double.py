@@ -37,6 +37,8 @@ class EngineDouble:
         self.num_decoys = 0
         self.read_parts: list[int] = []  # into how many parts the layers were divided, each time they were read back
         self.wrong: tuple[str, ...] = ()  # what is found when they are
+        self.may_be_read = asyncio.Event()  # it waits for that
+        self.may_be_read.set()
         self.started = self.stopped = False
         self.kv_used = 0.0  # what `stats` says of the cache
         self._num_tokens = num_tokens
@@ -65,6 +67,7 @@ class EngineDouble:
 
     async def read_back(self, weights: Path, *, number: int, num_parts: int) -> ReadBack:
         self._check()
+        await self.may_be_read.wait()
         self.read_parts.append(num_parts)
         return ReadBack(num_read=1, wrong=self.wrong)
 

@@ -13,10 +13,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from streamrl.config import schema
 from streamrl.errors import DataError, WeightsError
@@ -69,13 +80,28 @@ class RowState:
 def processed_logprobs(logits: Tensor, rows: Sequence[RowState], stop_ids: Sequence[int]) -> Tensor:  # [B, V] fp32
     """Log-probs of the distribution that each row is sampled from."""
     logits = logits.float().clone()
-    _mask_ends(logits, rows, stop_ids)
-    _penalise_repetition(logits, rows)
-    samplings = [row.sampling for row in rows]
-    logits /= logits.new_tensor([1.0 if s.greedy else s.temperature for s in samplings])[:, None]
-    if any(s.top_k or s.top_p < 1 for s in samplings if not s.greedy):
-        logits = _cut_tails(logits, samplings)
+    for i, row in enumerate(rows):
+        if row.num_tokens < row.sampling.min_tokens:
+            logits[i, list(stop_ids)] = -torch.inf
+        processors: Any = _processors(row.sampling)
+        if processors:
+            seen = torch.tensor([row.seen], device=logits.device)
+            logits[i : i + 1] = processors(seen, logits[i : i + 1])
     return torch.log_softmax(logits, dim=-1)
+
+
+def _processors(sampling: schema.Sampling) -> LogitsProcessorList:
+    chosen: list[LogitsProcessor] = []
+    if sampling.repetition_penalty != 1:
+        chosen.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    if not sampling.greedy:
+        if sampling.temperature != 1:
+            chosen.append(TemperatureLogitsWarper(sampling.temperature))
+        if sampling.top_k:
+            chosen.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            chosen.append(TopPLogitsWarper(sampling.top_p))
+    return LogitsProcessorList(chosen)
 
 
 def choose(logprobs: Tensor, rows: Sequence[RowState], generator: torch.Generator) -> Tensor:  # [B]
@@ -83,32 +109,3 @@ def choose(logprobs: Tensor, rows: Sequence[RowState], generator: torch.Generato
     sampled = torch.multinomial(logprobs.exp(), num_samples=1, generator=generator)[:, 0]
     greedy = torch.tensor([row.sampling.greedy for row in rows], device=logprobs.device)
     return torch.where(greedy, logprobs.argmax(dim=-1), sampled)
-
-
-def _mask_ends(logits: Tensor, rows: Sequence[RowState], stop_ids: Sequence[int]) -> None:
-    early = [i for i, row in enumerate(rows) if row.num_tokens < row.sampling.min_tokens]
-    if early:
-        index = torch.tensor(early, device=logits.device)[:, None]
-        logits[index, torch.tensor(stop_ids, device=logits.device)] = -torch.inf
-
-
-def _penalise_repetition(logits: Tensor, rows: Sequence[RowState]) -> None:
-    for i, row in enumerate(rows):
-        if row.sampling.repetition_penalty != 1.0:
-            seen = torch.tensor(sorted(set(row.seen)), device=logits.device)
-            values, penalty = logits[i, seen], row.sampling.repetition_penalty
-            logits[i, seen] = torch.where(values > 0, values / penalty, values * penalty)
-
-
-def _cut_tails(logits: Tensor, samplings: Sequence[schema.Sampling]) -> Tensor:
-    size = logits.shape[-1]
-    top_k = torch.tensor([size if s.greedy or not s.top_k else min(s.top_k, size) for s in samplings])
-    top_p = torch.tensor([1.0 if s.greedy else s.top_p for s in samplings])
-    ordered, order = logits.sort(dim=-1, descending=True)
-    rank = torch.arange(size, device=logits.device)[None]
-    ordered = ordered.masked_fill(rank >= top_k.to(logits.device)[:, None], -torch.inf)
-    probs = ordered.softmax(dim=-1)
-    # A token stays while those before it have not reached top_p; the first one always does.
-    before = probs.cumsum(dim=-1) - probs
-    ordered = ordered.masked_fill((before >= top_p.to(logits.device)[:, None]) & (rank > 0), -torch.inf)
-    return torch.empty_like(logits).scatter_(-1, order, ordered)

@@ -42,11 +42,7 @@ T = TypeVar("T")
 _ANSWER_S = 120.0  # for a load or a sign of life: they wait for one step of the batch
 
 
-def make(settings: EngineSettings) -> Engine:
-    return TransformersEngine(settings)
-
-
-class TransformersEngine:
+class TransformersEngine(Engine):
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
         self._max_length = settings.max_length

@@ -42,7 +42,7 @@ from streamrl.workers.engines.base import (
     ReadBack,
     SampleRequest,
 )
-from streamrl.workers.engines.vllm_names import READ_BACK
+from streamrl.workers.engines.vllm_plugin import READ_BACK
 from streamrl.workers.engines.vllm_start import StepWatch, build_llm, check_installed
 
 if TYPE_CHECKING:
@@ -55,11 +55,7 @@ _STOP_S = 1  # then it is killed: a worker that was told to stop leaves within 3
 _SOON, _SOONER, _SOONEST = 2, 1, 0  # vLLM's priorities: training, evaluation, canaries
 
 
-def make(settings: EngineSettings) -> Engine:
-    return VllmEngine(settings)
-
-
-class VllmEngine:
+class VllmEngine(Engine):
     def __init__(self, settings: EngineSettings) -> None:
         check_installed()
         self._settings = settings

@@ -8,14 +8,18 @@ heavy and does nothing that others could feel.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import tempfile
 
-from streamrl.workers.engines.vllm_names import OWNER_VARIABLE, SOCKETS_VARIABLE, WEIGHT_TRANSFER_BACKEND
+from streamrl import process
 
-_PR_SET_PDEATHSIG = 1
+# The names by which we and vLLM's own processes find each other.
+WEIGHT_TRANSFER_BACKEND = "streamrl"
+WORKER_EXTENSION = "streamrl.workers.proofs.read_back.ReadBackExtension"
+READ_BACK = "streamrl_read_back"  # its method
+OWNER_VARIABLE = "STREAMRL_VLLM_OWNER"  # pid of the worker, set by it before vLLM starts its processes
+SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"  # vLLM's own: where its processes meet; of this engine alone
 
 
 def register() -> None:
@@ -34,7 +38,7 @@ def register() -> None:
 
 def _die_with(owner: int) -> None:
     """A worker killed with -9 must not leave an engine that keeps the memory and the cores."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    process.die_with_parent()
     try:
         os.kill(owner, 0)
     except ProcessLookupError:  # it died before we asked

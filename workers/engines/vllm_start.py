@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from streamrl.config import schema
 from streamrl.errors import ConfigError, EngineError, ResourceError
 from streamrl.workers.engines.base import EngineSettings
-from streamrl.workers.engines.vllm_names import (
+from streamrl.workers.engines.vllm_plugin import (
     OWNER_VARIABLE,
     SOCKETS_VARIABLE,
     WEIGHT_TRANSFER_BACKEND,

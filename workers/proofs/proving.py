@@ -32,7 +32,6 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import structlog
@@ -44,9 +43,6 @@ from streamrl.versions import show
 from streamrl.workers.engines.base import Engine
 from streamrl.workers.engines.model import ModelFacts
 
-if TYPE_CHECKING:
-    from streamrl.workers.proofs.reference import Reference
-
 log = structlog.get_logger(__name__)
 
 _TIMES = 3.0  # the rounding; over families, depths and versions engines were 0.77 to 1.53 times as far
@@ -55,17 +51,9 @@ _NUM_PARTS = 8  # of the layers, one is read back at each version but the first
 _SHARE = 0.02  # of the time may go into canaries
 
 
-class Proof(Protocol):
-    """What the follower of weights asks."""
-
-    async def rehearse(self, engine: Engine, mirror: Path) -> None:
-        """Once per engine, before it serves anything: leave it with weights that are not the model's."""
-
-    async def check(self, engine: Engine, mirror: Path, manifest: Manifest) -> None:
-        """After each load: LoadRejected where the engine does not serve this version."""
-
-
 class Prover:
+    """One engine after the other."""
+
     def __init__(
         self,
         *,
@@ -75,18 +63,22 @@ class Prover:
         progress: Progress,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._model, self._dtype, self._trust_remote_code = model, dtype, trust_remote_code
+        from streamrl.workers.proofs.reference import Reference  # torch and transformers
+
+        self._reference = Reference(model, dtype=dtype, trust_remote_code=trust_remote_code)
+        self._model, self._dtype = model, dtype
         self._progress, self._clock = progress, clock
-        self._reference: Reference | None = None  # torch and transformers: not before it is asked
         self._believed = False  # whether the engine has passed its last check: else all of it is looked at
         self._num_checked = 0
         self._next_canary_at = 0.0
 
     async def rehearse(self, engine: Engine, mirror: Path) -> None:
+        """Once per engine, before it serves anything: leave it with weights that are not the model's."""
         self._believed = False
         await engine.load_decoy(mirror)
 
     async def check(self, engine: Engine, mirror: Path, manifest: Manifest) -> None:
+        """After each load: LoadRejected where the engine does not serve this version."""
         believed, self._believed = self._believed, False
         self._num_checked += 1
         await self._read_back(engine, mirror, manifest, num_parts=_NUM_PARTS if believed else 1)
@@ -110,7 +102,7 @@ class Prover:
         if self._model.max_positions is not None:
             token_ids = token_ids[: self._model.max_positions - 1]  # an engine adds one
         answered = await engine.logprobs(np.asarray(token_ids, dtype=np.int32))
-        judged = await asyncio.to_thread(self._plain().judge, mirror, token_ids)
+        judged = await asyncio.to_thread(self._reference.judge, mirror, token_ids)
         self._next_canary_at = self._clock() + (self._clock() - began) / _SHARE
         off = float(np.abs(answered - judged.truth).mean())
         allowed = max(_FLOOR[self._dtype], _TIMES * judged.rounding)
@@ -121,41 +113,3 @@ class Prover:
                 f"version {show(manifest.version)}: the engine's log-probs of the canary are {off:.3g} away from those "
                 f"of a plain forward pass, in the mean, and {allowed:.3g} is let pass (rounding: {judged.rounding:.3g})"
             )
-
-    def _plain(self) -> Reference:
-        if self._reference is None:
-            from streamrl.workers.proofs.reference import Reference
-
-            self._reference = Reference(self._model, dtype=self._dtype, trust_remote_code=self._trust_remote_code)
-        return self._reference
-
-
-class Unproved:
-    """weights.prove = false: what is served is proved by digests alone."""
-
-    async def rehearse(self, engine: Engine, mirror: Path) -> None:
-        del engine, mirror
-
-    async def check(self, engine: Engine, mirror: Path, manifest: Manifest) -> None:
-        del engine, mirror, manifest
-
-
-class ProofDouble:
-    """Believes everything but what tests tell it to refuse."""
-
-    def __init__(self) -> None:
-        self.num_rehearsals = 0
-        self.checked: list[int] = []  # versions
-        self.refused: dict[int, int] = {}  # version -> how often it is refused still
-        self.held: asyncio.Event | None = None  # checks wait for it
-
-    async def rehearse(self, engine: Engine, mirror: Path) -> None:
-        self.num_rehearsals += 1
-
-    async def check(self, engine: Engine, mirror: Path, manifest: Manifest) -> None:
-        self.checked.append(manifest.version)
-        if self.held is not None:
-            await self.held.wait()
-        if self.refused.get(manifest.version, 0) > 0:
-            self.refused[manifest.version] -= 1
-            raise LoadRejected(f"version {show(manifest.version)} was told to be refused")

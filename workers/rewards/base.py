@@ -19,7 +19,6 @@ import numpy.typing as npt
 from streamrl.config import schema
 from streamrl.errors import RewardError
 from streamrl.permissions import Permissions
-from streamrl.protocol.wire.group import FinishReason
 
 _SCORE_S = 60.0  # a sample that waits so long for its score
 _FORGETTING = 0.05  # the share of the newest in the average latency
@@ -29,10 +28,8 @@ _FORGETTING = 0.05  # the share of the newest in the average latency
 class ScoreItem:
     prompt: str
     completion: str
-    prompt_ids: npt.NDArray[np.int32]  # [P]
     token_ids: npt.NDArray[np.int32]  # [T] of the completion
     fields: Mapping[str, Any] = field(default_factory=dict)  # the dataset row's further fields, `answer` for one
-    finish_reason: FinishReason = "stop"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +110,7 @@ class Rewards:
         self._sources = dict(sources)
         self._records = {name: _Record() for name in sources}
         self._clock = clock
-        self._num_asked = 0
-        self._pending: dict[int, float] = {}  # samples, since when, oldest first
+        self._pending: dict[object, float] = {}  # samples, since when
         self._failing = ""  # why the last sample to be scored was not
 
     async def start(self) -> None:
@@ -130,16 +126,15 @@ class Rewards:
         return len(self._pending)
 
     async def score(self, item: ScoreItem) -> Scores:
-        self._num_asked += 1
-        number = self._num_asked
-        self._pending[number] = self._clock()
+        asked = object()
+        self._pending[asked] = self._clock()
         try:
             scores = await self._mix(item)
         except RewardError as error:
             self._failing = str(error)
             raise
         finally:
-            del self._pending[number]
+            del self._pending[asked]
         self._failing = ""
         return scores
 
@@ -203,20 +198,16 @@ def build_rewards(
     sources: Mapping[str, schema.Reward], permissions: Permissions, local_reward_url: str | None
 ) -> Rewards:
     """The run's sources, none of them begun yet; one that this worker may not use is a UserError."""
-    built = {
-        name: Weighted(
-            reward=_build(name, source, permissions, local_reward_url), weight=source.weight, max_abs=source.max_abs
-        )
-        for name, source in sources.items()
-    }
+    built = {}
+    for name, source in sources.items():
+        reward: Reward
+        if isinstance(source, schema.FunctionReward):
+            from streamrl.workers.rewards.functions import build_function_reward
+
+            reward = build_function_reward(name, source, permissions)
+        else:
+            from streamrl.workers.rewards.http_client import build_http_reward  # httpx only where a source needs it
+
+            reward = build_http_reward(name, source, permissions, local_reward_url)
+        built[name] = Weighted(reward=reward, weight=source.weight, max_abs=source.max_abs)
     return Rewards(built)
-
-
-def _build(name: str, source: schema.Reward, permissions: Permissions, local_reward_url: str | None) -> Reward:
-    if isinstance(source, schema.FunctionReward):
-        from streamrl.workers.rewards.functions import build_function_reward
-
-        return build_function_reward(name, source, permissions)
-    from streamrl.workers.rewards.http_client import build_http_reward  # httpx only where a source needs it
-
-    return build_http_reward(name, source, permissions, local_reward_url)

@@ -7,13 +7,11 @@ next call, and ends with its parent. What the function prints goes to stderr.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import inspect
 import json
 import math
 import os
 import resource
-import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,13 +19,10 @@ from typing import Any, BinaryIO
 from streamrl.recipe.own import bind, describe, load_function
 from streamrl.recipe.rewards import REWARDS
 
-_PR_SET_PDEATHSIG = 1
-
 
 def main() -> None:
     calls, answers = _take_pipes()
     setup = json.loads(calls.readline())
-    _end_with_parent(setup["parent"])
     _volunteer_when_memory_is_short()
     _limit_memory(setup["memory_mb"] << 20)
     try:
@@ -110,13 +105,6 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
     os.close(nothing)
     os.dup2(2, 1)
     return calls, answers
-
-
-def _end_with_parent(parent: int) -> None:
-    """A function that loops never sees its pipe close, so the kernel must end it."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the kernel was told
-        os._exit(1)
 
 
 def _volunteer_when_memory_is_short() -> None:

@@ -37,6 +37,7 @@ from typing import Any, Self
 from streamrl.config import schema
 from streamrl.errors import ConfigError, RewardError
 from streamrl.permissions import Permissions
+from streamrl.process import dying_with_us
 from streamrl.recipe.own import FORMS, is_own
 from streamrl.recipe.rewards import REWARDS
 from streamrl.workers.rewards.base import Health, ScoreItem
@@ -172,17 +173,15 @@ class Child:
     @classmethod
     async def begin(cls, source: schema.FunctionReward) -> Self:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "streamrl.workers.rewards.function_child"),
+            # By the kernel, since a function that loops never sees its pipe close.
+            *dying_with_us([sys.executable, "-m", "streamrl.workers.rewards.function_child"], by=signal.SIGKILL),
             stdin=PIPE,
             stdout=PIPE,
             limit=_MAX_ANSWER_BYTES,
             start_new_session=True,  # Ctrl-C is for the worker alone, and what a function forks dies with it
         )
         try:
-            _send(
-                process,
-                {**source.model_dump(include={"target", "options", "timeout_s", "memory_mb"}), "parent": os.getpid()},
-            )
+            _send(process, source.model_dump(include={"target", "options", "timeout_s", "memory_mb"}))
             concurrent = await _loaded(process)
         except BaseException:
             _kill(process)

@@ -26,7 +26,7 @@ from streamrl.config.places import LOCAL_REWARD_SERVER
 from streamrl.errors import ConfigError, RewardError, RewardOutage
 from streamrl.permissions import Permissions
 from streamrl.workers.rewards.base import Health, ScoreItem
-from streamrl.workers.rewards.http_request import FORMS, Form, Refused, TokenFile, TryAgain, ask, make_client
+from streamrl.workers.rewards.http_request import FORMS, Form, Refused, TryAgain, ask, make_client
 from streamrl.workers.rewards.replicas import Replica, Replicas
 
 MAX_ROWS = 64  # a request
@@ -45,11 +45,7 @@ def build_http_reward(
     """Checks the addresses and this worker's permission for their hosts; connects to nothing yet."""
     key, form = f"rewards.{name}", FORMS[source.form]
     urls = [_address(f"{key}.url", url, form, permissions, local_reward_url) for url in source.urls]
-    auth = None if source.token_file is None else TokenFile(source.token_file, key=f"{key}.token_file")
-    client = make_client(
-        timeout_s=source.timeout_s, max_connections=source.max_concurrency, auth=auth, transport=transport
-    )
-    return HttpReward(source, urls, client, first_pause_s=first_pause_s)
+    return HttpReward(source, urls, make_client(source, key=key, transport=transport), first_pause_s=first_pause_s)
 
 
 def _address(key: str, url: str, form: Form, permissions: Permissions, local_reward_url: str | None) -> str:
@@ -94,7 +90,6 @@ class HttpReward:
         self, source: schema.HttpReward, urls: Sequence[str], client: httpx.AsyncClient, *, first_pause_s: float
     ) -> None:
         self._source = source
-        self._form = FORMS[source.form]
         self._replicas = Replicas(urls, first_pause_s=first_pause_s)
         self._client = client
         self._first_pause_s = first_pause_s
@@ -217,25 +212,8 @@ class HttpReward:
         raise RewardOutage(f"no replica gave a score for {self._source.outage_s:g} s: {self._replicas.last_errors}")
 
     async def _ask(self, replica: Replica, items: list[ScoreItem]) -> list[float]:
-        try:
-            scores = await ask(
-                self._client,
-                replica.url,
-                self._form,
-                items,
-                timeout_s=self._source.timeout_s,
-                max_abs=self._source.max_abs,
-            )
-        except TryAgain as error:
-            self._replicas.failed(replica, str(error))
-            raise
-        except Refused:
-            self._replicas.answered(replica)
-            raise
-        except BaseException:
-            self._replicas.given_up(replica)
-            raise
-        self._replicas.answered(replica)
+        with self._replicas.asking(replica):
+            scores = await ask(self._client, self._source, replica.url, items)
         self._scored = items[0]
         return scores
 

@@ -31,6 +31,7 @@ from typing import Any
 
 import httpx
 
+from streamrl.config import schema
 from streamrl.errors import ConfigError
 from streamrl.workers.rewards.base import ScoreItem
 
@@ -70,13 +71,13 @@ class TokenFile(httpx.Auth):
 
 
 def make_client(
-    *, timeout_s: float, max_connections: int, auth: httpx.Auth | None, transport: httpx.AsyncBaseTransport | None
+    source: schema.HttpReward, *, key: str, transport: httpx.AsyncBaseTransport | None
 ) -> httpx.AsyncClient:
     return httpx.AsyncClient(
-        auth=auth,
+        auth=None if source.token_file is None else TokenFile(source.token_file, key=f"{key}.token_file"),
         headers={"accept-encoding": "identity", "content-type": "application/json"},
-        timeout=httpx.Timeout(timeout_s, connect=min(_CONNECT_TIMEOUT_S, timeout_s)),
-        limits=httpx.Limits(max_connections=max_connections),
+        timeout=httpx.Timeout(source.timeout_s, connect=min(_CONNECT_TIMEOUT_S, source.timeout_s)),
+        limits=httpx.Limits(max_connections=source.max_concurrency),
         follow_redirects=False,
         trust_env=False,  # no proxy and no .netrc password that the operator did not name here
         transport=transport,
@@ -84,22 +85,23 @@ def make_client(
 
 
 async def ask(
-    client: httpx.AsyncClient, url: str, form: Form, items: Sequence[ScoreItem], *, timeout_s: float, max_abs: float
+    client: httpx.AsyncClient, source: schema.HttpReward, url: str, items: Sequence[ScoreItem]
 ) -> list[float]:
-    """A number an item, none beyond `max_abs`; or TryAgain, or Refused."""
+    """A number an item, none beyond the source's `max_abs`; or TryAgain, or Refused."""
+    form = FORMS[source.form]
     content = json.dumps(form.request(items)).encode()
     max_bytes = _MAX_ANSWER_BYTES + form.max_answer_bytes_per_row * len(items)
     try:
         # httpx bounds each read; only this bounds a server that sends a byte now and then.
-        async with asyncio.timeout(timeout_s), client.stream("POST", url, content=content) as response:
+        async with asyncio.timeout(source.timeout_s), client.stream("POST", url, content=content) as response:
             body = await _read(response, max_bytes)
     except TimeoutError:
-        raise TryAgain(f"no answer within {timeout_s:g} s") from None
+        raise TryAgain(f"no answer within {source.timeout_s:g} s") from None
     except httpx.HTTPError as error:
         reached = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
         raise TryAgain(f"{type(error).__name__}: {error}", reached=reached) from None
     if response.status_code == 200:
-        return _read_scores(form, body, len(items), max_abs)
+        return _read_scores(form, body, len(items), source.max_abs)
     reason = f"answered {response.status_code}: {_printable(body)}"
     if response.status_code in _REFUSALS:
         raise Refused(f"{url}: {reason}")

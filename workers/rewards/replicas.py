@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from streamrl.workers.rewards.http_request import Refused, TryAgain
 
 FAILURES_TO_OPEN = 3
 _LONGEST_PAUSE_S = 30.0
@@ -70,7 +73,7 @@ class Replicas:
         return len(self._replicas)
 
     def choose(self, *, but: Replica | None = None) -> Replica | None:
-        """Whom to ask, counted as in flight until `answered` or `failed`; `but`: rather not this one. None: wait."""
+        """Whom to ask, counted as in flight until `asking` ends; `but`: rather not this one. None: wait."""
         trials = [replica for replica in self._replicas if not replica.well and self._may_try(replica)]
         well = [replica for replica in self._replicas if replica.well]
         candidates = trials or [replica for replica in well if replica is not but] or well
@@ -87,13 +90,23 @@ class Replicas:
         now = self._clock()
         return max(min(replica.retry_at for replica in self._replicas) - now, self._first_pause_s)
 
-    def answered(self, replica: Replica) -> None:
-        replica.in_flight -= 1
-        replica.num_answered += 1
-        replica.failures_in_row = replica.trials_failed = 0
+    @contextmanager
+    def asking(self, replica: Replica) -> Iterator[None]:
+        """Inside, it is asked, and does as that ends; whoever gives up waiting says nothing of it."""
+        try:
+            yield
+        except TryAgain as error:
+            self._failed(replica, str(error))
+            raise
+        except Refused:
+            _answered(replica)
+            raise
+        else:
+            _answered(replica)
+        finally:
+            replica.in_flight -= 1
 
-    def failed(self, replica: Replica, error: str) -> None:
-        replica.in_flight -= 1
+    def _failed(self, replica: Replica, error: str) -> None:
         replica.failures_in_row += 1
         replica.last_error = error
         if replica.well:
@@ -104,9 +117,10 @@ class Replicas:
         pause_s = min(_LONGEST_PAUSE_S, self._first_pause_s * 2 ** min(replica.trials_failed, 10))
         replica.retry_at = self._clock() + pause_s * random.uniform(0.5, 1.0)
 
-    def given_up(self, replica: Replica) -> None:
-        """Nobody waits for its answer any more, which says nothing of the replica."""
-        replica.in_flight -= 1
-
     def _may_try(self, replica: Replica) -> bool:
         return replica.in_flight == 0 and self._clock() >= replica.retry_at
+
+
+def _answered(replica: Replica) -> None:
+    replica.num_answered += 1
+    replica.failures_in_row = replica.trials_failed = 0

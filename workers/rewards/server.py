@@ -136,7 +136,7 @@ class RewardApp:
                 self._check_token(request)
                 self._check_room(1)  # nothing is read that will not be scored
                 body = _parse(await _read_body(request), form)
-                rewards = await self._rewards(request, body.texts, body.tokens)
+                rewards = await self._rewards(request, body)
                 status = 200
             except HTTPException as error:
                 status = error.status_code
@@ -156,23 +156,24 @@ class RewardApp:
         if self._num_rows + num_rows > MAX_PENDING_ROWS:
             raise HTTPException(503, f"busy: {self._num_rows} rows wait already", {"retry-after": "1"})
 
-    async def _rewards(
-        self, request: Request, texts: Sequence[str] | None, tokens: Sequence[Sequence[int]] | None
-    ) -> list[float]:
-        if (texts is None) == (tokens is None):
+    async def _rewards(self, request: Request, body: ScoreRequest | OpenRlhfRequest) -> list[float]:
+        if (body.texts is None) == (body.tokens is None):
             raise HTTPException(422, "exactly one of `texts` and `tokens` is needed")
-        num_rows = len(texts or tokens or ())
+        num_rows = len(body.texts or body.tokens or ())
         self._check_room(num_rows)
         self._num_rows += num_rows
         try:
             # A caller that gave up and asks again must not wait behind what it asked before.
             ends = {"hang-up": _wait_for_hang_up(request), "end": self._wait_for_end()}
-            return await run_beside(self._score(texts, tokens), ends)
+            return await run_beside(self._score(body), ends)
         finally:
             self._num_rows -= num_rows
 
-    async def _score(self, texts: Sequence[str] | None, tokens: Sequence[Sequence[int]] | None) -> list[float]:
-        rows = tokens if tokens is not None else await self._encode(texts or ())
+    async def _score(self, body: ScoreRequest | OpenRlhfRequest) -> list[float]:
+        rows: Sequence[Sequence[int]] | None = body.tokens
+        if rows is None:
+            loop = asyncio.get_running_loop()
+            rows = await loop.run_in_executor(self._tokenizing, self._model.encode, body.texts or ())
         self._check_rows(rows)
         try:
             rewards = await self._batcher.score(rows)
@@ -185,10 +186,6 @@ class RewardApp:
     async def _wait_for_end(self) -> None:
         await self._ending.wait()
         raise HTTPException(503, "the server is ending: ask another one, or later", {"retry-after": "1"})
-
-    async def _encode(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._tokenizing, self._model.encode, texts)
 
     def _check_rows(self, rows: Sequence[Sequence[int]]) -> None:
         for index, row in enumerate(rows):
