@@ -35,15 +35,9 @@ def configure_logging(part: str, file: Path | None, level: str = "INFO", *, quie
         handlers.append(_handler(logging.FileHandler(file, encoding="utf-8"), part, *_json_lines()))
     if not quiet and (terminal or file is None):
         handlers.append(_handler(logging.StreamHandler(sys.stderr), part, *_readable_lines(colors=terminal)))
-    root = logging.getLogger()
-    for old in root.handlers[:]:
-        root.removeHandler(old)
-        old.close()
-    for handler in handlers:
-        root.addHandler(handler)
-    root.setLevel(level)
+    logging.basicConfig(handlers=handlers, level=level, force=True)
     for name in _CHATTY:
-        logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
+        logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
     logging.captureWarnings(True)
     structlog.configure(
         processors=[
@@ -67,16 +61,12 @@ def _readable_lines(*, colors: bool) -> list[Processor]:
 
 
 def _handler(handler: logging.Handler, part: str, *rendering: Processor) -> logging.Handler:
-    def add_part(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-        event["part"] = part
-        return event
-
     shared: list[Processor] = [
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
         structlog.stdlib.ExtraAdder(),
         structlog.processors.TimeStamper(fmt="iso", utc=True),
-        add_part,
+        lambda logger, method, event: {**event, "part": part},
     ]
     formatter = structlog.stdlib.ProcessorFormatter(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.remove_processors_meta, _drop_internals, *rendering]
