@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,8 +71,6 @@ def _draw_stacked(chart: Chart, history: History, axes: Axes) -> None:
 def running_mean(values: list[float]) -> list[float]:
     """Each value replaced by the mean of those around it."""
     half = max(1, round(len(values) * _SMOOTHING / 2))
-    sums = [0.0]
-    for value in values:
-        sums.append(sums[-1] + value)
+    sums = list(accumulate(values, initial=0.0))
     bounds = ((max(0, at - half), min(len(values), at + half + 1)) for at in range(len(values)))
     return [(sums[end] - sums[start]) / (end - start) for start, end in bounds]

@@ -104,35 +104,25 @@ def _page(page: Page) -> Callable[[Screen, View | None], Screen]:
     return show
 
 
-def _move(by: int) -> Callable[[Screen, View | None], Screen]:
-    return lambda screen, view: screen.moved(by, view)
-
-
-_KEYS: Mapping[str, Callable[[Screen, View | None], Screen]] = {
-    "q": lambda screen, view: replace(screen, has_quit=True),
-    "ctrl-c": lambda screen, view: replace(screen, has_quit=True),
-    "s": _next_sort,
-    "r": lambda screen, view: replace(screen, backwards=not screen.backwards),
-    "/": lambda screen, view: replace(screen, page="workers", is_typing=True),
-    "f": lambda screen, view: replace(screen, is_frozen=not screen.is_frozen),
-    " ": lambda screen, view: replace(screen, is_frozen=not screen.is_frozen),
-    "g": _page("groups"),
-    "w": _page("causes"),
-    "?": _page("help"),
-    "h": _page("help"),
-    "up": _move(-1),
-    "k": _move(-1),
-    "down": _move(1),
-    "j": _move(1),
-    "page up": _move(-10),
-    "page down": _move(10),
-    "home": _move(-1_000_000),
-    "end": _move(1_000_000),
-    "enter": lambda screen, view: screen.opened(view),
-    "escape": lambda screen, view: screen.back(),
-    "left": lambda screen, view: screen.back(),
-    "backspace": lambda screen, view: screen.back(),
+_ACTIONS: Mapping[tuple[str, ...], Callable[[Screen, View | None], Screen]] = {
+    ("q", "ctrl-c"): lambda screen, view: replace(screen, has_quit=True),
+    ("s",): _next_sort,
+    ("r",): lambda screen, view: replace(screen, backwards=not screen.backwards),
+    ("/",): lambda screen, view: replace(screen, page="workers", is_typing=True),
+    ("f", " "): lambda screen, view: replace(screen, is_frozen=not screen.is_frozen),
+    ("g",): _page("groups"),
+    ("w",): _page("causes"),
+    ("?", "h"): _page("help"),
+    ("up", "k"): lambda screen, view: screen.moved(-1, view),
+    ("down", "j"): lambda screen, view: screen.moved(1, view),
+    ("page up",): lambda screen, view: screen.moved(-10, view),
+    ("page down",): lambda screen, view: screen.moved(10, view),
+    ("home",): lambda screen, view: screen.moved(-1_000_000, view),
+    ("end",): lambda screen, view: screen.moved(1_000_000, view),
+    ("enter",): lambda screen, view: screen.opened(view),
+    ("escape", "left", "backspace"): lambda screen, view: screen.back(),
 }
+_KEYS = {key: action for keys, action in _ACTIONS.items() for key in keys}
 
 HELP = (
     "up down j k       choose a worker or a group     page up/down, home, end: further",

@@ -10,8 +10,8 @@ import select
 import sys
 import termios
 import tty
-from collections.abc import Mapping
-from types import TracebackType
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Self
 
 from rich.console import Console, Group
@@ -53,20 +53,18 @@ class Terminal:
         self._shown: tuple[tuple[int, int], list[Text]] | None = None
         self._pending = ""
 
-    def __enter__(self) -> Self:
-        self._mode = termios.tcgetattr(self._input)
+    @contextmanager
+    def opened(self) -> Iterator[Self]:
+        mode = termios.tcgetattr(self._input)
         tty.setcbreak(self._input)
         attributes = termios.tcgetattr(self._input)
         attributes[3] &= ~termios.ISIG  # Ctrl-C is a key: leaving restores the terminal
         termios.tcsetattr(self._input, termios.TCSANOW, attributes)
-        self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._live.stop()
-        termios.tcsetattr(self._input, termios.TCSADRAIN, self._mode)
+        try:
+            with self._live:
+                yield self
+        finally:
+            termios.tcsetattr(self._input, termios.TCSADRAIN, mode)
 
     @property
     def size(self) -> tuple[int, int]:
