@@ -10,7 +10,7 @@ import select
 import sys
 import termios
 import tty
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Self
 
@@ -21,26 +21,20 @@ from rich.text import Text
 from streamrl.errors import ConfigError
 
 _MOST_BYTES = 64  # of a burst of keys
-_SEQUENCES: Mapping[str, str] = {
-    "\x1b[A": "up",
-    "\x1b[B": "down",
-    "\x1bOA": "up",
-    "\x1bOB": "down",
-    "\x1b[D": "left",
-    "\x1bOD": "left",
-    "\x1b[5~": "page up",
-    "\x1b[6~": "page down",
-    "\x1b[H": "home",
-    "\x1b[F": "end",
-    "\x1b[1~": "home",
-    "\x1b[4~": "end",
-    "\x1b": "escape",
-    "\r": "enter",
-    "\n": "enter",
-    "\x7f": "backspace",
-    "\x08": "backspace",
-    "\x03": "ctrl-c",
+_KEYS: Mapping[str, Sequence[str]] = {  # by what terminals send for them; a bare escape begins others
+    "up": ("\x1b[A", "\x1bOA"),
+    "down": ("\x1b[B", "\x1bOB"),
+    "left": ("\x1b[D", "\x1bOD"),
+    "page up": ("\x1b[5~",),
+    "page down": ("\x1b[6~",),
+    "home": ("\x1b[H", "\x1b[1~"),
+    "end": ("\x1b[F", "\x1b[4~"),
+    "escape": ("\x1b",),
+    "enter": ("\r", "\n"),
+    "backspace": ("\x7f", "\x08"),
+    "ctrl-c": ("\x03",),
 }
+_SEQUENCES = {sequence: name for name, sequences in _KEYS.items() for sequence in sequences}
 
 
 class Terminal:
