@@ -194,12 +194,9 @@ def find_causes(view: View, *, was_removed: bool = False) -> tuple[Cause, ...]:
 def judge(view: View, causes: tuple[Cause, ...]) -> Verdict:
     """healthy: it runs, or has reached its end. degraded: it runs, and somebody should look. stalled: nothing moves.
     ended: it was stopped, has failed, or is not there."""
-    if view.run.state == "absent":
+    if view.run.state == "absent" or (view.run.state in ("stopped", "failed") and not is_taken_up(view)):
         return "ended"
-    if not is_taken_up(view):
-        if view.run.state in ("stopped", "failed"):
-            return "ended"
-        if view.run.state == "finished":
-            return "healthy"
+    if view.run.state == "finished" and not is_taken_up(view):
+        return "healthy"
     levels = {cause.level for cause in causes}
     return "stalled" if "blocking" in levels else "degraded" if "attention" in levels else "healthy"

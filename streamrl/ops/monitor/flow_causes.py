@@ -35,10 +35,6 @@ _REMEDIES: Mapping[str, str] = {  # by why groups are dropped
 }
 
 
-def _count(view: View, name: str) -> float:
-    return view.learner.live.get(name, view.learner.metrics.get(name, 0.0))
-
-
 def reward_outage(view: View) -> Iterator[Cause]:
     """A source of which something is out, or workers that wait for rewards."""
     workers = alive(view)
@@ -63,7 +59,8 @@ def byte_budget_reached(view: View) -> Iterator[Cause]:
     if not budget or not train.groups or train.tickets:
         return
     # What Redis takes is about a quarter more than the groups themselves, which the setting counts.
-    used = max(_count(view, "stream/backlog_bytes"), train.group_bytes / 1.25)
+    told = {**view.learner.metrics, **view.learner.live}.get("stream/backlog_bytes", 0.0)
+    used = max(told, train.group_bytes / 1.25)
     if used + used / train.groups >= budget and lead_waiting(view, Wait.GROUPS):
         yield blocking(
             title="the byte budget of the stream is used up",
@@ -98,14 +95,13 @@ def all_groups_dropped(view: View) -> Iterator[Cause]:
 
 def most_groups_dropped(view: View) -> Iterator[Cause]:
     total = view.drops.trained + view.drops.dropped
-    if total < _ENOUGH_GROUPS or view.drops.dropped < _MOST * total:
-        return
-    worst = max(view.drops.by_reason, key=lambda why: view.drops.by_reason[why], default="")
-    yield attention(
-        title="most groups are dropped",
-        evidence=f"{view.drops.dropped} of {total}, most of them for {worst or 'reasons unknown'}",
-        remedy=_remedy_of_drops(worst),
-    )
+    if total >= _ENOUGH_GROUPS and view.drops.dropped >= _MOST * total:
+        worst = max(view.drops.by_reason, key=lambda why: view.drops.by_reason[why], default="")
+        yield attention(
+            title="most groups are dropped",
+            evidence=f"{view.drops.dropped} of {total}, most of them for {worst or 'reasons unknown'}",
+            remedy=_remedy_of_drops(worst),
+        )
 
 
 def _remedy_of_drops(reason: str) -> str:
@@ -114,15 +110,15 @@ def _remedy_of_drops(reason: str) -> str:
 
 def poison_ticket(view: View) -> Iterator[Cause]:
     times = view.train.oldest_times
-    if times is None or times < _TIMES_POISON or any(reward_outage(view)):  # in an outage, workers hand the oldest back
-        return
-    yield attention(
-        title="a ticket goes from worker to worker",
-        evidence=f"the oldest one, issued {age(view.train.oldest_s)} ago, was leased {times} times and never answered; "
-        f"{view.train.oldest_worker} holds it now",
-        remedy="see whether workers die of it (their logs end with its prompt); a longer worker.lease_s helps if they "
-        "are only slow",
-    )
+    # In an outage, workers hand the oldest back.
+    if times is not None and times >= _TIMES_POISON and not any(reward_outage(view)):
+        yield attention(
+            title="a ticket goes from worker to worker",
+            evidence=f"the oldest one, issued {age(view.train.oldest_s)} ago, was leased {times} times and never "
+            f"answered; {view.train.oldest_worker} holds it now",
+            remedy="see whether workers die of it (their logs end with its prompt); a longer worker.lease_s helps if "
+            "they are only slow",
+        )
 
 
 def failing_tickets(view: View) -> Iterator[Cause]:

@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 HELD_OUT = "val_rollouts/rewards"
 _NEW_A_LOOK = 500
+_POINTS = 400  # more than a phone or a screen has columns for
 _EVERY_RECORD = 1_000_000  # what a folder holds is read in full
 
 
@@ -149,9 +150,9 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             continue
 
 
-def thin(values: Sequence[T], most: int) -> Sequence[T]:
-    """At most so many, evenly taken, with the first and the last."""
-    if len(values) <= most:
+def thin(values: Sequence[T]) -> Sequence[T]:
+    """What is shown of a curve, evenly taken, with the first and the last."""
+    if len(values) <= _POINTS:
         return values
     last = len(values) - 1
-    return [values[round(place * last / (most - 1))] for place in range(most)]
+    return [values[round(place * last / (_POINTS - 1))] for place in range(_POINTS)]

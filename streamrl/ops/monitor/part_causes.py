@@ -158,18 +158,17 @@ def all_workers_reject(view: View) -> Iterator[Cause]:
 
 def some_workers_reject(view: View) -> Iterator[Cause]:
     workers, refusing = alive(view), rejecting(view)
-    if not is_running(view) or not refusing or len(refusing) == len(workers):
-        return
-    others_serve = any(worker.version and not worker.rejected for worker in workers)
-    yield attention(
-        title="some workers reject the weights",
-        evidence=f"{len(refusing)} of {len(workers)} deliver nothing: {_refusals(refusing)}",
-        remedy="others serve, so the fault lies with these workers' engine or machine (load_rejected in their logs; "
-        "another image, GPU or --model?): end them, and start as many elsewhere"
-        if others_serve
-        else "the other workers have not come so far: where they serve, this one's machine is at fault; where they "
-        "reject it, too, engine and learner disagree about this model",
-    )
+    if is_running(view) and refusing and len(refusing) < len(workers):
+        others_serve = any(worker.version and not worker.rejected for worker in workers)
+        yield attention(
+            title="some workers reject the weights",
+            evidence=f"{len(refusing)} of {len(workers)} deliver nothing: {_refusals(refusing)}",
+            remedy="others serve, so the fault lies with these workers' engine or machine (load_rejected in their "
+            "logs; another image, GPU or --model?): end them, and start as many elsewhere"
+            if others_serve
+            else "the other workers have not come so far: where they serve, this one's machine is at fault; where they "
+            "reject it, too, engine and learner disagree about this model",
+        )
 
 
 def _refusals(workers: list[Worker]) -> str:

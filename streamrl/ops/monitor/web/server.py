@@ -37,7 +37,7 @@ from starlette.routing import Route
 from streamrl.ops.monitor.charts import Chart, charts_of
 from streamrl.ops.monitor.exporter import make_registry
 from streamrl.ops.monitor.history import History, thin
-from streamrl.ops.monitor.poller import Poller, Seen, Watcher
+from streamrl.ops.monitor.poller import Poller, Watcher
 from streamrl.ops.monitor.rollouts import find_decoder_of_run, list_rollouts, open_rollout
 from streamrl.ops.monitor.runs import Opened
 from streamrl.ops.monitor.view import View, Worker
@@ -45,7 +45,6 @@ from streamrl.ops.record.export import to_json
 from streamrl.ops.record.view import TokenDecoder
 from streamrl.process import LOOPBACK
 
-_POINTS = 400  # of a curve: more than a phone or a screen has columns for
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -60,7 +59,7 @@ class Dashboard:
         self._there, self._token, self._only_loopback = there, token, only_loopback
         self._watcher = Watcher(there.client, there.keys, server=there.server)
         self._trace = Trace()
-        self._poller = Poller(self._watcher, period_s=period_s, on_look=self._seen)
+        self._poller = Poller(self._watcher, period_s=period_s, on_look=self._trace.add)
         self._figures = make_registry(there.keys.name, lambda: self._poller.seen)
         self._history: bytes = b"{}"  # as it is sent; encoded when something is new, not for every reader
         self._history_of: tuple[int, str, int] | None = None  # what of the history is in it
@@ -104,10 +103,6 @@ class Dashboard:
             return True
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         return hmac.compare_digest(given.encode(), self._token.encode())
-
-    def _seen(self, seen: Seen) -> None:
-        if seen.view is not None and not seen.error:
-            self._trace.add(seen.view)
 
     async def _index(self, request: Request) -> Response:
         return Response(self._page, media_type="text/html; charset=utf-8")
@@ -158,7 +153,7 @@ def curves(history: History) -> dict[str, Any]:
 def _chart(history: History, chart: Chart) -> dict[str, Any]:
     series: dict[str, list[tuple[int, float]]] = {}
     for label, metric in chart.series.items():
-        points = thin(list(zip(*history.curve(metric), strict=True)), _POINTS)
+        points = thin(list(zip(*history.curve(metric), strict=True)))
         series[label] = [(step, float(f"{value:.6g}")) for step, value in points]
     return {"name": chart.name, "title": chart.title, "unit": chart.unit, "stacked": chart.is_stacked, "series": series}
 
