@@ -18,7 +18,7 @@ from streamrl.ops.cli.main import main
 from streamrl.ops.monitor.doctor import examine, machine
 from streamrl.ops.monitor.doctor.finding import Finding
 from streamrl.ops.monitor.doctor.machine import count_parameters, worker_bytes
-from streamrl.ops.monitor.units import size
+from streamrl.terminal import size
 
 TOKENS = ["<eos>", *"abcdefgh"]
 

@@ -15,8 +15,8 @@ from functools import partial
 from streamrl.ops.monitor import flow_causes as flow
 from streamrl.ops.monitor import part_causes as parts
 from streamrl.ops.monitor.evidence import attention, blocking, info, is_running, is_taken_up
-from streamrl.ops.monitor.units import size
 from streamrl.ops.monitor.view import Cause, Level, Verdict, View
+from streamrl.terminal import size
 
 _FULL = 0.97  # of maxmemory; close to it, large writes fail already
 _TIGHT = 0.85

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 
 from streamrl.ops.monitor.evidence import alive, attention, blocking, info, is_running, lead, lead_waiting, waiting_for
-from streamrl.ops.monitor.units import age, plural, size
 from streamrl.ops.monitor.view import Cause, View
 from streamrl.telemetry.progress import Wait
+from streamrl.terminal import age, plural, size
 
 _SLOW_S = 60.0  # without a group, the learner has waited long
 _TIMES_POISON = 3  # workers that lost one and the same ticket

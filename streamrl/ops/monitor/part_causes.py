@@ -14,10 +14,10 @@ from streamrl.ops.monitor.evidence import (
     rejecting,
     waiting_for,
 )
-from streamrl.ops.monitor.units import age, plural
-from streamrl.ops.monitor.view import Cause, Part, View, Worker
+from streamrl.ops.monitor.view import Cause, View, Worker
 from streamrl.protocol.weights.rejected import REMEDY_OF_ALL
 from streamrl.telemetry.progress import Wait
+from streamrl.terminal import age, plural
 
 _STUCK_S = 120.0  # at work on one thing without getting on
 _MAX_NAMED = 3
@@ -116,20 +116,16 @@ def no_workers(view: View) -> Iterator[Cause]:
 
 
 def workers_starting(view: View) -> Iterator[Cause]:
-    workers = alive(view)
-    if not workers or any(not _is_starting(worker.part) for worker in workers):
+    parts = [worker.part for worker in alive(view)]
+    if not parts or any(part.state != "starting" and part.doing not in (Wait.ENGINE, Wait.RUN) for part in parts):
         return
-    slowest = max(workers, key=lambda worker: worker.part.doing_s).part
+    slowest = max(parts, key=lambda part: part.doing_s)
     yield Cause(
         level="info" if slowest.progress_s < _STUCK_S else "blocking",
         title="the workers are starting",
-        evidence=f"all {len(workers)} of them; {slowest.name}: {slowest.doing}, for {age(slowest.doing_s)}",
+        evidence=f"all {len(parts)} of them; {slowest.name}: {slowest.doing}, for {age(slowest.doing_s)}",
         remedy="engines take minutes to load large models; if this lasts, the worker's log says at what it is",
     )
-
-
-def _is_starting(part: Part) -> bool:
-    return part.state == "starting" or part.doing in (Wait.ENGINE, Wait.RUN)
 
 
 def workers_without_weights(view: View) -> Iterator[Cause]:

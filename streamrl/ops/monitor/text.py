@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from textwrap import wrap
 
 from streamrl.ops.monitor.evidence import alive
-from streamrl.ops.monitor.units import age, number, plural, size
 from streamrl.ops.monitor.view import Cause, Part, View, Worker
 from streamrl.telemetry.metrics import OF_LOSS
-from streamrl.terminal import printable, sparkline
+from streamrl.terminal import age, number, plural, printable, size, sparkline
 
 WIDTH = 100
 LABEL = 9  # columns

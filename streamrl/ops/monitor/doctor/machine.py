@@ -20,7 +20,7 @@ from typing import Any
 from streamrl.config.load import Loaded
 from streamrl.config.schema import Config
 from streamrl.ops.monitor.doctor.finding import Finding, error, ok, warning
-from streamrl.ops.monitor.units import plural, size
+from streamrl.terminal import plural, size
 
 _MAX_HEADER_BYTES = 100 << 20
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}

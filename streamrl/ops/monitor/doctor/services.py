@@ -20,11 +20,11 @@ from streamrl.config.load import Loaded
 from streamrl.config.places import EMBEDDED_REDIS, LOCAL_REWARD_SERVER
 from streamrl.config.schema import FunctionReward
 from streamrl.ops.monitor.doctor.finding import Finding, error, ok, warning
-from streamrl.ops.monitor.units import size
 from streamrl.protocol.transport.address import server_name
 from streamrl.protocol.transport.connection import connect, needed_memory, server_faults
 from streamrl.protocol.transport.embedded import find_server
 from streamrl.protocol.weights.stores import budget_in_redis
+from streamrl.terminal import size
 
 _PINGS = 20
 _SLOW_MS, _TOO_SLOW_MS = 5.0, 100.0
