@@ -1,4 +1,4 @@
-"""Text for a terminal."""
+"""Text for a terminal: what is safe to print, curves one line high, numbers as people read them."""
 
 from __future__ import annotations
 
@@ -26,3 +26,38 @@ def sparkline(values: Sequence[float], width: int) -> str:
     low, span = min(means), max(means) - min(means)
     top = len(SPARKS) - 1
     return "".join(SPARKS[round((mean - low) / span * top) if span else 0] for mean in means)
+
+
+def size(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(num_bytes) < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" or num_bytes >= 100 else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"
+
+
+def age(seconds: float | None) -> str:
+    """Four characters or so: 0.4s, 12s, 3m, 2h, 5d."""
+    if seconds is None:
+        return "-"
+    if seconds < 10:
+        return f"{max(0.0, seconds):.1f}s"
+    for limit, divisor, unit in ((100, 1, "s"), (6000, 60, "m"), (100 * 3600, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / divisor:.0f}{unit}"
+    return f"{seconds / 86400:.0f}d"
+
+
+def number(value: float | None) -> str:
+    """Short, and never in words: 0.123, 12.3, 1 234, 3.1M."""
+    if value is None:
+        return "-"
+    if abs(value) >= 1e6:
+        return f"{value / 1e6:.1f}M"
+    if abs(value) >= 1000 or value == int(value):
+        return f"{value:,.0f}".replace(",", " ")
+    return f"{value:.3g}" if abs(value) < 0.01 else f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+
+
+def plural(count: int, word: str) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"

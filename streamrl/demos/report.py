@@ -13,9 +13,8 @@ from typing import Any
 from streamrl.config.schema import Config
 from streamrl.data.prompts import PromptRow, read_prompts
 from streamrl.ops.launch.summary import Summary, summary_lines
-from streamrl.ops.monitor.charts import Chart
+from streamrl.ops.monitor.charts import Chart, running_mean, save_report
 from streamrl.ops.monitor.history import History, read_lines
-from streamrl.ops.monitor.plot import running_mean, save_report
 from streamrl.terminal import printable
 
 _NUM_SHOWN = 3

@@ -32,18 +32,17 @@ def configure_logging(part: str, file: Path | None, level: str = "INFO", *, quie
     handlers: list[logging.Handler] = []
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        handlers.append(_handler(logging.FileHandler(file, encoding="utf-8"), part, *_json_lines()))
+        tracebacks = ExceptionRenderer(ExceptionDictTransformer(show_locals=False))
+        to_file = logging.FileHandler(file, encoding="utf-8")
+        handlers.append(_formatted(to_file, part, tracebacks, structlog.processors.JSONRenderer()))
     if not quiet and (terminal or file is None):
-        handlers.append(_handler(logging.StreamHandler(sys.stderr), part, *_readable_lines(colors=terminal)))
-    root = logging.getLogger()
-    for old in root.handlers[:]:
-        root.removeHandler(old)
-        old.close()
-    for handler in handlers:
-        root.addHandler(handler)
-    root.setLevel(level)
+        in_colour = RichTracebackFormatter(show_locals=False)
+        readable = structlog.dev.ConsoleRenderer(colors=terminal, exception_formatter=in_colour)
+        to_terminal = logging.StreamHandler(sys.stderr)
+        handlers.append(_formatted(to_terminal, part, _strip_control_characters, readable))
+    logging.basicConfig(handlers=handlers, level=level, force=True)
     for name in _CHATTY:
-        logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
+        logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
     logging.captureWarnings(True)
     structlog.configure(
         processors=[
@@ -56,32 +55,17 @@ def configure_logging(part: str, file: Path | None, level: str = "INFO", *, quie
     )
 
 
-def _json_lines() -> list[Processor]:
-    tracebacks = ExceptionRenderer(ExceptionDictTransformer(show_locals=False))
-    return [tracebacks, structlog.processors.JSONRenderer()]
-
-
-def _readable_lines(*, colors: bool) -> list[Processor]:
-    tracebacks = RichTracebackFormatter(show_locals=False)
-    return [_strip_control_characters, structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=tracebacks)]
-
-
-def _handler(handler: logging.Handler, part: str, *rendering: Processor) -> logging.Handler:
-    def add_part(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-        event["part"] = part
-        return event
-
-    shared: list[Processor] = [
+def _formatted(handler: logging.Handler, part: str, *rendering: Processor) -> logging.Handler:
+    processors: list[Processor] = [
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
         structlog.stdlib.ExtraAdder(),
         structlog.processors.TimeStamper(fmt="iso", utc=True),
-        add_part,
+        lambda logger, method, event: {**event, "part": part},
+        _drop_internals,
+        *rendering,
     ]
-    formatter = structlog.stdlib.ProcessorFormatter(
-        processors=[*shared, structlog.stdlib.ProcessorFormatter.remove_processors_meta, _drop_internals, *rendering]
-    )
-    handler.setFormatter(formatter)
+    handler.setFormatter(structlog.stdlib.ProcessorFormatter(processors=processors))
     return handler
 
 

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal
 
@@ -60,14 +60,21 @@ class Progress:
 
     def __init__(self, *, part: str, role: Role, clock: Callable[[], float] = time.time) -> None:
         self.part = part
-        self._role: Role = role
         self._clock = clock
         self._lock = threading.Lock()
-        now = clock()
-        self._state: State = "starting"
-        self._doing, self._since, self._last_progress = "start", now, now
-        self._detail: dict[str, int | float | str] = {}
         self._waited: dict[Wait, float] = {}
+        now = clock()
+        self._now = Report(
+            part=part,
+            role=role,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            state="starting",
+            doing="start",
+            since=now,
+            last_progress=now,
+            at=now,
+        )
 
     def working(self, doing: str) -> None:
         """Say what is being done now; entering a new activity is progress."""
@@ -79,28 +86,26 @@ class Progress:
     def advanced(self, **detail: int | float | str) -> None:
         """The activity got on: a step was made, a group delivered."""
         with self._lock:
-            self._last_progress = self._clock()
-            self._detail.update(detail)
+            self._now = replace(self._now, last_progress=self._clock(), detail={**self._now.detail, **detail})
 
     def note(self, **detail: int | float | str) -> None:
         """Facts to show that are no progress in themselves."""
         with self._lock:
-            self._detail.update(detail)
+            self._now = replace(self._now, detail={**self._now.detail, **detail})
 
     @contextmanager
     def waiting(self, wait: Wait) -> Iterator[None]:
         """Inside, the part waits; leaving restores what it was doing. The caller bounds the wait."""
         with self._lock:
-            before = (self._state, self._doing)
-            began = self._clock()
-            self._state, self._doing, self._since = "waiting", str(wait), began
+            before, began = self._now, self._clock()
+            self._now = replace(before, state="waiting", doing=str(wait), since=began)
         try:
             yield
         finally:
             with self._lock:
-                self._state, self._doing = before
-                self._since = self._clock()
-                self._waited[wait] = self._waited.get(wait, 0.0) + max(0.0, self._since - began)
+                now = self._clock()
+                self._now = replace(self._now, state=before.state, doing=before.doing, since=now)
+                self._waited[wait] = self._waited.get(wait, 0.0) + max(0.0, now - began)
 
     def take_waits(self) -> dict[Wait, float]:
         """Seconds spent in each wait since this was last asked."""
@@ -110,25 +115,14 @@ class Progress:
 
     def report(self) -> Report:
         with self._lock:
-            return Report(
-                part=self.part,
-                role=self._role,
-                host=socket.gethostname(),
-                pid=os.getpid(),
-                state=self._state,
-                doing=self._doing,
-                since=self._since,
-                last_progress=self._last_progress,
-                at=self._clock(),
-                detail=dict(self._detail),
-            )
+            return replace(self._now, at=self._clock())
 
     def _enter(self, state: State, doing: str) -> None:
         with self._lock:
             now = self._clock()
-            if (state, doing) != (self._state, self._doing):
-                self._state, self._doing, self._since = state, doing, now
-            self._last_progress = now
+            if (state, doing) != (self._now.state, self._now.doing):
+                self._now = replace(self._now, state=state, doing=doing, since=now)
+            self._now = replace(self._now, last_progress=now)
 
 
 GONE_S = 10.0  # without a report for so long, a part is taken for gone

@@ -17,9 +17,8 @@ from streamrl.config.load import Loaded, load_config
 from streamrl.ops.cli.main import main
 from streamrl.ops.monitor.doctor import examine, machine
 from streamrl.ops.monitor.doctor.finding import Finding
-from streamrl.ops.monitor.doctor.machine import worker_bytes
-from streamrl.ops.monitor.doctor.model import count_parameters
-from streamrl.ops.monitor.units import size
+from streamrl.ops.monitor.doctor.machine import count_parameters, worker_bytes
+from streamrl.terminal import size
 
 TOKENS = ["<eos>", *"abcdefgh"]
 

@@ -11,12 +11,12 @@ from streamrl.ops.monitor.build import build_view
 from streamrl.ops.monitor.text import status_lines
 from streamrl.ops.monitor.top.draw import draw
 from streamrl.ops.monitor.top.screen import SORTS, Screen
-from streamrl.ops.monitor.units import age, number, size
 from streamrl.ops.monitor.view import View
 from streamrl.ops.monitor.web.server import Trace
 from streamrl.protocol.transport.snapshot import OldestLease, Snapshot, StreamCounts
 from streamrl.protocol.transport.types import RunInfo
 from streamrl.telemetry.progress import Liveness
+from streamrl.terminal import age, number, size
 from tests.launch_world import NOW, make_report, make_snapshot, step_record
 
 CONFIG = {"training": {"max_steps": 100}, "rewards": {"exact": {}}, "lag": {"max_steps": 2}}

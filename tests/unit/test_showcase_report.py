@@ -11,7 +11,7 @@ from streamrl.config.schema import Config
 from streamrl.demos.quickstart import TASK
 from streamrl.demos.report import HELD_OUT_MARK, TRAIN_MARK, count_prompts, make_report, report_lines, terminal_plot
 from streamrl.ops.launch.up import shipped_config
-from streamrl.ops.monitor.plot import running_mean
+from streamrl.ops.monitor.charts import running_mean
 from tests.unit.test_summary import make_summary, step, validation, write
 
 

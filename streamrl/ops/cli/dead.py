@@ -12,9 +12,9 @@ import click
 from streamrl.errors import ConfigError, DataError
 from streamrl.ops.cli.arguments import OpenRun, open_run, operator, takes_json, takes_run, takes_timeout, tell
 from streamrl.ops.monitor.runs import Target
-from streamrl.ops.monitor.units import plural
 from streamrl.protocol.transport.operator import DeadLetter, read_letters, read_requests, read_retried, request_retries
 from streamrl.protocol.transport.operator import purge as purge_letters
+from streamrl.terminal import plural
 
 _LOOK_EVERY_S = 0.2
 _SHOWN_CHARS = 60

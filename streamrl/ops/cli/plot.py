@@ -23,7 +23,7 @@ def plot(folder: Path | None, url: str | None, run: str | None, output: Path | N
         streamrl plot --redis redis://host:6379 --run big -o big.png
                                                           from Redis: recent steps in full, older ones thinned
     """
-    from streamrl.ops.monitor.plot import save_report
+    from streamrl.ops.monitor.charts import save_report
 
     name, history = _from_folder(folder) if folder is not None and url is None else _from_redis(folder, url, run)
     if not history.steps.records and not history.validations.records:

@@ -14,7 +14,6 @@ from streamrl.errors import ConfigError
 from streamrl.ops.cli.arguments import MovingLine, OutputFile, open_run, takes_json, takes_run, tell
 from streamrl.ops.launch.processes import Interrupts
 from streamrl.ops.monitor.runs import Target
-from streamrl.ops.monitor.units import size
 from streamrl.ops.record.export import check_parquet, write_jsonl, write_parquet, write_whole
 from streamrl.ops.record.frames import Origin, is_intact
 from streamrl.ops.record.read import Recording
@@ -22,7 +21,7 @@ from streamrl.ops.record.tap import Tap
 from streamrl.ops.record.tap import record as run_session
 from streamrl.ops.record.view import choose_decoder
 from streamrl.ops.record.write import RecordingWriter, Written
-from streamrl.terminal import printable
+from streamrl.terminal import printable, size
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)i?B?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}

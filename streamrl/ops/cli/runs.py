@@ -12,10 +12,9 @@ import click
 from streamrl.errors import ConfigError, ResourceError
 from streamrl.ops.cli.arguments import takes_json, tell
 from streamrl.ops.monitor.runs import URL_VARIABLE, Listing, list_runs, open_server
-from streamrl.ops.monitor.units import age, plural
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.operator import remove_run
-from streamrl.terminal import printable
+from streamrl.terminal import age, plural, printable
 
 _redis = click.option("--redis", "url", metavar="URL", help=f"The server; by default {URL_VARIABLE}.")
 

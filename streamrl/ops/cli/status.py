@@ -9,9 +9,9 @@ import click
 from streamrl.errors import ResourceError, TransportError
 from streamrl.ops.cli.arguments import takes_json, takes_run, tell
 from streamrl.ops.monitor.build import build_view
+from streamrl.ops.monitor.causes import unreachable
 from streamrl.ops.monitor.poller import NUM_EVENTS
 from streamrl.ops.monitor.runs import Target, opened
-from streamrl.ops.monitor.state_causes import unreachable
 from streamrl.ops.monitor.text import cause_lines, status_lines, why_lines
 from streamrl.ops.monitor.view import EXIT_CODES, EXIT_UNREACHABLE, SCHEMA, View
 from streamrl.protocol.transport.snapshot import snapshot

@@ -24,9 +24,8 @@ from rich.text import Text
 
 from streamrl.ops.monitor import text as words
 from streamrl.ops.monitor.top.draw import draw_rows, draw_workers
-from streamrl.ops.monitor.units import age
 from streamrl.ops.monitor.view import View
-from streamrl.terminal import printable
+from streamrl.terminal import age, printable
 
 _MAX_WIDTH, _MAX_HEIGHT = 100, 24
 _FRAME = 4  # columns, and lines: a border and a blank on either side, and a line for the phase and for who is not shown

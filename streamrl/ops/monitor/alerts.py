@@ -13,38 +13,35 @@ from streamrl.ops.monitor.charts import CHARTS
 
 _RULES = "k8s/components/prometheus/rules.yaml"  # in a checkout; a wheel has them beside the configurations
 
-Panel = tuple[str, str, tuple[tuple[str, str], ...]]  # title, unit, and each expression with its legend
+Panel = tuple[str, str, Mapping[str, str]]  # title, unit, and the legend of each expression
 
 _OF_THE_RUN: tuple[Panel, ...] = (
-    ("Health (0 healthy, 3 degraded, 4 stalled, 5 ended)", "short", (("streamrl_health", "health"),)),
-    ("What holds it back", "short", (("streamrl_cause", "{{cause}}"),)),
-    ("Steps", "short", (("streamrl_step", "step"),)),
-    ("Generated tokens/s", "short", (("sum(streamrl_worker_tokens_per_second)", "all workers"),)),
-    ("Workers", "short", (("streamrl_workers", "{{state}}"),)),
+    ("Health (0 healthy, 3 degraded, 4 stalled, 5 ended)", "short", {"streamrl_health": "health"}),
+    ("What holds it back", "short", {"streamrl_cause": "{{cause}}"}),
+    ("Steps", "short", {"streamrl_step": "step"}),
+    ("Generated tokens/s", "short", {"sum(streamrl_worker_tokens_per_second)": "all workers"}),
+    ("Workers", "short", {"streamrl_workers": "{{state}}"}),
     (
         "Tickets and groups",
         "short",
-        (("streamrl_tickets", "{{purpose}} tickets"), ("streamrl_groups", "{{purpose}} groups")),
+        {"streamrl_tickets": "{{purpose}} tickets", "streamrl_groups": "{{purpose}} groups"},
     ),
-    ("Drops per second", "short", (("rate(streamrl_groups_dropped_total[5m])", "{{reason}}"),)),
-    ("Reward sources: latency", "s", (("streamrl_reward_latency_seconds", "{{source}}"),)),
-    ("Dead letters", "short", (("streamrl_dead_letters", "dead"),)),
-    (
-        "Memory of Redis",
-        "bytes",
-        (("streamrl_redis_used_bytes", "used"), ("streamrl_group_bytes", "{{purpose}} groups")),
-    ),
-    ("Steps behind, by worker", "short", (("streamrl_worker_lag_steps", "{{worker}}"),)),
+    ("Drops per second", "short", {"rate(streamrl_groups_dropped_total[5m])": "{{reason}}"}),
+    ("Reward sources: latency", "s", {"streamrl_reward_latency_seconds": "{{source}}"}),
+    ("Dead letters", "short", {"streamrl_dead_letters": "dead"}),
+    ("Memory of Redis", "bytes", {"streamrl_redis_used_bytes": "used", "streamrl_group_bytes": "{{purpose}} groups"}),
+    ("Steps behind, by worker", "short", {"streamrl_worker_lag_steps": "{{worker}}"}),
 )
 _OF_THE_STEPS: tuple[Panel, ...] = tuple(
     (
         chart.title,
         "s" if chart.unit == "s" else "short",
-        tuple((f'streamrl_metric{{name="{metric}"}}', label) for label, metric in chart.series.items()),
+        {f'streamrl_metric{{name="{metric}"}}': label for label, metric in chart.series.items()},
     )
     for chart in CHARTS
 )
 _PANEL_WIDTH, _PANEL_HEIGHT, _GRID = 12, 8, 24
+_SOURCE = {"type": "prometheus", "uid": "${source}"}  # which is asked for
 
 
 def alert_rules() -> dict[str, Any]:
@@ -58,7 +55,6 @@ def alert_rules() -> dict[str, Any]:
 
 def grafana_dashboard() -> dict[str, Any]:
     """To be imported as it is; it asks for a Prometheus data source, and lets the run be chosen."""
-    source = {"type": "prometheus", "uid": "${source}"}
     return {
         "title": "streamrl",
         "uid": "streamrl",
@@ -69,22 +65,20 @@ def grafana_dashboard() -> dict[str, Any]:
         "templating": {
             "list": [
                 {"name": "source", "type": "datasource", "query": "prometheus"},
-                {"name": "run", "type": "query", "datasource": source, "query": "label_values(streamrl_up, run)"},
+                {"name": "run", "type": "query", "datasource": _SOURCE, "query": "label_values(streamrl_up, run)"},
             ]
         },
-        "panels": [_panel(place, *panel, source=source) for place, panel in enumerate((*_OF_THE_RUN, *_OF_THE_STEPS))],
+        "panels": [_panel(place, *panel) for place, panel in enumerate((*_OF_THE_RUN, *_OF_THE_STEPS))],
     }
 
 
-def _panel(
-    place: int, title: str, unit: str, targets: tuple[tuple[str, str], ...], *, source: Mapping[str, str]
-) -> dict[str, Any]:
+def _panel(place: int, title: str, unit: str, legends: Mapping[str, str]) -> dict[str, Any]:
     across = _GRID // _PANEL_WIDTH
     return {
         "id": place + 1,
         "type": "timeseries",
         "title": title,
-        "datasource": source,
+        "datasource": _SOURCE,
         "gridPos": {
             "x": place % across * _PANEL_WIDTH,
             "y": place // across * _PANEL_HEIGHT,
@@ -93,8 +87,8 @@ def _panel(
         },
         "fieldConfig": {"defaults": {"unit": unit}, "overrides": []},
         "targets": [
-            {"refId": chr(ord("A") + at), "expr": _of_the_run(expr), "legendFormat": legend, "datasource": source}
-            for at, (expr, legend) in enumerate(targets)
+            {"refId": chr(ord("A") + at), "expr": _of_the_run(expr), "legendFormat": legend, "datasource": _SOURCE}
+            for at, (expr, legend) in enumerate(legends.items())
         ],
     }
 

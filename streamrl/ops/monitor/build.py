@@ -32,7 +32,6 @@ from streamrl.telemetry.progress import GONE_S, Report
 from streamrl.versions import show
 
 _RECENT = 400  # steps, for what is told of the last ones
-_CURVE = 400  # points
 _FRESH_STEPS = 20  # engine and learner are compared over so many
 _PACE_STEPS = 20  # the time left is told from the pace of so many steps
 _STARTS = ("load the tokenizer", "start the engine")  # what a worker does before it can work
@@ -193,7 +192,7 @@ def _learner(snapshot: Snapshot, parts: Mapping[str, Part], history: History, st
         holder=snapshot.holder,
         lease_left_s=snapshot.lease_left_s,
         metrics=steps[-1].values if steps else {},
-        rewards=tuple(thin(history.curve("train_rollouts/rewards")[1], _CURVE)),
+        rewards=tuple(thin(history.curve("train_rollouts/rewards")[1])),
         held_out=_held_out(history),
         fresh_mismatch=tuple(mismatch for mismatch in fresh if mismatch is not None)[-_FRESH_STEPS:],
         live={k: float(v) for k, v in next(details, {}).items() if "/" in k and not isinstance(v, str)},
@@ -205,7 +204,7 @@ def _held_out(history: History) -> dict[str, tuple[float, ...]]:
     names = {name for record in history.validations.records for name in record.values}
     sources = sorted(name for name in names if name.startswith(f"{HELD_OUT}/"))
     shown = sources if len(sources) == 1 else [*sources, *(names & {HELD_OUT})]
-    return {name.rpartition("/")[2]: tuple(thin(history.curve(name)[1], _CURVE)) for name in shown}
+    return {name.rpartition("/")[2]: tuple(thin(history.curve(name)[1])) for name in shown}
 
 
 def _worker(report: Report, part: Part, snapshot: Snapshot) -> Worker:

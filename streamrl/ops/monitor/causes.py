@@ -2,30 +2,153 @@
 explain each other.
 
 A full server explains why nobody works, a pause why nobody should: what stands further up is looked at first. Each
-cause is one pure function of a `View`; all that apply are told, the blocking ones first.
+cause is one pure function of a `View`, which yields it where it applies; all that apply are told, the blocking ones
+first. Here stand those that lie with the server, with the state of the run, or with the operator's word.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 from streamrl.ops.monitor import flow_causes as flow
 from streamrl.ops.monitor import part_causes as parts
-from streamrl.ops.monitor import state_causes as state
-from streamrl.ops.monitor.evidence import is_taken_up
+from streamrl.ops.monitor.evidence import attention, blocking, info, is_running, is_taken_up
 from streamrl.ops.monitor.view import Cause, Level, Verdict, View
+from streamrl.terminal import size
 
-TABLE: Mapping[str, Callable[[View], Cause | None]] = {
-    "redis_full": state.redis_full,
-    "redis_refuses_writes": state.redis_refuses_writes,
-    "redis_read_only": state.redis_read_only,
-    "redis_evicts": state.redis_evicts,
-    "finished": state.finished,
-    "failed": state.failed,
-    "stopped": state.stopped,
-    "paused": state.paused,
-    "ending": state.ending,
+_FULL = 0.97  # of maxmemory; close to it, large writes fail already
+_TIGHT = 0.85
+_MAX_SHOWN = 5  # unreadable things
+
+
+def unreachable(error: str) -> Cause:
+    return blocking(
+        name="redis_unreachable",
+        title="Redis does not answer",
+        evidence=error,
+        remedy="start Redis, or mend the way to it; learner and workers wait for redis.give_up_after_s and go on",
+    )
+
+
+def absent(view: View, *, was_removed: bool) -> Iterator[Cause]:
+    if was_removed:
+        evidence, remedy = "a tombstone lies under its name: the run was removed", "start it under another name"
+    else:
+        evidence = f"Redis at {view.redis.server} holds nothing of this name"
+        remedy = "look for its name with `streamrl runs ls`, or start it with `streamrl up CONFIG`"
+    yield blocking(title="there is no such run", evidence=evidence, remedy=remedy)
+
+
+def redis_full(view: View) -> Iterator[Cause]:
+    redis = view.redis
+    share = redis.used_bytes / redis.max_bytes if redis.max_bytes else 0.0
+    if share >= _TIGHT:
+        yield Cause(
+            level="blocking" if share >= _FULL else "attention",
+            title="Redis is full" if share >= _FULL else "Redis is nearly full",
+            evidence=f"it uses {size(redis.used_bytes)} of the {size(redis.max_bytes)} that maxmemory allows "
+            f"({share:.0%})",
+            remedy="raise maxmemory, lower redis.max_backlog_bytes, keep weights elsewhere (weights.store), "
+            "or remove other runs from this server (`streamrl runs ls` shows them)",
+        )
+
+
+def redis_refuses_writes(view: View) -> Iterator[Cause]:
+    if view.redis.save_error:
+        yield blocking(
+            title="Redis cannot save, and refuses writes",
+            evidence=view.redis.save_error,
+            remedy="make room on the disk of Redis, or mend its folder; its log says what failed",
+        )
+
+
+def redis_read_only(view: View) -> Iterator[Cause]:
+    if view.redis.role != "master":
+        yield blocking(
+            title="this Redis is a replica",
+            evidence=f"its role is {view.redis.role}: it takes no writes, and may lag behind",
+            remedy="give the address of the master to learner and workers, or promote this one (REPLICAOF NO ONE)",
+        )
+
+
+def redis_evicts(view: View) -> Iterator[Cause]:
+    if view.redis.policy != "noeviction" and view.redis.max_bytes:
+        yield attention(
+            title="Redis may throw rollouts away",
+            evidence=f"maxmemory-policy is {view.redis.policy}",
+            remedy="redis-cli CONFIG SET maxmemory-policy noeviction",
+        )
+
+
+def finished(view: View) -> Iterator[Cause]:
+    if view.run.state == "finished" and not is_taken_up(view):
+        yield info(
+            title="the run has finished",
+            evidence=f"{view.run.step} steps were made",
+            remedy="`streamrl plot` draws its curves, `streamrl audit` accounts for its tickets",
+        )
+
+
+def failed(view: View) -> Iterator[Cause]:
+    if view.run.state == "failed" and not is_taken_up(view):
+        yield blocking(
+            title="the learner ended with an error",
+            evidence=f"after step {view.run.step}: {view.run.error or 'the run is marked as failed'}",
+            remedy="mend that, then start it again: it goes on from the last checkpoint; the learner's log in the "
+            "run's folder ends with the error",
+        )
+
+
+def stopped(view: View) -> Iterator[Cause]:
+    if view.run.state == "stopped" and not is_taken_up(view):
+        yield blocking(
+            title="the run was stopped",
+            evidence=f"a checkpoint was written at step {view.run.step}, and the learner left in order",
+            remedy="start it again with the same configuration (`streamrl up CONFIG`): it goes on from there",
+        )
+
+
+def paused(view: View) -> Iterator[Cause]:
+    if view.run.control == "pause" and is_running(view):
+        yield blocking(
+            title="an operator paused the run",
+            evidence="the word in Redis is pause",
+            remedy="`streamrl resume` lets it go on",
+        )
+
+
+def ending(view: View) -> Iterator[Cause]:
+    if view.run.control in ("drain", "stop") and is_running(view):
+        yield info(
+            title="the run is on its way to an end",
+            evidence=f"the operator's word is {view.run.control}; {view.train.tickets} tickets are under way",
+            remedy="wait for it; `streamrl resume` takes a drain back",
+        )
+
+
+def unreadable(view: View) -> Iterator[Cause]:
+    if view.unreadable:
+        more = f", and {len(view.unreadable) - _MAX_SHOWN} more" if len(view.unreadable) > _MAX_SHOWN else ""
+        yield attention(
+            title="something in Redis cannot be read",
+            evidence="; ".join(view.unreadable[:_MAX_SHOWN]) + more + "; all else is shown without it",
+            remedy="find out which other program, or version of streamrl, writes under this run's keys (redis-cli "
+            "MONITOR shows it), and give it another name or a user of its own (`streamrl redis acl`)",
+        )
+
+
+TABLE: Mapping[str, Callable[[View], Iterator[Cause]]] = {
+    "redis_full": redis_full,
+    "redis_refuses_writes": redis_refuses_writes,
+    "redis_read_only": redis_read_only,
+    "redis_evicts": redis_evicts,
+    "finished": finished,
+    "failed": failed,
+    "stopped": stopped,
+    "paused": paused,
+    "ending": ending,
     "learner_gone": parts.learner_gone,
     "learner_restarting": parts.learner_restarting,
     "lease_held": parts.lease_held,
@@ -54,31 +177,26 @@ TABLE: Mapping[str, Callable[[View], Cause | None]] = {
     "workers_silent": parts.workers_silent,
     "dead_letters": flow.dead_letters,
     "steps_skipped": flow.steps_skipped,
-    "unreadable": state.unreadable,
+    "unreadable": unreadable,
 }
 
 _LEVELS: tuple[Level, ...] = ("blocking", "attention", "info")
 
 
 def find_causes(view: View, *, was_removed: bool = False) -> tuple[Cause, ...]:
-    looks: Mapping[str, Callable[[View], Cause | None]]
+    looks = TABLE
     if view.run.state == "absent":
-        looks = {"absent": lambda view: state.absent(view, was_removed=was_removed), "unreadable": state.unreadable}
-    else:
-        looks = TABLE
-    found = [replace(cause, name=name) for name, look in looks.items() if (cause := look(view)) is not None]
+        looks = {"absent": partial(absent, was_removed=was_removed), "unreadable": unreadable}
+    found = [replace(cause, name=name) for name, look in looks.items() for cause in look(view)]
     return tuple(sorted(found, key=lambda cause: _LEVELS.index(cause.level)))
 
 
 def judge(view: View, causes: tuple[Cause, ...]) -> Verdict:
     """healthy: it runs, or has reached its end. degraded: it runs, and somebody should look. stalled: nothing moves.
     ended: it was stopped, has failed, or is not there."""
-    if view.run.state == "absent":
+    if view.run.state == "absent" or (view.run.state in ("stopped", "failed") and not is_taken_up(view)):
         return "ended"
-    if not is_taken_up(view):
-        if view.run.state in ("stopped", "failed"):
-            return "ended"
-        if view.run.state == "finished":
-            return "healthy"
+    if view.run.state == "finished" and not is_taken_up(view):
+        return "healthy"
     levels = {cause.level for cause in causes}
     return "stalled" if "blocking" in levels else "degraded" if "attention" in levels else "healthy"

@@ -50,12 +50,8 @@ class _RunFigures(Collector):
         run, lead, workers = view.run, view.learner.lead, view.workers
         health = EXIT_CODES[view.verdict]
         yield self._one("streamrl_health", "0 healthy, 3 degraded, 4 stalled, 5 ended: the exit code of status", health)
-        causes = GaugeMetricFamily(
-            "streamrl_cause", "1: this holds the run back now (streamrl why)", labels=("run", "cause", "level")
-        )
-        for cause in view.causes:
-            causes.add_metric((self._run, cause.name, cause.level), 1.0)
-        yield causes
+        causes = {(cause.name, cause.level): 1.0 for cause in view.causes}
+        yield self._family("streamrl_cause", "1: this holds the run back now (streamrl why)", causes, "cause", "level")
         yield self._one("streamrl_running", "the run has not ended", run.state == "running")
         yield self._one("streamrl_step", "optimizer steps", run.step)
         yield self._one("streamrl_term", "lives of the learner", run.term)
@@ -71,7 +67,7 @@ class _RunFigures(Collector):
         yield self._one("streamrl_workers_behind", "workers with older weights", view.weights.behind)
         errors = {source.name: source.errors for source in view.rewards}
         yield self._by("streamrl_reward_errors_total", "errors of reward sources", "source", errors)
-        latencies = {s.name: s.latency_s for s in view.rewards if s.latency_s is not None}
+        latencies = {source.name: source.latency_s for source in view.rewards}
         yield self._by("streamrl_reward_latency_seconds", "latency of reward sources", "source", latencies)
 
     def _flow(self, view: View) -> Iterator[Metric]:
@@ -94,20 +90,18 @@ class _RunFigures(Collector):
         yield self._by("streamrl_metric", "a metric of the last step", "name", view.learner.metrics)
 
     def _one(self, name: str, help: str, value: float | None) -> Metric:
-        metric = _family(name)(name, help, labels=("run",))
-        if value is not None:
-            metric.add_metric((self._run,), float(value))
+        return self._family(name, help, {(): value})
+
+    def _by(self, name: str, help: str, label: str, values: Mapping[str, float | None]) -> Metric:
+        return self._family(name, help, {(text,): value for text, value in values.items()}, label)
+
+    def _family(self, name: str, help: str, values: Mapping[tuple[str, ...], float | None], *labels: str) -> Metric:
+        kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+        metric = kind(name, help, labels=("run", *labels))
+        for texts, value in values.items():
+            if value is not None:
+                metric.add_metric((self._run, *texts), float(value))
         return metric
-
-    def _by(self, name: str, help: str, label: str, values: Mapping[str, float]) -> Metric:
-        metric = _family(name)(name, help, labels=("run", label))
-        for text, value in values.items():
-            metric.add_metric((self._run, text), float(value))
-        return metric
-
-
-def _family(name: str) -> type[CounterMetricFamily] | type[GaugeMetricFamily]:
-    return CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
 
 
 _LOOK_EVERY_S = 1.0

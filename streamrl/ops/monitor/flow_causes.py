@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from statistics import median
 
-from streamrl.ops.monitor.evidence import alive, is_running, lead, lead_waiting, waiting_for
-from streamrl.ops.monitor.units import age, plural, size
+from streamrl.ops.monitor.evidence import alive, attention, blocking, info, is_running, lead, lead_waiting, waiting_for
 from streamrl.ops.monitor.view import Cause, View
 from streamrl.telemetry.progress import Wait
+from streamrl.terminal import age, plural, size
 
 _SLOW_S = 60.0  # without a group, the learner has waited long
 _TIMES_POISON = 3  # workers that lost one and the same ticket
@@ -35,110 +35,101 @@ _REMEDIES: Mapping[str, str] = {  # by why groups are dropped
 }
 
 
-def _count(view: View, name: str) -> float:
-    return view.learner.live.get(name, view.learner.metrics.get(name, 0.0))
-
-
-def reward_outage(view: View) -> Cause | None:
+def reward_outage(view: View) -> Iterator[Cause]:
     """A source of which something is out, or workers that wait for rewards."""
     workers = alive(view)
     waiting = waiting_for(view, Wait.REWARDS)
     broken = [source for source in view.rewards if source.state not in (None, "well")]
-    if not waiting and not broken:
-        return None
-    told = [f"{s.name}: {s.state}, {plural(s.errors, 'error')}" for s in broken]
-    if waiting:
-        longest = max(worker.part.doing_s for worker in waiting)
-        told.append(f"{len(waiting)} of {len(workers)} workers wait for rewards, for up to {age(longest)}")
-    return Cause(
-        level="blocking" if waiting and len(waiting) == len(workers) else "attention",
-        title="a reward source does not answer",
-        evidence="; ".join(told),
-        remedy="start or mend the reward server (GET its /health from a worker's machine); workers go on by themselves",
-    )
+    if waiting or broken:
+        told = [f"{s.name}: {s.state}, {plural(s.errors, 'error')}" for s in broken]
+        if waiting:
+            longest = max(worker.part.doing_s for worker in waiting)
+            told.append(f"{len(waiting)} of {len(workers)} workers wait for rewards, for up to {age(longest)}")
+        yield Cause(
+            level="blocking" if waiting and len(waiting) == len(workers) else "attention",
+            title="a reward source does not answer",
+            evidence="; ".join(told),
+            remedy="start or mend the reward server (GET its /health from a worker's machine); workers go on by "
+            "themselves",
+        )
 
 
-def byte_budget_reached(view: View) -> Cause | None:
+def byte_budget_reached(view: View) -> Iterator[Cause]:
     budget, train = view.limits.max_backlog_bytes, view.train
     if not budget or not train.groups or train.tickets:
-        return None
+        return
     # What Redis takes is about a quarter more than the groups themselves, which the setting counts.
-    used = max(_count(view, "stream/backlog_bytes"), train.group_bytes / 1.25)
-    if used + used / train.groups < budget or lead_waiting(view, Wait.GROUPS) is None:
-        return None
-    return Cause(
-        level="blocking",
-        title="the byte budget of the stream is used up",
-        evidence=f"{plural(train.groups, 'group')} take {size(used)} of redis.max_backlog_bytes = {size(budget)}: "
-        "no more tickets go out",
-        remedy="raise redis.max_backlog_bytes (and maxmemory with it), or have checkpoints more often: "
-        "a commit frees what was trained",
-    )
+    told = {**view.learner.metrics, **view.learner.live}.get("stream/backlog_bytes", 0.0)
+    used = max(told, train.group_bytes / 1.25)
+    if used + used / train.groups >= budget and lead_waiting(view, Wait.GROUPS):
+        yield blocking(
+            title="the byte budget of the stream is used up",
+            evidence=f"{plural(train.groups, 'group')} take {size(used)} of redis.max_backlog_bytes = {size(budget)}: "
+            "no more tickets go out",
+            remedy="raise redis.max_backlog_bytes (and maxmemory with it), or have checkpoints more often: "
+            "a commit frees what was trained",
+        )
 
 
-def all_groups_dropped(view: View) -> Cause | None:
+def all_groups_dropped(view: View) -> Iterator[Cause]:
     """Since the last step: whatever comes is dropped."""
     live, then = view.learner.live, view.learner.metrics
     batch = view.limits.groups_per_step
     if not live or not batch or lead_waiting(view, Wait.GROUPS) is None:
-        return None
+        return
     dropped = live.get("stream/groups_dropped", 0.0) - then.get("stream/groups_dropped", 0.0)
     if dropped < 2 * batch:
-        return None
+        return
     reasons = {
         name.removeprefix("stream/dropped/"): count - then.get(name, 0.0)
         for name, count in live.items()
         if name.startswith("stream/dropped/")
     }
     told = ", ".join(f"{why} {count:.0f}" for why, count in sorted(reasons.items(), key=lambda item: -item[1]) if count)
-    return Cause(
-        level="blocking",
+    yield blocking(
         title="groups come, and are dropped",
         evidence=f"{dropped:.0f} since the last step, and a step takes {batch}: {told}",
         remedy=_remedy_of_drops(max(reasons, key=lambda why: reasons[why], default="")),
     )
 
 
-def most_groups_dropped(view: View) -> Cause | None:
+def most_groups_dropped(view: View) -> Iterator[Cause]:
     total = view.drops.trained + view.drops.dropped
-    if total < _ENOUGH_GROUPS or view.drops.dropped < _MOST * total:
-        return None
-    worst = max(view.drops.by_reason, key=lambda why: view.drops.by_reason[why], default="")
-    return Cause(
-        level="attention",
-        title="most groups are dropped",
-        evidence=f"{view.drops.dropped} of {total}, most of them for {worst or 'reasons unknown'}",
-        remedy=_remedy_of_drops(worst),
-    )
+    if total >= _ENOUGH_GROUPS and view.drops.dropped >= _MOST * total:
+        worst = max(view.drops.by_reason, key=lambda why: view.drops.by_reason[why], default="")
+        yield attention(
+            title="most groups are dropped",
+            evidence=f"{view.drops.dropped} of {total}, most of them for {worst or 'reasons unknown'}",
+            remedy=_remedy_of_drops(worst),
+        )
 
 
 def _remedy_of_drops(reason: str) -> str:
     return _REMEDIES.get(reason, "the learner's log and `streamrl groups tail` show such groups")
 
 
-def poison_ticket(view: View) -> Cause | None:
+def poison_ticket(view: View) -> Iterator[Cause]:
     times = view.train.oldest_times
-    if times is None or times < _TIMES_POISON or reward_outage(view):  # in an outage, workers hand the oldest back
-        return None
-    return Cause(
-        level="attention",
-        title="a ticket goes from worker to worker",
-        evidence=f"the oldest one, issued {age(view.train.oldest_s)} ago, was leased {times} times and never answered; "
-        f"{view.train.oldest_worker} holds it now",
-        remedy="see whether workers die of it (their logs end with its prompt); a longer worker.lease_s helps if they "
-        "are only slow",
-    )
+    # In an outage, workers hand the oldest back.
+    if times is not None and times >= _TIMES_POISON and not any(reward_outage(view)):
+        yield attention(
+            title="a ticket goes from worker to worker",
+            evidence=f"the oldest one, issued {age(view.train.oldest_s)} ago, was leased {times} times and never "
+            f"answered; {view.train.oldest_worker} holds it now",
+            remedy="see whether workers die of it (their logs end with its prompt); a longer worker.lease_s helps if "
+            "they are only slow",
+        )
 
 
-def failing_tickets(view: View) -> Cause | None:
+def failing_tickets(view: View) -> Iterator[Cause]:
     """Workers answer, and only with failures."""
     workers = [worker for worker in alive(view) if worker.failed]
     delivered = sum(worker.delivered for worker in alive(view))
     failed = sum(worker.failed for worker in workers)
     if failed < _TIMES_POISON or failed < delivered:
-        return None
+        return
     errors = [letter["error"] for letter in view.dead.latest]
-    return Cause(
+    yield Cause(
         level="attention" if delivered else "blocking",
         title="workers fail most tickets",
         evidence=f"{failed} failed, {delivered} delivered" + (f"; the last error: {errors[0]:.200}" if errors else ""),
@@ -146,33 +137,30 @@ def failing_tickets(view: View) -> Cause | None:
     )
 
 
-def stragglers(view: View) -> Cause | None:
-    part = lead_waiting(view, Wait.STRAGGLERS)
-    if part is None:
-        return None
-    return Cause(
-        level="blocking" if part.doing_s > _SLOW_S else "info",
-        title="a full batch waits for old tickets",
-        evidence=f"for {age(part.doing_s)}; the oldest, of {view.train.oldest_worker or 'nobody'}, was issued "
-        f"{age(view.train.oldest_s)} ago (lag.stale = wait)",
-        remedy="long answers take long: raise lag.max_steps, lower sampling.max_tokens or lag.wait_s, or choose "
-        "lag.stale = mask",
-    )
+def stragglers(view: View) -> Iterator[Cause]:
+    if part := lead_waiting(view, Wait.STRAGGLERS):
+        yield Cause(
+            level="blocking" if part.doing_s > _SLOW_S else "info",
+            title="a full batch waits for old tickets",
+            evidence=f"for {age(part.doing_s)}; the oldest, of {view.train.oldest_worker or 'nobody'}, was issued "
+            f"{age(view.train.oldest_s)} ago (lag.stale = wait)",
+            remedy="long answers take long: raise lag.max_steps, lower sampling.max_tokens or lag.wait_s, or choose "
+            "lag.stale = mask",
+        )
 
 
-def lag_bound_reached(view: View) -> Cause | None:
+def lag_bound_reached(view: View) -> Iterator[Cause]:
     """Workers have nothing to take, since the learner has as many groups as it may have asked for."""
     lag, batch, train = view.limits.max_lag_steps, view.limits.groups_per_step, view.train
     idle = waiting_for(view, Wait.TICKETS)
     if lag is None or batch is None or not is_running(view) or not idle or len(idle) < len(alive(view)):
-        return None
+        return
     ready = min(train.groups, (lag + 1) * batch)
     if train.tickets or train.groups < batch or lead_waiting(view, Wait.GROUPS, Wait.RESUME):
-        return None
+        return
     part = lead(view)
     does = f"{part.doing}, for {age(part.doing_s)}" if part else "not there"
-    return Cause(
-        level="info",
+    yield info(
         title="the lag bound is reached: workers wait for the learner",
         evidence=f"no ticket is left to take, {ready} groups wait to be trained, and (lag.max_steps + 1) x "
         f"groups_per_step = {(lag + 1) * batch} may be out; the learner: {does}",
@@ -181,16 +169,16 @@ def lag_bound_reached(view: View) -> Cause | None:
     )
 
 
-def generation_is_slow(view: View) -> Cause | None:
+def generation_is_slow(view: View) -> Iterator[Cause]:
     part = lead_waiting(view, Wait.GROUPS)
     if part is None or not view.train.tickets:
-        return None
+        return
     workers = [worker for worker in alive(view) if not worker.rejected]  # these make nothing, and it is told why
     if not workers:
-        return None
+        return
     slow = part.doing_s > max(_SLOW_S, 10 * view.learner.metrics.get("timers/step", 0.0))
     speed = sum(worker.tokens_per_s or 0.0 for worker in workers)
-    return Cause(
+    yield Cause(
         level="attention" if slow else "info",
         title="the learner waits for groups",
         evidence=f"for {age(part.doing_s)}; {plural(len(workers), 'worker')} generate {speed:.0f} tokens/s, "
@@ -199,58 +187,48 @@ def generation_is_slow(view: View) -> Cause | None:
     )
 
 
-def evaluating(view: View) -> Cause | None:
-    part = lead_waiting(view, Wait.EVALUATION)
-    if part is None:
-        return None
-    return Cause(
-        level="info",
-        title="validation is under way",
-        evidence=f"for {age(part.doing_s)}; {plural(view.streams[1].tickets, 'ticket')} of it are unanswered",
-        remedy="wait for it; validation.max_prompts and timeout_s bound it",
-    )
+def evaluating(view: View) -> Iterator[Cause]:
+    if part := lead_waiting(view, Wait.EVALUATION):
+        yield info(
+            title="validation is under way",
+            evidence=f"for {age(part.doing_s)}; {plural(view.streams[1].tickets, 'ticket')} of it are unanswered",
+            remedy="wait for it; validation.max_prompts and timeout_s bound it",
+        )
 
 
-def engine_disagrees(view: View) -> Cause | None:
+def engine_disagrees(view: View) -> Iterator[Cause]:
     """On samples of the very weights that were trained next, a step being one figure; a median, for one odd batch is
     no fault."""
     found, arithmetic = view.learner.fresh_mismatch, view.limits.arithmetic
     if len(found) < _ENOUGH_FRESH or arithmetic is None or not is_running(view):
-        return None
+        return
     told = [value for w in alive(view) if isinstance(value := w.detail.get("rounding"), int | float)]
     usual = max(_FRESH_MISMATCH[arithmetic], _TIMES_ROUNDING * max(told, default=0.0))
-    if (mismatch := median(found)) <= usual:
-        return None
-    return Cause(
-        level="attention",
-        title="engine and learner disagree on fresh samples",
-        evidence=f"their log-probs of tokens that the newest weights made are {mismatch:.2g} apart, in the middle of "
-        f"the last {len(found)} steps that had such tokens; in {arithmetic} up to {usual:.2g} is usual",
-        remedy="the engine computes another model than the learner, though its weights were proved: look at "
-        "policy/fresh_mismatch for when it began, at worker.engine_args (quantization, kv_cache_dtype) and at what was "
-        "upgraded then; worker.engine=transformers computes as the learner does",
-    )
+    if (mismatch := median(found)) > usual:
+        yield attention(
+            title="engine and learner disagree on fresh samples",
+            evidence=f"their log-probs of tokens that the newest weights made are {mismatch:.2g} apart, in the middle "
+            f"of the last {len(found)} steps that had such tokens; in {arithmetic} up to {usual:.2g} is usual",
+            remedy="the engine computes another model than the learner, though its weights were proved: look at "
+            "policy/fresh_mismatch for when it began, at worker.engine_args (quantization, kv_cache_dtype) and at what "
+            "was upgraded then; worker.engine=transformers computes as the learner does",
+        )
 
 
-def dead_letters(view: View) -> Cause | None:
-    if not view.dead.count:
-        return None
-    latest = f"; the last one: {view.dead.latest[0]['error']:.200}" if view.dead.latest else ""
-    return Cause(
-        level="attention",
-        title="tickets were given up",
-        evidence=f"{plural(view.dead.count, 'dead letter')}{latest}",
-        remedy="`streamrl dead ls` shows them; mend the cause, then `streamrl dead retry --all`",
-    )
+def dead_letters(view: View) -> Iterator[Cause]:
+    if view.dead.count:
+        latest = f"; the last one: {view.dead.latest[0]['error']:.200}" if view.dead.latest else ""
+        yield attention(
+            title="tickets were given up",
+            evidence=f"{plural(view.dead.count, 'dead letter')}{latest}",
+            remedy="`streamrl dead ls` shows them; mend the cause, then `streamrl dead retry --all`",
+        )
 
 
-def steps_skipped(view: View) -> Cause | None:
-    skipped = view.learner.metrics.get("train_optim/skipped_steps", 0.0)
-    if not skipped:
-        return None
-    return Cause(
-        level="attention",
-        title="steps were skipped",
-        evidence=f"{skipped:.0f} had a loss or gradient that is not finite",
-        remedy="lower optimizer.lr or algorithm.loss_args.clamp, and look at the rewards",
-    )
+def steps_skipped(view: View) -> Iterator[Cause]:
+    if skipped := view.learner.metrics.get("train_optim/skipped_steps"):
+        yield attention(
+            title="steps were skipped",
+            evidence=f"{skipped:.0f} had a loss or gradient that is not finite",
+            remedy="lower optimizer.lr or algorithm.loss_args.clamp, and look at the rewards",
+        )

@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 HELD_OUT = "val_rollouts/rewards"
 _NEW_A_LOOK = 500
+_POINTS = 400  # more than a phone or a screen has columns for
 _EVERY_RECORD = 1_000_000  # what a folder holds is read in full
 
 
@@ -47,9 +48,6 @@ class Curve:
         elif later is not None and later.step == record.step:
             del self.records[place]
         self.records.insert(place, record)
-
-    def thin_older_half(self) -> None:
-        del self.records[1 : len(self.records) // 2 : 2]
 
     def values(self, metric: str) -> tuple[list[int], list[float]]:
         """(steps, values) of those that have it."""
@@ -97,35 +95,35 @@ class History:
     def refresh(self, client: redis.Redis, keys: Keys) -> bool:
         """Whether anything is new: never where the keys are no streams. TransportError when Redis does not tell."""
         try:
-            return self._refresh(client, keys)
+            records = self._read_new(client, keys) if self._last_id is not None else self._read_all(client, keys)
         except redis.RedisError as error:
             if isinstance(error, redis.ResponseError) and "WRONGTYPE" in str(error):
                 return False
             raise TransportError(f"Redis at {server_name(client)} could not tell the metrics: {error}") from error
+        for record in records:
+            self.add(record)
+        return bool(records)
 
-    def _refresh(self, client: redis.Redis, keys: Keys) -> bool:
-        if self._last_id is None:
-            return self._read_all(client, keys)
+    def _read_new(self, client: redis.Redis, keys: Keys) -> list[Record]:
         entries: Any = client.xrange(keys.metrics, min=f"({self._last_id}", count=_NEW_A_LOOK)
         if not entries and self._restarted(client, keys):
             self._forget()
             return self._read_all(client, keys)
         if entries:
             self._last_id = entries[-1][0].decode()
-        return self._take(to_records(entries))
+        return to_records(entries)
 
-    def _read_all(self, client: redis.Redis, keys: Keys) -> bool:
+    def _read_all(self, client: redis.Redis, keys: Keys) -> list[Record]:
         older = [keys.validations, *(keys.thinned(level) for level in range(NUM_LEVELS, 0, -1))]
         with client.pipeline(transaction=False) as pipe:
             for stream in older:
                 pipe.xrange(stream)
             pipe.xrevrange(keys.metrics, count=LONGEST_RECENT + 500)
             *thinned, recent = pipe.execute()
-        found = {(r.term, r.step, is_validation(r.values)): r for page in thinned for r in to_records(page)}
-        newest = to_records(recent[::-1])
-        found |= {(record.term, record.step, is_validation(record.values)): record for record in newest}
+        records = (record for page in (*thinned, recent[::-1]) for record in to_records(page))
+        found = {(record.term, record.step, is_validation(record.values)): record for record in records}
         self._last_id = recent[0][0].decode() if recent else START
-        return self._take(sorted(found.values(), key=lambda record: (record.term, record.step)))
+        return sorted(found.values(), key=lambda record: (record.term, record.step))
 
     def _restarted(self, client: redis.Redis, keys: Keys) -> bool:
         """The stream ends before what was read of it: Redis lost it, or the run was begun anew."""
@@ -133,16 +131,11 @@ class History:
         last = newest[0][0].decode() if newest else START
         return entry_order(last) < entry_order(self._last_id or START)
 
-    def _take(self, records: Sequence[Record]) -> bool:
-        for record in records:
-            self.add(record)
-        return bool(records)
-
     def add(self, record: Record) -> None:
         curve = self.validations if is_validation(record.values) else self.steps
         curve.add(record)
         if len(curve.records) > self._longest:
-            curve.thin_older_half()
+            del curve.records[1 : len(curve.records) // 2 : 2]
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -156,9 +149,9 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             continue
 
 
-def thin(values: Sequence[T], most: int) -> Sequence[T]:
-    """At most so many, evenly taken, with the first and the last."""
-    if len(values) <= most:
+def thin(values: Sequence[T]) -> Sequence[T]:
+    """What is shown of a curve, evenly taken, with the first and the last."""
+    if len(values) <= _POINTS:
         return values
     last = len(values) - 1
-    return [values[round(place * last / (most - 1))] for place in range(most)]
+    return [values[round(place * last / (_POINTS - 1))] for place in range(_POINTS)]

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from streamrl.ops.monitor.evidence import alive, is_running, lead, lead_waiting, rejecting, waiting_for
-from streamrl.ops.monitor.units import age, plural
-from streamrl.ops.monitor.view import Cause, Part, View, Worker
+from collections.abc import Iterator
+
+from streamrl.ops.monitor.evidence import (
+    alive,
+    attention,
+    blocking,
+    is_running,
+    lead,
+    lead_waiting,
+    rejecting,
+    waiting_for,
+)
+from streamrl.ops.monitor.view import Cause, View, Worker
 from streamrl.protocol.weights.rejected import REMEDY_OF_ALL
 from streamrl.telemetry.progress import Wait
+from streamrl.terminal import age, plural
 
 _STUCK_S = 120.0  # at work on one thing without getting on
 _MAX_NAMED = 3
@@ -14,171 +25,146 @@ _STUCK_STEPS = 10.0  # or for so many usual steps, where those take long
 _JOIN = "start one: streamrl worker --redis URL --run NAME; it may join from any machine"
 
 
-def learner_gone(view: View) -> Cause | None:
+def learner_gone(view: View) -> Iterator[Cause]:
     seen = view.learner.lead
     reports = seen is not None and seen.state != "silent"
-    if not is_running(view) or reports or view.learner.holder:
-        return None
-    last = f"rank 0 last reported {age(seen.report_s)} ago" if seen else "no rank reports"
-    return Cause(
-        level="blocking",
-        title="the learner is gone",
-        evidence=f"{last}, and its lease has run out",
-        remedy="start it again (`streamrl up CONFIG`, or `streamrl learn`): it goes on from the last checkpoint; "
-        "its log says why it ended",
-    )
+    if is_running(view) and not reports and not view.learner.holder:
+        last = f"rank 0 last reported {age(seen.report_s)} ago" if seen else "no rank reports"
+        yield blocking(
+            title="the learner is gone",
+            evidence=f"{last}, and its lease has run out",
+            remedy="start it again (`streamrl up CONFIG`, or `streamrl learn`): it goes on from the last checkpoint; "
+            "its log says why it ended",
+        )
 
 
-def learner_restarting(view: View) -> Cause | None:
-    if not is_running(view) or lead(view) or not view.learner.holder:
-        return None
-    return Cause(
-        level="blocking",
-        title="the learner is restarting, or has just died",
-        evidence=f"{view.learner.holder} holds the run for another {age(view.learner.lease_left_s)}, "
-        "but rank 0 does not report",
-        remedy="torchrun starts its ranks again from the last checkpoint; if this lasts, the learner's log says why",
-    )
+def learner_restarting(view: View) -> Iterator[Cause]:
+    if is_running(view) and not lead(view) and view.learner.holder:
+        yield blocking(
+            title="the learner is restarting, or has just died",
+            evidence=f"{view.learner.holder} holds the run for another {age(view.learner.lease_left_s)}, "
+            "but rank 0 does not report",
+            remedy="torchrun starts its ranks again from the last checkpoint; if this lasts, the learner's log "
+            "says why",
+        )
 
 
-def lease_held(view: View) -> Cause | None:
-    part = lead_waiting(view, Wait.LEASE)
-    if part is None:
-        return None
-    return Cause(
-        level="blocking",
-        title="another learner holds the run",
-        evidence=f"{part.name} on {part.host} has waited for {age(part.doing_s)}; "
-        f"{view.learner.holder or 'somebody'} has the lease for another {age(view.learner.lease_left_s)}",
-        remedy="end one of the two; if the other is dead, this one takes over when the lease runs out",
-    )
+def lease_held(view: View) -> Iterator[Cause]:
+    if part := lead_waiting(view, Wait.LEASE):
+        yield blocking(
+            title="another learner holds the run",
+            evidence=f"{part.name} on {part.host} has waited for {age(part.doing_s)}; "
+            f"{view.learner.holder or 'somebody'} has the lease for another {age(view.learner.lease_left_s)}",
+            remedy="end one of the two; if the other is dead, this one takes over when the lease runs out",
+        )
 
 
-def learner_starting(view: View) -> Cause | None:
+def learner_starting(view: View) -> Iterator[Cause]:
     part = lead(view)
-    if part is None or part.state != "starting":
-        return None
-    return Cause(
-        level="blocking" if part.progress_s > _STUCK_S else "info",
-        title="the learner is starting",
-        evidence=f"{part.doing}, for {age(part.doing_s)}",
-        remedy="wait while it loads model and checkpoint; if this lasts, the learner's log says at what it is",
-    )
+    if part and part.state == "starting":
+        yield Cause(
+            level="blocking" if part.progress_s > _STUCK_S else "info",
+            title="the learner is starting",
+            evidence=f"{part.doing}, for {age(part.doing_s)}",
+            remedy="wait while it loads model and checkpoint; if this lasts, the learner's log says at what it is",
+        )
 
 
-def learner_without_redis(view: View) -> Cause | None:
-    part = lead_waiting(view, Wait.REDIS)
-    if part is None:
-        return None
-    return Cause(
-        level="blocking",
-        title="the learner waits for Redis",
-        evidence=f"for {age(part.doing_s)}, though Redis answers here",
-        remedy=f"look at the network between {part.host} and Redis",
-    )
+def learner_without_redis(view: View) -> Iterator[Cause]:
+    if part := lead_waiting(view, Wait.REDIS):
+        yield blocking(
+            title="the learner waits for Redis",
+            evidence=f"for {age(part.doing_s)}, though Redis answers here",
+            remedy=f"look at the network between {part.host} and Redis",
+        )
 
 
-def publish_stuck(view: View) -> Cause | None:
-    part = lead_waiting(view, Wait.WEIGHTS)
-    if part is None:
-        return None
-    return Cause(
-        level="blocking",
-        title="new weights cannot be stored",
-        evidence=f"the learner has tried for {age(part.doing_s)}; the newest version is "
-        f"{view.weights.latest or 'none'}",
-        remedy="make room where weights.store says (Redis, disk or bucket), and look at the learner's log",
-    )
+def publish_stuck(view: View) -> Iterator[Cause]:
+    if part := lead_waiting(view, Wait.WEIGHTS):
+        yield blocking(
+            title="new weights cannot be stored",
+            evidence=f"the learner has tried for {age(part.doing_s)}; the newest version is "
+            f"{view.weights.latest or 'none'}",
+            remedy="make room where weights.store says (Redis, disk or bucket), and look at the learner's log",
+        )
 
 
-def learner_stuck(view: View) -> Cause | None:
+def learner_stuck(view: View) -> Iterator[Cause]:
     part = lead(view)
     if part is None or part.state not in ("working", "stopping"):
-        return None
+        return
     usual = view.learner.metrics.get("timers/step", 0.0)
-    if part.progress_s < max(_STUCK_S, _STUCK_STEPS * usual):
-        return None
-    return Cause(
-        level="blocking",
-        title="the learner does not get on",
-        evidence=f"{part.doing} for {age(part.progress_s)}; a step usually takes {age(usual or None)}",
-        remedy=f"look at process {part.pid} on {part.host} (py-spy dump), its peers and its disk; "
-        "the watchdog ends it in the end, and torchrun starts it again",
-    )
+    if part.progress_s >= max(_STUCK_S, _STUCK_STEPS * usual):
+        yield blocking(
+            title="the learner does not get on",
+            evidence=f"{part.doing} for {age(part.progress_s)}; a step usually takes {age(usual or None)}",
+            remedy=f"look at process {part.pid} on {part.host} (py-spy dump), its peers and its disk; "
+            "the watchdog ends it in the end, and torchrun starts it again",
+        )
 
 
-def no_workers(view: View) -> Cause | None:
-    if not is_running(view) or alive(view):
-        return None
-    gone = [worker.part for worker in view.workers]
-    latest = min(gone, key=lambda part: part.report_s, default=None)
-    last = f"; the last one, {latest.name}, reported {age(latest.report_s)} ago" if latest else ""
-    return Cause(
-        level="blocking",
-        title="there are no workers",
-        evidence=f"{plural(view.train.tickets, 'ticket')} wait and nobody reports{last}",
-        remedy=_JOIN,
-    )
+def no_workers(view: View) -> Iterator[Cause]:
+    if is_running(view) and not alive(view):
+        gone = [worker.part for worker in view.workers]
+        latest = min(gone, key=lambda part: part.report_s, default=None)
+        last = f"; the last one, {latest.name}, reported {age(latest.report_s)} ago" if latest else ""
+        yield blocking(
+            title="there are no workers",
+            evidence=f"{plural(view.train.tickets, 'ticket')} wait and nobody reports{last}",
+            remedy=_JOIN,
+        )
 
 
-def workers_starting(view: View) -> Cause | None:
-    workers = alive(view)
-    if not workers or any(not _is_starting(worker.part) for worker in workers):
-        return None
-    slowest = max(workers, key=lambda worker: worker.part.doing_s).part
-    return Cause(
+def workers_starting(view: View) -> Iterator[Cause]:
+    parts = [worker.part for worker in alive(view)]
+    if not parts or any(part.state != "starting" and part.doing not in (Wait.ENGINE, Wait.RUN) for part in parts):
+        return
+    slowest = max(parts, key=lambda part: part.doing_s)
+    yield Cause(
         level="info" if slowest.progress_s < _STUCK_S else "blocking",
         title="the workers are starting",
-        evidence=f"all {len(workers)} of them; {slowest.name}: {slowest.doing}, for {age(slowest.doing_s)}",
+        evidence=f"all {len(parts)} of them; {slowest.name}: {slowest.doing}, for {age(slowest.doing_s)}",
         remedy="engines take minutes to load large models; if this lasts, the worker's log says at what it is",
     )
 
 
-def _is_starting(part: Part) -> bool:
-    return part.state == "starting" or part.doing in (Wait.ENGINE, Wait.RUN)
-
-
-def workers_without_weights(view: View) -> Cause | None:
+def workers_without_weights(view: View) -> Iterator[Cause]:
     workers = alive(view)
     waiting = waiting_for(view, Wait.WEIGHTS)
     if not workers or len(waiting) < len(workers) or len(rejecting(view)) == len(workers):
-        return None
+        return
     longest = max(worker.part.doing_s for worker in waiting)
-    return Cause(
-        level="blocking",
+    yield blocking(
         title="the workers wait for weights",
         evidence=f"all {len(workers)} of them, for {age(longest)}; the newest version: {view.weights.latest or 'none'}",
         remedy="the learner publishes when it has started; if a version is there, the workers' logs say what they miss",
     )
 
 
-def all_workers_reject(view: View) -> Cause | None:
+def all_workers_reject(view: View) -> Iterator[Cause]:
     workers, refusing = alive(view), rejecting(view)
-    if not is_running(view) or not refusing or len(refusing) < len(workers):
-        return None
-    return Cause(
-        level="blocking",
-        title="all workers reject the weights",
-        evidence=f"{f'all {len(workers)} of them' if len(workers) > 1 else 'the only one'}: {_refusals(refusing)}",
-        remedy=f"{REMEDY_OF_ALL}. When this lasts for minutes the run ends by itself, and goes on from its checkpoint",
-    )
+    if is_running(view) and refusing and len(refusing) == len(workers):
+        yield blocking(
+            title="all workers reject the weights",
+            evidence=f"{f'all {len(workers)} of them' if len(workers) > 1 else 'the only one'}: {_refusals(refusing)}",
+            remedy=f"{REMEDY_OF_ALL}. When this lasts for minutes the run ends by itself, and goes on from its "
+            "checkpoint",
+        )
 
 
-def some_workers_reject(view: View) -> Cause | None:
+def some_workers_reject(view: View) -> Iterator[Cause]:
     workers, refusing = alive(view), rejecting(view)
-    if not is_running(view) or not refusing or len(refusing) == len(workers):
-        return None
-    others_serve = any(worker.version and not worker.rejected for worker in workers)
-    return Cause(
-        level="attention",
-        title="some workers reject the weights",
-        evidence=f"{len(refusing)} of {len(workers)} deliver nothing: {_refusals(refusing)}",
-        remedy="others serve, so the fault lies with these workers' engine or machine (load_rejected in their logs; "
-        "another image, GPU or --model?): end them, and start as many elsewhere"
-        if others_serve
-        else "the other workers have not come so far: where they serve, this one's machine is at fault; where they "
-        "reject it, too, engine and learner disagree about this model",
-    )
+    if is_running(view) and refusing and len(refusing) < len(workers):
+        others_serve = any(worker.version and not worker.rejected for worker in workers)
+        yield attention(
+            title="some workers reject the weights",
+            evidence=f"{len(refusing)} of {len(workers)} deliver nothing: {_refusals(refusing)}",
+            remedy="others serve, so the fault lies with these workers' engine or machine (load_rejected in their "
+            "logs; another image, GPU or --model?): end them, and start as many elsewhere"
+            if others_serve
+            else "the other workers have not come so far: where they serve, this one's machine is at fault; where they "
+            "reject it, too, engine and learner disagree about this model",
+        )
 
 
 def _refusals(workers: list[Worker]) -> str:
@@ -189,48 +175,43 @@ def _refusals(workers: list[Worker]) -> str:
     return f"{first.part.name} on {first.part.host} rejects version {first.rejected_version}{too}: {first.rejected}"
 
 
-def workers_stuck(view: View) -> Cause | None:
+def workers_stuck(view: View) -> Iterator[Cause]:
     workers = alive(view)
     usual = view.learner.metrics.get("timers/generate", 0.0)
     limit = max(_STUCK_S, _STUCK_STEPS * usual)
     stuck = [w.part for w in workers if w.part.state == "working" and w.leases and w.part.progress_s > limit]
-    if not stuck:
-        return None
-    names = ", ".join(part.name for part in stuck[:3])
-    return Cause(
-        level="blocking" if len(stuck) == len(workers) else "attention",
-        title="workers do not get on",
-        evidence=f"{len(stuck)} of {len(workers)} hold tickets and finished nothing for over {age(limit)}: {names}",
-        remedy="end those processes: their tickets go to others at once, and nothing is lost; their logs say why",
-    )
+    if stuck:
+        names = ", ".join(part.name for part in stuck[:3])
+        yield Cause(
+            level="blocking" if len(stuck) == len(workers) else "attention",
+            title="workers do not get on",
+            evidence=f"{len(stuck)} of {len(workers)} hold tickets and finished nothing for over {age(limit)}: {names}",
+            remedy="end those processes: their tickets go to others at once, and nothing is lost; their logs say why",
+        )
 
 
-def weights_behind(view: View) -> Cause | None:
+def weights_behind(view: View) -> Iterator[Cause]:
     workers, bound = alive(view), view.limits.max_lag_steps
     if bound is None:
-        return None
+        return
     behind = [worker for worker in workers if worker.lag is not None and worker.lag > bound + 1]
-    if not behind:
-        return None
-    worst = max(behind, key=lambda worker: worker.lag or 0)
-    return Cause(
-        level="attention",
-        title="workers are far behind on weights",
-        evidence=f"{len(behind)} of {len(workers)} serve weights over {bound + 1} steps old; {worst.part.name} serves "
-        f"{worst.version}, {worst.lag} steps behind {view.weights.latest}",
-        remedy="look at how long they take to load (worker's log, version_loaded), at the link to the store of "
-        "weights, and at weights.publish_every",
-    )
+    if behind:
+        worst = max(behind, key=lambda worker: worker.lag or 0)
+        yield attention(
+            title="workers are far behind on weights",
+            evidence=f"{len(behind)} of {len(workers)} serve weights over {bound + 1} steps old; {worst.part.name} "
+            f"serves {worst.version}, {worst.lag} steps behind {view.weights.latest}",
+            remedy="look at how long they take to load (worker's log, version_loaded), at the link to the store of "
+            "weights, and at weights.publish_every",
+        )
 
 
-def workers_silent(view: View) -> Cause | None:
+def workers_silent(view: View) -> Iterator[Cause]:
     silent = [worker.part for worker in view.workers if not worker.part.alive]
-    if not silent or not alive(view) or not is_running(view):
-        return None
-    names = ", ".join(f"{part.name} ({age(part.report_s)})" for part in silent[:3])
-    return Cause(
-        level="attention",
-        title="some workers have died or cannot reach Redis",
-        evidence=f"{len(silent)} of {len(view.workers)} no longer report: {names}",
-        remedy="their tickets go to others when their leases run out; start as many again if the rest is too slow",
-    )
+    if silent and alive(view) and is_running(view):
+        names = ", ".join(f"{part.name} ({age(part.report_s)})" for part in silent[:3])
+        yield attention(
+            title="some workers have died or cannot reach Redis",
+            evidence=f"{len(silent)} of {len(view.workers)} no longer report: {names}",
+            remedy="their tickets go to others when their leases run out; start as many again if the rest is too slow",
+        )

@@ -42,7 +42,7 @@ class Poller:
         watcher: Watcher,
         *,
         period_s: float,
-        on_look: Callable[[Seen], None] | None = None,  # told of each outcome, by the thread that looked
+        on_look: Callable[[View], object] = lambda view: None,  # told of each answer, by the thread that looked
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._seen = Seen()
@@ -69,12 +69,11 @@ class Poller:
 
     def look(self) -> None:
         try:
-            self._seen = Seen(view=self._watcher.look())
-            self._answered_at = self._clock()
+            view = self._watcher.look()
+            self._seen, self._answered_at = Seen(view=view), self._clock()
+            self._on_look(view)
         except TransportError as error:
             self._seen = Seen(view=self._seen.view, error=f"for {self._clock() - self._answered_at:.0f} s; {error}")
-        if self._on_look is not None:
-            self._on_look(self._seen)
 
     def _run(self) -> None:
         while not self._stop.is_set():

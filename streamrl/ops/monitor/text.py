@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from textwrap import wrap
 
-from streamrl.ops.monitor.units import age, number, plural, size
+from streamrl.ops.monitor.evidence import alive
 from streamrl.ops.monitor.view import Cause, Part, View, Worker
 from streamrl.telemetry.metrics import OF_LOSS
-from streamrl.terminal import printable, sparkline
+from streamrl.terminal import age, number, plural, printable, size, sparkline
 
 WIDTH = 100
 LABEL = 9  # columns
@@ -59,13 +59,8 @@ def why_lines(view: View, *, width: int = WIDTH) -> list[str]:
 
 def cause_lines(cause: Cause, *, width: int = WIDTH) -> Iterator[str]:
     yield f"{_MARKS[cause.level]} {printable(cause.title)}"
-    yield from _paragraph("seen", cause.evidence, width=width)
-    yield from _paragraph("do", cause.remedy, width=width)
-
-
-def _paragraph(label: str, text: str, *, width: int) -> Iterator[str]:
-    first, rest = f"   {label:<6}", " " * 9
-    yield from wrap(printable(text), width=width, initial_indent=first, subsequent_indent=rest)
+    for label, text in (("seen", cause.evidence), ("do", cause.remedy)):
+        yield from wrap(printable(text), width, initial_indent=f"   {label:<6}", subsequent_indent=" " * 9)
 
 
 def steps(view: View) -> str:
@@ -88,9 +83,8 @@ def run_line(view: View) -> str:
 def health_line(view: View) -> str:
     if not view.causes:
         return view.verdict
-    first: Cause = view.causes[0]
     more = f" (and {len(view.causes) - 1} more: `streamrl why`)" if len(view.causes) > 1 else ""
-    return f"{view.verdict}: {first.title}{more}"
+    return f"{view.verdict}: {view.causes[0].title}{more}"
 
 
 def activity(part: Part) -> str:
@@ -141,13 +135,12 @@ def held_out_line(view: View) -> str:
 
 
 def workers_line(view: View) -> str:
-    alive = [worker for worker in view.workers if worker.part.alive]
     if not view.workers:
         return "none"
-    doing = Counter(_kind(worker) for worker in alive)
+    doing = Counter(_kind(worker) for worker in alive(view))
     words = [", ".join(f"{count} {what}" for what, count in doing.most_common()) or "none report"]
-    words.append(f"{number(sum(w.tokens_per_s or 0 for w in alive))} tokens/s")
-    words.append(f"{sum(w.in_flight or 0 for w in alive)} in flight")
+    words.append(f"{number(sum(w.tokens_per_s or 0 for w in alive(view)))} tokens/s")
+    words.append(f"{sum(w.in_flight or 0 for w in alive(view))} in flight")
     silent = [worker.part for worker in view.workers if not worker.part.alive]
     if silent:
         words.append(f"{len(silent)} silent ({_names(silent)})")

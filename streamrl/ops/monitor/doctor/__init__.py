@@ -4,20 +4,30 @@ remedy. Nothing is started, nothing is written, no model is loaded; each check h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from streamrl.config.load import Loaded
 from streamrl.errors import UserError
-from streamrl.ops.monitor.doctor import machine, model, rewards, server
+from streamrl.ops.monitor.doctor import machine, services
 from streamrl.ops.monitor.doctor.finding import Finding, error, ok
 from streamrl.ops.monitor.doctor.musts import MUSTS
 
-Check = Callable[[Loaded], Iterator[Finding]]
+Check = Callable[[Loaded], Iterable[Finding]]
 
-CHECKS: dict[str, Check] = {
-    "redis": server.check_redis,
-    "model": model.check_models,
-    "rewards": rewards.check_rewards,
+
+def _sound(name: str, must: Callable[[Loaded], object]) -> Check:
+    def check(loaded: Loaded) -> Iterator[Finding]:
+        must(loaded)
+        yield ok(name, "sound")
+
+    return check
+
+
+CHECKS: Mapping[str, Check] = {
+    **{name: _sound(name, must) for name, must in MUSTS.items()},
+    "redis": services.check_redis,
+    "model": machine.check_models,
+    "rewards": services.check_rewards,
     "gpu": machine.check_gpus,
     "memory": machine.check_memory,
     "shared memory": machine.check_shared_memory,
@@ -28,21 +38,10 @@ CHECKS: dict[str, Check] = {
 
 def examine(loaded: Loaded) -> Iterator[Finding]:
     """One by one, as they are found."""
-    for name, must in MUSTS.items():
-        yield from _told(name, must, loaded)
     for name, check in CHECKS.items():
         try:
             yield from check(loaded)
         except UserError as mistake:
-            yield error(name, str(mistake), "mend it as it says")
+            yield from (error(name, line, "mend it as it says") for line in str(mistake).splitlines())
         except OSError as refused:
             yield error(name, str(refused), "see to what the machine refuses")
-
-
-def _told(name: str, must: Callable[[Loaded], object], loaded: Loaded) -> Iterator[Finding]:
-    try:
-        must(loaded)
-    except UserError as mistake:
-        yield from (error(name, line, "mend it as it says") for line in str(mistake).splitlines())
-    else:
-        yield ok(name, "sound")

@@ -9,9 +9,8 @@ from rich.text import Text
 
 from streamrl.ops.monitor import text as words
 from streamrl.ops.monitor.top.screen import HELP, Page, Screen
-from streamrl.ops.monitor.units import age, number
 from streamrl.ops.monitor.view import View, Worker
-from streamrl.terminal import printable
+from streamrl.terminal import age, number, printable
 
 _STYLES = {"healthy": "bold green", "degraded": "bold yellow", "stalled": "bold red", "ended": "bold red"}
 _KEYS_LINE = "q quit  s sort  r reverse  / filter  f freeze  enter opens  g groups  w why  ?"

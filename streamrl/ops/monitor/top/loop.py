@@ -21,7 +21,7 @@ def run(there: Opened, *, period_s: float) -> None:
     """Until the user leaves."""
     poller = Poller(Watcher(there.client, there.keys, server=there.server), period_s=period_s)
     screen, shown = Screen(), Seen()
-    with Terminal() as terminal, poller.looking():
+    with Terminal().opened() as terminal, poller.looking():
         while not screen.has_quit:
             if not screen.is_frozen:
                 shown = poller.seen

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rich.text import Text
@@ -36,7 +36,7 @@ class Screen:
     scroll: int = 0  # first line of a page of text
     worker: str = ""  # that is open
     group: Sequence[Text] = ()  # the lines of the one that is open; none: it is gone
-    groups: Sequence[Rollout] = field(default=())
+    groups: Sequence[Rollout] = ()
     wants_group: str = ""  # entry id, to be opened by whoever can read Redis
     wants_groups: bool = False
     has_quit: bool = False
@@ -59,6 +59,12 @@ class Screen:
         if key == "backspace":
             return replace(self, filter=self.filter[:-1])
         return replace(self, filter=self.filter + key, selected=0) if len(key) == 1 and key.isprintable() else self
+
+    def turned(self, page: Page) -> Screen:
+        """To this page, or back from it."""
+        is_new = self.page != page
+        page = page if is_new else "workers"
+        return replace(self, page=page, scroll=0, selected=0, wants_groups=is_new and page == "groups")
 
     def moved(self, by: int, view: View | None) -> Screen:
         if self.page == "workers":
@@ -94,45 +100,25 @@ def _next_sort(screen: Screen, view: View | None) -> Screen:
     return replace(screen, sort=names[(names.index(screen.sort) + 1) % len(names)], selected=0)
 
 
-def _page(page: Page) -> Callable[[Screen, View | None], Screen]:
-    def show(screen: Screen, view: View | None) -> Screen:
-        is_new = screen.page != page
-        return replace(
-            screen, page=page if is_new else "workers", scroll=0, selected=0, wants_groups=is_new and page == "groups"
-        )
-
-    return show
-
-
-def _move(by: int) -> Callable[[Screen, View | None], Screen]:
-    return lambda screen, view: screen.moved(by, view)
-
-
-_KEYS: Mapping[str, Callable[[Screen, View | None], Screen]] = {
-    "q": lambda screen, view: replace(screen, has_quit=True),
-    "ctrl-c": lambda screen, view: replace(screen, has_quit=True),
-    "s": _next_sort,
-    "r": lambda screen, view: replace(screen, backwards=not screen.backwards),
-    "/": lambda screen, view: replace(screen, page="workers", is_typing=True),
-    "f": lambda screen, view: replace(screen, is_frozen=not screen.is_frozen),
-    " ": lambda screen, view: replace(screen, is_frozen=not screen.is_frozen),
-    "g": _page("groups"),
-    "w": _page("causes"),
-    "?": _page("help"),
-    "h": _page("help"),
-    "up": _move(-1),
-    "k": _move(-1),
-    "down": _move(1),
-    "j": _move(1),
-    "page up": _move(-10),
-    "page down": _move(10),
-    "home": _move(-1_000_000),
-    "end": _move(1_000_000),
-    "enter": lambda screen, view: screen.opened(view),
-    "escape": lambda screen, view: screen.back(),
-    "left": lambda screen, view: screen.back(),
-    "backspace": lambda screen, view: screen.back(),
+_ACTIONS: Mapping[tuple[str, ...], Callable[[Screen, View | None], Screen]] = {
+    ("q", "ctrl-c"): lambda screen, view: replace(screen, has_quit=True),
+    ("s",): _next_sort,
+    ("r",): lambda screen, view: replace(screen, backwards=not screen.backwards),
+    ("/",): lambda screen, view: replace(screen, page="workers", is_typing=True),
+    ("f", " "): lambda screen, view: replace(screen, is_frozen=not screen.is_frozen),
+    ("g",): lambda screen, view: screen.turned("groups"),
+    ("w",): lambda screen, view: screen.turned("causes"),
+    ("?", "h"): lambda screen, view: screen.turned("help"),
+    ("up", "k"): lambda screen, view: screen.moved(-1, view),
+    ("down", "j"): lambda screen, view: screen.moved(1, view),
+    ("page up",): lambda screen, view: screen.moved(-10, view),
+    ("page down",): lambda screen, view: screen.moved(10, view),
+    ("home",): lambda screen, view: screen.moved(-1_000_000, view),
+    ("end",): lambda screen, view: screen.moved(1_000_000, view),
+    ("enter",): lambda screen, view: screen.opened(view),
+    ("escape", "left", "backspace"): lambda screen, view: screen.back(),
 }
+_KEYS = {key: action for keys, action in _ACTIONS.items() for key in keys}
 
 HELP = (
     "up down j k       choose a worker or a group     page up/down, home, end: further",

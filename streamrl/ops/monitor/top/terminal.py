@@ -10,8 +10,8 @@ import select
 import sys
 import termios
 import tty
-from collections.abc import Mapping
-from types import TracebackType
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Self
 
 from rich.console import Console, Group
@@ -21,26 +21,20 @@ from rich.text import Text
 from streamrl.errors import ConfigError
 
 _MOST_BYTES = 64  # of a burst of keys
-_SEQUENCES: Mapping[str, str] = {
-    "\x1b[A": "up",
-    "\x1b[B": "down",
-    "\x1bOA": "up",
-    "\x1bOB": "down",
-    "\x1b[D": "left",
-    "\x1bOD": "left",
-    "\x1b[5~": "page up",
-    "\x1b[6~": "page down",
-    "\x1b[H": "home",
-    "\x1b[F": "end",
-    "\x1b[1~": "home",
-    "\x1b[4~": "end",
-    "\x1b": "escape",
-    "\r": "enter",
-    "\n": "enter",
-    "\x7f": "backspace",
-    "\x08": "backspace",
-    "\x03": "ctrl-c",
+_KEYS: Mapping[str, Sequence[str]] = {  # by what terminals send for them; a bare escape begins others
+    "up": ("\x1b[A", "\x1bOA"),
+    "down": ("\x1b[B", "\x1bOB"),
+    "left": ("\x1b[D", "\x1bOD"),
+    "page up": ("\x1b[5~",),
+    "page down": ("\x1b[6~",),
+    "home": ("\x1b[H", "\x1b[1~"),
+    "end": ("\x1b[F", "\x1b[4~"),
+    "escape": ("\x1b",),
+    "enter": ("\r", "\n"),
+    "backspace": ("\x7f", "\x08"),
+    "ctrl-c": ("\x03",),
 }
+_SEQUENCES = {sequence: name for name, sequences in _KEYS.items() for sequence in sequences}
 
 
 class Terminal:
@@ -53,20 +47,18 @@ class Terminal:
         self._shown: tuple[tuple[int, int], list[Text]] | None = None
         self._pending = ""
 
-    def __enter__(self) -> Self:
-        self._mode = termios.tcgetattr(self._input)
+    @contextmanager
+    def opened(self) -> Iterator[Self]:
+        mode = termios.tcgetattr(self._input)
         tty.setcbreak(self._input)
         attributes = termios.tcgetattr(self._input)
         attributes[3] &= ~termios.ISIG  # Ctrl-C is a key: leaving restores the terminal
         termios.tcsetattr(self._input, termios.TCSANOW, attributes)
-        self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._live.stop()
-        termios.tcsetattr(self._input, termios.TCSADRAIN, self._mode)
+        try:
+            with self._live:
+                yield self
+        finally:
+            termios.tcsetattr(self._input, termios.TCSADRAIN, mode)
 
     @property
     def size(self) -> tuple[int, int]:

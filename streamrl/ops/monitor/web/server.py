@@ -17,7 +17,7 @@ import json
 import socket
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,15 +28,16 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from streamrl.ops.monitor.charts import Chart, charts_of
 from streamrl.ops.monitor.exporter import make_registry
 from streamrl.ops.monitor.history import History, thin
-from streamrl.ops.monitor.poller import Poller, Seen, Watcher
+from streamrl.ops.monitor.poller import Poller, Watcher
 from streamrl.ops.monitor.rollouts import find_decoder_of_run, list_rollouts, open_rollout
 from streamrl.ops.monitor.runs import Opened
 from streamrl.ops.monitor.view import View, Worker
@@ -44,7 +45,6 @@ from streamrl.ops.record.export import to_json
 from streamrl.ops.record.view import TokenDecoder
 from streamrl.process import LOOPBACK
 
-_POINTS = 400  # of a curve: more than a phone or a screen has columns for
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -53,15 +53,13 @@ _HEADERS = {
     "Cache-Control": "no-store",
 }
 
-Handler = Callable[[Request], Awaitable[Response]]
-
 
 class Dashboard:
     def __init__(self, there: Opened, *, token: str | None, only_loopback: bool, period_s: float = 1.0) -> None:
         self._there, self._token, self._only_loopback = there, token, only_loopback
         self._watcher = Watcher(there.client, there.keys, server=there.server)
         self._trace = Trace()
-        self._poller = Poller(self._watcher, period_s=period_s, on_look=self._seen)
+        self._poller = Poller(self._watcher, period_s=period_s, on_look=self._trace.add)
         self._figures = make_registry(there.keys.name, lambda: self._poller.seen)
         self._history: bytes = b"{}"  # as it is sent; encoded when something is new, not for every reader
         self._history_of: tuple[int, str, int] | None = None  # what of the history is in it
@@ -77,38 +75,34 @@ class Dashboard:
                 yield
 
         routes = [
-            Route("/", self._guarded(self._index, needs_token=False)),
-            Route("/api/view", self._guarded(self._view)),
-            Route("/api/history", self._guarded(self._curves)),
-            Route("/api/rollouts", self._guarded(self._rollouts)),
-            Route("/api/rollouts/{entry_id}", self._guarded(self._rollout)),
-            Route("/metrics", self._guarded(self._metrics)),
+            Route("/", self._index),
+            Route("/api/view", self._view),
+            Route("/api/history", self._curves),
+            Route("/api/rollouts", self._rollouts),
+            Route("/api/rollouts/{entry_id}", self._rollout),
+            Route("/metrics", self._metrics),
         ]
-        return Starlette(routes=routes, lifespan=looking, middleware=[Middleware(GZipMiddleware, minimum_size=2000)])
+        middleware = [
+            Middleware(BaseHTTPMiddleware, dispatch=self._guard),
+            Middleware(GZipMiddleware, minimum_size=2000),
+        ]
+        return Starlette(routes=routes, lifespan=looking, middleware=middleware)
 
-    def _guarded(self, handler: Handler, *, needs_token: bool = True) -> Handler:
-        async def guarded(request: Request) -> Response:
-            if self._only_loopback and (request.url.hostname or "") not in LOOPBACK:
-                return PlainTextResponse("this dashboard answers on loopback only", 421, headers=_HEADERS)
-            if needs_token and not self._is_let_in(request):
-                return JSONResponse(
-                    {"error": "a token is needed: open the page with #token=..."}, 401, headers=_HEADERS
-                )
-            response = await handler(request)
-            response.headers.update(_HEADERS)
-            return response
-
-        return guarded
+    async def _guard(self, request: Request, answer: RequestResponseEndpoint) -> Response:
+        if self._only_loopback and (request.url.hostname or "") not in LOOPBACK:
+            response: Response = PlainTextResponse("this dashboard answers on loopback only", 421)
+        elif request.url.path != "/" and not self._is_let_in(request):
+            response = _json({"error": "a token is needed: open the page with #token=..."}, status=401)
+        else:
+            response = await answer(request)
+        response.headers.update(_HEADERS)
+        return response
 
     def _is_let_in(self, request: Request) -> bool:
         if self._token is None:
             return True
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         return hmac.compare_digest(given.encode(), self._token.encode())
-
-    def _seen(self, seen: Seen) -> None:
-        if seen.view is not None and not seen.error:
-            self._trace.add(seen.view)
 
     async def _index(self, request: Request) -> Response:
         return Response(self._page, media_type="text/html; charset=utf-8")
@@ -159,7 +153,7 @@ def curves(history: History) -> dict[str, Any]:
 def _chart(history: History, chart: Chart) -> dict[str, Any]:
     series: dict[str, list[tuple[int, float]]] = {}
     for label, metric in chart.series.items():
-        points = thin(list(zip(*history.curve(metric), strict=True)), _POINTS)
+        points = thin(list(zip(*history.curve(metric), strict=True)))
         series[label] = [(step, float(f"{value:.6g}")) for step, value in points]
     return {"name": chart.name, "title": chart.title, "unit": chart.unit, "stacked": chart.is_stacked, "series": series}
 
@@ -194,40 +188,31 @@ class Trace:
 
     def add(self, view: View) -> None:
         with self._lock:
-            self._add(view)
+            self._skipped += 1
+            if self._skipped >= self._every:
+                self._skipped = 0
+                self._doing.append((view.at, Counter(_cause(worker) for worker in view.workers)))
+                if len(self._doing) > _MOST_SAMPLES:
+                    del self._doing[::2]
+                    self._every *= 2
+            for worker in view.workers:
+                has_room = worker.part.name in self._versions or len(self._versions) < _MOST_WORKERS
+                if worker.version is not None and has_room:
+                    changes = self._versions.setdefault(worker.part.name, [])
+                    if not changes or changes[-1][1] != worker.version:
+                        changes.append((view.at, worker.version))
+                        del changes[:-_MOST_CHANGES]
 
     def to_json(self) -> dict[str, Any]:
         with self._lock:
-            return self._to_json()
-
-    def _add(self, view: View) -> None:
-        self._skipped += 1
-        if self._skipped >= self._every:
-            self._skipped = 0
-            self._doing.append((view.at, Counter(_cause(worker) for worker in view.workers)))
-            if len(self._doing) > _MOST_SAMPLES:
-                del self._doing[::2]
-                self._every *= 2
-        for worker in view.workers:
-            if worker.version is not None and (worker.part.name in self._versions or self._has_room):
-                changes = self._versions.setdefault(worker.part.name, [])
-                if not changes or changes[-1][1] != worker.version:
-                    changes.append((view.at, worker.version))
-                    del changes[:-_MOST_CHANGES]
-
-    def _to_json(self) -> dict[str, Any]:
-        causes = sorted({cause for _, counts in self._doing for cause in counts})
-        return {
-            "idle": {
-                "at": [at for at, _ in self._doing],
-                "series": {cause: [counts[cause] for _, counts in self._doing] for cause in causes},
-            },
-            "versions": {name: list(changes) for name, changes in sorted(self._versions.items())},
-        }
-
-    @property
-    def _has_room(self) -> bool:
-        return len(self._versions) < _MOST_WORKERS
+            causes = sorted({cause for _, counts in self._doing for cause in counts})
+            return {
+                "idle": {
+                    "at": [at for at, _ in self._doing],
+                    "series": {cause: [counts[cause] for _, counts in self._doing] for cause in causes},
+                },
+                "versions": {name: list(changes) for name, changes in sorted(self._versions.items())},
+            }
 
 
 def _cause(worker: Worker) -> str:

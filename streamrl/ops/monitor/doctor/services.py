@@ -1,8 +1,15 @@
-"""The Redis of the run: there, new enough, keeping what it is given, quick."""
+"""What the run asks of others.
+
+Its Redis: there, new enough, keeping what it is given, quick.
+Its reward sources: servers answer, functions can be found.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from statistics import median
 from typing import Any
@@ -10,16 +17,18 @@ from typing import Any
 import redis
 
 from streamrl.config.load import Loaded
-from streamrl.config.places import EMBEDDED_REDIS
+from streamrl.config.places import EMBEDDED_REDIS, LOCAL_REWARD_SERVER
+from streamrl.config.schema import FunctionReward
 from streamrl.ops.monitor.doctor.finding import Finding, error, ok, warning
-from streamrl.ops.monitor.units import size
 from streamrl.protocol.transport.address import server_name
 from streamrl.protocol.transport.connection import connect, needed_memory, server_faults
 from streamrl.protocol.transport.embedded import find_server
 from streamrl.protocol.weights.stores import budget_in_redis
+from streamrl.terminal import size
 
 _PINGS = 20
 _SLOW_MS, _TOO_SLOW_MS = 5.0, 100.0
+_TIMEOUT_S = 5.0  # of a reward server
 
 
 def check_redis(loaded: Loaded) -> Iterator[Finding]:
@@ -84,3 +93,43 @@ def _latency(client: redis.Redis) -> Finding:
     if typical > _SLOW_MS:
         return warning("redis latency", told, "run Redis nearer: each step takes some round trips")
     return ok("redis latency", told)
+
+
+def check_rewards(loaded: Loaded) -> Iterator[Finding]:
+    for name, source in loaded.config.rewards.items():
+        label = f"reward {name}"
+        if isinstance(source, FunctionReward):
+            yield _reward_function(label, source)
+        else:
+            yield from (_reward_server(label, url) for url in source.urls)
+
+
+def _reward_function(label: str, source: FunctionReward) -> Finding:
+    """A module is looked for and not imported: whether its code may run is for the workers to say."""
+    module, colon, _ = source.target.rpartition(":")
+    if not colon:
+        return ok(label, f"built in: {source.target}")
+    if module.endswith(".py"):
+        return ok(label, f"function in {module}")  # `files` has seen to it
+    try:
+        there = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        there = False
+    if not there:
+        return error(label, f"no module {module!r} here", "install it where workers run, or give a path to a .py file")
+    return ok(label, f"function in module {module}")
+
+
+def _reward_server(label: str, address: str) -> Finding:
+    if address == LOCAL_REWARD_SERVER:
+        return ok(label, "the reward server that `streamrl up` starts here")
+    url = f"{address.rstrip('/')}/health"
+    began = time.perf_counter()
+    try:
+        with urllib.request.urlopen(url, timeout=_TIMEOUT_S):
+            pass
+    except urllib.error.HTTPError as answer:  # something serves there; it need not know /health
+        return warning(label, f"{url} answers {answer.code}", "look whether a reward server is there")
+    except (OSError, ValueError) as failed:
+        return error(label, f"{url} does not answer: {failed}", "start it, or mend the source's url")
+    return ok(label, f"{address} answers in {1000 * (time.perf_counter() - began):.0f} ms")
