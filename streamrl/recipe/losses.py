@@ -23,6 +23,12 @@ tokens is published, or a pair (sum, count); over all ranks, as `loss/NAME`. Thr
     weight    what the loss made of r; KL in the loss is weighed by it (by 1 where a loss has none)
     clipped   a bound changed what the token teaches     published as policy/clipped_fraction
     masked    a bound took the token out                 published as policy/masked_fraction
+
+Beside them stand estimates of KL(pi || pi_ref) from the sampled tokens alone, with d = log pi - log pi_ref:
+
+    k1 = d                  unbiased, may be negative
+    k2 = d^2 / 2            its gradient is the gradient of the KL
+    k3 = exp(-d) - 1 + d    unbiased and never negative
 """
 
 from __future__ import annotations
@@ -149,6 +155,22 @@ LOSSES: Mapping[str, Callable[..., Losses]] = {
     "decoupled": decoupled,
     "none": uncorrected,
 }
+
+
+def k1(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
+    return logprobs - reference_logprobs
+
+
+def k2(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
+    return 0.5 * (logprobs - reference_logprobs) ** 2
+
+
+def k3(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
+    difference = reference_logprobs - logprobs
+    return difference.expm1() - difference
+
+
+KL_ESTIMATES: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 
 
 def ratios(logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> torch.Tensor:  # [T]

@@ -20,7 +20,7 @@ from streamrl.learner.model.pretrained import load_model
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.group import Group
 from streamrl.recipe.algorithms import make_algorithm
-from streamrl.recipe.kl import k1, k2, k3
+from streamrl.recipe.losses import k1, k2, k3
 from tests.learner_cases import group_of, learner_config, random_groups
 from tests.plain_objective import plain_logprobs, plain_loss
 from tests.tiny_models import make_model
