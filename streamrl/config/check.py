@@ -14,6 +14,7 @@ from typing import Any
 
 from streamrl.config import places
 from streamrl.config.explain import Problem, show
+from streamrl.config.load import Where
 from streamrl.config.schema import Algorithm, Config, Sampling
 from streamrl.errors import ConfigError
 from streamrl.protocol.wire.agreed import MAX_GROUP_TOKENS, MAX_REWARD_SOURCES, MAX_SAMPLES, MAX_TOKENS
@@ -29,8 +30,6 @@ _LIMITS: Mapping[str, tuple[Callable[[float], bool], str]] = {  # arguments of l
     "high": (lambda high: high >= 1, f"of at least 1: {_AT_ONE}"),
 }
 _MAX_TIME = re.compile(r"(\d+):([01]\d|2[0-3]):([0-5]\d):([0-5]\d)\Z")
-
-Where = Callable[[str], str | None]
 
 
 def check_config(config: Config, where: Where = lambda _key: None) -> None:
