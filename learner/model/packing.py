@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 
 import numpy as np
@@ -69,13 +69,9 @@ class MicroBatch:
         return seen[:, None]
 
     def to(self, device: torch.device) -> MicroBatch:
-        if device.type == "cpu":
-            return self
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name, value in values.items():
-            if isinstance(value, torch.Tensor):
-                values[name] = value.to(device, non_blocking=True)
-        return MicroBatch(**values)
+        held = {f.name: getattr(self, f.name) for f in fields(self)}
+        tensors = {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
+        return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
 
 
 def additive(mask: torch.Tensor) -> torch.Tensor:

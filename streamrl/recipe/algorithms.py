@@ -4,6 +4,7 @@ An algorithm is asked these things, in this order, and never blocks:
 
     drop_reason(header)     rank 0, before a group is planned: why it is not to be trained, or None
     select(group)           which samples have a loss, and which count in the mean
+    penalty(mu, reference)  what each token costs its sample's reward, as a mean over the sample's tokens
     advantages(group, ...)  a number for each token, from this group's own samples only, so that ranks need not talk
     loss(batch)             a number for each token; the loop weighs and sums them, once for each pass over the batch:
 
@@ -11,7 +12,8 @@ An algorithm is asked these things, in this order, and never blocks:
                                                     weight_t = 1 / T           loss_mean: token
 
 where N counts the samples that `select` counts and T the trained tokens, both over the whole global batch: so the loss
-is one and the same however the batch is cut into micro-batches and ranks.
+is one and the same however the batch is cut into micro-batches and ranks. What costs something to make is asked for:
+the reference's log-probs (`needs_reference`), and an entropy that carries a gradient (`needs_entropy`).
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from streamrl.errors import ConfigError
 from streamrl.protocol.wire.group import Group, GroupHeader
-from streamrl.recipe.advantages import ADVANTAGES, PerToken, ScoredGroup, given, per_token, scaled_by_std
+from streamrl.recipe.advantages import ADVANTAGES, PerToken, ScoredGroup, per_token, scaled_by_std
 from streamrl.recipe.losses import KL_ESTIMATES, LOSSES, Losses, Metric, TokenBatch, needs_of, uncorrected
 from streamrl.recipe.own import FORMS, bind, describe, is_own, load_function
 
@@ -50,20 +52,6 @@ class Judged:
 
     values: PerToken  # n times [T_i]
     baselines: npt.NDArray[np.float64]  # [n] what was taken off the reward, in the mean over a sample's tokens
-
-
-class Algorithm(Protocol):
-    needs_reference: bool  # ask for the reference's log-probs
-    needs_entropy: bool  # ask for an entropy that carries a gradient
-
-    def drop_reason(self, header: GroupHeader) -> str | None: ...
-    def select(self, group: Group) -> Selection: ...
-    def penalty(self, behaviour_logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
-        """[T] what each token costs its sample's reward, as a mean over the sample's tokens."""
-        ...
-
-    def advantages(self, group: Group, penalties: npt.NDArray[np.float64]) -> Judged: ...
-    def loss(self, batch: TokenBatch) -> Losses: ...
 
 
 class Reinforce:
@@ -183,12 +171,14 @@ class RejectionSampling:
         return behaviour_logprobs.new_zeros(behaviour_logprobs.shape)
 
     def advantages(self, group: Group, penalties: npt.NDArray[np.float64]) -> Judged:
-        return Judged(values=given(group.header.sample_lengths), baselines=np.zeros_like(penalties))
+        values = tuple(np.ones(length) for length in group.header.sample_lengths)
+        return Judged(values=values, baselines=np.zeros_like(penalties))
 
     def loss(self, batch: TokenBatch) -> Losses:
         return uncorrected(batch)
 
 
+Algorithm = Reinforce | RejectionSampling
 ALGORITHMS: Mapping[str, Callable[[Settings], Algorithm]] = {
     "reinforce": Reinforce,
     "rejection_sampling": RejectionSampling,
