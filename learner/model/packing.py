@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import groupby
 
 import numpy as np
@@ -70,8 +70,9 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         held = {f.name: getattr(self, f.name) for f in fields(self)}
-        tensors = {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
-        return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
+        return MicroBatch(
+            **{k: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v for k, v in held.items()}
+        )
 
 
 def additive(mask: torch.Tensor) -> torch.Tensor:

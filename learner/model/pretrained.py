@@ -141,7 +141,7 @@ def _build(path: str, attention: str) -> transformers.PreTrainedModel:
         config = transformers.AutoConfig.from_pretrained(path, **_no_dropout(read_config(path)))
         with torch.device("meta"):
             model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation=_attention_of(config, attention)
+                config, dtype=torch.float32, attn_implementation=attention_of(config, attention)
             )
     except _UNLOADABLE as error:
         raise unusable(path, "be loaded as a causal language model", error) from error
@@ -162,22 +162,13 @@ def load_model(path: str, *, attention: str = MASKED) -> transformers.PreTrained
     """Whole, on the host, in fp32."""
     try:
         quiet = _no_dropout(read_config(path))
-        attention = _attention_of(transformers.AutoConfig.from_pretrained(path), attention)
+        attention = attention_of(transformers.AutoConfig.from_pretrained(path), attention)
         model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation=attention, **quiet
         )
     except _UNLOADABLE as error:
         raise unusable(path, "be loaded as a causal language model", error) from error
     return model
-
-
-def _attention_of(config: transformers.PretrainedConfig, wished: str) -> str:
-    known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
-    if type(config) not in known:
-        raise ValueError(f"transformers knows no causal language model of type {config.model_type!r}")
-    model_class = known[type(config)]
-    assert isinstance(model_class, type), "transformers promises a pair, which only tasks with two models have"
-    return attention_of(model_class, config, wished)
 
 
 def _no_dropout(config: transformers.PretrainedConfig) -> dict[str, float]:

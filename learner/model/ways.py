@@ -47,10 +47,13 @@ class Way:
         return self.layout + varlen + (", own logits" if self.own_logits else "")
 
 
-def attention_of(
-    model_class: type[transformers.PreTrainedModel], config: transformers.PretrainedConfig, wished: str
-) -> str:
-    """What the model can have of it: some know nothing but their own plain attention."""
+def attention_of(config: transformers.PretrainedConfig, wished: str) -> str:
+    """What the model can have of it: some know nothing but their own plain attention. ValueError: it is no model."""
+    known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) not in known:
+        raise ValueError(f"transformers knows no causal language model of type {config.model_type!r}")
+    model_class = known[type(config)]
+    assert isinstance(model_class, type), "transformers promises a pair, which only tasks with two models have"
     # PyTorch's attention has no soft cap, and transformers leaves it out without a word.
     if not model_class._supports_sdpa or getattr(config.get_text_config(), "attn_logit_softcapping", None):
         return EAGER

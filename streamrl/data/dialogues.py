@@ -8,12 +8,11 @@ written once. Reads line by line; both files appear whole or not at all.
 
 from __future__ import annotations
 
-import gzip
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from streamrl.data.texts import read_texts
 from streamrl.errors import DataError
 from streamrl.files import write_durably
 
@@ -28,7 +27,8 @@ class Converted:
 
 
 def convert(source: Path, *, pairs: Path, prompts: Path) -> Converted:
-    found = [split(chosen, rejected) for chosen, rejected in _dialogues(source)]
+    rows = read_texts(source, "chosen", "rejected", what="dialogues")
+    found = [split(row["chosen"], row["rejected"]) for _, row in rows]
     kept = [pair for pair in found if pair is not None]
     if not kept:
         raise DataError(f"{source} holds no two dialogues that part in the words after {ASSISTANT.strip()!r}")
@@ -48,28 +48,6 @@ def split(chosen: str, rejected: str) -> dict[str, str] | None:
         return None
     end += len(ASSISTANT)
     return {"prompt": chosen[:end], "chosen": chosen[end:], "rejected": rejected[end:]}
-
-
-def _dialogues(source: Path) -> Iterator[tuple[str, str]]:
-    open_text = gzip.open if source.suffix == ".gz" else open
-    try:
-        with open_text(source, "rt", encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield _dialogue(line, f"{source}:{number}")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read the dialogues {str(source)!r}: {error}") from None
-
-
-def _dialogue(line: str, place: str) -> tuple[str, str]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{place}: not JSON: {error}") from None
-    chosen, rejected = (row.get(key) if isinstance(row, dict) else None for key in ("chosen", "rejected"))
-    if not isinstance(chosen, str) or not isinstance(rejected, str):
-        raise DataError(f'{place}: expected {{"chosen": dialogue, "rejected": dialogue}}, got {line:.80}')
-    return chosen, rejected
 
 
 def _lines(rows: list[dict[str, str]]) -> bytes:
