@@ -47,7 +47,7 @@ from streamrl.learner.model.policy import Policy, evaluating
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.group import Group
 from streamrl.recipe.advantages import STD_FLOOR, PerToken, discounted
-from streamrl.recipe.algorithms import Algorithm, Judged, Selection
+from streamrl.recipe.algorithms import Algorithm, Selection
 from streamrl.recipe.losses import TokenBatch
 
 Reference = Callable[[MicroBatch], torch.Tensor]  # [T] log-probs under the frozen policy
@@ -82,7 +82,8 @@ class Gradients:
         beat: Callable[[], None],  # called after each micro-batch: a long step is no stall
     ) -> None:
         assert reference is not None or not algorithm.needs_reference
-        self._policy, self._reference, self._algorithm = policy, reference, algorithm
+        self._policy, self._algorithm = policy, algorithm
+        self._reference = reference if algorithm.needs_reference else None
         self._settings = config.algorithm
         self._max_tokens = config.training.micro_batch_tokens
         self._world, self._beat = world, beat
@@ -92,10 +93,11 @@ class Gradients:
         selections = [self._algorithm.select(group) for group in groups]
         pieces = _pieces(groups, selections)
         micro_batches = self._micro_batches(pieces)
-        reference_logprobs = [self._ask_reference(batch) for batch in micro_batches]
+        reference_logprobs = [self._reference(batch) if self._reference else None for batch in micro_batches]
         samples = [sample for group in groups for sample in group.samples]
         lengths = torch.tensor([len(sample.token_ids) for sample in samples], dtype=torch.int64)
-        advantages = self._advantages(groups, pieces, micro_batches, reference_logprobs, tally)
+        penalties = self._penalties(len(samples), micro_batches, reference_logprobs, tally)
+        advantages = self._advantages(groups, pieces, penalties, tally)
         staleness = [tally.staleness(sample) for sample in samples]
         fresh = torch.tensor([tally.is_fresh(sample) for sample in samples], dtype=torch.bool)
         return Batch(
@@ -161,26 +163,15 @@ class Gradients:
         batches += [empty_micro_batch() for _ in range(most - len(batches))]
         return [batch.to(self._world.device) for batch in batches]
 
-    def _ask_reference(self, batch: MicroBatch) -> torch.Tensor | None:
-        return self._reference(batch) if self._reference is not None and self._algorithm.needs_reference else None
-
     def _advantages(
-        self,
-        groups: Sequence[Group],
-        pieces: Sequence[Piece],
-        batches: Sequence[MicroBatch],
-        reference_logprobs: Sequence[torch.Tensor | None],
-        tally: Tally,
+        self, groups: Sequence[Group], pieces: Sequence[Piece], penalties: npt.NDArray[np.float64], tally: Tally
     ) -> PerToken:  # samples times [T_i]
-        penalties = self._penalties(sum(len(group.samples) for group in groups), batches, reference_logprobs, tally)
-        judged: list[Judged] = []
-        start = 0
+        values: PerToken = ()
         for group in groups:
-            own = penalties[start : start + len(group.samples)]
-            judged.append(self._algorithm.advantages(group, own))
-            tally.add_group(group, judged[-1].baselines, own)
-            start += len(group.samples)
-        values = tuple(each for of_group in judged for each in of_group.values)
+            own = penalties[len(values) : len(values) + len(group.samples)]
+            judged = self._algorithm.advantages(group, own)
+            tally.add_group(group, judged.baselines, own)
+            values += judged.values
         return discounted(self._normalized(values, pieces), self._settings.discount_factor)
 
     def _normalized(self, values: PerToken, trained: Sequence[Piece]) -> PerToken:

@@ -69,10 +69,11 @@ class MicroBatch:
         return seen[:, None]
 
     def to(self, device: torch.device) -> MicroBatch:
-        held = {f.name: getattr(self, f.name) for f in fields(self)}
-        return MicroBatch(
-            **{k: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v for k, v in held.items()}
-        )
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                values[name] = value.to(device, non_blocking=True)
+        return MicroBatch(**values)
 
 
 def additive(mask: torch.Tensor) -> torch.Tensor:

@@ -67,8 +67,8 @@ class Reinforce:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._loss = _function("loss", settings.loss, settings.loss_args, LOSSES, "batch")
-        self._advantages = _function("advantages", settings.advantages, settings.advantages_args, ADVANTAGES, "group")
+        self._loss = _function(settings, "loss", LOSSES, "batch")
+        self._advantages = _function(settings, "advantages", ADVANTAGES, "group")
         self._kl_in = settings.kl.placement if settings.kl.coefficient > 0 else "none"
         self._estimate_kl = KL_ESTIMATES[settings.kl.estimator]
         asked = needs_of(self._loss.func)
@@ -76,16 +76,15 @@ class Reinforce:
         self.needs_entropy = "entropy" in asked
 
     def drop_reason(self, header: GroupHeader) -> str | None:
-        may_teach = usable(header.sample_finished, mask_unfinished=self._settings.mask_unfinished)
-        rewards = np.asarray(header.sample_rewards)[may_teach]
         if not self._settings.drop_zero_variance:
             return None
+        rewards = np.asarray(header.sample_rewards)[usable(header, self._settings)]
         if len(rewards) < 2:
             return "too_few_finished"
         return "zero_variance" if (rewards == rewards[0]).all() else None
 
     def select(self, group: Group) -> Selection:
-        may_teach = usable(group.header.sample_finished, mask_unfinished=self._settings.mask_unfinished)
+        may_teach = usable(group.header, self._settings)
         return Selection(trained=may_teach, counted=np.ones_like(may_teach))
 
     def penalty(self, behaviour_logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:  # [T]
@@ -98,7 +97,7 @@ class Reinforce:
         header, samples = group.header, group.samples
         scored = ScoredGroup(
             rewards=np.asarray(header.sample_rewards, dtype=np.float64) - penalties,
-            may_teach=usable(header.sample_finished, mask_unfinished=self._settings.mask_unfinished),
+            may_teach=usable(header, self._settings),
             lengths=np.asarray(header.sample_lengths, dtype=np.int64),
             finish_reasons=tuple(sample.finish_reason for sample in samples),
             masks=tuple(sample.loss_mask() for sample in samples),
@@ -156,11 +155,10 @@ class RejectionSampling:
         self._settings = settings
 
     def drop_reason(self, header: GroupHeader) -> str | None:
-        may_win = usable(header.sample_finished, mask_unfinished=self._settings.mask_unfinished)
-        return None if may_win.any() else "too_few_finished"
+        return None if usable(header, self._settings).any() else "too_few_finished"
 
     def select(self, group: Group) -> Selection:
-        may_win = usable(group.header.sample_finished, mask_unfinished=self._settings.mask_unfinished)
+        may_win = usable(group.header, self._settings)
         rewards = np.where(may_win, group.header.sample_rewards, -np.inf)
         winners = np.zeros_like(may_win)
         winners[np.argsort(-rewards, kind="stable")[: self._settings.top_n]] = True
@@ -190,15 +188,14 @@ def make_algorithm(settings: Settings) -> Algorithm:
     return ALGORITHMS[settings.name](settings)
 
 
-def usable(finished: npt.ArrayLike, *, mask_unfinished: bool) -> npt.NDArray[np.bool_]:  # [n]
+def usable(header: GroupHeader, settings: Settings) -> npt.NDArray[np.bool_]:  # [n]
     """Samples that may teach: those that ended by themselves, or all where the setting says so."""
-    ended = np.asarray(finished, dtype=np.bool_)
-    return ended if mask_unfinished else np.ones_like(ended)
+    ended = np.asarray(header.sample_finished, dtype=np.bool_)
+    return ended if settings.mask_unfinished else np.ones_like(ended)
 
 
-def _function(
-    key: str, target: str, arguments: Mapping[str, Any], known: Mapping[str, Callable[..., Any]], parameter: str
-) -> partial[Any]:
+def _function(settings: Settings, key: str, known: Mapping[str, Callable[..., Any]], parameter: str) -> partial[Any]:
+    target, arguments = getattr(settings, key), getattr(settings, f"{key}_args")
     if target not in known and not is_own(target):
         raise ConfigError(f"algorithm.{key} = {target!r}: must be one of {', '.join(known)}, or {FORMS}")
     try:
