@@ -53,7 +53,7 @@ def export(policy: Policy, tokenizer: Tokenizer, config: schema.Config, world: W
         nn.Module.to(model, dtype)
         missing = set(weights) ^ {name for name, _ in model.named_parameters()}
         assert not missing, f"names of the trained and of the original model differ: {sorted(missing)}"
-        if unread.sources:
+        if unread:
             model.save_pretrained(temporary, state_dict=weights)
         else:
             model.load_state_dict(weights, strict=False)

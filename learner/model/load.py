@@ -14,12 +14,7 @@ from dataclasses import dataclass
 import torch
 import transformers
 from torch import nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard, register_fsdp_forward_method
 from torch.utils import swap_tensors
 
 from streamrl.config import schema
@@ -28,7 +23,7 @@ from streamrl.learner.model.attention import choose
 from streamrl.learner.model.logprobs import Head
 from streamrl.learner.model.lora import inject_adapters
 from streamrl.learner.model.policy import Policy
-from streamrl.learner.model.pretrained import StoredWeights, begin_model, read_config, unusable
+from streamrl.learner.model.pretrained import Sources, begin_model, read_config, read_weights, unusable
 from streamrl.learner.model.settle import settle
 from streamrl.learner.model.ways import refuse_long
 from streamrl.learner.process.ranks import World
@@ -40,7 +35,7 @@ _HOST = torch.device("cpu")
 def load_policy(config: schema.Config, world: World, end_ids: tuple[int, ...]) -> Policy:
     """The model to train, as the hub or the folder has it, with fp32 masters, or float64 ones."""
     attention = choose(config.model, world.device)
-    model, weights = begin_model(config.model.path, attention=attention, device=world.device)
+    model, sources = begin_model(config.model.path, attention=attention, device=world.device)
     refuse_long(model, config.data.max_prompt_tokens + config.sampling.max_tokens)
     if config.model.lora is not None:
         inject_adapters(model, config.model.lora, world.device)
@@ -48,7 +43,7 @@ def load_policy(config: schema.Config, world: World, end_ids: tuple[int, ...]) -
         _cast(model, torch.float64)
     if config.model.gradient_checkpointing:
         _checkpoint(model)
-    policy = fill(shard(make_policy(model, config, end_ids).train(), world), weights, world.device)
+    policy = fill(shard(make_policy(model, config, end_ids).train(), world), sources, world.device)
     settle(policy, world, wished=attention)
     return policy
 
@@ -61,25 +56,20 @@ def _checkpoint(model: transformers.PreTrainedModel) -> None:
 
 
 def load_reference(
-    config: schema.Config,
-    world: World,
-    end_ids: tuple[int, ...],
-    *,
-    like: Policy | None = None,
-    on_host: bool = False,
+    config: schema.Config, world: World, end_ids: tuple[int, ...], *, like: Policy | None = None, on_host: bool = False
 ) -> Policy:
     """The policy as it was before the run: always from `model.path`, so that resuming never moves it.
 
     It is asked in the way of `like`, whose micro-batches it gets.
     """
     attention = choose(config.model, world.device)
-    model, weights = begin_model(config.model.path, attention=attention, device=world.device)
+    model, sources = begin_model(config.model.path, attention=attention, device=world.device)
     _cast(model.requires_grad_(False), getattr(torch, config.model.dtype))
     reference = make_policy(model, config, end_ids)
     if like is not None:
         reference.take(like.way, like.head)
     reference = shard(reference, world, on_host=on_host)
-    return fill(reference, weights, _HOST if on_host else world.device)
+    return fill(reference, sources, _HOST if on_host else world.device)
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
@@ -88,13 +78,13 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
-def fill(policy: Policy, weights: StoredWeights, device: torch.device) -> Policy:
+def fill(policy: Policy, sources: Sources, device: torch.device) -> Policy:
     """Memory for what this rank holds, and its values."""
     for parameter in policy.parameters():
         if parameter.is_meta:
             empty = torch.empty_like(parameter, device=device)
             swap_tensors(parameter, nn.Parameter(empty, requires_grad=parameter.requires_grad))
-    weights.fill(policy.model)
+    read_weights(policy.model, sources)
     return policy
 
 
@@ -130,13 +120,6 @@ def _blocks(module: nn.Module, names: set[str]) -> Iterator[nn.Module]:
             yield from _blocks(child, names)
 
 
-def _read_tokenizer(path: str) -> transformers.PreTrainedTokenizerBase:
-    try:
-        return transformers.AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise unusable(path, "give a tokenizer", error) from error
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerInfo:
     """What model and tokenizer must agree on with every worker."""
@@ -150,7 +133,10 @@ class TokenizerInfo:
 def read_tokenizer_info(path: str) -> TokenizerInfo:
     """Tokenizer and configuration, no weights."""
     config = read_config(path)
-    tokenizer = _read_tokenizer(path)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise unusable(path, "give a tokenizer", error) from error
     try:
         generation_eos = transformers.GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:  # a model need not bring one

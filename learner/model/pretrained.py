@@ -46,19 +46,17 @@ class Source:
     name: str  # within the file
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredWeights:
-    """Where each parameter of a model lies; nothing, for a model that is whole already."""
+# Where each parameter of a model lies, by its name before adapters; nothing, for a model that is whole already.
+Sources = Mapping[str, Source]
 
-    sources: Mapping[str, Source]  # by the model's own name, before adapters
 
-    def fill(self, model: nn.Module) -> None:
-        """Read what this rank holds; adapters stay as they are."""
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                source = self.sources.get(base_name(name))
-                if source is not None:
-                    _read(source, parameter)
+@torch.no_grad()
+def read_weights(model: nn.Module, sources: Sources) -> None:
+    """What this rank holds; adapters stay as they are."""
+    for name, parameter in model.named_parameters():
+        source = sources.get(base_name(name))
+        if source is not None:
+            _read(source, parameter)
 
 
 def _read(source: Source, parameter: torch.Tensor) -> None:
@@ -68,20 +66,18 @@ def _read(source: Source, parameter: torch.Tensor) -> None:
         rows.copy_(file.get_slice(source.name)[first : first + len(rows)])
 
 
-def begin_model(
-    path: str, *, attention: str, device: torch.device
-) -> tuple[transformers.PreTrainedModel, StoredWeights]:
+def begin_model(path: str, *, attention: str, device: torch.device) -> tuple[transformers.PreTrainedModel, Sources]:
     """The model on `meta` with what is to be read into it; or whole on the device, and nothing to read."""
     model = _build(path, attention)
     try:
-        weights = StoredWeights(sources=_match(model, path))
+        sources = _match(model, path)
     except (OSError, SafetensorError, _Unlike) as reason:
         log.info("weights are loaded whole", model=path, reason=str(reason))
         model = load_model(path, attention=attention)
         nn.Module.to(model, device)
-        return model, StoredWeights(sources={})
+        return model, {}
     _move_buffers(model, lambda buffer: buffer.to(device))
-    return model, weights
+    return model, sources
 
 
 class _Unlike(Exception):
@@ -138,7 +134,7 @@ def _file(path: str, name: str) -> Path:
 def _build(path: str, attention: str) -> transformers.PreTrainedModel:
     """Parameters on `meta`; buffers on the host, with what the model computes into them."""
     try:
-        config = transformers.AutoConfig.from_pretrained(path, **_no_dropout(read_config(path)))
+        config = transformers.AutoConfig.from_pretrained(path, **_no_dropout(path))
         with torch.device("meta"):
             model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation=attention_of(config, attention)
@@ -161,20 +157,20 @@ def _move_buffers(model: nn.Module, move: Callable[[torch.Tensor], torch.Tensor]
 def load_model(path: str, *, attention: str = MASKED) -> transformers.PreTrainedModel:
     """Whole, on the host, in fp32."""
     try:
-        quiet = _no_dropout(read_config(path))
         attention = attention_of(transformers.AutoConfig.from_pretrained(path), attention)
         model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation=attention, **quiet
+            path, dtype=torch.float32, attn_implementation=attention, **_no_dropout(path)
         )
     except _UNLOADABLE as error:
         raise unusable(path, "be loaded as a causal language model", error) from error
     return model
 
 
-def _no_dropout(config: transformers.PretrainedConfig) -> dict[str, float]:
+def _no_dropout(path: str) -> dict[str, float]:
     """Dropout would make pi differ from what the engine sampled from; so would other noise of training."""
     marks = ("dropout", "pdrop", "layerdrop", "dropout_prob", "jitter_noise")
-    return {name: 0.0 for name, value in config.to_dict().items() if isinstance(value, float) and name.endswith(marks)}
+    settings = read_config(path).to_dict()
+    return {name: 0.0 for name, value in settings.items() if isinstance(value, float) and name.endswith(marks)}
 
 
 def read_config(path: str) -> transformers.PretrainedConfig:

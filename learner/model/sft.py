@@ -101,7 +101,7 @@ def _share_of_lr(step: int, num_steps: int) -> float:
     return min(1.0, (step + 1) / _WARMUP_STEPS) * (0.1 + 0.9 * cosine)
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m streamrl.learner.model.sft", description=__doc__.partition("\n")[0]
     )
@@ -112,11 +112,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch's choice")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = vars(_arguments(argv))
+    arguments = vars(parser.parse_args(argv))
     if threads := arguments.pop("threads"):
         torch.set_num_threads(threads)
     transformers.logging.set_verbosity_error()

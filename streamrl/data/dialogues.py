@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from streamrl.data.texts import read_texts
@@ -40,10 +41,8 @@ def convert(source: Path, *, pairs: Path, prompts: Path) -> Converted:
 
 def split(chosen: str, rejected: str) -> dict[str, str] | None:
     """The pair of two dialogues; None when no turn of the assistant begins alike in both, or they do not differ."""
-    same = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
-    if same is None:
-        same = min(len(chosen), len(rejected))
-    end = chosen.rfind(ASSISTANT, 0, same)
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
+    end = chosen.rfind(ASSISTANT, 0, len(list(same)))
     if end < 0 or chosen == rejected:
         return None
     end += len(ASSISTANT)

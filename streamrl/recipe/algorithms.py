@@ -29,7 +29,7 @@ import numpy.typing as npt
 from streamrl.errors import ConfigError
 from streamrl.protocol.wire.group import Group, GroupHeader
 from streamrl.recipe.advantages import ADVANTAGES, PerToken, ScoredGroup, per_token, scaled_by_std
-from streamrl.recipe.losses import KL_ESTIMATES, LOSSES, Losses, Metric, TokenBatch, needs_of, uncorrected
+from streamrl.recipe.losses import KL_ESTIMATES, LOSSES, Losses, Metric, TokenBatch, uncorrected
 from streamrl.recipe.own import FORMS, bind, describe, is_own, load_function
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Reinforce:
         self._advantages = _function(settings, "advantages", ADVANTAGES, "group")
         self._kl_in = settings.kl.placement if settings.kl.coefficient > 0 else "none"
         self._estimate_kl = KL_ESTIMATES[settings.kl.estimator]
-        asked = needs_of(self._loss.func)
+        asked = getattr(self._loss.func, "needs", frozenset())
         self.needs_reference = self._kl_in != "none" or "reference" in asked
         self.needs_entropy = "entropy" in asked
 
