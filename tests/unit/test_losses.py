@@ -13,10 +13,9 @@ import torch
 from streamrl.config import schema
 from streamrl.learner.metrics.tally import Tally
 from streamrl.learner.model.gradients import Gradients
-from streamrl.learner.model.load import Policy, load_policy
+from streamrl.learner.model.load import Policy, load_model, load_policy
 from streamrl.learner.model.logprobs import Head
 from streamrl.learner.model.packing import MicroBatch
-from streamrl.learner.model.pretrained import load_model
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.group import Group
 from streamrl.recipe.algorithms import make_algorithm
