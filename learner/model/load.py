@@ -36,13 +36,12 @@ from transformers.utils.hub import cached_file
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError, DataError
-from streamrl.learner.model.attention import MASKED, choose
 from streamrl.learner.model.logprobs import Head
 from streamrl.learner.model.lora import base_name, inject_adapters
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.model.settle import settle
 from streamrl.learner.model.tensors import held_rows
-from streamrl.learner.model.ways import attention_of, refuse_long
+from streamrl.learner.model.ways import MASKED, attention_of, choose, refuse_long
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.agreed import fingerprint, stop_ids
 

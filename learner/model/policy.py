@@ -26,10 +26,9 @@ import transformers
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from streamrl.learner.model.attention import EAGER, VARLEN
 from streamrl.learner.model.logprobs import Head, LogProbs, given_logprobs, project, token_logprobs
 from streamrl.learner.model.packing import MicroBatch, Piece, Shape, additive
-from streamrl.learner.model.ways import Way, decoder_of, layer_types, ways_of
+from streamrl.learner.model.ways import EAGER, VARLEN, Way, decoder_of, layer_types, ways_of
 
 _MOST_LOGITS = 1 << 26  # of a micro-batch whose logits are the model's own: 256 MiB in fp32, several times
 _HEAD_TOLERANCE = 1e-4
