@@ -1,7 +1,7 @@
 """The learner's step on a GPU: random models of 0.5 and 1.5 billion parameters in bf16, and long-tailed lengths.
 
 Needs torch with CUDA and transformers, and neither vLLM nor a network. MFU counts useful operations only (see
-`learner.model.flops`) against what the maker states for dense bf16. The bare step is forward and backward of the same
+`learner.model.policy`) against what the maker states for dense bf16. The bare step is forward and backward of the same
 model on the same packed tokens, with the same attention and its own cross-entropy.
 """
 
@@ -18,7 +18,7 @@ from bench.measure import Rounds, Say, seconds
 from bench.report import Bar, Fact, Line
 from bench.stepping import Stepping
 from streamrl.errors import ResourceError
-from streamrl.learner.model.flops import peak_flops
+from streamrl.learner.model.policy import peak_flops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

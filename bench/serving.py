@@ -34,7 +34,6 @@ from bench.serving_engine import GROUP_SIZE, MAX_TOKENS, PROMPT_TOKENS, WatchedE
 from bench.training import make_model
 from bench.worker_model import make_tokenizer
 from streamrl.config import schema
-from streamrl.config.dump import config_to_json
 from streamrl.files import scratch_folder
 from streamrl.learner.process.background import BackgroundThread
 from streamrl.protocol.transport.connection import connect, connect_async
@@ -209,7 +208,7 @@ async def _opened(folder: Path, shared: Path, *, say: Say) -> AsyncIterator[_Sce
         client = stack.enter_context(connect(server.url, config.redis))
         store = RedisStore(client, keys)
         announcer = LearnerStream(client, keys, run_uid=RUN_UID, term=1, holder="bench", lease_s=600.0)
-        announcer.claim(config_json=config_to_json(config), fingerprint=facts.fingerprint, wait_s=0.0)
+        announcer.claim(config_json=config.model_dump_json(), fingerprint=facts.fingerprint, wait_s=0.0)
         announcer.restore(cursor=START)
         beside = BackgroundThread("publisher")
         stack.enter_context(beside.working(join_s=_TIMEOUT_S))

@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from bench.long_tailed import END, Size
 from streamrl.config import schema
 from streamrl.learner.metrics.tally import Tally
-from streamrl.learner.model.attention import choose
-from streamrl.learner.model.gradients import Gradients
+from streamrl.learner.model.gradients import Gradients, Update, make_optimizer, update
 from streamrl.learner.model.load import make_policy
-from streamrl.learner.model.optim import Update, make_optimizer, update
 from streamrl.learner.model.packing import MicroBatch
+from streamrl.learner.model.ways import choose
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.group import Group
 from streamrl.recipe.algorithms import make_algorithm

@@ -26,7 +26,6 @@ from bench.measure import Say, environment_as_it_was
 from bench.publishing import RUN_UID, Publishing
 from bench.report import Bar, Fact, Line
 from streamrl.config import schema
-from streamrl.config.dump import config_to_json
 from streamrl.files import scratch_folder
 from streamrl.permissions import Permissions
 from streamrl.protocol.transport.connection import connect, connect_async
@@ -113,7 +112,7 @@ async def _opened(folder: Path) -> AsyncIterator[_Scene]:
             await stack.enter_async_context(connect_async(server.url, config.redis)), keys, worker="0", lease_s=60.0
         )
         learner = LearnerStream(client, keys, run_uid=RUN_UID, term=1, holder="bench", lease_s=600.0)
-        learner.claim(config_json=config_to_json(config), fingerprint=facts.fingerprint, wait_s=0.0)
+        learner.claim(config_json=config.model_dump_json(), fingerprint=facts.fingerprint, wait_s=0.0)
         learner.restore(cursor=START)
         versions = _Versions(folder / "model", store)
         weights = _follower(versions, store, folder, facts)

@@ -30,10 +30,8 @@ from streamrl.learner.conductor import Conducting
 from streamrl.learner.groups.lag import oldest_trained_step
 from streamrl.learner.groups.plan import Fetched, GroupCheck, Kind, Outcome, Plan, fetch_groups
 from streamrl.learner.metrics.tally import Tally
-from streamrl.learner.model.flops import peak_flops
-from streamrl.learner.model.gradients import Batch, Gradients
-from streamrl.learner.model.optim import Update, learning_rate, update
-from streamrl.learner.model.policy import Policy
+from streamrl.learner.model.gradients import Batch, Gradients, Update, learning_rate, update
+from streamrl.learner.model.policy import Policy, peak_flops
 from streamrl.learner.publishing.publish import Publishing
 from streamrl.learner.publishing.schedule import PublishSchedule
 from streamrl.learner.rank_context import RankContext

@@ -16,8 +16,7 @@ from streamrl.learner.checkpoints.checkpoint import CheckpointRoot
 from streamrl.learner.checkpoints.save import Saver, load_state
 from streamrl.learner.conductor import Conducting
 from streamrl.learner.loop import Loop, Parts
-from streamrl.learner.model.gradients import Gradients, make_reference
-from streamrl.learner.model.optim import make_optimizer
+from streamrl.learner.model.gradients import Gradients, make_optimizer, make_reference
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.publishing.publish import Publishing
 from streamrl.learner.rank_context import RankContext

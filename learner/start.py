@@ -24,7 +24,6 @@ from pydantic import TypeAdapter
 
 from streamrl.config import schema
 from streamrl.config.changes import check_changes
-from streamrl.config.dump import config_to_json
 from streamrl.errors import ConfigError, DataError
 from streamrl.learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot
 from streamrl.learner.checkpoints.resume import ANY_DATA, changed_since_checkpoint
@@ -141,7 +140,7 @@ def admit(
     claimed = once_there_is_room(claim, patience_s=give_up_after_s, check=keeper.check)
     stream = server.stream(config, run_uid=claimed.term.run_uid, term=claimed.term.number)
     stream.claim(
-        config_json=config_to_json(config),
+        config_json=config.model_dump_json(),
         fingerprint=fingerprint,
         takeover=server.takeover,
         wait_s=config.learner.lease_s,

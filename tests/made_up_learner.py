@@ -11,7 +11,6 @@ import redis
 import transformers
 
 from streamrl.config import schema
-from streamrl.config.dump import config_to_json
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.learner import LearnerStream
 from streamrl.protocol.transport.types import START, Announcement
@@ -36,7 +35,9 @@ class MadeUpLearner:
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(config.model.path)
         facts = read_model(config.model.path, trust_remote_code=False)
         self.stream = LearnerStream(client, keys, run_uid=RUN_UID, term=EPOCH, holder="job", lease_s=600.0)
-        self.stream.claim(config_json=config_to_json(config), fingerprint=fingerprint or facts.fingerprint, wait_s=0.0)
+        self.stream.claim(
+            config_json=config.model_dump_json(), fingerprint=fingerprint or facts.fingerprint, wait_s=0.0
+        )
         self.stream.restore(cursor=START)
         self._world = World(open_store("redis:", client, keys), term=EPOCH)
         self._cursor: dict[Purpose, str] = {"train": START, "eval": START}

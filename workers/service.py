@@ -28,7 +28,7 @@ import redis.asyncio
 import structlog
 
 from streamrl.config import schema
-from streamrl.config.dump import config_from_json
+from streamrl.config.load import config_from_json
 from streamrl.errors import ConfigError, ResourceError, RunGone
 from streamrl.extras import need
 from streamrl.files import mirror_folder

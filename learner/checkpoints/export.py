@@ -19,13 +19,12 @@ from streamrl.config import schema
 from streamrl.files import replace_folder
 from streamrl.learner.checkpoints.checkpoint import Checkpoint
 from streamrl.learner.checkpoints.save import load_state
-from streamrl.learner.model.attention import MASKED
-from streamrl.learner.model.load import load_policy, read_tokenizer_info
+from streamrl.learner.model.gradients import make_optimizer
+from streamrl.learner.model.load import begin_model, load_model, load_policy, read_tokenizer_info
 from streamrl.learner.model.lora import adapter_parameters, merged_parameters, save_adapters
-from streamrl.learner.model.optim import make_optimizer
 from streamrl.learner.model.policy import Policy
-from streamrl.learner.model.pretrained import begin_model, load_model
 from streamrl.learner.model.tensors import whole
+from streamrl.learner.model.ways import MASKED
 from streamrl.learner.process.ranks import World
 
 ADAPTER = "adapter"  # folder within the export
@@ -53,7 +52,7 @@ def export(policy: Policy, tokenizer: Tokenizer, config: schema.Config, world: W
         nn.Module.to(model, dtype)
         missing = set(weights) ^ {name for name, _ in model.named_parameters()}
         assert not missing, f"names of the trained and of the original model differ: {sorted(missing)}"
-        if unread.sources:
+        if unread:
             model.save_pretrained(temporary, state_dict=weights)
         else:
             model.load_state_dict(weights, strict=False)

@@ -26,7 +26,7 @@ import structlog
 
 from streamrl.config import schema
 from streamrl.config.changes import Change, changes
-from streamrl.config.dump import config_from_json
+from streamrl.config.load import config_from_json
 from streamrl.errors import ConfigError, DataError
 from streamrl.files import fsync_folder
 from streamrl.learner.checkpoints.checkpoint import (

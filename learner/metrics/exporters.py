@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import structlog
 
 from streamrl.config import schema
-from streamrl.config.dump import dump_config
+from streamrl.config.load import dump_config
 from streamrl.errors import ConfigError
 
 _MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}  # by key within `metrics`

@@ -19,10 +19,8 @@ from torch import nn
 
 from streamrl.errors import DataError, UserError
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
-
-def convert(file: Path, output: Path, *, dtype: torch.dtype, say: Callable[[str], None]) -> None:
+def convert(file: Path, output: Path, say: Callable[[str], None]) -> None:
     if not file.is_file():
         raise DataError(f"{file}: no such file")
     say("step 1 of 3, the tokenizer")
@@ -31,7 +29,7 @@ def convert(file: Path, output: Path, *, dtype: torch.dtype, say: Callable[[str]
     read = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     model = plain(read)
     say("step 3 of 3, writing")
-    nn.Module.to(model, dtype)
+    nn.Module.to(model, torch.bfloat16)
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
 
@@ -48,26 +46,17 @@ def plain(read: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
     return model
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m streamrl.learner.model.from_gguf", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("--gguf", type=Path, required=True, help="the file")
     parser.add_argument("--output", type=Path, required=True, help="folder for the model")
-    parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="of the weights that are written")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch's choice")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _arguments(argv)
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
+    arguments = parser.parse_args(argv)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    dtype = _DTYPES[arguments.dtype]
     try:
-        convert(arguments.gguf, arguments.output, dtype=dtype, say=lambda text: print(text, flush=True))
+        convert(arguments.gguf, arguments.output, lambda text: print(text, flush=True))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

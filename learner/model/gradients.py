@@ -1,4 +1,4 @@
-"""From this rank's groups to gradients in the policy's parameters: the objective, as it is computed.
+"""From this rank's groups to gradients in the policy's parameters, and from these to a step of the optimizer.
 
     prepare      groups ─ select ─► pieces ─ pack ─► micro-batches     as many on every rank, padded with empty ones
                               │                   │
@@ -7,12 +7,16 @@
                               │             advantages                 of each sample's own group, then of the batch
                               ▼                   ▼
     accumulate   loss = sum over tokens of weight_t * loss_t           backward after each micro-batch
+                              ▼
+    update       gradient norm and loss, over all ranks ─► finite? ── no ─► all ranks skip together, counted
+                              │ yes
+                 clip to clip_norm ─► AdamW at lr(step)                nothing non-finite ever reaches the weights
 
 A batch is prepared once and may be passed over several times. Its first pass finds the log-probs of the policy before
 all passes (pi_p), which the later ones compare with.
 
-Collectives: the denominators, the advantages' moments, the number of micro-batches, and FSDP's own; each blocks until
-every rank has come.
+Collectives: the denominators, the advantages' moments, the number of micro-batches, norm and loss, and FSDP's own; each
+blocks until every rank has come.
 
 The policy as it was before the run: its own base when adapters train, else a frozen copy, which nothing ever moves.
 
@@ -23,12 +27,15 @@ Blocks on the other ranks, where it is sharded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from streamrl.config import schema
 from streamrl.learner.metrics.tally import Tally
@@ -40,7 +47,7 @@ from streamrl.learner.model.policy import Policy, evaluating
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.group import Group
 from streamrl.recipe.advantages import STD_FLOOR, PerToken, discounted
-from streamrl.recipe.algorithms import Algorithm, Judged, Selection
+from streamrl.recipe.algorithms import Algorithm, Selection
 from streamrl.recipe.losses import TokenBatch
 
 Reference = Callable[[MicroBatch], torch.Tensor]  # [T] log-probs under the frozen policy
@@ -75,7 +82,8 @@ class Gradients:
         beat: Callable[[], None],  # called after each micro-batch: a long step is no stall
     ) -> None:
         assert reference is not None or not algorithm.needs_reference
-        self._policy, self._reference, self._algorithm = policy, reference, algorithm
+        self._policy, self._algorithm = policy, algorithm
+        self._reference = reference if algorithm.needs_reference else None
         self._settings = config.algorithm
         self._max_tokens = config.training.micro_batch_tokens
         self._world, self._beat = world, beat
@@ -85,10 +93,11 @@ class Gradients:
         selections = [self._algorithm.select(group) for group in groups]
         pieces = _pieces(groups, selections)
         micro_batches = self._micro_batches(pieces)
-        reference_logprobs = [self._ask_reference(batch) for batch in micro_batches]
+        reference_logprobs = [self._reference(batch) if self._reference else None for batch in micro_batches]
         samples = [sample for group in groups for sample in group.samples]
         lengths = torch.tensor([len(sample.token_ids) for sample in samples], dtype=torch.int64)
-        advantages = self._advantages(groups, pieces, micro_batches, reference_logprobs, tally)
+        penalties = self._penalties(len(samples), micro_batches, reference_logprobs, tally)
+        advantages = self._advantages(groups, pieces, penalties, tally)
         staleness = [tally.staleness(sample) for sample in samples]
         fresh = torch.tensor([tally.is_fresh(sample) for sample in samples], dtype=torch.bool)
         return Batch(
@@ -154,26 +163,15 @@ class Gradients:
         batches += [empty_micro_batch() for _ in range(most - len(batches))]
         return [batch.to(self._world.device) for batch in batches]
 
-    def _ask_reference(self, batch: MicroBatch) -> torch.Tensor | None:
-        return self._reference(batch) if self._reference is not None and self._algorithm.needs_reference else None
-
     def _advantages(
-        self,
-        groups: Sequence[Group],
-        pieces: Sequence[Piece],
-        batches: Sequence[MicroBatch],
-        reference_logprobs: Sequence[torch.Tensor | None],
-        tally: Tally,
+        self, groups: Sequence[Group], pieces: Sequence[Piece], penalties: npt.NDArray[np.float64], tally: Tally
     ) -> PerToken:  # samples times [T_i]
-        penalties = self._penalties(sum(len(group.samples) for group in groups), batches, reference_logprobs, tally)
-        judged: list[Judged] = []
-        start = 0
+        values: PerToken = ()
         for group in groups:
-            own = penalties[start : start + len(group.samples)]
-            judged.append(self._algorithm.advantages(group, own))
-            tally.add_group(group, judged[-1].baselines, own)
-            start += len(group.samples)
-        values = tuple(each for of_group in judged for each in of_group.values)
+            own = penalties[len(values) : len(values) + len(group.samples)]
+            judged = self._algorithm.advantages(group, own)
+            tally.add_group(group, judged.baselines, own)
+            values += judged.values
         return discounted(self._normalized(values, pieces), self._settings.discount_factor)
 
     def _normalized(self, values: PerToken, trained: Sequence[Piece]) -> PerToken:
@@ -243,3 +241,58 @@ def asking(frozen: Policy) -> Reference:
         return logp
 
     return ask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    applied: bool  # False: the loss or the gradient was not finite, and nothing changed
+    loss: float  # over all ranks
+    grad_norm: float  # before clipping
+    lr: float
+
+
+def make_optimizer(policy: nn.Module, settings: schema.Optimizer) -> torch.optim.AdamW:
+    """Matrices decay; norms and biases do not."""
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=settings.lr, betas=settings.betas, eps=settings.eps)
+
+
+def learning_rate(step: int, settings: schema.Optimizer, *, total_steps: int | None) -> float:
+    """Of the step after `step` made ones: linear warm-up, half a cosine to min_lr, then constant_steps at min_lr.
+
+    A run too short for its constant tail has none; one without a known end stays at lr.
+    """
+    if step < settings.warmup_steps:
+        return settings.lr * (step + 1) / settings.warmup_steps
+    if settings.schedule == "constant" or total_steps is None:
+        return settings.lr
+    decay_steps = total_steps - settings.warmup_steps - settings.constant_steps
+    if decay_steps <= 0:
+        decay_steps = max(1, total_steps - settings.warmup_steps)
+    done = min(1.0, (step - settings.warmup_steps) / decay_steps)
+    return settings.min_lr + (settings.lr - settings.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def update(optimizer: torch.optim.Optimizer, *, loss: float, lr: float, clip_norm: float, world: World) -> Update:
+    """One step from the gradients that lie in the parameters; they are gone afterwards. `loss` is this rank's share."""
+    gradients = [_local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    squares_here = float(torch.nn.utils.get_total_norm(gradients).double() ** 2)
+    squares, total_loss = world.total(np.array([squares_here, loss]))
+    norm = math.sqrt(squares) if squares >= 0 else math.nan
+    applied = math.isfinite(norm) and math.isfinite(total_loss)
+    if applied:
+        if 0 < clip_norm < norm:
+            torch._foreach_mul_(gradients, clip_norm / norm)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return Update(applied=applied, loss=float(total_loss), grad_norm=norm, lr=lr)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -73,8 +73,7 @@ def given_logprobs(
 ) -> LogProbs:
     """The same, and as plainly as it can be written: autograd keeps what it needs of [T, V]."""
     wide = torch.promote_types(torch.promote_types(head.compute_dtype, logits.dtype), torch.float32)
-    banned = _banned(targets, early, head, logits.shape[1])
-    logp = (logits.to(wide) / head.temperature).masked_fill(banned, _BANNED).log_softmax(-1)
+    logp = _sampled_from(logits.to(wide, copy=True), targets, early, head).log_softmax(-1)
     each = logp if entropy_learns else logp.detach()
     entropy = -(each.exp() * each).sum(-1)
     return LogProbs(logp=logp.gather(1, targets[:, None])[:, 0], entropy=entropy)
@@ -163,20 +162,9 @@ def _sampled_from(logits: torch.Tensor, targets: torch.Tensor, early: torch.Tens
         logits /= head.temperature
     if head.end_ids:
         ends = torch.tensor(head.end_ids, device=logits.device)
-        logits[:, ends] = logits[:, ends].masked_fill(_banned_ends(targets, early, ends), _BANNED)
+        # A response that ended early all the same (another engine, another end token) keeps a finite log-prob.
+        logits[:, ends] = logits[:, ends].masked_fill(early[:, None] & (targets[:, None] != ends), _BANNED)
     return logits
-
-
-def _banned_ends(targets: torch.Tensor, early: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:  # [t, ends]
-    """A response that ended early all the same (another engine, another end token) keeps a finite log-prob."""
-    return early[:, None] & (targets[:, None] != ends)
-
-
-def _banned(targets: torch.Tensor, early: torch.Tensor, head: Head, vocabulary: int) -> torch.Tensor:  # [t, V]
-    banned = torch.zeros(len(targets), vocabulary, dtype=torch.bool, device=targets.device)
-    ends = torch.tensor(head.end_ids, dtype=torch.long, device=targets.device)
-    banned[:, ends] = _banned_ends(targets, early, ends)
-    return banned
 
 
 def _chunks(num_tokens: int, vocabulary: int, elements: int) -> Iterator[slice]:

@@ -50,7 +50,6 @@ def inject_adapters(model: transformers.PreTrainedModel, settings: schema.Lora, 
             raise ConfigError(
                 f"model.lora.targets: {name} is experts in one parameter, which have no adapters; name others"
             )
-    for layer in _adapted(model).values():
         own = [parameter for name, parameter in layer.named_parameters() if not name.startswith(_BASE)]
         for parameter in own:
             swap_tensors(parameter, nn.Parameter(torch.empty_like(parameter, device="cpu")))

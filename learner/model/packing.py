@@ -69,8 +69,6 @@ class MicroBatch:
         return seen[:, None]
 
     def to(self, device: torch.device) -> MicroBatch:
-        if device.type == "cpu":
-            return self
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         for name, value in values.items():
             if isinstance(value, torch.Tensor):

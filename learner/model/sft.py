@@ -8,17 +8,18 @@ over the rows in a shuffled order, AdamW with a short warm-up and a cosine. Bloc
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import transformers
+from torch.nn.utils.rnn import pad_sequence
 
+from streamrl.data.texts import read_texts
 from streamrl.errors import DataError, UserError
 
 _IGNORED = -100  # the label of tokens without a loss
@@ -73,11 +74,11 @@ def train(settings: Settings, say: Callable[[str], None]) -> float:
 
 def read_rows(path: Path, tokenizer: transformers.PreTrainedTokenizerBase) -> list[Row]:
     rows = []
-    for number, (prompt, completion) in _read_texts(path):
-        prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        completion_ids = tokenizer(completion, add_special_tokens=False)["input_ids"]
+    for place, row in read_texts(path, "prompt", "completion", what="demonstrations"):
+        prompt_ids = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
+        completion_ids = tokenizer(row["completion"], add_special_tokens=False)["input_ids"]
         if not prompt_ids:
-            raise DataError(f"{path}:{number}: the prompt has no tokens")
+            raise DataError(f"{place}: the prompt has no tokens")
         ids = [*prompt_ids, *completion_ids, tokenizer.eos_token_id]
         rows.append(Row(token_ids=ids, num_prompt_tokens=len(prompt_ids)))
     if not rows:
@@ -85,35 +86,13 @@ def read_rows(path: Path, tokenizer: transformers.PreTrainedTokenizerBase) -> li
     return rows
 
 
-def _read_texts(path: Path) -> Iterator[tuple[int, tuple[str, str]]]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from None
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-            texts = row["prompt"], row["completion"]
-        except (ValueError, KeyError, TypeError):
-            texts = (None, None)
-        if not all(isinstance(text, str) for text in texts):
-            raise DataError(f'{path}:{number}: expected {{"prompt": text, "completion": text}}, got {line[:80]!r}')
-        yield number, texts
-
-
 def collate(
     rows: Sequence[Row], *, pad: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # each [B, T]: ids, attention mask, labels
-    width = max(len(row.token_ids) for row in rows)
-    ids = torch.full((len(rows), width), pad)
-    labels = torch.full((len(rows), width), _IGNORED)
-    mask = torch.zeros((len(rows), width), dtype=torch.long)
-    for at, row in enumerate(rows):
-        length = len(row.token_ids)
-        ids[at, :length] = torch.tensor(row.token_ids)
-        labels[at, row.num_prompt_tokens : length] = ids[at, row.num_prompt_tokens : length]
-        mask[at, :length] = 1
-    return ids, mask, labels
+    ids = pad_sequence([torch.tensor(row.token_ids) for row in rows], batch_first=True, padding_value=pad)
+    begins, ends = torch.tensor([(row.num_prompt_tokens, len(row.token_ids)) for row in rows]).T[:, :, None]
+    at = torch.arange(ids.shape[1])
+    return ids, (at < ends).long(), ids.where((begins <= at) & (at < ends), _IGNORED)
 
 
 def _share_of_lr(step: int, num_steps: int) -> float:
@@ -122,7 +101,7 @@ def _share_of_lr(step: int, num_steps: int) -> float:
     return min(1.0, (step + 1) / _WARMUP_STEPS) * (0.1 + 0.9 * cosine)
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m streamrl.learner.model.sft", description=__doc__.partition("\n")[0]
     )
@@ -133,11 +112,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch's choice")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = vars(_arguments(argv))
+    arguments = vars(parser.parse_args(argv))
     if threads := arguments.pop("threads"):
         torch.set_num_threads(threads)
     transformers.logging.set_verbosity_error()

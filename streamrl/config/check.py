@@ -14,6 +14,7 @@ from typing import Any
 
 from streamrl.config import places
 from streamrl.config.explain import Problem, show
+from streamrl.config.load import Where
 from streamrl.config.schema import Algorithm, Config, Sampling
 from streamrl.errors import ConfigError
 from streamrl.protocol.wire.ticket import MAX_GROUP_TOKENS, MAX_REWARD_SOURCES, MAX_SAMPLES, MAX_TOKENS
@@ -28,9 +29,11 @@ _LIMITS: Mapping[str, tuple[Callable[[float], bool], str]] = {  # arguments of l
     "low": (lambda low: 0 <= low <= 1, f"from 0 to 1: {_AT_ONE}"),
     "high": (lambda high: high >= 1, f"of at least 1: {_AT_ONE}"),
 }
+_OF_REINFORCE = (
+    *("loss", "loss_args", "advantages", "advantages_args"),
+    *("discount_factor", "scale_by_std", "normalize_batch"),
+)
 _MAX_TIME = re.compile(r"(\d+):([01]\d|2[0-3]):([0-5]\d):([0-5]\d)\Z")
-
-Where = Callable[[str], str | None]
 
 
 def check_config(config: Config, where: Where = lambda _key: None) -> None:
@@ -125,8 +128,8 @@ def _losses(config: Config) -> Iterator[Problem]:
     if settings.name == "rejection_sampling":
         yield from _of_reinforce_only(settings)
         return
-    yield from _function("loss", settings.loss, settings.loss_args, LOSSES)
-    yield from _function("advantages", settings.advantages, settings.advantages_args, ADVANTAGES)
+    yield from _function(settings, "loss", LOSSES)
+    yield from _function(settings, "advantages", ADVANTAGES)
     if settings.loss in LOSSES:
         yield from _limits(settings)
     if settings.reinforce_epochs > 1 and settings.loss == "none":
@@ -142,14 +145,13 @@ def _losses(config: Config) -> Iterator[Problem]:
         )
 
 
-def _function(
-    key: str, target: str, arguments: Mapping[str, Any], known: Mapping[str, Callable[..., Any]]
-) -> Iterator[Problem]:
+def _function(settings: Algorithm, key: str, known: Mapping[str, Callable[..., Any]]) -> Iterator[Problem]:
     """What can be seen without the user's own code, which only the learner has and runs."""
+    target, arguments = getattr(settings, key), getattr(settings, f"{key}_args")
     if target not in known:
         if not is_own(target):
             remedy = f"must be one of {', '.join(known)}, or code of yours as {FORMS}"
-            yield Problem(key=f"algorithm.{key}", value=target, remedy=remedy)
+            yield Problem(key=f"algorithm.{key}", remedy=remedy)
         return
     taken = _arguments_of(known[target])
     for name in (name for name in arguments if name not in taken):
@@ -176,16 +178,8 @@ def _limits(settings: Algorithm) -> Iterator[Problem]:
 
 def _of_reinforce_only(settings: Algorithm) -> Iterator[Problem]:
     """What the user asked for, and rejection sampling would not do."""
-    asked = {
-        "loss": settings.loss not in ("none", Algorithm().loss),
-        "loss_args": bool(settings.loss_args),
-        "advantages": settings.advantages != Algorithm().advantages,
-        "advantages_args": bool(settings.advantages_args),
-        "discount_factor": settings.discount_factor < 1,
-        "scale_by_std": settings.scale_by_std,
-        "normalize_batch": settings.normalize_batch,
-    }
-    for name in (name for name, is_asked in asked.items() if is_asked):
+    silent = Algorithm() if settings.loss != "none" else Algorithm(loss="none")
+    for name in (name for name in _OF_REINFORCE if getattr(settings, name) != getattr(silent, name)):
         yield Problem(
             key=f"algorithm.{name}",
             remedy="rejection_sampling trains its winners as given answers, without ratios or advantages; "

@@ -1,4 +1,5 @@
-"""From files and overrides to a checked configuration.
+"""From files and overrides to a checked configuration, and from that to text: YAML for people and for the run's folder,
+JSON for the stream.
 
     base.yaml  <-  extends: base.yaml  <-  key.sub=value  ->  strict schema  ->  Loaded
 
@@ -12,11 +13,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
+import yaml
 from pydantic import ValidationError
 
 from streamrl.config.explain import explain, show
@@ -26,6 +29,7 @@ from streamrl.errors import ConfigError
 from streamrl.protocol.transport.address import masked
 
 EXTENDS = "extends"
+Where = Callable[[str], str | None]  # the place where a key was set, None for a default (`Loaded.origin`)
 _OWN_CODE = ("loss", "advantages")  # of `algorithm`
 
 
@@ -133,3 +137,39 @@ def _validate(tree: Node) -> Config:
         return Config.model_validate_json(json.dumps(tree.plain()), strict=True)
     except ValidationError as error:
         raise ConfigError(explain(error, tree)) from error
+
+
+def dump_config(config: Config, where: Where | None = None) -> str:
+    """The whole configuration as YAML that loads to the same; with `where`, what is not a default says its origin."""
+    return "".join(line + "\n" for line in _lines(config.model_dump(mode="json"), "", where))
+
+
+def config_from_json(text: str) -> Config:
+    """The inverse of `model_dump_json`; what comes from the stream is data and is validated as strictly as a file."""
+    try:
+        return Config.model_validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ConfigError(
+            f"the run's configuration does not fit this version of streamrl: {key or 'JSON'}: {first['msg']}"
+        ) from error
+
+
+def _lines(section: Mapping[str, Any], prefix: str, where: Where | None) -> Iterator[str]:
+    indent = "  " * prefix.count(".")
+    for name, value in section.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and value:
+            yield f"{indent}{_flow(name)}:"
+            yield from _lines(value, f"{key}.", where)
+        else:
+            origin = where(key) if where else None
+            yield f"{indent}{_flow(name)}: {_flow(value)}" + (f"  # {origin}" if origin else "")
+
+
+def _flow(value: Any) -> str:
+    """A scalar or list on one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
+    text = text.removesuffix("\n").removesuffix("\n...")  # PyYAML ends a lone scalar with a document mark
+    return text if "\n" not in text else json.dumps(value, ensure_ascii=False)  # JSON is YAML, and escapes line breaks

@@ -8,7 +8,7 @@ shares what is common.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,13 +47,18 @@ _STR, _NULL, _BOOL, _INT, _FLOAT = (f"tag:yaml.org,2002:{kind}" for kind in ("st
 _TAGS = {_STR, _NULL, _BOOL, _INT, _FLOAT, "tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"}
 
 
-_RESOLVERS = [
-    (_NULL, re.compile(r"(?:~|null|Null|NULL|)\Z")),
-    (_BOOL, re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z")),
-    (_INT, re.compile(r"[-+]?[0-9]{1,1000}\Z")),  # Python refuses to read more than 4300; a float takes any number
-    (_FLOAT, re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?\Z")),
-    (_FLOAT, re.compile(r"(?:[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z")),
-]
+def _read_float(text: str) -> float:
+    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+
+
+_SCALARS: Sequence[tuple[str, str, Callable[[str], Scalar]]] = (  # the first that fits; what none fits is text
+    (_NULL, r"(?:~|null|Null|NULL|)\Z", lambda _: None),
+    (_BOOL, r"(?:true|True|TRUE|false|False|FALSE)\Z", lambda text: text.lower() == "true"),
+    (_INT, r"[-+]?[0-9]{1,1000}\Z", int),  # Python refuses to read more than 4300; a float takes any number
+    (_FLOAT, r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?\Z", _read_float),
+    (_FLOAT, r"(?:[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z", _read_float),
+)
+_READ = {tag: read for tag, _, read in _SCALARS}
 
 
 class _Loader(yaml.SafeLoader):
@@ -61,7 +66,7 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
-        self.yaml_implicit_resolvers = {None: _RESOLVERS}
+        self.yaml_implicit_resolvers = {None: [(tag, re.compile(pattern)) for tag, pattern, _ in _SCALARS]}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
@@ -115,11 +120,3 @@ def _map(node: yaml.MappingNode, place: Place) -> dict[str, Node]:
         value = _node(value_node, place)
         entries[key] = Node(value=value.value, origin=where)  # a value is found by its key's line
     return entries
-
-
-_READ: Mapping[str, Callable[[str], Scalar]] = {
-    _NULL: lambda _: None,
-    _BOOL: lambda text: text.lower() == "true",
-    _INT: int,
-    _FLOAT: lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
-}

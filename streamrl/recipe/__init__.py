@@ -3,7 +3,7 @@
     rewards.py      what a completion is worth                       rewards.NAME.target
     advantages.py   what that is beside the others of its group      algorithm.advantages
     losses.py       how each token counts in today's loss            algorithm.loss
-    kl.py           how far the policy has come from its reference   algorithm.kl.estimator
+                    how far the policy has come from its reference   algorithm.kl.estimator
     algorithms.py   which groups and samples are trained at all      algorithm.name
     own.py          a function of yours in the place of one of these
 

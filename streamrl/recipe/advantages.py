@@ -51,11 +51,6 @@ def leave_one_out(group: ScoredGroup) -> npt.NDArray[np.float64]:  # [n]
 ADVANTAGES: Mapping[str, Callable[..., Advantages]] = {"leave_one_out": leave_one_out}
 
 
-def given(lengths: Sequence[int]) -> PerToken:
-    """Of samples that are trained as if somebody had written them: 1."""
-    return tuple(np.ones(length) for length in lengths)
-
-
 def scaled_by_std(values: PerToken, group: ScoredGroup) -> PerToken:
     if group.may_teach.sum() < 2:
         return values

@@ -4,6 +4,7 @@ An algorithm is asked these things, in this order, and never blocks:
 
     drop_reason(header)     rank 0, before a group is planned: why it is not to be trained, or None
     select(group)           which samples have a loss, and which count in the mean
+    penalty(mu, reference)  what each token costs its sample's reward, as a mean over the sample's tokens
     advantages(group, ...)  a number for each token, from this group's own samples only, so that ranks need not talk
     loss(batch)             a number for each token; the loop weighs and sums them, once for each pass over the batch:
 
@@ -11,7 +12,8 @@ An algorithm is asked these things, in this order, and never blocks:
                                                     weight_t = 1 / T           loss_mean: token
 
 where N counts the samples that `select` counts and T the trained tokens, both over the whole global batch: so the loss
-is one and the same however the batch is cut into micro-batches and ranks.
+is one and the same however the batch is cut into micro-batches and ranks. What costs something to make is asked for:
+the reference's log-probs (`needs_reference`), and an entropy that carries a gradient (`needs_entropy`).
 """
 
 from __future__ import annotations
@@ -19,16 +21,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from streamrl.errors import ConfigError
 from streamrl.protocol.wire.group import Group, GroupHeader
-from streamrl.recipe.advantages import ADVANTAGES, PerToken, ScoredGroup, given, per_token, scaled_by_std
-from streamrl.recipe.kl import ESTIMATORS
-from streamrl.recipe.losses import LOSSES, Losses, Metric, TokenBatch, needs_of, uncorrected
+from streamrl.recipe.advantages import ADVANTAGES, PerToken, ScoredGroup, per_token, scaled_by_std
+from streamrl.recipe.losses import KL_ESTIMATES, LOSSES, Losses, Metric, TokenBatch, uncorrected
 from streamrl.recipe.own import FORMS, bind, describe, is_own, load_function
 
 if TYPE_CHECKING:
@@ -53,20 +54,6 @@ class Judged:
     baselines: npt.NDArray[np.float64]  # [n] what was taken off the reward, in the mean over a sample's tokens
 
 
-class Algorithm(Protocol):
-    needs_reference: bool  # ask for the reference's log-probs
-    needs_entropy: bool  # ask for an entropy that carries a gradient
-
-    def drop_reason(self, header: GroupHeader) -> str | None: ...
-    def select(self, group: Group) -> Selection: ...
-    def penalty(self, behaviour_logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
-        """[T] what each token costs its sample's reward, as a mean over the sample's tokens."""
-        ...
-
-    def advantages(self, group: Group, penalties: npt.NDArray[np.float64]) -> Judged: ...
-    def loss(self, batch: TokenBatch) -> Losses: ...
-
-
 class Reinforce:
     """REINFORCE, corrected for stale samples. For sample i of a group and its token t, with the settings' names:
 
@@ -80,25 +67,24 @@ class Reinforce:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._loss = _function("loss", settings.loss, settings.loss_args, LOSSES, "batch")
-        self._advantages = _function("advantages", settings.advantages, settings.advantages_args, ADVANTAGES, "group")
+        self._loss = _function(settings, "loss", LOSSES, "batch")
+        self._advantages = _function(settings, "advantages", ADVANTAGES, "group")
         self._kl_in = settings.kl.placement if settings.kl.coefficient > 0 else "none"
-        self._estimate_kl = ESTIMATORS[settings.kl.estimator]
-        asked = needs_of(self._loss.func)
+        self._estimate_kl = KL_ESTIMATES[settings.kl.estimator]
+        asked = getattr(self._loss.func, "needs", frozenset())
         self.needs_reference = self._kl_in != "none" or "reference" in asked
         self.needs_entropy = "entropy" in asked
 
     def drop_reason(self, header: GroupHeader) -> str | None:
-        may_teach = usable(header.sample_finished, mask_unfinished=self._settings.mask_unfinished)
-        rewards = np.asarray(header.sample_rewards)[may_teach]
         if not self._settings.drop_zero_variance:
             return None
+        rewards = np.asarray(header.sample_rewards)[usable(header, self._settings)]
         if len(rewards) < 2:
             return "too_few_finished"
         return "zero_variance" if (rewards == rewards[0]).all() else None
 
     def select(self, group: Group) -> Selection:
-        may_teach = usable(group.header.sample_finished, mask_unfinished=self._settings.mask_unfinished)
+        may_teach = usable(group.header, self._settings)
         return Selection(trained=may_teach, counted=np.ones_like(may_teach))
 
     def penalty(self, behaviour_logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:  # [T]
@@ -111,7 +97,7 @@ class Reinforce:
         header, samples = group.header, group.samples
         scored = ScoredGroup(
             rewards=np.asarray(header.sample_rewards, dtype=np.float64) - penalties,
-            may_teach=usable(header.sample_finished, mask_unfinished=self._settings.mask_unfinished),
+            may_teach=usable(header, self._settings),
             lengths=np.asarray(header.sample_lengths, dtype=np.int64),
             finish_reasons=tuple(sample.finish_reason for sample in samples),
             masks=tuple(sample.loss_mask() for sample in samples),
@@ -169,11 +155,10 @@ class RejectionSampling:
         self._settings = settings
 
     def drop_reason(self, header: GroupHeader) -> str | None:
-        may_win = usable(header.sample_finished, mask_unfinished=self._settings.mask_unfinished)
-        return None if may_win.any() else "too_few_finished"
+        return None if usable(header, self._settings).any() else "too_few_finished"
 
     def select(self, group: Group) -> Selection:
-        may_win = usable(group.header.sample_finished, mask_unfinished=self._settings.mask_unfinished)
+        may_win = usable(group.header, self._settings)
         rewards = np.where(may_win, group.header.sample_rewards, -np.inf)
         winners = np.zeros_like(may_win)
         winners[np.argsort(-rewards, kind="stable")[: self._settings.top_n]] = True
@@ -184,12 +169,14 @@ class RejectionSampling:
         return behaviour_logprobs.new_zeros(behaviour_logprobs.shape)
 
     def advantages(self, group: Group, penalties: npt.NDArray[np.float64]) -> Judged:
-        return Judged(values=given(group.header.sample_lengths), baselines=np.zeros_like(penalties))
+        values = tuple(np.ones(length) for length in group.header.sample_lengths)
+        return Judged(values=values, baselines=np.zeros_like(penalties))
 
     def loss(self, batch: TokenBatch) -> Losses:
         return uncorrected(batch)
 
 
+Algorithm = Reinforce | RejectionSampling
 ALGORITHMS: Mapping[str, Callable[[Settings], Algorithm]] = {
     "reinforce": Reinforce,
     "rejection_sampling": RejectionSampling,
@@ -201,15 +188,14 @@ def make_algorithm(settings: Settings) -> Algorithm:
     return ALGORITHMS[settings.name](settings)
 
 
-def usable(finished: npt.ArrayLike, *, mask_unfinished: bool) -> npt.NDArray[np.bool_]:  # [n]
+def usable(header: GroupHeader, settings: Settings) -> npt.NDArray[np.bool_]:  # [n]
     """Samples that may teach: those that ended by themselves, or all where the setting says so."""
-    ended = np.asarray(finished, dtype=np.bool_)
-    return ended if mask_unfinished else np.ones_like(ended)
+    ended = np.asarray(header.sample_finished, dtype=np.bool_)
+    return ended if settings.mask_unfinished else np.ones_like(ended)
 
 
-def _function(
-    key: str, target: str, arguments: Mapping[str, Any], known: Mapping[str, Callable[..., Any]], parameter: str
-) -> partial[Any]:
+def _function(settings: Settings, key: str, known: Mapping[str, Callable[..., Any]], parameter: str) -> partial[Any]:
+    target, arguments = getattr(settings, key), getattr(settings, f"{key}_args")
     if target not in known and not is_own(target):
         raise ConfigError(f"algorithm.{key} = {target!r}: must be one of {', '.join(known)}, or {FORMS}")
     try:

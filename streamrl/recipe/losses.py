@@ -23,6 +23,12 @@ tokens is published, or a pair (sum, count); over all ranks, as `loss/NAME`. Thr
     weight    what the loss made of r; KL in the loss is weighed by it (by 1 where a loss has none)
     clipped   a bound changed what the token teaches     published as policy/clipped_fraction
     masked    a bound took the token out                 published as policy/masked_fraction
+
+Beside them stand estimates of KL(pi || pi_ref) from the sampled tokens alone, with d = log pi - log pi_ref:
+
+    k1 = d                  unbiased, may be negative
+    k2 = d^2 / 2            its gradient is the gradient of the KL
+    k3 = exp(-d) - 1 + d    unbiased and never negative
 """
 
 from __future__ import annotations
@@ -67,11 +73,6 @@ def needs(*what: Literal["entropy", "reference"]) -> Callable[[F], F]:
     return mark
 
 
-def needs_of(loss: Callable[..., Any]) -> frozenset[str]:
-    marked: frozenset[str] = getattr(loss, "needs", frozenset())
-    return marked
-
-
 def truncated(batch: TokenBatch, *, clamp: float = 5.0) -> Losses:
     """Truncated importance sampling: -sg(min(r, C)) A log pi.
 
@@ -108,16 +109,12 @@ def gspo(batch: TokenBatch, *, low: float = 1 - 3e-4, high: float = 1 + 4e-4) ->
 
     All tokens of a response have the same g, so with `loss_mean: sequence` their mean is the loss of the response.
     """
-    ratio = sequence_ratios(batch)
-    values, clipped = _pessimistic(ratio, batch.advantages, low, high)
-    return values, {"weight": ratio.detach().clamp(low, high), "clipped": clipped}
+    return _pessimistic(sequence_ratios(batch), batch, low, high)
 
 
 def ppo(batch: TokenBatch, *, low: float = 0.8, high: float = 1.2) -> Losses:
     """PPO's clip on the ratio to the policy that sampled: -min(r A, clip(r, lo, hi) A), with the gradient through r."""
-    ratio = ratios(batch.logprobs, batch.behaviour_logprobs)
-    values, clipped = _pessimistic(ratio, batch.advantages, low, high)
-    return values, {"weight": ratio.detach().clamp(low, high), "clipped": clipped}
+    return _pessimistic(ratios(batch.logprobs, batch.behaviour_logprobs), batch, low, high)
 
 
 def decoupled(batch: TokenBatch, *, low: float = 0.8, high: float = 1.2, clamp: float = 5.0) -> Losses:
@@ -129,9 +126,9 @@ def decoupled(batch: TokenBatch, *, low: float = 0.8, high: float = 1.2, clamp: 
     age = ratios(batch.proximal_logprobs, batch.behaviour_logprobs)
     moved = ratios(batch.logprobs, batch.proximal_logprobs)
     correction = age.clamp(max=clamp)
-    values, clipped = _pessimistic(moved, batch.advantages, low, high)
-    weight = correction * moved.detach().clamp(low, high)
-    return correction * values, {"weight": weight, "clipped": clipped | (age > clamp)}
+    values, of_moved = _pessimistic(moved, batch, low, high)
+    metrics = {"weight": correction * of_moved["weight"], "clipped": of_moved["clipped"] | (age > clamp)}
+    return correction * values, metrics
 
 
 def uncorrected(batch: TokenBatch) -> Losses:
@@ -149,6 +146,22 @@ LOSSES: Mapping[str, Callable[..., Losses]] = {
     "decoupled": decoupled,
     "none": uncorrected,
 }
+
+
+def k1(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
+    return logprobs - reference_logprobs
+
+
+def k2(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
+    return 0.5 * (logprobs - reference_logprobs) ** 2
+
+
+def k3(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
+    difference = reference_logprobs - logprobs
+    return difference.expm1() - difference
+
+
+KL_ESTIMATES: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 
 
 def ratios(logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> torch.Tensor:  # [T]
@@ -170,8 +183,9 @@ def _log_ratios(logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> torch.T
 
 
 def _pessimistic(
-    ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float
-) -> tuple[torch.Tensor, torch.Tensor]:  # [T] values, [T] bool: the clip took the gradient away
-    values = -(ratio * advantages).minimum(ratio.clamp(low, high) * advantages)
+    ratio: torch.Tensor, batch: TokenBatch, low: float, high: float
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """-min(r A, clip(r, lo, hi) A); what is clipped has no gradient."""
+    bounded, advantages = ratio.clamp(low, high), batch.advantages
     clipped = ((ratio > high) & (advantages > 0)) | ((ratio < low) & (advantages < 0))
-    return values, clipped
+    return -(ratio * advantages).minimum(bounded * advantages), {"weight": bounded.detach(), "clipped": clipped}

@@ -23,7 +23,7 @@ import torch
 import transformers
 
 from streamrl.config import schema
-from streamrl.config.dump import dump_config
+from streamrl.config.load import dump_config
 from streamrl.protocol.transport.connection import connect_async
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.types import Leased

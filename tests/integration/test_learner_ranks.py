@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from streamrl.learner.checkpoints.save import load_state
-from streamrl.learner.model.pretrained import load_model
+from streamrl.learner.model.load import load_model
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.weights.manifest import Manifest, decode_manifest
 from streamrl.protocol.weights.mirror import Mirror

@@ -23,7 +23,7 @@ import torch
 import transformers
 
 from bench.proofs_engine import EngineHere, import_vllm
-from streamrl.learner.model.pretrained import load_model
+from streamrl.learner.model.load import load_model
 from streamrl.workers.engines.base import ReadBack
 from tests.tiny_families import make_family
 

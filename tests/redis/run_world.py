@@ -11,7 +11,6 @@ import redis
 import redis.asyncio
 
 from streamrl.config import schema
-from streamrl.config.dump import config_to_json
 from streamrl.learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot, CheckpointState
 from streamrl.learner.checkpoints.terms import CheckpointName, ancestry, claim_run
 from streamrl.learner.groups.feed import Feed
@@ -66,7 +65,7 @@ class Learner:
         self.stream = LearnerStream(
             client, keys, run_uid=uid, term=self.term, holder=holder, lease_s=lease_s, give_up_after_s=patience_s
         )
-        self.stream.claim(config_json=config_to_json(config), fingerprint=MODEL, wait_s=0.0)
+        self.stream.claim(config_json=config.model_dump_json(), fingerprint=MODEL, wait_s=0.0)
         self.feed = Feed(
             stream=self.stream,
             prompts=place.prompts,

@@ -10,7 +10,7 @@ import redis
 import redis.asyncio
 
 from streamrl.config import schema
-from streamrl.config.dump import dump_config
+from streamrl.config.load import dump_config
 from streamrl.ops.cli.main import main
 from streamrl.protocol.transport.connection import connect
 from streamrl.protocol.transport.embedded import EmbeddedRedis

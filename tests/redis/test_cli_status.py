@@ -12,8 +12,7 @@ import pytest
 import redis
 import redis.asyncio
 
-from streamrl.config.dump import dump_config
-from streamrl.config.load import load_config
+from streamrl.config.load import dump_config, load_config
 from streamrl.ops.cli.main import main
 from streamrl.protocol.transport.keys import Keys
 from tests.redis.monitor_world import Watched

@@ -12,7 +12,6 @@ import pytest
 import redis
 from safetensors import deserialize
 
-from streamrl.config.dump import config_to_json
 from streamrl.ops.cli.main import main
 from streamrl.protocol.transport import operator_scripts as for_reports
 from streamrl.protocol.transport.connection import run
@@ -59,7 +58,7 @@ class Run:
 def published(client: redis.Redis, keys: Keys, make_learner: MakeLearner, redis_url: str, tmp_path: Path) -> Run:
     learner = make_learner(claim=False)
     config = make_config(model={"path": str(tmp_path / "model")})
-    learner.claim(config_json=config_to_json(config), fingerprint="model", wait_s=0.0)
+    learner.claim(config_json=config.model_dump_json(), fingerprint="model", wait_s=0.0)
     return Run(client, keys, learner, redis_url)
 
 

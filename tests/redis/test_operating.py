@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from streamrl.config import schema
-from streamrl.config.dump import dump_config
+from streamrl.config.load import dump_config
 from streamrl.ops.cli.main import main
 from streamrl.protocol.transport import operator_scripts as for_reports
 from streamrl.protocol.transport.connection import run

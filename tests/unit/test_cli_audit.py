@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.config.dump import dump_config
+from streamrl.config.load import dump_config
 from streamrl.ops.cli.main import main
 from tests.feed_world import make_config
 from tests.run_folder import RunFolder, clean_folder

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.data.dialogues import convert, split
+from streamrl.data.texts import convert, split
 from streamrl.errors import DataError
 
 HI = "\n\nHuman: Hi\n\nAssistant:"

@@ -13,14 +13,13 @@ import torch
 from streamrl.config import schema
 from streamrl.learner.metrics.tally import Tally
 from streamrl.learner.model.gradients import Gradients
-from streamrl.learner.model.load import Policy, load_policy
+from streamrl.learner.model.load import Policy, load_model, load_policy
 from streamrl.learner.model.logprobs import Head
 from streamrl.learner.model.packing import MicroBatch
-from streamrl.learner.model.pretrained import load_model
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.group import Group
 from streamrl.recipe.algorithms import make_algorithm
-from streamrl.recipe.kl import k1, k2, k3
+from streamrl.recipe.losses import k1, k2, k3
 from tests.learner_cases import group_of, learner_config, random_groups
 from tests.plain_objective import plain_logprobs, plain_loss
 from tests.tiny_models import make_model

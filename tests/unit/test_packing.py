@@ -12,10 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.learner.model.load import Policy
+from streamrl.learner.model.load import Policy, load_model
 from streamrl.learner.model.logprobs import Head
 from streamrl.learner.model.packing import MicroBatch, Piece, Shape, empty_micro_batch, pack
-from streamrl.learner.model.pretrained import load_model
 from tests.tiny_models import Architecture, make_model, response_logprobs
 
 SHARED = Shape(hidden_size=64, share_prompts=True)

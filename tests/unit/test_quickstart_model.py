@@ -120,4 +120,6 @@ def test_the_command_line_tells_a_mistake_in_one_line(
     words = ["--model", str(base), "--data", str(tmp_path / "none.jsonl"), "--output", str(tmp_path / "out")]
 
     assert main(words) == 2
-    assert capsys.readouterr().err.splitlines() == [f"error: {tmp_path / 'none.jsonl'}: No such file or directory"]
+    assert capsys.readouterr().err.splitlines() == [
+        f"error: cannot read the demonstrations '{tmp_path / 'none.jsonl'}': No such file or directory"
+    ]

@@ -14,10 +14,10 @@ from streamrl.config import schema
 from streamrl.errors import ConfigError
 from streamrl.learner.metrics.tally import Tally
 from streamrl.learner.model.gradients import Gradients
+from streamrl.learner.model.load import load_model
 from streamrl.learner.model.logprobs import Head
 from streamrl.learner.model.packing import MicroBatch
 from streamrl.learner.model.policy import Policy
-from streamrl.learner.model.pretrained import load_model
 from streamrl.learner.model.trial import try_out
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.group import Group

@@ -98,7 +98,7 @@ class OpenRun:
 
     @property
     def config(self) -> Config:
-        from streamrl.config.dump import config_from_json
+        from streamrl.config.load import config_from_json
 
         return config_from_json(self.info.config_json)
 

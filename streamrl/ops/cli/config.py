@@ -7,8 +7,7 @@ import json
 import click
 
 from streamrl.config.check import check_config
-from streamrl.config.dump import dump_config
-from streamrl.config.load import load_config
+from streamrl.config.load import dump_config, load_config
 from streamrl.config.places import check_files
 from streamrl.ops.cli.arguments import takes_config, takes_json
 from streamrl.protocol.transport.address import masked

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from streamrl.config import schema
-from streamrl.data.dialogues import convert
+from streamrl.data.texts import convert
 from streamrl.errors import ConfigError
 from streamrl.extras import need
 from streamrl.files import write_durably

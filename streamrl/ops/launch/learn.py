@@ -17,8 +17,7 @@ from typing import NoReturn
 
 from streamrl.config import schema
 from streamrl.config.check import check_config
-from streamrl.config.dump import dump_config
-from streamrl.config.load import Loaded
+from streamrl.config.load import Loaded, dump_config
 from streamrl.config.places import EMBEDDED_REDIS, check_files
 from streamrl.errors import ConfigError, ResourceError
 from streamrl.extras import check_learner

@@ -18,8 +18,7 @@ from pathlib import Path
 import structlog
 
 from streamrl.config import schema
-from streamrl.config.dump import dump_config
-from streamrl.config.load import Loaded
+from streamrl.config.load import Loaded, dump_config
 from streamrl.config.places import EMBEDDED_REDIS
 from streamrl.files import only_one, write_durably
 from streamrl.ops.audit import audit_folder

@@ -1,0 +1,86 @@
+"""Texts as JSON Lines: demonstrations, preferences, dialogues. Read line by line, out of a `.gz` too.
+
+    {"prompt": "What is 2 + 3?", "completion": "5"}
+
+A line without the texts that are asked for is a DataError that names file and line; empty lines are nothing.
+
+Preference dialogues as in Anthropic's HH are two dialogues that part in the assistant's last words:
+
+    {"chosen": "\\n\\nHuman: Hi\\n\\nAssistant: Hello.", "rejected": "\\n\\nHuman: Hi\\n\\nAssistant: Go away."}
+
+They become a pair (`prompt` up to the turn where they part, `chosen`, `rejected`) and a prompt; a prompt that comes
+again is written once. Both files appear whole or not at all.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from streamrl.errors import DataError
+from streamrl.files import write_durably
+
+ASSISTANT = "\n\nAssistant:"
+
+
+def read_texts(path: Path, *keys: str, what: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(the place of a line, its object, with a text under each of the keys); `what` they are is for errors."""
+    open_text = gzip.open if path.suffix == ".gz" else open
+    try:
+        with open_text(path, "rt", encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    place = f"{path}:{number}"
+                    yield place, _parse(line, keys, place)
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise DataError(f"cannot read the {what} {str(path)!r}: {why}") from None
+
+
+def _parse(line: str, keys: tuple[str, ...], place: str) -> dict[str, Any]:
+    try:
+        row, why = json.loads(line), ""
+    except ValueError as error:
+        row, why = None, f": {error}"
+    if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in keys):
+        expected = ", ".join(f'"{key}": text' for key in keys)
+        raise DataError(f"{place}: expected {{{expected}}}, got {line.strip():.80}{why}")
+    return row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Converted:
+    num_pairs: int
+    num_prompts: int
+    num_skipped: int
+
+
+def convert(source: Path, *, pairs: Path, prompts: Path) -> Converted:
+    rows = read_texts(source, "chosen", "rejected", what="dialogues")
+    found = [split(row["chosen"], row["rejected"]) for _, row in rows]
+    kept = [pair for pair in found if pair is not None]
+    if not kept:
+        raise DataError(f"{source} holds no two dialogues that part in the words after {ASSISTANT.strip()!r}")
+    unique = dict.fromkeys(pair["prompt"] for pair in kept)
+    write_durably(pairs, _lines(kept))
+    write_durably(prompts, _lines([{"prompt": prompt} for prompt in unique]))
+    return Converted(num_pairs=len(kept), num_prompts=len(unique), num_skipped=len(found) - len(kept))
+
+
+def split(chosen: str, rejected: str) -> dict[str, str] | None:
+    """The pair of two dialogues; None when no turn of the assistant begins alike in both, or they do not differ."""
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
+    end = chosen.rfind(ASSISTANT, 0, len(list(same)))
+    if end < 0 or chosen == rejected:
+        return None
+    end += len(ASSISTANT)
+    return {"prompt": chosen[:end], "chosen": chosen[end:], "rejected": rejected[end:]}
+
+
+def _lines(rows: list[dict[str, str]]) -> bytes:
+    return b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
