@@ -17,7 +17,6 @@ One process at a time runs a run's folder: a launcher, or a replay. The kernel f
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -244,22 +243,18 @@ def _is_ours(folder: Path) -> bool:
 LOCK = "up.lock"  # within the folder
 
 
-@contextlib.contextmanager
+@contextmanager
 def only_one(lock: Path, name: str) -> Iterator[None]:
     """Inside, no other launcher runs this folder, however the last one ended."""
     lock.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = take_lock(lock)
+    if descriptor is None:
+        raise ResourceError(
+            f"the run {name!r} is live: another process (pid {lock.read_text() or 'unknown'}) runs {lock.parent}; "
+            "end it with Ctrl-C, or choose another name with name=..."
+        )
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pid = os.pread(descriptor, 20, 0).decode() or "unknown"
-            raise ResourceError(
-                f"the run {name!r} is live: another process (pid {pid}) runs {lock.parent}; "
-                "end it with Ctrl-C, or choose another name with name=..."
-            ) from None
-        os.truncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        lock.write_text(str(os.getpid()))
         yield
     finally:
         os.close(descriptor)

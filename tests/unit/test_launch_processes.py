@@ -140,9 +140,9 @@ class Clock:
         return self.now
 
 
-def keep(lives: Lives, clock: Clock, say: Callable[[str], None] = lambda _: None, max_failures: int = 3) -> Kept:
+def keep(lives: Lives, clock: Clock, say: Callable[[str], None] = lambda _: None) -> Kept:
     command = Command(name="worker/0", arguments=("x",), log=Path("worker.out"))
-    return Kept(command, say=say, max_failures=max_failures, healthy_after_s=60, clock=clock, start=lives.start)
+    return Kept(command, say=say, clock=clock, start=lives.start)
 
 
 def test_a_dead_process_is_started_again_after_a_pause_and_people_are_told() -> None:
@@ -175,7 +175,7 @@ def test_the_pause_grows_while_it_keeps_dying() -> None:
 
 
 def test_one_that_dies_again_and_again_is_given_up() -> None:
-    lives, clock, said = Lives(1, 1, 1, None), Clock(), list[str]()
+    lives, clock, said = Lives(*[1] * 5, None), Clock(), list[str]()
     kept = keep(lives, clock, said.append)
 
     for _ in range(20):
@@ -183,16 +183,16 @@ def test_one_that_dies_again_and_again_is_given_up() -> None:
         clock.now += 31
 
     assert kept.given_up
-    assert lives.num_started == 3
+    assert lives.num_started == 5
     assert said[-1].startswith("worker/0 ended with exit code 1; giving it up")
 
 
 def test_a_long_life_makes_earlier_failures_forgotten() -> None:
     lives, clock = Lives(*[1] * 10, None), Clock()
-    kept = keep(lives, clock, max_failures=2)
+    kept = keep(lives, clock)
 
     for _ in range(5):
-        clock.now += 61  # alive for so long, then found dead
+        clock.now += 121  # alive for so long, then found dead
         kept.look()
         clock.now += 1.1
         kept.look()
@@ -215,7 +215,7 @@ def test_one_that_is_done_or_whose_user_made_a_mistake_is_not_started_again(code
 
 def test_one_that_left_and_is_needed_comes_back_as_often_as_it_leaves_and_never_in_haste() -> None:
     lives, clock, said = Lives(*[0] * 10, None), Clock(), list[str]()
-    kept = keep(lives, clock, said.append, max_failures=3)
+    kept = keep(lives, clock, said.append)
     started_at = [clock.now]
 
     while lives.num_started < 11:
@@ -232,14 +232,14 @@ def test_one_that_left_and_is_needed_comes_back_as_often_as_it_leaves_and_never_
 
 
 def test_having_left_often_is_not_held_against_one_that_dies() -> None:
-    lives, clock = Lives(0, 0, 0, 1, None), Clock()
-    kept = keep(lives, clock, max_failures=3)
+    lives, clock = Lives(*[0] * 5, 1, None), Clock()
+    kept = keep(lives, clock)
 
     for _ in range(20):
         kept.look(is_needed=True)
         clock.now += 31
 
-    assert (lives.num_started, kept.given_up) == (5, False)
+    assert (lives.num_started, kept.given_up) == (7, False)
 
 
 def test_one_that_left_is_not_started_again_when_the_need_has_gone_meanwhile() -> None:

@@ -92,7 +92,7 @@ def shown(command: Command) -> str:
 def prepare(config: schema.Config) -> None:
     """What the line refers to."""
     folder = RunFolder(config.folder)
-    folder.log("learner").parent.mkdir(parents=True, exist_ok=True)
+    folder.logs.mkdir(parents=True, exist_ok=True)
     folder.learner_error.unlink(missing_ok=True)
     write_durably(folder.config, dump_config(config).encode())
 

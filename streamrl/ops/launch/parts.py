@@ -24,58 +24,29 @@ LEARNER = "learner"
 DRAIN_S = 300
 
 
-@dataclass(frozen=True, slots=True)
 class RunFolder:
     """Where things lie in a run's folder."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def lock(self) -> Path:
-        return self.path / LOCK
-
-    @property
-    def redis(self) -> Path:
-        return self.path / "redis"
-
-    @property
-    def reward_url(self) -> Path:
-        return self.path / "reward.url"
-
-    @property
-    def learner_error(self) -> Path:
-        return self.path / "learner.error"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    def log(self, name: str) -> Path:
-        return self.path / "logs" / name
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.lock = path / LOCK
+        self.redis = path / "redis"
+        self.reward_url = path / "reward.url"
+        self.learner_error = path / "learner.error"
+        self.summary = path / "summary.json"
+        self.logs = path / "logs"
 
 
 def reward_command(server: schema.RewardServer, folder: RunFolder, *, port: int) -> Command:
-    options = {
-        "--model": server.model,
-        "--host": server.host,
-        "--port": port,
-        "--max-delay-ms": server.max_delay_ms,
-        "--max-batch-tokens": server.max_batch_tokens,
-        "--pool": server.pool,
-        "--attribute-weights": ",".join(map(str, server.attribute_weights)),
-        "--reward-mean": server.reward_mean,
-        "--reward-std": server.reward_std,
-        "--url-file": folder.reward_url,
-    }
-    words = [f"{name}={value}" for name, value in options.items()]  # with =, since a mean may begin with a minus
+    weights = ",".join(map(str, server.attribute_weights))
+    options = server.model_dump() | {"port": port, "attribute_weights": weights, "url_file": folder.reward_url}
+    # With =, since a mean may begin with a minus.
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     return Command(
         name=REWARD,
         arguments=(sys.executable, "-m", "streamrl.ops.cli.main", "reward", "serve", *words),
-        log=folder.log("reward.log"),
+        log=folder.logs / "reward.log",
     )
 
 
@@ -83,7 +54,7 @@ def worker_command(
     config: schema.Config, folder: RunFolder, *, number: int, redis_url: str, reward_url: str | None
 ) -> Command:
     words = ["--redis", redis_url, "--run", config.name, "--worker-id", str(number), "--model", config.model.path]
-    words += ["--log-file", str(folder.log(f"worker-{number}.log"))]
+    words += ["--log-file", str(folder.logs / f"worker-{number}.log")]
     for target in reward_code(config):
         words += ["--allow-reward-code", target]
     for host in reward_hosts(config):
@@ -93,7 +64,7 @@ def worker_command(
     return Command(
         name=f"worker/{number}",
         arguments=(sys.executable, "-m", "streamrl.workers", *words),
-        log=folder.log(f"worker-{number}.out"),
+        log=folder.logs / f"worker-{number}.out",
     )
 
 
@@ -141,7 +112,7 @@ def learner_command(
     program += ["--redis", redis_url] if redis_url is not None else ["--replay", str(replay)]
     program += ["--takeover"] if takeover else []
     program += ["--elastic"] if cluster and cluster.is_elastic else []
-    program += ["--log-file", str(folder.log("learner-{rank}.log")), "--error-file", str(folder.learner_error)]
+    program += ["--log-file", str(folder.logs / "learner-{rank}.log"), "--error-file", str(folder.learner_error)]
     # A store shared between rounds makes ranks read addresses of peers that are gone, and wait for them for ever.
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     if learner.threads:
@@ -149,7 +120,7 @@ def learner_command(
     return Command(
         name=LEARNER,
         arguments=(sys.executable, "-m", "streamrl.learner.process.agent", *agent, "--", *program),
-        log=folder.log("learner.out"),
+        log=folder.logs / "learner.out",
         environment=environment,
     )
 

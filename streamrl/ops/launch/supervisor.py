@@ -146,7 +146,7 @@ class Supervisor:
         if self._interrupts.count >= 2:
             raise KeyboardInterrupt
         if self._drain_by is not None and time.monotonic() > self._drain_by:
-            raise PartError(f"the learner did not end within {DRAIN_S} s (see {self._folder.path / 'logs'})")
+            raise PartError(f"the learner did not end within {DRAIN_S} s (see {self._folder.logs})")
         if self._interrupts.count and self._drain_by is None:
             self._drain_by = time.monotonic() + DRAIN_S
             log.info("asked_to_end", drain_s=DRAIN_S)
@@ -197,7 +197,7 @@ class Supervisor:
             phase=self._notice(),
             began=self._began,
             view=self.watcher.view,
-            footer=f"logs in {self._folder.path}/logs · Ctrl-C ends it in good order",
+            footer=f"logs in {self._folder.logs} · Ctrl-C ends it in good order",
         )
         self._display.show(shown)
 

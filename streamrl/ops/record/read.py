@@ -3,10 +3,14 @@
 Opening looks at every frame's place and at no contents, so it takes little time and, per group, some hundred bytes.
 Contents are read when they are asked for, and their digests checked. A recording that is being written may be read:
 it is then what it was when it was opened. Blocks on the disk only.
+
+`RecordedGroups` is what `streamrl groups` takes from it; of a live run, see `tap.LiveGroups`.
 """
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -14,10 +18,13 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Self
 
-from streamrl.errors import DataError, WireError
+from streamrl.errors import ConfigError, DataError, WireError
 from streamrl.ops.record.frames import Origin, Place, files_of, read_group, survey
-from streamrl.protocol.transport.types import Entry, entry_order
+from streamrl.protocol.transport.types import START, Entry, entry_order
 from streamrl.protocol.wire.group import Group, decode_body, decode_header
+
+POLL_S = 1.0  # how long `more` waits for some
+_ID = re.compile(r"\d{1,19}-\d{1,19}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,3 +69,43 @@ def open_group(entry: Entry) -> Group:
     if (header.ticket, header.run_uid) != (entry.number, entry.run_uid):
         raise WireError("header and entry do not agree on ticket or run")
     return decode_body(header, entry.body)
+
+
+class RecordedGroups:
+    def __init__(self, folder: Path) -> None:
+        self._recording = Recording.open(folder)
+        self._after = START
+
+    @property
+    def model(self) -> str:
+        return self._recording.origin.model
+
+    def latest(self, count: int) -> list[Entry]:
+        """The newest ones, the oldest of them first; what follows is `more`'s."""
+        places = self._recording.places
+        self._after = places[-1].entry_id if places else START
+        return list(self._recording.entries(places[len(places) - min(count, len(places)) :]))
+
+    def more(self) -> list[Entry]:
+        """What came since: a recorder may be at work, and nobody says when it will not be any more."""
+        time.sleep(POLL_S)
+        self._recording = Recording.open(self._recording.folder)
+        after = entry_order(self._after)
+        return self.latest(sum(entry_order(place.entry_id) > after for place in self._recording.places))
+
+    def find(self, wanted: str) -> Entry:
+        """By entry id or ticket number; DataError when it is not there."""
+        by_id = is_entry_id(wanted)
+        for place in reversed(self._recording.places):
+            if place.entry_id == wanted if by_id else place.number == int(wanted):
+                return next(self._recording.entries([place]))
+        raise DataError(f"{self._recording.folder} holds no group {wanted}; `streamrl record info` tells what it holds")
+
+
+def is_entry_id(wanted: str) -> bool:
+    """An id, or else a ticket's number; ConfigError when it is neither."""
+    if _ID.fullmatch(wanted):
+        return True
+    if wanted.isascii() and wanted.isdigit():
+        return False
+    raise ConfigError(f"{wanted!r} is neither a ticket's number, such as 57, nor the id of a group, such as 17000-0")
