@@ -12,8 +12,8 @@ class Entry(NamedTuple):
 
 
 COMMANDS: Mapping[str, Entry] = {
-    "quickstart": Entry("streamrl.ops.cli.demos:quickstart", "Watch a small model learn on this machine."),
-    "demo": Entry("streamrl.ops.cli.demos:demo", "Watch a pretrained model learn on this machine."),
+    "quickstart": Entry("streamrl.ops.cli.up:quickstart", "Watch a small model learn on this machine."),
+    "demo": Entry("streamrl.ops.cli.up:demo", "Watch a pretrained model learn on this machine."),
     "up": Entry("streamrl.ops.cli.up:up", "Run everything on this machine: Redis, rewards, workers, learner."),
     "learn": Entry("streamrl.ops.cli.learn:learn", "Run the learner alone, under torchrun, on one machine or several."),
     "worker": Entry("streamrl.workers.main:main", "Work for a run: generate and score, from any machine."),

@@ -23,8 +23,7 @@ from streamrl.config import schema
 from streamrl.errors import PartError, TransportError, UserError
 from streamrl.files import remove_those_of_the_dead
 from streamrl.ops.launch.display import Display, Shown
-from streamrl.ops.launch.own_services import RedisPart, RewardPart
-from streamrl.ops.launch.parts import DRAIN_S, RunFolder, learner_command, worker_command
+from streamrl.ops.launch.parts import DRAIN_S, RedisPart, RewardPart, RunFolder, learner_command, worker_command
 from streamrl.ops.launch.processes import Interrupts, Kept, Process, end_all
 from streamrl.ops.launch.summary import Loads
 from streamrl.ops.monitor.poller import Watcher

@@ -75,10 +75,7 @@ class RecordedGroups:
     def __init__(self, folder: Path) -> None:
         self._recording = Recording.open(folder)
         self._after = START
-
-    @property
-    def model(self) -> str:
-        return self._recording.origin.model
+        self.model = self._recording.origin.model
 
     def latest(self, count: int) -> list[Entry]:
         """The newest ones, the oldest of them first; what follows is `more`'s."""
