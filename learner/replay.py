@@ -41,7 +41,7 @@ from streamrl.learner.rank_context import (
 )
 from streamrl.learner.replayed import ReplayFeed, ReplayStream, Unpublished, Unsuspecting, as_replayed, versions_of
 from streamrl.learner.start import REPLAY, Start, claim_folder, make_start
-from streamrl.ops.record.read import Recording
+from streamrl.ops.record.recording import Recording
 from streamrl.protocol.transport.types import RunState
 from streamrl.recipe.algorithms import make_algorithm
 from streamrl.versions import term_of

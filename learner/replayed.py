@@ -22,8 +22,7 @@ from streamrl.learner.groups.ledger import DROPPED, FeedState, LedgerState
 from streamrl.learner.groups.plan import Plan
 from streamrl.learner.groups.prompts import PromptSet
 from streamrl.learner.publishing.publish import Published
-from streamrl.ops.record.frames import Place, read_group
-from streamrl.ops.record.read import Recording, open_group
+from streamrl.ops.record.recording import Place, Recording, open_group, read_group
 from streamrl.protocol.transport.types import Entry, Orders, PresentGroup, PresentTicket, entry_order
 from streamrl.protocol.wire.group import GroupHeader
 from streamrl.protocol.wire.ticket import Purpose, Ticket

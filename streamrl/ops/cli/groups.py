@@ -16,7 +16,7 @@ from streamrl.errors import ConfigError, WireError
 from streamrl.ops.cli.arguments import open_run, takes_server
 from streamrl.ops.monitor.runs import find_target
 from streamrl.ops.record.export import to_json
-from streamrl.ops.record.read import RecordedGroups, is_entry_id, open_group
+from streamrl.ops.record.recording import RecordedGroups, is_entry_id, open_group
 from streamrl.ops.record.tap import LiveGroups
 from streamrl.ops.record.view import TokenDecoder, choose_decoder, lines_of
 from streamrl.protocol.transport.types import Entry

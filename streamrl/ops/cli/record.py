@@ -17,8 +17,7 @@ from streamrl.ops.launch.processes import Interrupts
 from streamrl.ops.monitor.runs import Target
 from streamrl.ops.monitor.units import size
 from streamrl.ops.record.export import write_jsonl, write_parquet, write_whole
-from streamrl.ops.record.frames import Origin, is_intact
-from streamrl.ops.record.read import Recording
+from streamrl.ops.record.recording import Origin, Recording, is_intact
 from streamrl.ops.record.tap import Tap
 from streamrl.ops.record.tap import record as run_session
 from streamrl.ops.record.view import choose_decoder

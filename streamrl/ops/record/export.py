@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from streamrl.errors import ResourceError, WireError
-from streamrl.ops.record.read import Recording, open_group
+from streamrl.ops.record.recording import Recording, open_group
 from streamrl.ops.record.view import TokenDecoder
 from streamrl.protocol.transport.types import Entry, entry_order
 from streamrl.protocol.wire.group import Group, Sample

@@ -15,7 +15,7 @@ from typing import Self
 
 from streamrl.errors import DataError, ResourceError
 from streamrl.files import fsync_folder, take_lock
-from streamrl.ops.record.frames import MAX_FRAME_BYTES, Origin, begin_file, file_name, files_of, group_frame, survey
+from streamrl.ops.record.recording import MAX_FRAME_BYTES, Origin, begin_file, file_name, files_of, group_frame, survey
 from streamrl.protocol.transport.types import START, Entry, entry_order
 
 LOCK = "recording.lock"
