@@ -20,7 +20,7 @@ import structlog
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError, DataError
-from streamrl.files import LOCK, create_exclusively, only_one
+from streamrl.files import create_exclusively, only_one
 from streamrl.learner.checkpoints.export import export
 from streamrl.learner.conductor import Conductor
 from streamrl.learner.groups.prompts import PromptSet
@@ -73,7 +73,7 @@ def _follow(context: RankContext, stream: ReplayStream) -> RunState:
 def _lead(context: RankContext, recording: Recording, stream: ReplayStream) -> RunState:
     config, prompts = context.config, read_train_prompts(context)
     policy = load_model_together(context)
-    with only_one(config.folder / LOCK, config.name):
+    with only_one(config.folder, config.name):
         start, conductor = _begin(context, recording, stream, prompts)
         context.patient.broadcast(start.to_bytes())
         return _work(context, policy, start, conductor=conductor, stream=stream)

@@ -252,12 +252,13 @@ LOCK = "up.lock"  # within the folder
 
 
 @contextmanager
-def only_one(lock: Path, name: str) -> Iterator[None]:
+def only_one(folder: Path, name: str) -> Iterator[None]:
     """Inside, no other launcher runs this folder, however the last one ended."""
-    lock.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = folder / LOCK
     pid = lock.read_text() if lock.exists() else ""
     taken = (
-        f"the run {name!r} is live: another process (pid {pid or 'unknown'}) runs {lock.parent}; "
+        f"the run {name!r} is live: another process (pid {pid or 'unknown'}) runs {folder}; "
         "end it with Ctrl-C, or choose another name with name=..."
     )
     with locked(lock, taken=taken):

@@ -14,16 +14,15 @@ import hashlib
 import importlib.util
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from streamrl.config.schema import Config
 from streamrl.demos import sums
-from streamrl.demos.report import Task
-from streamrl.demos.run import Showcase, as_overrides, program, run_all, write_rows
+from streamrl.demos.report import Showcase
+from streamrl.demos.run import as_overrides, program, run_all, write_rows
 from streamrl.errors import ResourceError
 from streamrl.extras import need
 from streamrl.files import locked, replace_folder, write_durably
@@ -63,10 +62,14 @@ def make_model(file: Path, models: Path, convert: Callable[[Path, Path], None]) 
     taken = f"another demo makes the model in {models} now; begin again when it is there"
     with locked(models, taken=taken):
         if _made_from(folder) != recipe:
-            with _aside(folder) as made:
+            made = models / f".making-{NAME}"
+            shutil.rmtree(made, ignore_errors=True)  # what a killed demo has left there
+            try:
                 convert(file, made)
                 write_durably(made / _RECIPE, json.dumps(recipe).encode())
                 replace_folder(made, folder)
+            finally:
+                shutil.rmtree(made, ignore_errors=True)
     return folder
 
 
@@ -94,17 +97,6 @@ def _made_from(folder: Path) -> object:
 def _digest(file: Path) -> str:
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
-
-
-@contextmanager
-def _aside(folder: Path) -> Iterator[Path]:
-    """Where it is made: gone in the end, and what a killed demo has left there is gone at the beginning."""
-    made = folder.with_name(f".making-{folder.name}")
-    shutil.rmtree(made, ignore_errors=True)
-    try:
-        yield made
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
 
 
 _NUM_HELD_OUT = 160
@@ -155,19 +147,16 @@ def _row(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {"messages": [question], "answer": entry["answer"], "metadata": entry["metadata"]}
 
 
-TASK = Task(
-    source="right",
-    question=lambda _, fields: f"{fields['metadata']['expression']} =",
-    is_right=sums.is_right,
-    prepared="model and data",
-)
 DEMO = Showcase(
     name="demo",
     explanation=(
         "Task: sums of two numbers up to 100, asked and judged by reasoning-gym.",
         f"The model, {NAME}, rambles: one in five is right. Now rewards.",
     ),
-    task=TASK,
+    source="right",
+    question=lambda _, fields: f"{fields['metadata']['expression']} =",
+    is_right=sums.is_right,
     check=check,
     prepare=prepare,
+    prepared="model and data",
 )

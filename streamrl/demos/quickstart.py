@@ -32,8 +32,8 @@ from typing import Any
 import numpy as np
 
 from streamrl.config.schema import Config
-from streamrl.demos.report import Task
-from streamrl.demos.run import Showcase, as_overrides, program, run_all, write_rows
+from streamrl.demos.report import Showcase
+from streamrl.demos.run import as_overrides, program, run_all, write_rows
 from streamrl.ops.launch.processes import Command
 
 DIGITS = "0123456789"
@@ -231,19 +231,16 @@ def _training(name: str, words: list[str], options: dict[str, Any], folder: Path
     return program(name, words, shared | options, logs=folder / "logs")
 
 
-TASK = Task(
-    source="exact",
-    question=lambda prompt, _: prompt,
-    is_right=lambda completion, fields: completion == fields["answer"],
-    prepared="data, warm-up and reward model",
-)
 QUICKSTART = Showcase(
     name="quickstart",
     explanation=(
         "Task: sort digits, upwards before '<', downwards before '>': 52918> is 98521.",
         "Demonstrations mostly ignore the '>': imitation gets a third right. Now rewards.",
     ),
-    task=TASK,
+    source="exact",
+    question=lambda prompt, _: prompt,
+    is_right=lambda completion, fields: completion == fields["answer"],
     check=lambda _: None,
     prepare=prepare,
+    prepared="data, warm-up and reward model",
 )

@@ -175,7 +175,7 @@ def plot(folder: Path | None, url: str | None, run: str | None, output: Path | N
     """
     from streamrl.ops.monitor.plot import save_report
 
-    name, history = _from_folder(folder) if folder is not None and url is None else _from_redis(folder, url, run)
+    name, history = _read_history(folder, url, run)
     if not history.steps.records and not history.validations.records:
         raise DataError(f"nothing has been recorded of run {name!r} yet: its first step is still to come")
     output = output or Path(f"{name}.png")
@@ -184,14 +184,14 @@ def plot(folder: Path | None, url: str | None, run: str | None, output: Path | N
     click.echo(f"{output}: {len(steps)} steps, {len(history.validations.records)} validations")
 
 
-def _from_folder(folder: Path) -> tuple[str, History]:
-    path = folder / "metrics.jsonl"
-    if not path.is_file():
-        raise ConfigError(f"{folder} holds no metrics.jsonl: it is not the folder of a run, or no step was made yet")
-    return folder.resolve().name, History.read(folder)
-
-
-def _from_redis(folder: Path | None, url: str | None, run: str | None) -> tuple[str, History]:
+def _read_history(folder: Path | None, url: str | None, run: str | None) -> tuple[str, History]:
+    """With the run's name."""
+    if folder is not None and url is None:
+        if not (folder / "metrics.jsonl").is_file():
+            raise ConfigError(
+                f"{folder} holds no metrics.jsonl: it is not the folder of a run, or no step was made yet"
+            )
+        return folder.resolve().name, History.read(folder)
     target = find_target(folder, url, run)
     history = History()
     with opened(target) as there:

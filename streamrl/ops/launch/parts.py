@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 from streamrl.config import schema
 from streamrl.config.places import reward_code, reward_hosts
 from streamrl.errors import PartError
-from streamrl.files import LOCK
 from streamrl.ops.launch.processes import Command, Kept, Process
 from streamrl.protocol.transport.connection import check_server, connect
 from streamrl.protocol.transport.embedded import EmbeddedRedis
@@ -39,7 +38,6 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / "config.yaml"
-        self.lock = path / LOCK
         self.redis = path / "redis"
         self.reward_url = path / "reward.url"
         self.learner_error = path / "learner.error"
@@ -187,7 +185,7 @@ class RewardPart:
         folder: RunFolder,
         *,
         say: Callable[[str], None],
-        start: Callable[[Command], Process] = Process.start,
+        start: Callable[[Command], Process] = Process,
     ) -> None:
         self._server, self._folder = server, folder
         folder.reward_url.unlink(missing_ok=True)

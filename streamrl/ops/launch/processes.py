@@ -40,19 +40,14 @@ class Command:
 
 
 class Process:
-    """A running command. Start it from a thread that lives as long as it shall."""
+    """A command that runs from now on. Begin it in a thread that lives as long as it shall."""
 
-    def __init__(self, command: Command, process: subprocess.Popen[bytes], log_begin: int) -> None:
+    def __init__(self, command: Command) -> None:
         self.command = command
-        self._process = process
-        self._log_begin = log_begin
-
-    @classmethod
-    def start(cls, command: Command) -> Process:
         command.log.parent.mkdir(parents=True, exist_ok=True)
         with command.log.open("ab") as log:
-            begin = log.tell()
-            process = subprocess.Popen(
+            self._log_begin = log.tell()
+            self._process = subprocess.Popen(
                 dying_with_us(command.arguments, by=signal.SIGKILL),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -60,7 +55,6 @@ class Process:
                 env={**os.environ, **command.environment},
                 start_new_session=True,
             )
-        return cls(command, process, begin)
 
     @property
     def pid(self) -> int:
@@ -114,7 +108,7 @@ class Kept:
         *,
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
-        start: Callable[[Command], Process] = Process.start,
+        start: Callable[[Command], Process] = Process,
     ) -> None:
         self.command = command
         self.num_restarts = 0

@@ -79,7 +79,7 @@ class Supervisor:
                 if self._config.reward_server is not None:
                     self._reward = RewardPart(self._config.reward_server, self._folder, say=self._say)
                     stack.enter_context(ReportWriter(self._client, self._keys, self._reward.progress))
-                self._learner = Process.start(
+                self._learner = Process(
                     learner_command(self._config, self._folder, redis_url=self._redis_url, takeover=self._takeover)
                 )
                 while self._learner.poll() is None:

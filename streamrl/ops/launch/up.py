@@ -48,7 +48,7 @@ def up(loaded: Loaded, *, display: Display, takeover: bool = False) -> Outcome:
     _check(loaded)
     config, folder = loaded.config, RunFolder(loaded.config.folder)
     began = time.monotonic()
-    with only_one(folder.lock, config.name), Interrupts() as interrupts, display, ExitStack() as stack:
+    with only_one(folder.path, config.name), Interrupts() as interrupts, display, ExitStack() as stack:
         configure_logging("launcher", folder.logs / "launcher.log", quiet=True)
         write_durably(folder.config, dump_config(config).encode())
         embedded = None
