@@ -45,7 +45,6 @@ class Supervisor:
         self,
         *,
         config: schema.Config,
-        folder: RunFolder,
         redis_url: str,
         embedded: RedisPart | None,
         client: redis.Redis,
@@ -53,7 +52,7 @@ class Supervisor:
         interrupts: Interrupts,
         takeover: bool,  # replace a learner that holds the run
     ) -> None:
-        self._config, self._folder = config, folder
+        self._config, self._folder = config, RunFolder(config.folder)
         self._redis_url, self._embedded = redis_url, embedded
         self._client, self._keys = client, Keys(config.name)
         self._display, self._interrupts, self._takeover = display, interrupts, takeover

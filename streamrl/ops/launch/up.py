@@ -15,8 +15,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import structlog
-
 from streamrl.config import schema
 from streamrl.config.dump import dump_config
 from streamrl.config.load import Loaded
@@ -32,8 +30,6 @@ from streamrl.ops.monitor.doctor.musts import MUSTS
 from streamrl.protocol.transport.connection import check_server, connect
 from streamrl.protocol.transport.embedded import find_server
 from streamrl.telemetry.logs import configure_logging
-
-log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +56,6 @@ def up(loaded: Loaded, *, display: Display, takeover: bool = False) -> Outcome:
         check_server(client)
         supervisor = Supervisor(
             config=config,
-            folder=folder,
             redis_url=url,
             embedded=embedded,
             client=client,
