@@ -23,8 +23,7 @@ from pathlib import Path
 
 from bench.measure import Say
 from bench.report import Bar, Fact, Line
-from streamrl.demos.quickstart import write_data
-from streamrl.demos.quickstart_model import write_base_model
+from streamrl.demos.quickstart import write_base_model, write_data
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("streamrl", "workers", "learner")

@@ -15,7 +15,7 @@ from pathlib import Path
 from bench import peers_task
 from bench.measure import Say
 from bench.peers_task import demonstrate, examples, lessons
-from streamrl.demos.quickstart_model import write_base_model
+from streamrl.demos.quickstart import write_base_model
 
 _SEED = 7
 _NUM_DEMONSTRATIONS = 10_000

@@ -77,7 +77,7 @@ def run(side: Side, terms: Terms, *, prompts: Path, folder: Path, seed: int, lim
     folder.mkdir(parents=True)
     command = side.prepare(terms, prompts, folder, seed)
     began = time.time()
-    process = Process.start(command)
+    process = Process(command)
     peak_bytes, num_said = 0, 0
     try:
         while True:

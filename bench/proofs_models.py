@@ -17,7 +17,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from streamrl.demos.quickstart_model import write_base_model
+from streamrl.demos.quickstart import write_base_model
 
 VOCABULARY = 512
 WIDTH = 128

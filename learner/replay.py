@@ -20,7 +20,7 @@ import structlog
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError, DataError
-from streamrl.files import LOCK, create_exclusively, only_one
+from streamrl.files import create_exclusively, only_one
 from streamrl.learner.checkpoints.export import export
 from streamrl.learner.conductor import Conducting, Conductor, Follower
 from streamrl.learner.groups.feed import Feed
@@ -38,7 +38,7 @@ from streamrl.learner.rank_context import (
 )
 from streamrl.learner.replayed import ReplayStream, Unpublished, as_replayed, first_state, versions_of
 from streamrl.learner.start import REPLAY, Start, claim_folder, make_start
-from streamrl.ops.record.read import Recording
+from streamrl.ops.record.recording import Recording
 from streamrl.protocol.transport.types import RunState
 from streamrl.recipe.algorithms import make_algorithm
 from streamrl.versions import term_of
@@ -67,7 +67,7 @@ def _follow(context: RankContext, stream: ReplayStream) -> RunState:
 def _lead(context: RankContext, recording: Recording, stream: ReplayStream) -> RunState:
     config, prompts = context.config, read_train_prompts(context)
     policy = load_model_together(context)
-    with only_one(config.folder / LOCK, config.name):
+    with only_one(config.folder, config.name):
         start, conductor = _begin(context, recording, stream, prompts)
         context.patient.broadcast(start.to_bytes())
         return _work(context, policy, start, conductor=conductor, stream=stream)

@@ -17,7 +17,6 @@ One process at a time runs a run's folder: a launcher, or a replay. The kernel f
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -30,7 +29,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import structlog
@@ -152,6 +151,18 @@ def take_lock(path: Path) -> int | None:
     return descriptor
 
 
+@contextmanager
+def locked(path: Path, *, taken: str) -> Iterator[None]:
+    """Inside, nobody else holds the lock of this file or folder; where somebody does, ResourceError says `taken`."""
+    descriptor = take_lock(path)
+    if descriptor is None:
+        raise ResourceError(taken)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
 _MIRROR = "streamrl-mirror-"
 _SCRATCH = "streamrl-scratch-"
 _LOCK = "lock"
@@ -195,17 +206,13 @@ def _temporary() -> Path:
 
 @contextmanager
 def _held(folder: Path, *, taken: str) -> Iterator[Path]:
-    with _one_at_a_time(folder.parent):
-        _remove_those_of_the_dead(folder.parent)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        lock = take_lock(folder / _LOCK)
-    if lock is None:
-        raise ResourceError(taken)
-    try:
+    with ExitStack() as stack:
+        with _one_at_a_time(folder.parent):
+            _remove_those_of_the_dead(folder.parent)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            stack.enter_context(locked(folder / _LOCK, taken=taken))
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
 
 
 @contextmanager
@@ -244,22 +251,16 @@ def _is_ours(folder: Path) -> bool:
 LOCK = "up.lock"  # within the folder
 
 
-@contextlib.contextmanager
-def only_one(lock: Path, name: str) -> Iterator[None]:
+@contextmanager
+def only_one(folder: Path, name: str) -> Iterator[None]:
     """Inside, no other launcher runs this folder, however the last one ended."""
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pid = os.pread(descriptor, 20, 0).decode() or "unknown"
-            raise ResourceError(
-                f"the run {name!r} is live: another process (pid {pid}) runs {lock.parent}; "
-                "end it with Ctrl-C, or choose another name with name=..."
-            ) from None
-        os.truncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = folder / LOCK
+    pid = lock.read_text() if lock.exists() else ""
+    taken = (
+        f"the run {name!r} is live: another process (pid {pid or 'unknown'}) runs {folder}; "
+        "end it with Ctrl-C, or choose another name with name=..."
+    )
+    with locked(lock, taken=taken):
+        lock.write_text(str(os.getpid()))
         yield
-    finally:
-        os.close(descriptor)

@@ -16,7 +16,7 @@ from streamrl.learner.checkpoints.terms import ancestry
 from streamrl.learner.model.load import read_tokenizer_info
 from streamrl.learner.process.ranks import World
 from streamrl.learner.replay import replay
-from streamrl.ops.record.frames import Origin
+from streamrl.ops.record.recording import Origin
 from streamrl.ops.record.write import RecordingWriter
 from streamrl.protocol.transport.types import Entry
 from streamrl.protocol.wire.group import encode_group

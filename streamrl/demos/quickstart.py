@@ -1,4 +1,4 @@
-"""What the quickstart needs before its run: data, an untrained model, the warmed-up model, and a reward model.
+"""The quickstart: its task, its model, and what is made before its run.
 
     data ─► base model ─┬─► python -m learner.model.sft      ─► sft/           the start of the run, "before"
                         └─► streamrl reward train      ─► reward-model/  at the same time, on the other core
@@ -6,25 +6,167 @@
 Everything is made in the run's folder, from the seed. Takes half a minute; blocks on the two processes, whose last line
 is shown while they work.
 
-The quickstart as a demonstration: what it says, how its answers are judged, how it is prepared.
+The task: write digits in rising order when `<` follows them, in falling order when `>` does.
+
+    prompt 52918<  answer 12589        prompt 52918>  answer 98521
+
+The demonstrations that the model is warmed up with are careless: they answer most prompts with `>` as if these ended in
+`<`. Imitating them gives a model that sorts fairly well and hardly ever heeds the sign. Whether an answer is right can
+be checked, and that is the reward (`exact_match`, built in) that teaches the rest.
+
+The untrained model: a Qwen2 of 0.7M parameters that reads and writes single characters. Written as the folder that a
+hub would hold (configuration, tokenizer, weights), with numpy alone: everything that loads a real model loads this one
+in the same way, and making it needs no torch.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from streamrl.config.schema import Config
-from streamrl.demos.quickstart_model import write_base_model
-from streamrl.demos.quickstart_task import EXPLANATION, demonstrate, examples, spoil
-from streamrl.demos.report import Task
-from streamrl.demos.run import Showcase, as_overrides, program, run_all, write_rows
+from streamrl.demos.report import Showcase
+from streamrl.demos.run import as_overrides, program, run_all, write_rows
 from streamrl.ops.launch.processes import Command
+
+DIGITS = "0123456789"
+RISING, FALLING = "<", ">"
+MIN_DIGITS, MAX_DIGITS = 3, 8
+_SHARE_FALLING = 0.65
+_CARELESSNESS = 0.7  # share of falling prompts that demonstrations answer in rising order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    prompt: str
+    answer: str
+
+
+def examples(rng: random.Random) -> Iterator[Example]:
+    """Without end; the same prompt may come again."""
+    while True:
+        digits = "".join(rng.choices(DIGITS, k=rng.randint(MIN_DIGITS, MAX_DIGITS)))
+        sign = FALLING if rng.random() < _SHARE_FALLING else RISING
+        yield Example(prompt=digits + sign, answer=solve(digits, sign))
+
+
+def solve(digits: str, sign: str) -> str:
+    return "".join(sorted(digits, reverse=sign == FALLING))
+
+
+def demonstrate(example: Example, rng: random.Random) -> str:
+    """What a careless teacher writes."""
+    digits, sign = example.prompt[:-1], example.prompt[-1]
+    careless = sign == FALLING and rng.random() < _CARELESSNESS
+    return solve(digits, RISING) if careless else example.answer
+
+
+def spoil(example: Example, rng: random.Random) -> str:
+    """A wrong answer, for the reward model to tell from the right one: the wrong order, or one digit out of place."""
+    digits, sign = example.prompt[:-1], example.prompt[-1]
+    reverse = solve(digits, RISING if sign == FALLING else FALLING)
+    wrong = reverse
+    if rng.random() < 0.5:
+        at = rng.randrange(len(digits))
+        wrong = example.answer[:at] + rng.choice(DIGITS) + example.answer[at + 1 :]
+    return wrong if wrong != example.answer else example.answer[:-1]
+
+
+PAD, END, UNKNOWN = "<pad>", "<eos>", "<unk>"
+VOCABULARY = (PAD, END, UNKNOWN, *DIGITS, RISING, FALLING)
+_HIDDEN, _LAYERS, _HEADS, _INNER = 128, 3, 4, 384  # heads of 32: vLLM on CPUs refuses narrower ones
+_SPREAD = 0.05  # of the random weights
+
+
+def write_base_model(folder: Path, *, seed: int, num_positions: int = 64) -> None:
+    """`num_positions`: the longest prompt and answer together."""
+    from safetensors.numpy import save_file  # only machines that train have it
+
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    save_file(dict(_tensors(rng)), folder / "model.safetensors", metadata={"format": "pt"})
+    ends = {"pad_token_id": VOCABULARY.index(PAD), "eos_token_id": VOCABULARY.index(END)}
+    _write_json(folder / "config.json", {**_architecture(num_positions), **ends})
+    _write_json(folder / "generation_config.json", ends)
+    _write_json(folder / "tokenizer.json", _tokenizer())
+    words = {"pad_token": PAD, "eos_token": END, "unk_token": UNKNOWN}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    _write_json(folder / "tokenizer_config.json", {**settings, **words})
+
+
+def _architecture(num_positions: int) -> dict[str, object]:
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "dtype": "float32",
+        "vocab_size": len(VOCABULARY),
+        "hidden_size": _HIDDEN,
+        "intermediate_size": _INNER,
+        "num_hidden_layers": _LAYERS,
+        "num_attention_heads": _HEADS,
+        "num_key_value_heads": _HEADS,
+        "max_position_embeddings": num_positions,
+        "rope_theta": 10_000.0,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+    }
+
+
+def _tensors(rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
+    def matrix(rows: int, columns: int) -> np.ndarray:
+        return (rng.standard_normal((rows, columns)) * _SPREAD).astype(np.float32)
+
+    ones, zeros = np.ones(_HIDDEN, dtype=np.float32), np.zeros(_HIDDEN, dtype=np.float32)
+    yield "model.embed_tokens.weight", matrix(len(VOCABULARY), _HIDDEN)
+    for layer in range(_LAYERS):
+        prefix = f"model.layers.{layer}"
+        yield f"{prefix}.input_layernorm.weight", ones
+        yield f"{prefix}.post_attention_layernorm.weight", ones
+        for name in ("q", "k", "v"):
+            yield f"{prefix}.self_attn.{name}_proj.weight", matrix(_HIDDEN, _HIDDEN)
+            yield f"{prefix}.self_attn.{name}_proj.bias", zeros
+        yield f"{prefix}.self_attn.o_proj.weight", matrix(_HIDDEN, _HIDDEN)
+        yield f"{prefix}.mlp.gate_proj.weight", matrix(_INNER, _HIDDEN)
+        yield f"{prefix}.mlp.up_proj.weight", matrix(_INNER, _HIDDEN)
+        yield f"{prefix}.mlp.down_proj.weight", matrix(_HIDDEN, _INNER)
+    yield "model.norm.weight", ones
+    yield "lm_head.weight", matrix(len(VOCABULARY), _HIDDEN)
+
+
+def _tokenizer() -> dict[str, object]:
+    """A byte-level BPE without merges: one token a character.
+
+    The one form whose meaning AutoTokenizer leaves alone; for a model of this type it replaces a pre-tokenizer of
+    another kind by the type's own.
+    """
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {
+        "version": "1.0",
+        "added_tokens": [{"id": VOCABULARY.index(t), "content": t, **special} for t in (PAD, END, UNKNOWN)],
+        "pre_tokenizer": byte_level,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "unk_token": UNKNOWN,
+            "vocab": {token: i for i, token in enumerate(VOCABULARY)},
+            "merges": [],
+        },
+    }
+
+
+def _write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
 
 _NUM_TRAIN = 16_384
 _NUM_HELD_OUT = 400
@@ -89,10 +231,16 @@ def _training(name: str, words: list[str], options: dict[str, Any], folder: Path
     return program(name, words, shared | options, logs=folder / "logs")
 
 
-TASK = Task(
+QUICKSTART = Showcase(
+    name="quickstart",
+    explanation=(
+        "Task: sort digits, upwards before '<', downwards before '>': 52918> is 98521.",
+        "Demonstrations mostly ignore the '>': imitation gets a third right. Now rewards.",
+    ),
     source="exact",
     question=lambda prompt, _: prompt,
     is_right=lambda completion, fields: completion == fields["answer"],
+    check=lambda _: None,
+    prepare=prepare,
     prepared="data, warm-up and reward model",
 )
-QUICKSTART = Showcase(name="quickstart", explanation=EXPLANATION, task=TASK, check=lambda _: None, prepare=prepare)

@@ -23,13 +23,18 @@ _SPACES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """How answers are judged and shown."""
-
+class Showcase:
+    name: str  # of the command
+    explanation: Sequence[str]
+    # How answers are judged and shown.
     source: str  # the reward source that says whether an answer is right
     question: Callable[[str, Mapping[str, Any]], str]  # of a prompt and its further fields, as people read it
     is_right: Callable[[str, Mapping[str, Any]], bool]  # a completion, and the further fields of its prompt
-    prepared: str  # what was made before the run
+    # What comes before the run.
+    check: Callable[[Config], None]  # that what it needs is here
+    # Makes what the run needs, telling again and again what is going on; the settings that follow from that.
+    prepare: Callable[[Config, Callable[[str], None]], list[str]]
+    prepared: str  # what that was, as people call it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,18 +84,18 @@ class Report:
         }
 
 
-def make_report(config: Config, task: Task, summary: Summary, *, prepare_s: float, total_s: float) -> Report:
+def make_report(config: Config, case: Showcase, summary: Summary, *, prepare_s: float, total_s: float) -> Report:
     """Of a run that has finished; draws the PNG."""
     history = History.read(config.folder)
     curves = {
-        "trained groups, sampled (all right or all wrong: dropped)": f"train_rollouts/rewards/{task.source}",
-        "held-out prompts": f"val_rollouts/rewards/{task.source}",
+        "trained groups, sampled (all right or all wrong: dropped)": f"train_rollouts/rewards/{case.source}",
+        "held-out prompts": f"val_rollouts/rewards/{case.source}",
     }
     train, held_out = (list(zip(*history.curve(metric), strict=True)) for metric in curves.values())
     plot = config.folder / "plot.png"
     chart = Chart(name="right", title="Right answers", unit="share", series=curves)
     save_report(plot, history, title=summary.name, charts=[chart])
-    before, after = summary.held_out[task.source]
+    before, after = summary.held_out[case.source]
     return Report(
         summary=summary,
         before=before,
@@ -98,9 +103,9 @@ def make_report(config: Config, task: Task, summary: Summary, *, prepare_s: floa
         train=train,
         held_out=held_out,
         prompts=count_prompts(config),
-        completions=_completions(config.folder, task),
+        completions=_completions(config.folder, case),
         plot=plot,
-        prepared=task.prepared,
+        prepared=case.prepared,
         prepare_s=prepare_s,
         total_s=total_s,
     )
@@ -121,18 +126,18 @@ def _text(row: PromptRow) -> str:
     return row.text if row.text is not None else "\n".join(str(message["content"]) for message in row.messages or ())
 
 
-def _completions(folder: Path, task: Task) -> tuple[Completion, ...]:
+def _completions(folder: Path, case: Showcase) -> tuple[Completion, ...]:
     """Held-out prompts as the first and the last validation answered them; those that changed come first."""
     validations = list(read_lines(folder / "validation.jsonl"))
     after = {sample["prompt"]: sample["completion"] for sample in validations[-1]["samples"]}
     pairs = [
         Completion(
-            prompt=task.question(sample["prompt"], sample["fields"]),
+            prompt=case.question(sample["prompt"], sample["fields"]),
             answer=str(sample["fields"]["answer"]),
             before=sample["completion"],
             after=after[sample["prompt"]],
-            before_is_right=task.is_right(sample["completion"], sample["fields"]),
-            after_is_right=task.is_right(after[sample["prompt"]], sample["fields"]),
+            before_is_right=case.is_right(sample["completion"], sample["fields"]),
+            after_is_right=case.is_right(after[sample["prompt"]], sample["fields"]),
         )
         for sample in validations[0]["samples"]
         if sample["prompt"] in after

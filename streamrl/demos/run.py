@@ -18,7 +18,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,26 +26,14 @@ from rich.console import Console
 
 from streamrl.config.check import check_config
 from streamrl.config.load import Loaded, load_config
-from streamrl.config.schema import Config
-from streamrl.demos.report import Task, make_report, report_lines
+from streamrl.demos.report import Showcase, make_report, report_lines
 from streamrl.errors import ConfigError, PartError
 from streamrl.extras import need
-from streamrl.files import only_one
+from streamrl.files import LOCK, only_one
 from streamrl.ops.launch.display import Display, spinner
-from streamrl.ops.launch.parts import RunFolder
 from streamrl.ops.launch.processes import Command, Process, end_all
 from streamrl.ops.launch.up import shipped_config, up
 from streamrl.ops.monitor.doctor.musts import check_packages
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Showcase:
-    name: str  # of the command
-    explanation: Sequence[str]
-    task: Task
-    check: Callable[[Config], None]  # that what it needs is here
-    # Makes what the run needs, telling again and again what is going on; the settings that follow from that.
-    prepare: Callable[[Config, Callable[[str], None]], list[str]]
 
 
 def run_showcase(case: Showcase, overrides: Sequence[str], *, as_json: bool) -> int:
@@ -67,7 +54,7 @@ def run_showcase(case: Showcase, overrides: Sequence[str], *, as_json: bool) -> 
         console.print(f"The {case.name} was ended before it had finished; it begins anew next time.")
         return outcome.exit_code
     total_s = time.monotonic() - began
-    report = make_report(loaded.config, case.task, summary, prepare_s=prepare_s, total_s=total_s)
+    report = make_report(loaded.config, case, summary, prepare_s=prepare_s, total_s=total_s)
     console.print()
     for line in report_lines(report):
         console.print(line, markup=False, soft_wrap=True)
@@ -83,20 +70,20 @@ def _prepare(case: Showcase, overrides: Sequence[str], console: Console) -> Load
     check_config(loaded.config, loaded.origin)
     check_packages(loaded.config)
     need(f"the {case.name}'s plot", "matplotlib", extra="monitor")
-    config, folder = loaded.config, RunFolder(loaded.config.folder)
+    config = loaded.config
     case.check(config)
-    with only_one(folder.lock, config.name):
-        if clear(folder.path, what=case.name, keep=(folder.lock.name,)):
-            console.print(f"Starting afresh: what was in {folder.path} is removed.")
+    with only_one(config.folder, config.name):
+        if clear(config.folder, what=case.name):
+            console.print(f"Starting afresh: what was in {config.folder} is removed.")
         with spinner(console) as say:
             settings = case.prepare(config, say)
     return load_config(file, (*settings, *overrides))
 
 
-def clear(folder: Path, *, what: str, keep: Iterable[str]) -> bool:
+def clear(folder: Path, *, what: str) -> bool:
     """Remove what an earlier `what` has left; whether there was anything. ConfigError if it is somebody else's."""
     mark = f".{what}"  # in a folder that this demonstration has made, and so may clear
-    left = [path for path in folder.iterdir() if path.name not in keep] if folder.is_dir() else []
+    left = [path for path in folder.iterdir() if path.name != LOCK] if folder.is_dir() else []
     if left and not (folder / mark).exists():
         raise ConfigError(f"{folder} holds something else than a {what}; choose another name with name=...")
     for path in left:
@@ -135,7 +122,7 @@ def run_all(commands: Sequence[Command], say: Callable[[str], None]) -> None:
     """PartError when one of them fails. None is left running."""
     processes: list[Process] = []
     try:
-        processes.extend(map(Process.start, commands))
+        processes.extend(map(Process, commands))
         _wait(processes, say)
     finally:
         end_all(processes, within_s=0.0)

@@ -49,7 +49,7 @@ def make_steps(folder: Path, name: str) -> schema.Config:
         algorithm=schema.Algorithm(drop_zero_variance=False),  # every group is in a step, whichever that is
         lag=schema.Lag(max_steps=2),
     )
-    RunFolder(config.folder).log("learner").parent.mkdir(exist_ok=True)
+    RunFolder(config.folder).logs.mkdir(exist_ok=True)
     return config
 
 

@@ -11,8 +11,7 @@ import pytest
 import transformers
 
 from streamrl.demos import sums
-from streamrl.demos.pretrained import write_data
-from streamrl.demos.pretrained_model import NAME, check_gguf, find_gguf
+from streamrl.demos.pretrained import NAME, check_gguf, find_gguf, write_data
 from streamrl.demos.sums import right
 
 ROOT = Path(__file__).resolve().parents[2]

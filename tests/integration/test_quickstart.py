@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from streamrl.demos.quickstart_task import FALLING, RISING, solve
+from streamrl.demos.quickstart import FALLING, RISING, solve
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 
 from streamrl.config import schema
-from streamrl.ops.record.frames import Origin
+from streamrl.ops.record.recording import Origin
 from streamrl.ops.record.tap import Tap, record
 from streamrl.ops.record.write import RecordingWriter
 from streamrl.protocol.transport.connection import connect

@@ -16,8 +16,7 @@ import pytest
 import redis
 import transformers
 
-from streamrl.demos.quickstart import write_data
-from streamrl.demos.quickstart_model import write_base_model
+from streamrl.demos.quickstart import write_base_model, write_data
 from streamrl.protocol.transport.keys import Keys
 from tests.helpers import wait_until
 

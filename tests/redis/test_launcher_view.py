@@ -11,7 +11,6 @@ import redis.asyncio
 from rich.console import Console
 
 from streamrl.ops.launch.display import Display
-from streamrl.ops.launch.parts import RunFolder
 from streamrl.ops.launch.processes import Interrupts
 from streamrl.ops.launch.summary import Loads
 from streamrl.ops.launch.supervisor import Supervisor
@@ -33,7 +32,6 @@ def make_supervisor(run: Watched, out: io.StringIO) -> Supervisor:
     now = iter(range(0, 1000, 10))  # so that each look is worth a line
     return Supervisor(
         config=config,
-        folder=RunFolder(config.folder),
         redis_url=run.world.url,
         embedded=None,
         client=run.world.client,

@@ -17,8 +17,7 @@ import redis.asyncio
 
 from streamrl.errors import DataError
 from streamrl.ops.cli.main import main
-from streamrl.ops.record.frames import Origin
-from streamrl.ops.record.read import Recording
+from streamrl.ops.record.recording import Origin, Recording
 from streamrl.ops.record.tap import Tap, record
 from streamrl.ops.record.write import RecordingWriter
 from streamrl.protocol.transport.keys import Keys

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from streamrl.demos.quickstart import write_data
-from streamrl.demos.quickstart_model import write_base_model
+from streamrl.demos.quickstart import write_base_model, write_data
 from tests.manifest_world import render
 from tests.root.cluster import Cluster
 from tests.root.hosts import hosts, why_not

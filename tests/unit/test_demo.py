@@ -18,8 +18,7 @@ import transformers
 from streamrl.config.load import load_config
 from streamrl.config.schema import FunctionReward
 from streamrl.demos import sums
-from streamrl.demos.pretrained import write_data
-from streamrl.demos.pretrained_model import NAME, check_gguf, make_model
+from streamrl.demos.pretrained import NAME, check_gguf, make_model, write_data
 from streamrl.demos.sums import right
 from streamrl.errors import PartError, ResourceError
 from streamrl.learner.model import from_gguf

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from streamrl.errors import ConfigError
-from streamrl.ops.record.sources import is_entry_id
+from streamrl.ops.record.recording import is_entry_id
 from streamrl.ops.record.view import lines_of
 from streamrl.protocol.transport.types import Entry
 from streamrl.protocol.wire.group import Group, Span

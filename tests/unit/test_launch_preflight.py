@@ -89,14 +89,14 @@ def test_a_missing_package_is_named_with_the_way_to_install_it() -> None:
 
 
 def test_a_folder_is_run_by_one_launcher_at_a_time(tmp_path: Path) -> None:
-    lock = tmp_path / "run" / "up.lock"
+    folder = tmp_path / "run"
 
     with (
-        only_one(lock, "mine"),
+        only_one(folder, "mine"),
         pytest.raises(ResourceError, match=rf"the run 'mine' is live: .*pid {os.getpid()}"),
-        only_one(lock, "mine"),
+        only_one(folder, "mine"),
     ):
         pass
 
-    with only_one(lock, "mine"):
-        assert lock.read_text() == str(os.getpid())
+    with only_one(folder, "mine"):
+        assert (folder / "up.lock").read_text() == str(os.getpid())

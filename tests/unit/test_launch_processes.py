@@ -33,7 +33,7 @@ def is_alive(pid: int) -> bool:
 
 def test_what_a_process_writes_is_in_its_log_and_its_last_words_begin_at_its_own_start(tmp_path: Path) -> None:
     for word in ("first", "second"):
-        process = Process.start(shell(tmp_path, f"echo {word}; echo {word} error >&2"))
+        process = Process(shell(tmp_path, f"echo {word}; echo {word} error >&2"))
         assert process.wait(10)
 
     assert process.last_words() == ["second", "second error"]
@@ -48,7 +48,7 @@ def test_its_environment_is_the_launchers_and_what_the_command_adds(tmp_path: Pa
         environment={"ADDED": "yes"},
     )
 
-    process = Process.start(command)
+    process = Process(command)
 
     assert process.wait(10)
     assert process.last_words() == ["yes", "path"]
@@ -57,7 +57,7 @@ def test_its_environment_is_the_launchers_and_what_the_command_adds(tmp_path: Pa
 def test_a_process_dies_with_its_launcher(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from streamrl.ops.launch.processes import Command, Process\n"
-        f"p = Process.start(Command(name='p', arguments=('/bin/sleep', '600'), log=Path({str(tmp_path / 'log')!r})))\n"
+        f"p = Process(Command(name='p', arguments=('/bin/sleep', '600'), log=Path({str(tmp_path / 'log')!r})))\n"
         "print(p.pid, flush=True); time.sleep(600)"
     )
     launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
@@ -72,7 +72,7 @@ def test_a_process_dies_with_its_launcher(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_at_the_terminal_does_not_reach_the_parts(tmp_path: Path) -> None:
-    process = Process.start(shell(tmp_path, "sleep 600"))
+    process = Process(shell(tmp_path, "sleep 600"))
     try:
         assert os.getpgid(process.pid) == process.pid != os.getpgid(0)
     finally:
@@ -80,7 +80,7 @@ def test_ctrl_c_at_the_terminal_does_not_reach_the_parts(tmp_path: Path) -> None
 
 
 def test_one_that_heeds_no_request_to_end_is_killed_with_its_children(tmp_path: Path) -> None:
-    process = Process.start(shell(tmp_path, "trap '' TERM; sleep 600 & echo $!; while :; do sleep 1; done"))
+    process = Process(shell(tmp_path, "trap '' TERM; sleep 600 & echo $!; while :; do sleep 1; done"))
     [child] = wait_until(process.last_words, description="the script has begun")
 
     end_all([process], within_s=0.2)
@@ -92,7 +92,7 @@ def test_one_that_heeds_no_request_to_end_is_killed_with_its_children(tmp_path: 
 def test_one_that_is_killed_leaves_no_semaphores(tmp_path: Path) -> None:
     code = "import multiprocessing, time; lock = multiprocessing.get_context('spawn').Lock(); print(lock._semlock.name)"
     arguments = (sys.executable, "-uc", f"{code}; time.sleep(600)")
-    process = Process.start(Command(name="part/0", arguments=arguments, log=tmp_path / "part.out"))
+    process = Process(Command(name="part/0", arguments=arguments, log=tmp_path / "part.out"))
     [name] = wait_until(process.last_words, description="it has a semaphore")
     semaphore = Path(f"/dev/shm/sem.{name.removeprefix('/')}")
     assert semaphore.exists()
@@ -103,7 +103,7 @@ def test_one_that_is_killed_leaves_no_semaphores(tmp_path: Path) -> None:
 
 
 def test_one_that_ends_when_asked_is_not_killed(tmp_path: Path) -> None:
-    process = Process.start(shell(tmp_path, "trap 'echo bye; exit 0' TERM; echo here; while :; do sleep 0.05; done"))
+    process = Process(shell(tmp_path, "trap 'echo bye; exit 0' TERM; echo here; while :; do sleep 0.05; done"))
     wait_until(process.last_words, description="the script has begun")
 
     end_all([process], within_s=30)
@@ -140,9 +140,9 @@ class Clock:
         return self.now
 
 
-def keep(lives: Lives, clock: Clock, say: Callable[[str], None] = lambda _: None, max_failures: int = 3) -> Kept:
+def keep(lives: Lives, clock: Clock, say: Callable[[str], None] = lambda _: None) -> Kept:
     command = Command(name="worker/0", arguments=("x",), log=Path("worker.out"))
-    return Kept(command, say=say, max_failures=max_failures, healthy_after_s=60, clock=clock, start=lives.start)
+    return Kept(command, say=say, clock=clock, start=lives.start)
 
 
 def test_a_dead_process_is_started_again_after_a_pause_and_people_are_told() -> None:
@@ -175,7 +175,7 @@ def test_the_pause_grows_while_it_keeps_dying() -> None:
 
 
 def test_one_that_dies_again_and_again_is_given_up() -> None:
-    lives, clock, said = Lives(1, 1, 1, None), Clock(), list[str]()
+    lives, clock, said = Lives(*[1] * 5, None), Clock(), list[str]()
     kept = keep(lives, clock, said.append)
 
     for _ in range(20):
@@ -183,16 +183,16 @@ def test_one_that_dies_again_and_again_is_given_up() -> None:
         clock.now += 31
 
     assert kept.given_up
-    assert lives.num_started == 3
+    assert lives.num_started == 5
     assert said[-1].startswith("worker/0 ended with exit code 1; giving it up")
 
 
 def test_a_long_life_makes_earlier_failures_forgotten() -> None:
     lives, clock = Lives(*[1] * 10, None), Clock()
-    kept = keep(lives, clock, max_failures=2)
+    kept = keep(lives, clock)
 
     for _ in range(5):
-        clock.now += 61  # alive for so long, then found dead
+        clock.now += 121  # alive for so long, then found dead
         kept.look()
         clock.now += 1.1
         kept.look()
@@ -215,7 +215,7 @@ def test_one_that_is_done_or_whose_user_made_a_mistake_is_not_started_again(code
 
 def test_one_that_left_and_is_needed_comes_back_as_often_as_it_leaves_and_never_in_haste() -> None:
     lives, clock, said = Lives(*[0] * 10, None), Clock(), list[str]()
-    kept = keep(lives, clock, said.append, max_failures=3)
+    kept = keep(lives, clock, said.append)
     started_at = [clock.now]
 
     while lives.num_started < 11:
@@ -232,14 +232,14 @@ def test_one_that_left_and_is_needed_comes_back_as_often_as_it_leaves_and_never_
 
 
 def test_having_left_often_is_not_held_against_one_that_dies() -> None:
-    lives, clock = Lives(0, 0, 0, 1, None), Clock()
-    kept = keep(lives, clock, max_failures=3)
+    lives, clock = Lives(*[0] * 5, 1, None), Clock()
+    kept = keep(lives, clock)
 
     for _ in range(20):
         kept.look(is_needed=True)
         clock.now += 31
 
-    assert (lives.num_started, kept.given_up) == (5, False)
+    assert (lives.num_started, kept.given_up) == (7, False)
 
 
 def test_one_that_left_is_not_started_again_when_the_need_has_gone_meanwhile() -> None:

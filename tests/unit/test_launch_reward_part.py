@@ -8,8 +8,7 @@ from typing import cast
 import pytest
 
 from streamrl.config import schema
-from streamrl.ops.launch.own_services import RewardPart
-from streamrl.ops.launch.parts import RunFolder
+from streamrl.ops.launch.parts import RewardPart, RunFolder
 from streamrl.ops.launch.processes import Command, Process
 from tests.helpers import wait_until
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from streamrl import __version__
-from streamrl.demos.pretrained_model import PACKAGE
+from streamrl.demos.pretrained import PACKAGE
 
 ROOT = Path(__file__).parents[2]
 

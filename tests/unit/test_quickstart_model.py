@@ -11,8 +11,7 @@ import pytest
 import torch
 import transformers
 
-from streamrl.demos.quickstart_model import VOCABULARY, write_base_model
-from streamrl.demos.quickstart_task import examples
+from streamrl.demos.quickstart import VOCABULARY, examples, write_base_model
 from streamrl.errors import DataError
 from streamrl.learner.model.sft import Settings, collate, main, read_rows, train
 

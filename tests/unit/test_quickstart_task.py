@@ -9,8 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.demos.quickstart import overrides, write_data
-from streamrl.demos.quickstart_task import FALLING, RISING, Example, demonstrate, examples, solve, spoil
+from streamrl.demos.quickstart import (
+    FALLING,
+    RISING,
+    Example,
+    demonstrate,
+    examples,
+    overrides,
+    solve,
+    spoil,
+    write_data,
+)
 
 
 def many(count: int = 2000, seed: int = 1) -> list[Example]:

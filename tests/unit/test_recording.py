@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.errors import DataError, ResourceError
-from streamrl.ops.record.frames import Origin, begin_file, file_name, files_of
-from streamrl.ops.record.read import Recording, open_group
+from streamrl.ops.record.recording import Origin, Recording, begin_file, file_name, files_of, open_group
 from streamrl.ops.record.write import RecordingWriter
 from streamrl.protocol.transport.types import Entry
 from streamrl.protocol.wire.group import encode_group

@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from streamrl.ops.cli.main import main
-from streamrl.ops.record.frames import Origin
+from streamrl.ops.record.recording import Origin
 from streamrl.ops.record.write import RecordingWriter
 from streamrl.protocol.transport.types import Entry
 from streamrl.protocol.wire.group import encode_group

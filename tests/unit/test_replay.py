@@ -11,7 +11,7 @@ import pytest
 from streamrl.config import schema
 from streamrl.errors import ConfigError
 from streamrl.ops.audit import audit_folder
-from streamrl.ops.record.frames import Origin
+from streamrl.ops.record.recording import Origin
 from streamrl.ops.record.write import RecordingWriter
 from tests.replay_world import (
     last_state,

@@ -12,28 +12,28 @@ from streamrl.errors import ConfigError
 
 def test_a_fresh_start_clears_what_a_quickstart_has_left_and_keeps_the_lock(tmp_path: Path) -> None:
     folder = tmp_path / "quickstart"
-    assert not clear(folder, what="quickstart", keep=("up.lock",))
+    assert not clear(folder, what="quickstart")
     (folder / "checkpoints" / "e000001").mkdir(parents=True)
     (folder / "up.lock").touch()
 
-    assert clear(folder, what="quickstart", keep=("up.lock",))
+    assert clear(folder, what="quickstart")
 
     assert not (folder / "checkpoints").exists()
     assert (folder / "up.lock").exists()
-    assert clear(folder, what="quickstart", keep=("up.lock",))
+    assert clear(folder, what="quickstart")
 
 
 def test_a_folder_of_somebody_else_is_not_cleared(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
 
     with pytest.raises(ConfigError, match=r"holds something else than a quickstart; choose another name"):
-        clear(tmp_path, what="quickstart", keep=())
+        clear(tmp_path, what="quickstart")
 
     assert (tmp_path / "thesis.tex").exists()
 
 
 def test_a_demonstration_does_not_clear_what_another_has_left(tmp_path: Path) -> None:
-    clear(tmp_path / "run", what="demo", keep=())
+    clear(tmp_path / "run", what="demo")
 
     with pytest.raises(ConfigError, match=r"something else than a quickstart"):
-        clear(tmp_path / "run", what="quickstart", keep=())
+        clear(tmp_path / "run", what="quickstart")

@@ -8,7 +8,7 @@ from typing import Any
 
 from streamrl.config.load import load_config
 from streamrl.config.schema import Config
-from streamrl.demos.quickstart import TASK
+from streamrl.demos.quickstart import QUICKSTART
 from streamrl.demos.report import HELD_OUT_MARK, TRAIN_MARK, count_prompts, make_report, report_lines, terminal_plot
 from streamrl.ops.launch.up import shipped_config
 from streamrl.ops.monitor.charts import running_mean
@@ -40,7 +40,7 @@ def config_of(folder: Path, train: tuple[str, ...] = ("31>", "54<"), held_out: t
 
 
 def report_of(folder: Path, **changes: Any) -> Any:
-    return make_report(config_of(folder), TASK, make_summary(folder, **changes), prepare_s=20.0, total_s=80.0)
+    return make_report(config_of(folder), QUICKSTART, make_summary(folder, **changes), prepare_s=20.0, total_s=80.0)
 
 
 def test_the_report_says_before_and_after_and_shows_completions_that_changed_first(tmp_path: Path) -> None:

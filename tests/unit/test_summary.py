@@ -52,7 +52,6 @@ def make_audit(**changes: Any) -> Audit:
 
 def make_summary(folder: Path, **audit: Any) -> Summary:
     return summarise(
-        name="mine",
         folder=folder,
         state="finished",
         seconds=61.26,

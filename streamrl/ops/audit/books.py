@@ -11,13 +11,13 @@ Pure: neither the disk nor Redis.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.ops.audit.folder import TRAINED, Chain, Commit, Line
+from streamrl.ops.audit.folder import TRAINED, Chain, Commit
 from streamrl.ops.audit.streams import Streams
 
 DEAD = "dead"
@@ -28,6 +28,10 @@ Counts = npt.NDArray[np.int32]  # [issued]
 
 
 class Books:
+    """Every ticket is in one of `trained`, `dropped`, `dead`, `outstanding`, `lost` and `unproven`. Outstanding
+    ones are `waiting` or `delivered` where Redis was looked at. `twice` and `contradictory` are in one of these, too.
+    """
+
     def __init__(self, commit: Commit, chain: Chain, streams: Streams) -> None:
         self._commit, self._chain, self._streams = commit, chain, streams
         self._pending = [number for at, number in streams.groups if at > commit.cursor or at in commit.carry]
@@ -36,72 +40,34 @@ class Books:
         else:
             self.issued = _guess_issued(commit.issued, (*streams.tickets, *self._pending), window=streams.window)
         self._ended: Counts = np.zeros(self.issued, np.int32)  # how often
-        self._trained: Counts = np.zeros(self.issued, np.int32)
-        self._by_outcome: dict[str, Mask] = {}
+        trained: Counts = np.zeros(self.issued, np.int32)  # how often
+        by_outcome: dict[str, Mask] = defaultdict(lambda: self._mask(()))
         for line in chain.lines:
-            self._enter(line)
-        self._resolved = self._mask(commit.resolved)
-        self._is_asked = self._mask((number, number + 1) for number in streams.tickets)
-        self._is_pending = self._mask((number, number + 1) for number in self._pending)
-        self._open: Mask = (self._ended == 0) & ~self._resolved
-        self._untold: Mask = (self._ended == 0) & self._resolved
-
-    def _enter(self, line: Line) -> None:
-        mask = self._by_outcome.setdefault(line.outcome, self._mask(()))
-        for start, end in line.ranges:
-            mask[start:end] = True
-            self._ended[start:end] += 1
-            self._trained[start:end] += line.outcome == TRAINED
-
-    # Every ticket is in one of these
-
-    @property
-    def trained(self) -> Mask:
-        return self._trained > 0
-
-    @property
-    def dropped(self) -> Mapping[str, Mask]:
-        """By reason."""
-        return {
-            outcome.removeprefix(DROPPED): self._ended_as(outcome)
-            for outcome in sorted(self._by_outcome)
-            if outcome.startswith(DROPPED)
+            mask = by_outcome[line.outcome]
+            for start, end in line.ranges:
+                mask[start:end] = True
+                self._ended[start:end] += 1
+                trained[start:end] += line.outcome == TRAINED
+        self.trained: Mask = trained > 0
+        self.twice: Mask = trained > 1
+        self.contradictory: Mask = (self._ended > 1) & ~self.twice
+        # A ticket that was also trained counts as trained.
+        ended_as = {outcome: mask & ~self.trained for outcome, mask in sorted(by_outcome.items())}
+        self.dead: Mask = ended_as.get(DEAD, self._mask(()))
+        self.dropped: Mapping[str, Mask] = {  # by reason
+            outcome.removeprefix(DROPPED): mask for outcome, mask in ended_as.items() if outcome.startswith(DROPPED)
         }
-
-    @property
-    def dead(self) -> Mask:
-        return self._ended_as(DEAD)
-
-    @property
-    def outstanding(self) -> Mask:
-        return self.waiting | self.delivered if self._streams.server is not None else self._open
-
-    @property
-    def waiting(self) -> Mask:
-        return self._open & self._is_asked
-
-    @property
-    def delivered(self) -> Mask:
-        return self._open & self._is_pending & ~self._is_asked
-
-    @property
-    def lost(self) -> Mask:
+        self._resolved = self._mask(commit.resolved)
+        is_asked = self._mask((number, number + 1) for number in streams.tickets)
+        is_pending = self._mask((number, number + 1) for number in self._pending)
+        self._open: Mask = (self._ended == 0) & ~self._resolved
+        self.waiting: Mask = self._open & is_asked
+        self.delivered: Mask = self._open & is_pending & ~is_asked
+        self.outstanding: Mask = self.waiting | self.delivered if streams.server is not None else self._open
         missing = self._open & ~self.outstanding
-        return missing if self._chain.breaks else missing | self._untold
-
-    @property
-    def unproven(self) -> Mask:
-        return self._untold if self._chain.breaks else np.zeros_like(self._untold)
-
-    # These are in one of the above, too
-
-    @property
-    def twice(self) -> Mask:
-        return self._trained > 1
-
-    @property
-    def contradictory(self) -> Mask:
-        return (self._ended > 1) & ~self.twice
+        untold = (self._ended == 0) & self._resolved
+        self.lost: Mask = missing if chain.breaks else missing | untold
+        self.unproven: Mask = untold if chain.breaks else np.zeros_like(untold)
 
     def disagreements(self) -> list[str]:
         """Between the journal and the ledger in the checkpoint."""
@@ -139,10 +105,6 @@ class Books:
 
     def _num_ended(self, numbers: Iterable[int]) -> int:
         return sum(not self._open[number] for number in numbers if number < self.issued)
-
-    def _ended_as(self, outcome: str) -> Mask:
-        """A ticket that was also trained counts as trained."""
-        return self._by_outcome.get(outcome, self._mask(())) & ~self.trained
 
     def _mask(self, ranges: Iterable[tuple[int, int]]) -> Mask:
         mask = np.zeros(self.issued, np.bool_)

@@ -1,8 +1,10 @@
-"""`streamrl config show|check`: what a configuration amounts to, and whether it can run; without torch or Redis."""
+"""`streamrl config show|check`: what a configuration amounts to, and whether it can run; without torch or Redis.
+`streamrl doctor`: whether it can run here, and what would make it slow."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import click
 
@@ -11,6 +13,7 @@ from streamrl.config.load import dump_config, load_config
 from streamrl.config.places import check_files
 from streamrl.ops.cli.arguments import takes_config, takes_json
 from streamrl.protocol.transport.address import masked
+from streamrl.terminal import printable
 
 
 @click.group()
@@ -39,3 +42,40 @@ def check(file: str, overrides: tuple[str, ...], no_files: bool) -> None:
     if not no_files:
         check_files(loaded.config)
     click.echo(f"{file}: good" + (" (files were not looked at)" if no_files else ""))
+
+
+_LEVELS = {"ok": ("ok     ", 0), "warning": ("warning", 3), "error": ("ERROR  ", 2)}  # mark, exit code
+
+
+@click.command()
+@takes_config
+@takes_json
+def doctor(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
+    """Look at everything that a run needs before it is started; change nothing.
+
+    \b
+        streamrl doctor conf/quickstart.yaml
+        streamrl doctor conf/reinforce.yaml model.path=./sft data.train=prompts.jsonl redis.url=redis://host:6379
+
+    \b
+    Settings and files; Redis: version, policy, memory, durability, latency; model, tokenizer and vocabulary;
+    reward sources; packages, GPUs and drivers; memory of learner and worker (estimated), shared memory, disk, limits.
+
+    \b
+    Exits with 0 when nothing is wrong, 2 with an error, 3 with warnings only.
+    --json prints {worst, findings [{name level evidence remedy}]}; level is ok, warning or error.
+    """
+    from streamrl.ops.monitor.doctor import examine
+
+    worst = "ok"
+    told = []
+    for finding in examine(load_config(file, overrides)):
+        told.append(asdict(finding))
+        worst = max(worst, finding.level, key=list(_LEVELS).index)
+        if not as_json:
+            click.echo(printable(f"{_LEVELS[finding.level][0]}  {finding.name:<18} {finding.evidence}"))
+            if finding.remedy:
+                click.echo(printable(f"{'':<28}{finding.remedy}"))
+    if as_json:
+        click.echo(json.dumps({"worst": worst, "findings": told}, indent=2))
+    return _LEVELS[worst][1]

@@ -16,8 +16,8 @@ from streamrl.errors import ConfigError, WireError
 from streamrl.ops.cli.arguments import open_run, takes_server
 from streamrl.ops.monitor.runs import find_target
 from streamrl.ops.record.export import to_json
-from streamrl.ops.record.read import open_group
-from streamrl.ops.record.sources import LiveGroups, RecordedGroups, Source, is_entry_id
+from streamrl.ops.record.recording import RecordedGroups, is_entry_id, open_group
+from streamrl.ops.record.tap import LiveGroups
 from streamrl.ops.record.view import TokenDecoder, choose_decoder, lines_of
 from streamrl.protocol.transport.types import Entry
 from streamrl.protocol.wire.ticket import Purpose
@@ -107,7 +107,7 @@ def show(words: tuple[str, ...], **options: Any) -> None:
 
 
 @contextmanager
-def _opened(folder: Path | None, look: Look) -> Iterator[tuple[Source, TokenDecoder | None]]:
+def _opened(folder: Path | None, look: Look) -> Iterator[tuple[LiveGroups | RecordedGroups, TokenDecoder | None]]:
     if folder is not None and _is_recording(folder):
         recorded = RecordedGroups(folder)
         yield recorded, choose_decoder(look.tokenizer, recorded.model)

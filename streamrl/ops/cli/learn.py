@@ -1,19 +1,43 @@
-"""`streamrl learn`: the learner alone, under torchrun, on one machine or on several."""
+"""`streamrl learn`: the learner alone, under torchrun, on one machine or as one of several.
+
+The torchrun line is all there is to it: what is printed is what runs, in place of this process, so that signals and
+exit codes are torchrun's own. Before that, whatever can be seen to be wrong is. Several machines run the same command,
+each for itself, with the run's folder on a disk that all of them see.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
 import sys
+import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
 from streamrl.config.changes import check_changes
-from streamrl.config.load import load_config
+from streamrl.config.check import check_config
+from streamrl.config.load import Loaded, dump_config, load_config
+from streamrl.config.places import EMBEDDED_REDIS, check_files
 from streamrl.config.schema import Config
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, ResourceError
+from streamrl.extras import check_learner
+from streamrl.files import write_durably
+from streamrl.learner.checkpoints import resume
 from streamrl.ops.cli.arguments import takes_config
-from streamrl.ops.launch.learn import Wanted, become, build, joins, prepare, shown
+from streamrl.ops.launch.parts import Cluster, RunFolder, check_redis, holder_of_all, learner_command
+from streamrl.ops.launch.processes import Command
+from streamrl.protocol.transport.address import PASSWORD, split_password
+from streamrl.protocol.transport.connection import connect
+from streamrl.protocol.transport.embedded import serving
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.lease import lease_holder
 from streamrl.terminal import printable
+
+_NODES = re.compile(r"([1-9]\d*)(?::([1-9]\d*))?")
+_ENDPOINT = re.compile(r"[^:\s/]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
 
 
 @click.command()
@@ -65,47 +89,122 @@ def learn(
     if new_data and source is None:
         raise ConfigError("--new-data is for a --fork; a run that goes on keeps its data")
     loaded = load_config(file, overrides)
-    wanted = Wanted(redis_url=redis_url, replay=replay, nodes=nodes, endpoint=rendezvous, takeover=takeover)
-    command = build(loaded, wanted)
+    config, cluster = loaded.config, _cluster(nodes, rendezvous)
+    command = _build(loaded, redis_url=redis_url, replay=replay, cluster=cluster, takeover=takeover)
     if source is not None:
-        _fork(loaded.config, source, new_data=new_data, dry_run=dry_run)
+        _fork(config, source, new_data=new_data, dry_run=dry_run)
     else:
-        _check_resume(loaded.config, wanted)
-        _show_changes(loaded.config)
+        _check_resume(config, None if replay is not None else cluster, redis_url)
+        _show_changes(config)
     if not dry_run:
-        prepare(loaded.config)
-    click.echo(shown(command))
+        _prepare(config)
+    click.echo(_shown(command))
     if not dry_run:
         sys.stdout.flush()
-        become(command)
+        os.execve(command.arguments[0], list(command.arguments), {**os.environ, **command.environment})
 
 
-def _check_resume(config: Config, wanted: Wanted) -> None:
+def _check_resume(config: Config, cluster: Cluster | None, redis_url: str | None) -> None:
     """A machine that joins others does not start the run."""
-    from streamrl.learner.checkpoints.resume import check_resume
-
-    if not config.checkpoint.resume and not joins(config, wanted):
-        check_resume(config)
+    if not config.checkpoint.resume and not (cluster is not None and _joins(config, cluster, redis_url)):
+        resume.check_resume(config)
 
 
 def _show_changes(config: Config) -> None:
     """Against the checkpoint that the run would go on from; refused ones end it here, before anything starts."""
-    from streamrl.learner.checkpoints.resume import changed_since_checkpoint
-
-    found = changed_since_checkpoint(config)
+    found = resume.changed_since_checkpoint(config)
     check_changes(found, folder=str(config.folder))
     for change in found:
         click.echo(printable(f"changed since the checkpoint: {change}"), err=True)
 
 
 def _fork(config: Config, source: str, *, new_data: bool, dry_run: bool) -> None:
-    from streamrl.learner.checkpoints.resume import check_steps, find_checkpoint, fork
-
-    checkpoint = find_checkpoint(source)
-    check_steps(checkpoint, config.training)
+    checkpoint = resume.find_checkpoint(source)
+    resume.check_steps(checkpoint, config.training)
     begins = f"run {config.name} begins with {checkpoint.folder}"
     if dry_run:
         click.echo(f"{begins} (not yet: --dry-run)", err=True)
         return
-    fork(checkpoint, config.folder, new_data=new_data)
+    resume.fork(checkpoint, config.folder, new_data=new_data)
     click.echo(begins, err=True)
+
+
+def _build(
+    loaded: Loaded, *, redis_url: str | None, replay: Path | None, cluster: Cluster | None, takeover: bool
+) -> Command:
+    """The line, after everything that can be looked at was; UserError for the first thing that is not right. The groups
+    come from `replay`, a recording, or from `redis_url`, by default the configuration's."""
+    config = loaded.config
+    check_config(config, loaded.origin)
+    address = password = None
+    if replay is None:
+        url = _url(config, redis_url)
+        check_redis(url, config)
+        address, password = split_password(url)
+    check_learner()
+    check_files(config)
+    command = learner_command(
+        config,
+        RunFolder(config.folder),
+        redis_url=address,
+        replay=replay,
+        takeover=takeover,
+        cluster=cluster,
+        # Another one on this machine is a stranger, and waits or is refused; machines of one cluster are one learner.
+        holder=None if cluster else f"learn-{uuid.uuid4().hex[:16]}",
+    )
+    # Every user of a machine sees the words of a command, and only its own user its environment.
+    secrets = {} if password is None else {PASSWORD: password}
+    return replace(command, environment={**command.environment, **secrets})
+
+
+def _joins(config: Config, cluster: Cluster, redis_url: str | None) -> bool:
+    """Whether other machines of this cluster are at work on the run."""
+    with connect(_url(config, redis_url), config.redis) as client:
+        holder = lease_holder(client, Keys(config.name), give_up_after_s=config.redis.connect_timeout_s)
+    return holder == holder_of_all(config, cluster)
+
+
+def _shown(command: Command) -> str:
+    """As a shell would take it, but for a password."""
+    values = {name: "***" if name == PASSWORD else shlex.quote(text) for name, text in command.environment.items()}
+    variables = [f"{name}={value}" for name, value in values.items()]
+    return " ".join([*variables, *(shlex.quote(word) for word in command.arguments)])
+
+
+def _prepare(config: Config) -> None:
+    """What the line refers to."""
+    folder = RunFolder(config.folder)
+    folder.logs.mkdir(parents=True, exist_ok=True)
+    folder.learner_error.unlink(missing_ok=True)
+    write_durably(folder.config, dump_config(config).encode())
+
+
+def _cluster(nodes: str, endpoint: str | None) -> Cluster | None:
+    """Of what the command line says; None: this machine alone."""
+    match = _NODES.fullmatch(nodes)
+    if match is None or int(match[2] or match[1]) < int(match[1]):
+        raise ConfigError(f"--nodes {nodes}: write how many machines, as 4, or a range, as 1:4")
+    if endpoint is None:
+        if int(match[2] or match[1]) > 1:
+            raise ConfigError(
+                f"--nodes {nodes}: machines must know where to meet; give all of them the same "
+                "--rendezvous HOST:PORT, with the host of one of them and any port that is free there"
+            )
+        return None
+    if not _ENDPOINT.fullmatch(endpoint):
+        raise ConfigError(f"--rendezvous {endpoint}: write HOST:PORT, as trainer-0:29400")
+    return Cluster(nodes=nodes, endpoint=endpoint)
+
+
+def _url(config: Config, redis_url: str | None) -> str:
+    url = redis_url or config.redis.url
+    if url != EMBEDDED_REDIS:
+        return url
+    found = serving(RunFolder(config.folder).redis)
+    if found is None:
+        raise ResourceError(
+            "redis.url = 'embedded': that server comes with `streamrl up`, which is not running here; set "
+            "redis.url=redis://HOST:6379 (workers must reach it too), or start everything with `streamrl up`"
+        )
+    return found

@@ -11,12 +11,12 @@ from pathlib import Path
 import click
 
 from streamrl.errors import ConfigError
+from streamrl.extras import need
 from streamrl.ops.cli.arguments import MovingLine, OutputFile, open_run, takes_json, takes_run, tell
 from streamrl.ops.launch.processes import Interrupts
 from streamrl.ops.monitor.runs import Target
-from streamrl.ops.record.export import check_parquet, write_jsonl, write_parquet, write_whole
-from streamrl.ops.record.frames import Origin, is_intact
-from streamrl.ops.record.read import Recording
+from streamrl.ops.record.export import write_jsonl, write_parquet, write_whole
+from streamrl.ops.record.recording import Origin, Recording, is_intact
 from streamrl.ops.record.tap import Tap
 from streamrl.ops.record.tap import record as run_session
 from streamrl.ops.record.view import choose_decoder
@@ -132,7 +132,7 @@ def export_to(folder: Path, kind: str, output: Path | None, tokenizer: str | Non
     could not be read, is told on stderr.
     """
     if kind == "parquet":
-        check_parquet()
+        need("--format parquet", "pyarrow", extra="parquet")
         if output is None:
             raise ConfigError("--format parquet writes a file: name it with --output FILE")
     recording = Recording.open(folder)

@@ -1,4 +1,5 @@
-"""`streamrl up`: run a configuration on this machine."""
+"""Whole runs on this machine: of a configuration, `streamrl up`; of a model that learns before your eyes, `streamrl
+quickstart` (made on the spot) and `streamrl demo` (pretrained)."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import json
 import click
 
 from streamrl.config.load import load_config
-from streamrl.ops.cli.arguments import takes_config
+from streamrl.ops.cli.arguments import takes_config, takes_overrides
 
 
 @click.command()
@@ -37,3 +38,36 @@ def up(file: str, overrides: tuple[str, ...], takeover: bool, as_json: bool) -> 
         if as_json:
             click.echo(json.dumps(outcome.summary.to_json()))
     return outcome.exit_code
+
+
+_takes_numbers = click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON, in the last line.")
+
+
+@click.command()
+@takes_overrides
+@_takes_numbers
+def quickstart(overrides: tuple[str, ...], as_json: bool) -> int:
+    """Make a small model and train it by reinforcement learning, with all that a large run has, in some minutes.
+
+    It begins anew each time. `seed=2` gives other data, another warm-up and another run; conf/quickstart.yaml has the
+    settings.
+    """
+    from streamrl.demos.quickstart import QUICKSTART
+    from streamrl.demos.run import run_showcase
+
+    return run_showcase(QUICKSTART, overrides, as_json=as_json)
+
+
+@click.command()
+@takes_overrides
+@_takes_numbers
+def demo(overrides: tuple[str, ...], as_json: bool) -> int:
+    """Train a pretrained model of 135M parameters on sums, by reinforcement learning, in about a quarter of an hour.
+
+    It begins anew each time, but for the model, which it makes once. `seed=2` gives other sums and another run;
+    conf/demo.yaml has the settings, and conf/pretrained.yaml those for a model of yours.
+    """
+    from streamrl.demos.pretrained import DEMO
+    from streamrl.demos.run import run_showcase
+
+    return run_showcase(DEMO, overrides, as_json=as_json)

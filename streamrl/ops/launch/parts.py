@@ -1,4 +1,4 @@
-"""The command lines of a run's parts on this machine: who is started how, and with whose permission.
+"""The parts of a run on this machine: who is started how, and with whose permission; its own Redis and reward server.
 
 The operator who wrote the configuration file starts the workers too, so what the file names (reward functions, reward
 servers, the model) is passed to them as their own word. Workers started elsewhere get nothing of the kind.
@@ -10,72 +10,50 @@ import hashlib
 import os
 import socket
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from streamrl.config import schema
 from streamrl.config.places import reward_code, reward_hosts
-from streamrl.files import LOCK
-from streamrl.ops.launch.processes import Command
+from streamrl.errors import PartError
+from streamrl.ops.launch.processes import Command, Kept, Process
+from streamrl.protocol.transport.connection import check_server, connect
+from streamrl.protocol.transport.embedded import EmbeddedRedis
+from streamrl.protocol.weights.stores import budget_in_redis
+from streamrl.telemetry.progress import Progress
 
-REWARD = "reward/0"
-LEARNER = "learner"
+_REWARD = "reward/0"
+_MAX_RESTARTS = 5  # of the embedded Redis
+_READY_S = 300.0  # a large reward model takes long to load
 # What a rank may take to finish its step and to write a checkpoint before torchrun kills it.
 DRAIN_S = 300
 
 
-@dataclass(frozen=True, slots=True)
 class RunFolder:
     """Where things lie in a run's folder."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def lock(self) -> Path:
-        return self.path / LOCK
-
-    @property
-    def redis(self) -> Path:
-        return self.path / "redis"
-
-    @property
-    def reward_url(self) -> Path:
-        return self.path / "reward.url"
-
-    @property
-    def learner_error(self) -> Path:
-        return self.path / "learner.error"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    def log(self, name: str) -> Path:
-        return self.path / "logs" / name
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.redis = path / "redis"
+        self.reward_url = path / "reward.url"
+        self.learner_error = path / "learner.error"
+        self.summary = path / "summary.json"
+        self.logs = path / "logs"
 
 
 def reward_command(server: schema.RewardServer, folder: RunFolder, *, port: int) -> Command:
-    options = {
-        "--model": server.model,
-        "--host": server.host,
-        "--port": port,
-        "--max-delay-ms": server.max_delay_ms,
-        "--max-batch-tokens": server.max_batch_tokens,
-        "--pool": server.pool,
-        "--attribute-weights": ",".join(map(str, server.attribute_weights)),
-        "--reward-mean": server.reward_mean,
-        "--reward-std": server.reward_std,
-        "--url-file": folder.reward_url,
-    }
-    words = [f"{name}={value}" for name, value in options.items()]  # with =, since a mean may begin with a minus
+    weights = ",".join(map(str, server.attribute_weights))
+    options = server.model_dump() | {"port": port, "attribute_weights": weights, "url_file": folder.reward_url}
+    # With =, since a mean may begin with a minus.
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     return Command(
-        name=REWARD,
+        name=_REWARD,
         arguments=(sys.executable, "-m", "streamrl.ops.cli.main", "reward", "serve", *words),
-        log=folder.log("reward.log"),
+        log=folder.logs / "reward.log",
     )
 
 
@@ -83,7 +61,7 @@ def worker_command(
     config: schema.Config, folder: RunFolder, *, number: int, redis_url: str, reward_url: str | None
 ) -> Command:
     words = ["--redis", redis_url, "--run", config.name, "--worker-id", str(number), "--model", config.model.path]
-    words += ["--log-file", str(folder.log(f"worker-{number}.log"))]
+    words += ["--log-file", str(folder.logs / f"worker-{number}.log")]
     for target in reward_code(config):
         words += ["--allow-reward-code", target]
     for host in reward_hosts(config):
@@ -93,7 +71,7 @@ def worker_command(
     return Command(
         name=f"worker/{number}",
         arguments=(sys.executable, "-m", "streamrl.workers", *words),
-        log=folder.log(f"worker-{number}.out"),
+        log=folder.logs / f"worker-{number}.out",
     )
 
 
@@ -141,15 +119,15 @@ def learner_command(
     program += ["--redis", redis_url] if redis_url is not None else ["--replay", str(replay)]
     program += ["--takeover"] if takeover else []
     program += ["--elastic"] if cluster and cluster.is_elastic else []
-    program += ["--log-file", str(folder.log("learner-{rank}.log")), "--error-file", str(folder.learner_error)]
+    program += ["--log-file", str(folder.logs / "learner-{rank}.log"), "--error-file", str(folder.learner_error)]
     # A store shared between rounds makes ranks read addresses of peers that are gone, and wait for them for ever.
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     if learner.threads:
         environment["OMP_NUM_THREADS"] = str(learner.threads)
     return Command(
-        name=LEARNER,
+        name="learner",
         arguments=(sys.executable, "-m", "streamrl.learner.process.agent", *agent, "--", *program),
-        log=folder.log("learner.out"),
+        log=folder.logs / "learner.out",
         environment=environment,
     )
 
@@ -163,3 +141,75 @@ def _holder(folder: Path) -> str:
     """Who the learner is to others: one launcher at a time runs a folder, so the next one takes over at once."""
     place = f"{socket.gethostname()}:{os.path.realpath(folder)}"
     return f"up-{hashlib.sha256(place.encode()).hexdigest()[:16]}"
+
+
+def check_redis(url: str, config: schema.Config) -> None:
+    """That the server is one which a run can be on, and that it may hold what these settings allow."""
+    with connect(url, config.redis) as client:
+        check_server(
+            client, max_backlog_bytes=config.redis.max_backlog_bytes, max_store_bytes=budget_in_redis(config.weights)
+        )
+
+
+class RedisPart:
+    """The run's private Redis: started first, ended last, and started again on its append-only file if it dies."""
+
+    def __init__(self, folder: Path, *, say: Callable[[str], None]) -> None:
+        self._folder, self._say = folder, say
+        self._server = EmbeddedRedis.start(folder)
+        self.url = self._server.url  # the same after each start
+        self.num_restarts = 0
+
+    def look(self) -> None:
+        """Parts wait for it meanwhile, and find out by themselves what it may have lost."""
+        if self._server.running:
+            return
+        self.num_restarts += 1
+        if self.num_restarts > _MAX_RESTARTS:
+            raise PartError(f"the embedded Redis died {self.num_restarts} times (see {self._folder / 'redis.log'})")
+        self._say("the embedded Redis died; starting it again")
+        self._server.stop()  # removes its socket
+        self._server = EmbeddedRedis.start(self._folder)
+
+    def close(self) -> None:
+        self._server.stop()
+
+
+class RewardPart:
+    """The run's own reward server: started, waited for, and kept at one address for as long as the run lasts. This
+    reports for it, which does not know Redis."""
+
+    def __init__(
+        self,
+        server: schema.RewardServer,
+        folder: RunFolder,
+        *,
+        say: Callable[[str], None],
+        start: Callable[[Command], Process] = Process,
+    ) -> None:
+        self._server, self._folder = server, folder
+        folder.reward_url.unlink(missing_ok=True)
+        self.progress = Progress(part=_REWARD, role="reward")
+        self.progress.working("load the model")
+        self.kept = Kept(reward_command(server, folder, port=server.port), say=say, start=start)
+        self.url: str | None = None  # once it is ready
+        self._ready_by = time.monotonic() + _READY_S
+
+    def look(self) -> None:
+        self.kept.look(is_needed=True)
+        if self.kept.process.poll() is not None:
+            self.progress.working("start again")
+            self._folder.reward_url.unlink(missing_ok=True)  # written anew by the one that comes, once it is ready
+            self._ready_by = time.monotonic() + _READY_S
+        elif self._folder.reward_url.exists():
+            self._note_ready(self._folder.reward_url.read_text())
+        elif time.monotonic() > self._ready_by:
+            raise PartError(f"the reward server was not ready in {_READY_S:g} s (see {self.kept.command.log})")
+
+    def _note_ready(self, url: str) -> None:
+        self.progress.working("serve")
+        self.progress.advanced(restarts=self.kept.num_restarts)
+        if self.url is None:
+            # Workers have this address for good, so another start must come up at the same port.
+            self.url = url
+            self.kept.command = reward_command(self._server, self._folder, port=urlsplit(url).port or 0)

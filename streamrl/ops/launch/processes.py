@@ -18,15 +18,15 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 from streamrl.process import dying_with_us
 
 _TAIL_BYTES = 16 << 10
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
-_HEALTHY_AFTER_S = 120.0
-_MAX_FAILURES = 5
+_HEALTHY_AFTER_S = 120.0  # a life so long ends a row of failures
+_MAX_FAILURES = 5  # in a row, before one is given up
 _KILL_S = 10.0  # only a process that hangs in the kernel takes longer to go
 _TIDY_S, _LOOK_EVERY_S = 1.0, 0.02
 
@@ -40,20 +40,14 @@ class Command:
 
 
 class Process:
-    """A running command. Start it from a thread that lives as long as it shall."""
+    """A command that runs from now on. Begin it in a thread that lives as long as it shall."""
 
-    def __init__(self, command: Command, process: subprocess.Popen[bytes], log_begin: int) -> None:
+    def __init__(self, command: Command) -> None:
         self.command = command
-        self.started_at = time.monotonic()
-        self._process = process
-        self._log_begin = log_begin
-
-    @classmethod
-    def start(cls, command: Command) -> Process:
         command.log.parent.mkdir(parents=True, exist_ok=True)
         with command.log.open("ab") as log:
-            begin = log.tell()
-            process = subprocess.Popen(
+            self._log_begin = log.tell()
+            self._process = subprocess.Popen(
                 dying_with_us(command.arguments, by=signal.SIGKILL),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -61,7 +55,6 @@ class Process:
                 env={**os.environ, **command.environment},
                 start_new_session=True,
             )
-        return cls(command, process, begin)
 
     @property
     def pid(self) -> int:
@@ -114,15 +107,12 @@ class Kept:
         command: Command,
         *,
         say: Callable[[str], None],
-        max_failures: int = _MAX_FAILURES,  # in a row, before it is given up
-        healthy_after_s: float = _HEALTHY_AFTER_S,  # a life so long ends the row
         clock: Callable[[], float] = time.monotonic,
-        start: Callable[[Command], Process] = Process.start,
+        start: Callable[[Command], Process] = Process,
     ) -> None:
         self.command = command
         self.num_restarts = 0
-        self._say, self._max_failures, self._healthy_after_s = say, max_failures, healthy_after_s
-        self._clock, self._start = clock, start
+        self._say, self._clock, self._start = say, clock, start
         self._deaths, self._failures = 0, 0  # in a row; failures are those with an error
         self._again_at: float | None = None
         self._began = clock()
@@ -136,7 +126,7 @@ class Kept:
             return
         now = self._clock()
         if self._again_at is None:
-            if now - self._began >= self._healthy_after_s:
+            if now - self._began >= _HEALTHY_AFTER_S:
                 self._deaths, self._failures = 0, 0
             self._deaths += 1
             self._failures += code != 0
@@ -153,7 +143,7 @@ class Kept:
     def given_up(self) -> bool:
         """It is dead, and starting it again would help nobody."""
         code = self.process.poll()
-        return code == 2 or (code not in (None, 0) and self._failures >= self._max_failures)
+        return code == 2 or (code not in (None, 0) and self._failures >= _MAX_FAILURES)
 
 
 def _is_anybody_left(group: int) -> bool:
@@ -200,9 +190,7 @@ class Interrupts:
             self._before[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

@@ -86,7 +86,6 @@ def held_out_of(history: History) -> dict[str, tuple[float, float]]:
 
 def summarise(
     *,
-    name: str,
     folder: Path,
     state: str,
     seconds: float,
@@ -98,7 +97,7 @@ def summarise(
     history = History.read(folder)
     export = folder / "export"
     return Summary(
-        name=name,
+        name=audit.run,
         folder=str(folder),
         state=state,
         seconds=round(seconds, 1),

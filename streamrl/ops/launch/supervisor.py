@@ -23,8 +23,7 @@ from streamrl.config import schema
 from streamrl.errors import PartError, TransportError, UserError
 from streamrl.files import remove_those_of_the_dead
 from streamrl.ops.launch.display import Display, Shown
-from streamrl.ops.launch.own_services import RedisPart, RewardPart
-from streamrl.ops.launch.parts import DRAIN_S, RunFolder, learner_command, worker_command
+from streamrl.ops.launch.parts import DRAIN_S, RedisPart, RewardPart, RunFolder, learner_command, worker_command
 from streamrl.ops.launch.processes import Interrupts, Kept, Process, end_all
 from streamrl.ops.launch.summary import Loads
 from streamrl.ops.monitor.poller import Watcher
@@ -46,7 +45,6 @@ class Supervisor:
         self,
         *,
         config: schema.Config,
-        folder: RunFolder,
         redis_url: str,
         embedded: RedisPart | None,
         client: redis.Redis,
@@ -54,7 +52,7 @@ class Supervisor:
         interrupts: Interrupts,
         takeover: bool,  # replace a learner that holds the run
     ) -> None:
-        self._config, self._folder = config, folder
+        self._config, self._folder = config, RunFolder(config.folder)
         self._redis_url, self._embedded = redis_url, embedded
         self._client, self._keys = client, Keys(config.name)
         self._display, self._interrupts, self._takeover = display, interrupts, takeover
@@ -80,7 +78,7 @@ class Supervisor:
                 if self._config.reward_server is not None:
                     self._reward = RewardPart(self._config.reward_server, self._folder, say=self._say)
                     stack.enter_context(write_reports(self._client, self._keys, self._reward.progress))
-                self._learner = Process.start(
+                self._learner = Process(
                     learner_command(self._config, self._folder, redis_url=self._redis_url, takeover=self._takeover)
                 )
                 while self._learner.poll() is None:
@@ -146,7 +144,7 @@ class Supervisor:
         if self._interrupts.count >= 2:
             raise KeyboardInterrupt
         if self._drain_by is not None and time.monotonic() > self._drain_by:
-            raise PartError(f"the learner did not end within {DRAIN_S} s (see {self._folder.path / 'logs'})")
+            raise PartError(f"the learner did not end within {DRAIN_S} s (see {self._folder.logs})")
         if self._interrupts.count and self._drain_by is None:
             self._drain_by = time.monotonic() + DRAIN_S
             log.info("asked_to_end", drain_s=DRAIN_S)
@@ -197,7 +195,7 @@ class Supervisor:
             phase=self._notice(),
             began=self._began,
             view=self.watcher.view,
-            footer=f"logs in {self._folder.path}/logs · Ctrl-C ends it in good order",
+            footer=f"logs in {self._folder.logs} · Ctrl-C ends it in good order",
         )
         self._display.show(shown)
 

@@ -15,24 +15,20 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import structlog
-
 from streamrl.config import schema
 from streamrl.config.load import Loaded, dump_config
 from streamrl.config.places import EMBEDDED_REDIS
 from streamrl.files import only_one, write_durably
 from streamrl.ops.audit import audit_folder
 from streamrl.ops.launch.display import Display
-from streamrl.ops.launch.own_services import RedisPart
-from streamrl.ops.launch.parts import RunFolder
-from streamrl.ops.launch.preflight import check_before_start
+from streamrl.ops.launch.parts import RedisPart, RunFolder, check_redis
 from streamrl.ops.launch.processes import Interrupts
 from streamrl.ops.launch.summary import Summary, summarise
 from streamrl.ops.launch.supervisor import Supervisor
+from streamrl.ops.monitor.doctor.musts import MUSTS
 from streamrl.protocol.transport.connection import check_server, connect
+from streamrl.protocol.transport.embedded import find_server
 from streamrl.telemetry.logs import configure_logging
-
-log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +40,11 @@ class Outcome:
 def up(loaded: Loaded, *, display: Display, takeover: bool = False) -> Outcome:
     """`takeover` replaces a learner elsewhere that holds the run. Raises UserError when something is not as it must be,
     PartError when a part of the run cannot go on, and KeyboardInterrupt when asked twice to end."""
-    check_before_start(loaded)
+    _check(loaded)
     config, folder = loaded.config, RunFolder(loaded.config.folder)
     began = time.monotonic()
-    with only_one(folder.lock, config.name), Interrupts() as interrupts, display, ExitStack() as stack:
-        configure_logging("launcher", folder.log("launcher.log"), quiet=True)
+    with only_one(folder.path, config.name), Interrupts() as interrupts, display, ExitStack() as stack:
+        configure_logging("launcher", folder.logs / "launcher.log", quiet=True)
         write_durably(folder.config, dump_config(config).encode())
         embedded = None
         if config.redis.url == EMBEDDED_REDIS:
@@ -59,7 +55,6 @@ def up(loaded: Loaded, *, display: Display, takeover: bool = False) -> Outcome:
         check_server(client)
         supervisor = Supervisor(
             config=config,
-            folder=folder,
             redis_url=url,
             embedded=embedded,
             client=client,
@@ -73,6 +68,17 @@ def up(loaded: Loaded, *, display: Display, takeover: bool = False) -> Outcome:
         return Outcome(summary=summary, exit_code=interrupts.exit_code)
 
 
+def _check(loaded: Loaded) -> None:
+    """One UserError for the first thing that is not as the run needs it, so that a mistake costs a second and leaves
+    nothing. Imports neither torch nor vLLM."""
+    for check in MUSTS.values():
+        check(loaded)
+    if loaded.config.redis.url == EMBEDDED_REDIS:
+        find_server()
+    else:
+        check_redis(loaded.config.redis.url, loaded.config)
+
+
 def _summarise(
     config: schema.Config, folder: RunFolder, supervisor: Supervisor, *, redis_url: str, seconds: float
 ) -> Summary | None:
@@ -80,7 +86,6 @@ def _summarise(
     if view is None or view.run.state == "absent":
         return None
     summary = summarise(
-        name=config.name,
         folder=folder.path,
         state=view.run.state,
         seconds=seconds,

@@ -13,7 +13,7 @@ from typing import Any
 import redis
 
 from streamrl.errors import DataError, WireError
-from streamrl.ops.record.read import open_group
+from streamrl.ops.record.recording import open_group
 from streamrl.ops.record.view import TokenDecoder, find_decoder
 from streamrl.protocol.transport.entries import to_entry
 from streamrl.protocol.transport.keys import Keys

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from streamrl.errors import ResourceError, WireError
-from streamrl.extras import need
-from streamrl.ops.record.read import Recording, open_group
+from streamrl.ops.record.recording import Recording, open_group
 from streamrl.ops.record.view import TokenDecoder
 from streamrl.protocol.transport.types import Entry, entry_order
 from streamrl.protocol.wire.group import Group, Sample
@@ -67,7 +66,7 @@ def write_jsonl(recording: Recording, out: IO[bytes], decoder: TokenDecoder | No
 
 
 def write_parquet(recording: Recording, out: IO[bytes], decoder: TokenDecoder | None) -> Exported:
-    """Asks for pyarrow, which `check_parquet` has looked for."""
+    """Asks for pyarrow, which its caller has looked for."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -82,10 +81,6 @@ def write_parquet(recording: Recording, out: IO[bytes], decoder: TokenDecoder | 
                 rows.clear()
         writer.write_table(pa.Table.from_pylist(rows, schema=schema))
     return exported
-
-
-def check_parquet() -> None:
-    need("--format parquet", "pyarrow", extra="parquet")
 
 
 def write_whole(path: Path, write: Callable[[IO[bytes]], Exported]) -> Exported:

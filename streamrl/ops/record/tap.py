@@ -1,4 +1,5 @@
-"""Listening to a run's groups as they are delivered: reads only, so that the run does not notice.
+"""Listening to a run's groups as they are delivered, and looking back at those that are there: reads only, so that the
+run does not notice.
 
 The learner trims what it has committed, so a listener that falls behind misses groups. How many is exact where the
 server counts what was ever added (Redis 7, Valkey), and unknown on Redis 6.2. Blocks at most as long as it is told, and
@@ -13,12 +14,14 @@ returns, and at most a second's groups are not when the process is killed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any, TypeVar
 
 import redis
 
-from streamrl.errors import RunGone
+from streamrl.errors import DataError, RunGone
+from streamrl.ops.record.recording import POLL_S, is_entry_id
 from streamrl.ops.record.write import RecordingWriter
 from streamrl.protocol.transport.connection import bounded_block_ms, repeat
 from streamrl.protocol.transport.entries import one_of, to_entry
@@ -91,6 +94,47 @@ class Tap:
     def ask(self, what: str, call: Callable[[], T]) -> T:
         """Whatever else there is to be read."""
         return repeat(self._client, what, call, give_up_after_s=_GIVE_UP_AFTER_S)
+
+
+class LiveGroups(Tap):
+    """What a live run holds: groups that were delivered and are not committed yet."""
+
+    def latest(self, count: int) -> list[Entry]:
+        """The newest ones, the oldest of them first; what follows is `more`'s."""
+        found = list(islice(self._backwards(min(_ENTRIES_A_READ, max(1, count))), max(1, count)))
+        if found:
+            self.after = found[0].id
+        return found[:count][::-1]
+
+    def more(self) -> list[Entry] | None:
+        """What came since, after about a second at most; None when nothing more can come."""
+        state = self.run_state()
+        entries = self.read(wait_s=POLL_S)
+        return None if not entries and state not in ("running", None) else entries
+
+    def find(self, wanted: str) -> Entry:
+        """By entry id or ticket number; DataError when it is not there."""
+        if is_entry_id(wanted):
+            found = self._range(wanted, wanted, 1)
+        else:
+            entries = self._backwards(_ENTRIES_A_READ)
+            found = list(islice((entry for entry in entries if entry.number == int(wanted)), 1))
+        if not found:
+            raise DataError(
+                f"no group {wanted} is in Redis now: it was not delivered yet, or trained and let go. `streamrl "
+                "groups tail` shows what is there; `streamrl record` keeps what passes"
+            )
+        return found[0]
+
+    def _backwards(self, num_a_page: int) -> Iterator[Entry]:
+        below = "+"
+        while page := self._range(below, "-", num_a_page):
+            yield from page
+            below = f"({page[-1].id}"
+
+    def _range(self, high: str, low: str, count: int) -> list[Entry]:
+        found: Any = self.ask("read groups", lambda: self._client.xrevrange(self._stream, high, low, count=count))
+        return [to_entry(entry_id, fields) for entry_id, fields in found]
 
 
 _SLICE_S = 1.0

@@ -137,7 +137,12 @@ def find_decoder(model: str) -> TokenDecoder | None:
     path = Path(model) / _FILE if Path(model).is_dir() else _in_cache(model)
     if path is None or not path.is_file() or importlib.util.find_spec("tokenizers") is None:
         return None
-    return _load(path)
+    import tokenizers
+
+    try:
+        return TokenDecoder(tokenizers.Tokenizer.from_file(str(path)))
+    except Exception as error:  # noqa: BLE001 - the package raises nothing more special
+        raise DataError(f"{path} is no tokenizer: {error}") from None
 
 
 def choose_decoder(named: str | None, model: str) -> TokenDecoder | None:
@@ -152,15 +157,6 @@ def choose_decoder(named: str | None, model: str) -> TokenDecoder | None:
     if decoder is None:
         raise DataError(f"--tokenizer {named}: there is no {_FILE}; give the folder of a model")
     return decoder
-
-
-def _load(path: Path) -> TokenDecoder:
-    import tokenizers
-
-    try:
-        return TokenDecoder(tokenizers.Tokenizer.from_file(str(path)))
-    except Exception as error:  # noqa: BLE001 - the package raises nothing more special
-        raise DataError(f"{path} is no tokenizer: {error}") from None
 
 
 def _in_cache(name: str) -> Path | None:

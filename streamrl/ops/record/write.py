@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from streamrl.errors import DataError, ResourceError
-from streamrl.files import fsync_folder, take_lock
-from streamrl.ops.record.frames import MAX_FRAME_BYTES, Origin, begin_file, file_name, files_of, group_frame, survey
+from streamrl.files import fsync_folder, locked
+from streamrl.ops.record.recording import MAX_FRAME_BYTES, Origin, begin_file, file_name, files_of, group_frame, survey
 from streamrl.protocol.transport.types import START, Entry, entry_order
 
 LOCK = "recording.lock"
@@ -48,15 +49,11 @@ class RecordingWriter:
         self.written = Written()
         self.last_id = START  # of the last group that is recorded, by whomever
         folder.mkdir(parents=True, exist_ok=True)
-        lock = take_lock(folder / LOCK)
-        if lock is None:
-            raise ResourceError(f"another process records into {folder}; end it, or choose another folder")
-        self._lock = lock
-        try:
+        taken = f"another process records into {folder}; end it, or choose another folder"
+        with ExitStack() as stack:
+            stack.enter_context(locked(folder / LOCK, taken=taken))
             self._files = self._survey()
-        except BaseException:
-            os.close(self._lock)
-            raise
+            self._lock = stack.pop_all()
         self._descriptor: int | None = None
 
     def __enter__(self) -> Self:
@@ -64,7 +61,7 @@ class RecordingWriter:
 
     def __exit__(self, *_: object) -> None:
         self._finish_file()
-        os.close(self._lock)
+        self._lock.close()
 
     @property
     def num_files(self) -> int:

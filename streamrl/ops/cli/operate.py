@@ -1,4 +1,5 @@
-"""`streamrl dead ls|show|retry|purge`: the tickets that failed too often."""
+"""What an operator tells a run, and who follows: `streamrl pause|resume|drain|stop`, and `streamrl dead ls|show|retry|
+purge` for the tickets that failed too often."""
 
 from __future__ import annotations
 
@@ -9,15 +10,86 @@ from typing import Any
 
 import click
 
-from streamrl.errors import ConfigError, DataError
+from streamrl.errors import ConfigError, DataError, ResourceError
 from streamrl.ops.cli.arguments import OpenRun, open_run, operator, takes_json, takes_run, takes_timeout, tell
 from streamrl.ops.monitor.runs import Target
-from streamrl.protocol.transport.operator import DeadLetter, read_letters, read_requests, read_retried, request_retries
-from streamrl.protocol.transport.operator import purge as purge_letters
+from streamrl.protocol.transport import operator as orders
+from streamrl.protocol.transport.operator import (
+    DeadLetter,
+    Obedience,
+)
+from streamrl.protocol.transport.types import Control
 from streamrl.terminal import plural
 
+_ENDS_A_RUN = ("drain", "stop")
 _LOOK_EVERY_S = 0.2
 _SHOWN_CHARS = 60
+
+
+def _order_of(command: Callable[..., Any]) -> click.Command:
+    """A command about a run, with how long to listen for those concerned, and --json."""
+    return click.command(takes_run(takes_timeout("listen for those concerned")(takes_json(command))))
+
+
+@_order_of
+def pause(target: Target, timeout_s: float, as_json: bool) -> int:
+    """Make no more steps and take no more tickets, until `resume`.
+
+    What workers are generating is finished and kept; nothing is lost, and no idle timeout runs. Saying it twice is
+    saying it once. Exits with 0 when the learner and all workers follow, with 1 when some do not in time: the word
+    stands all the same, and who comes later follows it.
+    """
+    return _order(target, "pause", timeout_s=timeout_s, as_json=as_json)
+
+
+@_order_of
+def resume(target: Target, timeout_s: float, as_json: bool) -> int:
+    """Go on after a pause; take back a `drain` that is not done yet."""
+    return _order(target, "run", timeout_s=timeout_s, as_json=as_json)
+
+
+@_order_of
+def drain(target: Target, timeout_s: float, as_json: bool) -> int:
+    """Send out no more tickets, train what is under way, write a checkpoint, and stop.
+
+    Exits with 0 when the learner follows or the run has ended, with 1 when it does not in time: the word stands, for
+    this learner and its restarts by torchrun. One that is started after it goes on.
+    """
+    return _order(target, "drain", timeout_s=timeout_s, as_json=as_json)
+
+
+@_order_of
+def stop(target: Target, timeout_s: float, as_json: bool) -> int:
+    """Finish the step, write a checkpoint, and stop; what is under way waits in Redis for the next start.
+
+    Exits with 0 when the learner follows or the run has ended, with 1 when it does not in time: the word stands, for
+    this learner and its restarts by torchrun. One that is started after it goes on.
+    """
+    return _order(target, "stop", timeout_s=timeout_s, as_json=as_json)
+
+
+def _order(target: Target, mode: Control, *, timeout_s: float, as_json: bool) -> int:
+    with open_run(target) as opened:
+        state = opened.info.state
+        running = state == "running"
+        if not running and mode not in _ENDS_A_RUN:
+            raise ResourceError(f"run {opened.info.name!r} has ended ({state}); `streamrl up` takes it up again")
+        # A word to a run that has ended would meet the learner that takes it up again.
+        changed = running and orders.set_control(opened.client, opened.keys, mode, by=operator())
+        found = orders.await_obedience(opened.client, opened.keys, mode, timeout_s=timeout_s)
+    told = {"run": target.run, "mode": mode, "changed": changed, "state": found.state}
+    told |= {"acknowledged": found.complete, "obeying": found.obeying, "waiting_for": dict(found.waiting_for)}
+    tell(told, [_followers(target.run, mode, changed, found)], as_json=as_json)
+    return 0 if found.complete else 1
+
+
+def _followers(run: str, mode: Control, changed: bool, found: Obedience) -> str:
+    if found.state != "running":
+        return f"run {run}: {found.state or 'removed'}"
+    said = f"run {run}: {mode}{'' if changed else ' (as before)'}"
+    parts = [f"{', '.join(found.obeying)} follow{'s' if len(found.obeying) == 1 else ''}"] if found.obeying else []
+    parts += [f"not yet {part}, which {activity}" for part, activity in found.waiting_for.items()]
+    return "; ".join([said, *parts])
 
 
 @click.group()
@@ -64,15 +136,15 @@ def retry(target: Target, numbers: tuple[int, ...], everything: bool, as_json: b
     """
     _refuse_nothing(numbers, everything)
     with open_run(target) as opened:
-        letters, issued_before = _letters(opened), read_retried(opened.client, opened.keys)
+        letters, issued_before = _letters(opened), orders.read_retried(opened.client, opened.keys)
         chosen = letters if everything else _chosen(letters, [n for n in numbers if n not in issued_before])
-        requested = request_retries(opened.client, opened.keys, chosen, by=operator())
+        requested = orders.request_retries(opened.client, opened.keys, chosen, by=operator())
         wanted = {letter.number for letter in chosen}
         # Nobody takes requests up in a run that has ended, until it is taken up itself.
         deadline = time.monotonic() + (timeout_s if opened.info.state == "running" else 0.0)
-        while wanted & read_requests(opened.client, opened.keys) and time.monotonic() < deadline:
+        while wanted & orders.read_requests(opened.client, opened.keys) and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY_S)
-        issued = read_retried(opened.client, opened.keys)
+        issued = orders.read_retried(opened.client, opened.keys)
     told = {n: max(issued[n]) if n in issued else None for n in sorted({*wanted, *numbers})}
     lines = (f"{number} -> {'not yet: the request stands' if new is None else new}" for number, new in told.items())
     tell({"requested": requested, "issued": told}, lines, as_json=as_json)
@@ -86,7 +158,7 @@ def purge(target: Target, numbers: tuple[int, ...], everything: bool, as_json: b
     _refuse_nothing(numbers, everything)
     with open_run(target) as opened:
         chosen = [letter for letter in _letters(opened) if everything or letter.number in numbers]
-        purged = purge_letters(opened.client, opened.keys, chosen, by=operator())
+        purged = orders.purge(opened.client, opened.keys, chosen, by=operator())
     tell({"purged": purged}, [f"{purged} dead letters purged"], as_json=as_json)
 
 
@@ -97,7 +169,7 @@ def _refuse_nothing(numbers: Sequence[int], everything: bool) -> None:
 
 def _letters(opened: OpenRun) -> list[DeadLetter]:
     """This run's; a forged entry without a number is nobody's."""
-    letters = read_letters(opened.client, opened.keys)
+    letters = orders.read_letters(opened.client, opened.keys)
     return [one for one in letters if one.number >= 0 and (one.ticket is None or one.ticket.run_uid == opened.info.uid)]
 
 

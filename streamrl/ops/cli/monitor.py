@@ -1,0 +1,243 @@
+"""Seeing a run: `streamrl status|why|top` in the terminal, `dashboard` in the browser, `plot` as a PNG, `export` for
+other monitoring. They only read."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+import click
+
+from streamrl.errors import ConfigError, DataError, ResourceError, TransportError
+from streamrl.extras import need
+from streamrl.ops.cli.arguments import OutputFile, takes_json, takes_place, takes_run, tell
+from streamrl.ops.monitor.build import build_view
+from streamrl.ops.monitor.causes import unreachable
+from streamrl.ops.monitor.history import History
+from streamrl.ops.monitor.poller import NUM_EVENTS
+from streamrl.ops.monitor.runs import Target, find_target, opened
+from streamrl.ops.monitor.text import cause_lines, status_lines, why_lines
+from streamrl.ops.monitor.view import EXIT_CODES, EXIT_UNREACHABLE, SCHEMA, View
+from streamrl.process import LOOPBACK, address_of, bind
+from streamrl.protocol.transport.snapshot import snapshot
+
+_RECORDS = 60  # steps: for a short curve of the reward, and the pace
+
+_EXITS = """\b
+Exits with
+  0 healthy: it runs, or has finished      4 stalled: nothing moves
+  3 degraded: it runs, somebody should look   5 ended: stopped, failed, or not there
+  6 Redis does not answer                     2 a mistake in the command line
+"""
+
+
+@click.command(epilog=_EXITS)
+@takes_run
+@takes_json
+def status(target: Target, as_json: bool) -> int:
+    """Show how a run is, on one screen, and exit.
+
+    \b
+        streamrl status runs/quickstart
+        streamrl status --redis redis://host:6379 --run big --json
+
+    \b
+    --json prints one object; names stay as they are as long as `schema` does, and more may be added:
+      schema, at, verdict {healthy degraded stalled ended unreachable}, causes [{name level title evidence remedy}]
+      run {name uid state control term step max_steps data_epochs created_at eta_s share_done error}
+      limits {max_lag_steps groups_per_step max_backlog_bytes idle_timeout_s max_attempts stale arithmetic
+        reward_sources}
+      learner {lead {PART} ranks holder lease_left_s metrics {name: value} rewards [..] fresh_mismatch [..]
+        held_out {source: [..]} live {name: value}}
+      workers [{part {PART} version step lag tokens_per_s in_flight kv_use leases delivered failed loads
+        loads_in_flight rejected rejected_version detail}]
+      restarts   others [{PART}]   where PART is {name role host pid state doing doing_s progress_s report_s}
+      rewards [{name mean latency_s scored errors state}]
+      streams [{purpose tickets leased groups group_bytes oldest_worker oldest_s oldest_silent_s oldest_times}]
+      weights {latest step age_s kept num_bytes largest_bytes changed_share behind worst_lag}
+      drops {trained dropped by_reason rate_by_length ignored}   dead {count retry_requests latest [{ticket error}]}
+      redis {server version used_bytes max_bytes policy role save_error}   unreadable [..]
+    """
+    return _answer(target, View.to_json, status_lines, as_json=as_json)
+
+
+@click.command(epilog=_EXITS)
+@takes_run
+@takes_json
+def why(target: Target, as_json: bool) -> int:
+    """Say what holds a run back now, with the evidence and the remedy; what explains the rest comes first.
+
+    \b
+        streamrl why runs/quickstart
+        !!  there are no workers
+            seen   12 tickets wait and nobody reports
+            do     start one: streamrl worker --redis URL --run NAME; it may join from any machine
+
+    !! marks what stops the run, ! what somebody should look at; the others explain why it does what it does.
+
+    \b
+    --json prints {schema, run, verdict, causes [{name level title evidence remedy}]}.
+    """
+    return _answer(target, _causes, why_lines, as_json=as_json)
+
+
+def _answer(
+    target: Target, told: Callable[[View], Any], lines: Callable[[View], Iterable[str]], *, as_json: bool
+) -> int:
+    """Tell what a look at the run has found; the exit code."""
+    try:
+        with opened(target) as there:
+            seen = snapshot(there.client, there.keys, num_records=_RECORDS, num_events=NUM_EVENTS)
+            view = build_view(seen, run_name=target.run, server=there.server)
+    except (ResourceError, TransportError) as error:
+        cause = unreachable(str(error))
+        nothing = {"schema": SCHEMA, "run": {"name": target.run}, "verdict": "unreachable", "causes": [asdict(cause)]}
+        tell(nothing, [f"{target.run}: unreachable", "", *cause_lines(cause)], as_json=as_json, indent=None)
+        return EXIT_UNREACHABLE
+    tell(told(view), lines(view), as_json=as_json, indent=None)
+    return EXIT_CODES[view.verdict]
+
+
+def _causes(view: View) -> dict[str, Any]:
+    return {"schema": SCHEMA, "run": view.run.name, "verdict": view.verdict, "causes": view.to_json()["causes"]}
+
+
+@click.command()
+@takes_run
+@click.option("--every-s", type=click.FloatRange(min=0.1), default=0.5, help="How often to look at Redis.")
+def top(target: Target, every_s: float) -> None:
+    """Watch a run live: learner, workers, rewards, streams, weights, and what holds it back.
+
+    \b
+        streamrl top runs/quickstart
+        streamrl top --redis redis://host:6379 --run big
+
+    It only reads, from any machine that reaches Redis. It fits on 80 x 24 and uses more where there is more; NO_COLOR=1
+    turns colours off.
+
+    \b
+    Keys: q quit  s sort  r reverse  / filter  f freeze  arrows choose, enter opens a worker or a group, esc goes back
+          g groups  w why  ? help
+    """
+    from streamrl.ops.monitor.top.loop import run
+
+    with opened(target) as there:
+        run(there, period_s=every_s)
+
+
+@click.command()
+@takes_run
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8420, help="0: any free one.")
+@click.option("--token", "makes_token", is_flag=True, help="Make up a token that readers must have.")
+@click.option("--token-file", type=click.File(), help="File with the token that readers must have.")
+def dashboard(target: Target, host: str, port: int, makes_token: bool, token_file: TextIO | None) -> None:
+    """Show a run in the browser: curves, idle time by cause, versions by worker, rollouts.
+
+    \b
+        streamrl dashboard runs/quickstart                    http://127.0.0.1:8420, for this machine alone
+        streamrl dashboard --redis URL --run big --port 0     any free port
+        ssh -L 8420:127.0.0.1:8420 HOST                       from elsewhere, without opening a port
+        streamrl dashboard RUN --host 0.0.0.0 --token         open to the network, behind a token
+
+    One page, nothing loaded from elsewhere, nothing written. Beyond loopback a token is needed. --token makes one up
+    and prints the address with it; --token-file reads one. GET /metrics is for Prometheus.
+    """
+    token = token_file.read().strip() if token_file else secrets.token_urlsafe(24) if makes_token else None
+    if token == "":
+        raise ConfigError("--token-file: the file is empty")
+    only_loopback = host in LOOPBACK
+    if not only_loopback and token is None:
+        raise ConfigError(f"--host {host}: others may reach it, so a token is needed; add --token or --token-file FILE")
+    need("the dashboard", "starlette", "uvicorn", "prometheus_client", extra="monitor")
+    from streamrl.ops.monitor.web.server import Dashboard, serve
+
+    with opened(target) as there, bind(host, port, what="dashboard") as listener:
+        url = f"http://{address_of(listener, host=host)}/" + (f"#token={token}" if token else "")
+        board = Dashboard(there, token=token, only_loopback=only_loopback)
+        serve(board.app(), listener, lambda: click.echo(f"dashboard of {target.run}: {url}"))
+
+
+@click.command()
+@takes_place
+@click.option("-o", "--output", type=OutputFile(suffix=".png"), help="The file; by default NAME.png, here.")
+def plot(folder: Path | None, url: str | None, run: str | None, output: Path | None) -> None:
+    """Draw reward, KL, lag, throughput, time, correction, loss and length of a run into one PNG.
+
+    \b
+        streamrl plot runs/quickstart                     from the folder: every step, also without Redis
+        streamrl plot --redis redis://host:6379 --run big -o big.png
+                                                          from Redis: recent steps in full, older ones thinned
+    """
+    from streamrl.ops.monitor.charts import save_report
+
+    name, history = _read_history(folder, url, run)
+    if not history.steps.records and not history.validations.records:
+        raise DataError(f"nothing has been recorded of run {name!r} yet: its first step is still to come")
+    output = output or Path(f"{name}.png")
+    steps = history.steps.records
+    save_report(output, history, title=f"{name}, {steps[-1].step if steps else 0} steps")
+    click.echo(f"{output}: {len(steps)} steps, {len(history.validations.records)} validations")
+
+
+def _read_history(folder: Path | None, url: str | None, run: str | None) -> tuple[str, History]:
+    """With the run's name."""
+    if folder is not None and url is None:
+        if not (folder / "metrics.jsonl").is_file():
+            raise ConfigError(
+                f"{folder} holds no metrics.jsonl: it is not the folder of a run, or no step was made yet"
+            )
+        return folder.resolve().name, History.read(folder)
+    target = find_target(folder, url, run)
+    history = History()
+    with opened(target) as there:
+        history.refresh(there.client, there.keys)
+    return target.run, history
+
+
+@click.group()
+def export() -> None:
+    """A run for Prometheus and Grafana."""
+
+
+@export.command()
+@takes_run
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=9464, help="0: any free one.")
+def prometheus(target: Target, host: str, port: int) -> None:
+    """Serve GET /metrics of one run, until Ctrl-C.
+
+    It holds numbers and names of parts only, no text of rollouts; it listens on loopback unless --host says otherwise.
+    `streamrl dashboard` serves the same at its own /metrics.
+    """
+    need("the exporter", "prometheus_client", extra="monitor")
+    from streamrl.ops.monitor.exporter import serve_metrics
+
+    with opened(target) as there, bind(host, port, what="exporter") as bound:
+        url = f"http://{address_of(bound, host=host)}/metrics"
+        serve_metrics(there, bound, ready=lambda: click.echo(f"metrics of {target.run}: {url}"))
+
+
+@export.command()
+def alerts() -> None:
+    """Print alert rules for Prometheus: stalled, gone, lag, drops, dead letters, Redis full.
+
+    `streamrl export alerts > streamrl-alerts.yaml`, and name the file under rule_files.
+    """
+    import yaml
+
+    from streamrl.ops.monitor.alerts import alert_rules
+
+    click.echo(yaml.safe_dump(alert_rules(), sort_keys=False, width=120), nl=False)
+
+
+@export.command()
+def grafana() -> None:
+    """Print a Grafana dashboard as JSON, to be imported as it is."""
+    from streamrl.ops.monitor.alerts import grafana_dashboard
+
+    click.echo(json.dumps(grafana_dashboard(), indent=2))
