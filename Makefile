@@ -2,6 +2,8 @@
 PYTHON ?=
 ARGS ?=
 export PYTHON
+# Dozens of processes start here: without caches of bytecode each would compile torch anew, seconds of a core.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart demo test test-long test-root lint format bench chaos scale staleness peers clean

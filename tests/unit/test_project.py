@@ -60,7 +60,7 @@ def test_the_fast_tier_runs_setup_lint_and_tests_and_ends_with_the_summary(check
     assert result.returncode == 0, result.stdout
     assert lines.index("setup ran") < lines.index("lint ran")
     assert any("budget 15 min" in line for line in lines)
-    assert re.fullmatch(r"=+ 1 passed, 1 deselected in .*=+", lines[-1])
+    assert re.fullmatch(r"=+ 1 passed in .*=+", lines[-1])
 
 
 def test_a_failing_test_fails_the_run_and_the_summary_is_still_last(checkout: Path) -> None:

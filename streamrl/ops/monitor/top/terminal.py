@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Self
 
-from rich.console import Console, Group
+from rich.console import Console, ConsoleDimensions, Group
 from rich.live import Live
 from rich.text import Text
 
@@ -75,6 +75,7 @@ class Terminal:
         frame = (self.size, lines)
         if frame != self._shown:
             self._shown = frame
+            self._console.size = ConsoleDimensions(*self.size)  # whatever COLUMNS and LINES say, if they are exported
             self._live.update(Group(*lines), refresh=True)
 
     def key(self, timeout_s: float) -> str | None:
