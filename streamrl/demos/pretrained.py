@@ -34,6 +34,8 @@ _FILE = f"{NAME}.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _CONVERTER = Path(__file__).parents[1] / "learner" / "model" / "from_gguf.py"
 _RECIPE = "made-from.json"
+_NUM_HELD_OUT = 160
+_NUM_TRAIN = 2_000  # of the 4200 sums there are
 
 
 def find_gguf() -> Path:
@@ -97,10 +99,6 @@ def _made_from(folder: Path) -> object:
 def _digest(file: Path) -> str:
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
-
-
-_NUM_HELD_OUT = 160
-_NUM_TRAIN = 2_000  # of the 4200 sums there are
 
 
 def check(_: Config) -> None:

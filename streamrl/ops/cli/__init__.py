@@ -1,1 +1,1 @@
-"""The command line: one module a command, none imported before it is called (`commands`)."""
+"""The command line: commands that are imported when they are called (`commands`)."""
