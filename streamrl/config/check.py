@@ -54,9 +54,8 @@ def max_time_s(text: str) -> int:
 
 
 def _line(problem: Problem, settings: Any, where: Where) -> str:
-    origin, value = where(problem.key), problem.value
-    if value is None:
-        value = reduce(getitem, problem.key.split("."), settings)
+    origin = where(problem.key)
+    value = reduce(getitem, problem.key.split("."), settings) if problem.value is None else problem.value
     return f"{origin + ': ' if origin else ''}{problem.key} = {show(value)}: {problem.remedy}"
 
 

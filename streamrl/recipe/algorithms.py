@@ -71,7 +71,7 @@ class Reinforce:
         self._advantages = _function(settings, "advantages", ADVANTAGES, "group")
         self._kl_in = settings.kl.placement if settings.kl.coefficient > 0 else "none"
         self._estimate_kl = KL_ESTIMATES[settings.kl.estimator]
-        asked = getattr(self._loss.func, "needs", frozenset())
+        asked: frozenset[str] = getattr(self._loss.func, "needs", frozenset())
         self.needs_reference = self._kl_in != "none" or "reference" in asked
         self.needs_entropy = "entropy" in asked
 
@@ -177,10 +177,7 @@ class RejectionSampling:
 
 
 Algorithm = Reinforce | RejectionSampling
-ALGORITHMS: Mapping[str, Callable[[Settings], Algorithm]] = {
-    "reinforce": Reinforce,
-    "rejection_sampling": RejectionSampling,
-}
+ALGORITHMS: Mapping[str, type[Algorithm]] = {"reinforce": Reinforce, "rejection_sampling": RejectionSampling}
 
 
 def make_algorithm(settings: Settings) -> Algorithm:
