@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +48,7 @@ from streamrl.protocol.wire.group import fingerprint, stop_ids
 _HOST = torch.device("cpu")
 # What transformers raises of a model that is incomplete, unknown, or asks for a package that is not here.
 _UNLOADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, NotImplementedError, RuntimeError)
+_LOADED = "be loaded as a causal language model"
 _NUMBERS = ("F64", "F32", "F16", "BF16")  # what may be cast to the parameter's dtype without asking anybody
 
 log = structlog.get_logger(__name__)
@@ -164,10 +165,8 @@ class TokenizerInfo:
 def read_tokenizer_info(path: str) -> TokenizerInfo:
     """Tokenizer and configuration, no weights."""
     config = read_config(path)
-    try:
+    with _usable(path, "give a tokenizer", (OSError, ValueError, KeyError)):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise unusable(path, "give a tokenizer", error) from error
     try:
         generation_eos = transformers.GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:  # a model need not bring one
@@ -266,14 +265,12 @@ def _file(path: str, name: str) -> Path:
 
 def _build(path: str, attention: str) -> transformers.PreTrainedModel:
     """Parameters on `meta`; buffers on the host, with what the model computes into them."""
-    try:
+    with _usable(path, _LOADED, _UNLOADABLE):
         config = transformers.AutoConfig.from_pretrained(path, **_no_dropout(path))
         with torch.device("meta"):
             model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation=attention_of(config, attention)
             )
-    except _UNLOADABLE as error:
-        raise unusable(path, "be loaded as a causal language model", error) from error
     _move_buffers(model, lambda buffer: torch.empty_like(buffer, device="cpu"))
     model.initialize_weights()  # of what has memory by now
     with suppress(OSError):  # a model need not bring one
@@ -289,13 +286,11 @@ def _move_buffers(model: nn.Module, move: Callable[[torch.Tensor], torch.Tensor]
 
 def load_model(path: str, *, attention: str = MASKED) -> transformers.PreTrainedModel:
     """Whole, on the host, in fp32."""
-    try:
+    with _usable(path, _LOADED, _UNLOADABLE):
         attention = attention_of(transformers.AutoConfig.from_pretrained(path), attention)
         model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation=attention, **_no_dropout(path)
         )
-    except _UNLOADABLE as error:
-        raise unusable(path, "be loaded as a causal language model", error) from error
     return model
 
 
@@ -307,12 +302,16 @@ def _no_dropout(path: str) -> dict[str, float]:
 
 
 def read_config(path: str) -> transformers.PretrainedConfig:
-    try:
+    with _usable(path, "be read", (OSError, ValueError)):
         config: transformers.PretrainedConfig = transformers.AutoConfig.from_pretrained(path).get_text_config()
-    except (OSError, ValueError) as error:
-        raise unusable(path, "be read", error) from error
     return config
 
 
-def unusable(path: str, what: str, error: Exception) -> DataError:
-    return DataError(f"model.path {path!r} cannot {what}: {(str(error).splitlines() or [repr(error)])[0]}")
+@contextmanager
+def _usable(path: str, what: str, errors: tuple[type[Exception], ...]) -> Iterator[None]:
+    """DataError where one of these errors says that the model cannot do this."""
+    try:
+        yield
+    except errors as error:
+        said = (str(error).splitlines() or [repr(error)])[0]
+        raise DataError(f"model.path {path!r} cannot {what}: {said}") from error

@@ -186,9 +186,8 @@ class Flops:
         head = next(model.parameters()).new_empty(0) if projection is None else projection.weight
         lookups = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)} | {id(head)}
         matrices = [p for p in decoder_of(model).parameters() if p.ndim >= 2 and id(p) not in lookups]
-        size, trained = (
-            sum(p.numel() for p in found) for found in (matrices, [p for p in matrices if p.requires_grad])
-        )
+        size = sum(p.numel() for p in matrices)
+        trained = sum(p.numel() for p in matrices if p.requires_grad)
         heads = getattr(config, "num_attention_heads", None) or 0  # none: nothing attends
         head_dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
         return cls(

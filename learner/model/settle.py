@@ -88,10 +88,8 @@ class _Trial:
     def find_head(self) -> Head | None:
         """None: its logits are made in a way that our head does not know."""
         ids = _token_ids(self._pieces[0], self._device)
-        for head in _heads(self._policy.model.config, self._policy.head):
-            if self._all_ranks(partial(self._policy.head_fits, ids, head)):
-                return head
-        return None
+        heads = _heads(self._policy.model.config, self._policy.head)
+        return next((head for head in heads if self._all_ranks(partial(self._policy.head_fits, ids, head))), None)
 
     def is_right(self, way: Way, head: Head, *, while_training: bool = False) -> bool:
         self._policy.take(way, head)

@@ -6,9 +6,8 @@ have the wrong form, are not finite, or carry no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import TypeVar
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -19,8 +18,6 @@ from streamrl.recipe.advantages import ScoredGroup
 from streamrl.recipe.algorithms import Reinforce
 from streamrl.recipe.losses import Metric, TokenBatch
 from streamrl.recipe.own import describe
-
-T = TypeVar("T")
 
 _GROUPS = {
     "four samples, one of them cut off and one empty": ((1.0, 0.0, 0.5, 2.0), (True, True, False, True)),
@@ -36,20 +33,23 @@ def try_out(settings: schema.Algorithm) -> None:
     algorithm = Reinforce(settings)
     for what, (rewards, finished) in _GROUPS.items():
         group = _made_up_group(rewards, finished)
-        _call(f"algorithm.advantages = {settings.advantages!r}", what, partial(algorithm.judge, group))
+        with _trying(f"algorithm.advantages = {settings.advantages!r}", what):
+            algorithm.judge(group)
     key = f"algorithm.loss = {settings.loss!r}"
     # A rank that has no tokens left while others do must go with them.
     for what, samples in {"five tokens of three samples": [0, 0, 1, 2, 2], "no tokens": []}.items():
         batch = _made_up_tokens(samples)
-        values, metrics = _call(key, what, partial(algorithm.loss, batch))
+        with _trying(key, what):
+            values, metrics = algorithm.loss(batch)
         wrong = _senseless(values, metrics, batch)
         if wrong:
             raise ConfigError(f"{key}: for a made-up batch with {what} {wrong}")
 
 
-def _call(key: str, what: str, call: Callable[[], T]) -> T:
+@contextmanager
+def _trying(key: str, what: str) -> Iterator[None]:
     try:
-        return call()
+        yield
     except ConfigError:
         raise
     except Exception as error:

@@ -226,16 +226,11 @@ def each_by_itself(
     if window is not None and window < longest:
         ones = torch.ones(longest, longest, dtype=torch.bool, device=query.device)
         seen = ones.tril() & ~ones.tril(-window)
+    parts = zip(*(x.transpose(0, 1)[None].split(lengths, dim=2) for x in (query, key, value)), strict=True)
     attended = [
         F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None],
-            k.transpose(0, 1)[None],
-            v.transpose(0, 1)[None],
-            attn_mask=None if seen is None else seen[: len(q), : len(q)],
-            is_causal=seen is None,
-            scale=scale,
-            enable_gqa=True,
+            q, k, v, None if seen is None else seen[:n, :n], is_causal=seen is None, scale=scale, enable_gqa=True
         )[0].transpose(0, 1)
-        for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
+        for n, (q, k, v) in zip(lengths, parts, strict=True)
     ]
     return torch.cat(attended)

@@ -54,9 +54,8 @@ def max_time_s(text: str) -> int:
 
 
 def _line(problem: Problem, settings: Any, where: Where) -> str:
-    origin, value = where(problem.key), problem.value
-    if value is None:
-        value = reduce(getitem, problem.key.split("."), settings)
+    origin = where(problem.key)
+    value = reduce(getitem, problem.key.split("."), settings) if problem.value is None else problem.value
     return f"{origin + ': ' if origin else ''}{problem.key} = {show(value)}: {problem.remedy}"
 
 
@@ -115,19 +114,15 @@ def _groups(config: Config) -> Iterator[Problem]:
         yield Problem(key="algorithm.top_n", remedy=limit)
 
 
-def _kl(config: Config) -> Iterator[Problem]:
-    kl = config.algorithm.kl
-    allowed = {"reward": ("k1",), "loss": ("k2", "k3")}.get(kl.placement)
-    if config.algorithm.name == "reinforce" and allowed is not None and kl.estimator not in allowed:
-        remedy = f"with algorithm.kl.placement={kl.placement} it must be {' or '.join(allowed)}"
-        yield Problem(key="algorithm.kl.estimator", remedy=remedy)
-
-
-def _losses(config: Config) -> Iterator[Problem]:
-    settings = config.algorithm
+def _algorithm(config: Config) -> Iterator[Problem]:
+    settings, kl = config.algorithm, config.algorithm.kl
     if settings.name == "rejection_sampling":
         yield from _of_reinforce_only(settings)
         return
+    allowed = {"reward": ("k1",), "loss": ("k2", "k3")}.get(kl.placement)
+    if allowed is not None and kl.estimator not in allowed:
+        remedy = f"with algorithm.kl.placement={kl.placement} it must be {' or '.join(allowed)}"
+        yield Problem(key="algorithm.kl.estimator", remedy=remedy)
     yield from _function(settings, "loss", LOSSES)
     yield from _function(settings, "advantages", ADVANTAGES)
     if settings.loss in LOSSES:
@@ -187,27 +182,16 @@ def _of_reinforce_only(settings: Algorithm) -> Iterator[Problem]:
         )
 
 
-def _optimizer(config: Config) -> Iterator[Problem]:
-    optimizer = config.optimizer
+def _pace(config: Config) -> Iterator[Problem]:
+    """Rate, time, lag and validation of training."""
+    optimizer, max_time, lag = config.optimizer, config.training.max_time, config.lag
     if optimizer.schedule == "cosine" and optimizer.min_lr > optimizer.lr:
         remedy = f"the schedule falls from optimizer.lr = {optimizer.lr} to it, so it must not be larger"
         yield Problem(key="optimizer.min_lr", remedy=remedy)
     if max(optimizer.betas) >= 1:
         yield Problem(key="optimizer.betas", remedy="both must be less than 1")
-
-
-def _training(config: Config) -> Iterator[Problem]:
-    text = config.training.max_time
-    try:
-        is_duration = text is None or max_time_s(text) > 0
-    except ValueError:
-        is_duration = False
-    if not is_duration:
+    if max_time is not None and not (_MAX_TIME.match(max_time) and max_time_s(max_time)):
         yield Problem(key="training.max_time", remedy="must be a duration DD:HH:MM:SS, such as 00:03:50:00")
-
-
-def _lag(config: Config) -> Iterator[Problem]:
-    lag = config.lag
     if lag.max_steps > lag.hard_limit_steps:
         yield Problem(key="lag.max_steps", remedy=f"must not exceed lag.hard_limit_steps = {lag.hard_limit_steps}")
     if config.weights.publish_every > lag.max_steps + 1:
@@ -216,9 +200,6 @@ def _lag(config: Config) -> Iterator[Problem]:
             remedy=f"weights published so rarely are older than lag.max_steps = {lag.max_steps} allows; "
             f"must be at most {lag.max_steps + 1}",
         )
-
-
-def _validation(config: Config) -> Iterator[Problem]:
     if config.validation.every_steps and config.data.validation is None:
         remedy = "there are no prompts to validate on; name them in data.validation, or set this to 0"
         yield Problem(key="validation.every_steps", remedy=remedy)
@@ -237,12 +218,8 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _sampling,
     _messages,
     _groups,
-    _kl,
-    _losses,
-    _optimizer,
-    _training,
-    _lag,
-    _validation,
+    _algorithm,
+    _pace,
     _names,
     places.check_rewards,
     places.check_redis,

@@ -177,10 +177,7 @@ class RejectionSampling:
 
 
 Algorithm = Reinforce | RejectionSampling
-ALGORITHMS: Mapping[str, Callable[[Settings], Algorithm]] = {
-    "reinforce": Reinforce,
-    "rejection_sampling": RejectionSampling,
-}
+ALGORITHMS: Mapping[str, type[Algorithm]] = {"reinforce": Reinforce, "rejection_sampling": RejectionSampling}
 
 
 def make_algorithm(settings: Settings) -> Algorithm:
