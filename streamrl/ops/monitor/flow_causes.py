@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from statistics import median
 
-from streamrl.ops.monitor.evidence import alive, attention, blocking, info, is_running, lead, lead_waiting, waiting_for
-from streamrl.ops.monitor.view import Cause, View
+from streamrl.ops.monitor.evidence import alive, is_running, lead, lead_waiting, waiting_for
+from streamrl.ops.monitor.view import Cause, View, attention, blocking, info
 from streamrl.telemetry.progress import Wait
 from streamrl.terminal import age, plural, size
 
