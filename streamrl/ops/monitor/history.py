@@ -70,13 +70,7 @@ class History:
     def read(cls, folder: Path) -> History:
         """Of a run's folder: its metrics.jsonl."""
         return cls.of(
-            Record(
-                id=START,
-                step=line["step"],
-                term=line["term"],
-                at=line["at"],
-                values={name: value for name, value in line.items() if name not in ("step", "term", "at")},
-            )
+            Record(id=START, step=line.pop("step"), term=line.pop("term"), at=line.pop("at"), values=line)
             for line in read_lines(folder / "metrics.jsonl")
         )
 
