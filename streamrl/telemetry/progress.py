@@ -139,12 +139,8 @@ class Liveness:
         now = self._clock()
         seen: dict[str, tuple[float, float]] = {}
         for report in reports:
-            before = self._seen.get(report.part)
-            if before is not None and before[0] == report.at:
-                seen[report.part] = before
-            else:
-                # At first sight only the clocks can tell; a report that has changed was made just now.
-                age_s = max(0.0, at - report.at) if before is None else 0.0
-                seen[report.part] = (report.at, now - age_s)
+            # At first sight only the clocks can tell; a report that has changed was made just now.
+            last_at, since = self._seen.get(report.part, (report.at, now - max(0.0, at - report.at)))
+            seen[report.part] = (report.at, since if report.at == last_at else now)
         self._seen = seen
         return {part: now - since for part, (_, since) in seen.items()}

@@ -42,7 +42,7 @@ def long_run(client: redis.Redis, keys: Keys, *, num_steps: int) -> None:
 
 def test_a_curve_has_its_whole_length_in_few_points(client: redis.Redis, keys: Keys) -> None:
     long_run(client, keys, num_steps=20_000)
-    steps, values = read(client, keys).steps.values(REWARD)
+    steps, values = read(client, keys).curve(REWARD)
     assert steps == sorted(set(steps))
     assert (steps[0] <= 64, steps[-1]) == (True, 20_000)
     assert values[-1] == 1.0
@@ -64,7 +64,7 @@ def test_the_learner_writes_what_the_history_reads(learner: LearnerStream, clien
     assert [client.xlen(keys.thinned(level)) for level in (1, 2, 3)] == [4, 1, 0]
     history = read(client, keys)
     assert [r.step for r in history.steps.records] == list(range(1, 18))
-    assert history.validations.values("val_rollouts/rewards") == ([16], [0.7])
+    assert history.curve("val_rollouts/rewards") == ([16], [0.7])
 
 
 def test_only_what_is_new_is_read_again(learner: LearnerStream, client: redis.Redis, keys: Keys) -> None:
@@ -86,7 +86,7 @@ def test_steps_made_again_after_a_crash_replace_those_of_the_dead(
     record(second, 5, 6, reward=0.9)
     live.refresh(client, keys)
     for history in (live, read(client, keys)):
-        steps, values = history.steps.values(REWARD)
+        steps, values = history.curve(REWARD)
         assert steps == [1, 2, 3, 4, 5, 6]
         assert values == [0.1] * 4 + [0.9] * 2
 

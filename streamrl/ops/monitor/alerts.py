@@ -40,7 +40,6 @@ _OF_THE_STEPS: tuple[Panel, ...] = tuple(
     )
     for chart in CHARTS
 )
-_PANEL_WIDTH, _PANEL_HEIGHT, _GRID = 12, 8, 24
 _SOURCE = {"type": "prometheus", "uid": "${source}"}  # which is asked for
 
 
@@ -73,18 +72,12 @@ def grafana_dashboard() -> dict[str, Any]:
 
 
 def _panel(place: int, title: str, unit: str, legends: Mapping[str, str]) -> dict[str, Any]:
-    across = _GRID // _PANEL_WIDTH
     return {
         "id": place + 1,
         "type": "timeseries",
         "title": title,
         "datasource": _SOURCE,
-        "gridPos": {
-            "x": place % across * _PANEL_WIDTH,
-            "y": place // across * _PANEL_HEIGHT,
-            "w": _PANEL_WIDTH,
-            "h": _PANEL_HEIGHT,
-        },
+        "gridPos": {"x": 12 * (place % 2), "y": 8 * (place // 2), "w": 12, "h": 8},  # two share a row of 24 columns
         "fieldConfig": {"defaults": {"unit": unit}, "overrides": []},
         "targets": [
             {"refId": chr(ord("A") + at), "expr": _of_the_run(expr), "legendFormat": legend, "datasource": _SOURCE}

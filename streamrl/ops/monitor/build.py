@@ -7,22 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from streamrl.ops.monitor import view
 from streamrl.ops.monitor.causes import find_causes, judge
 from streamrl.ops.monitor.history import HELD_OUT, History, thin
-from streamrl.ops.monitor.view import (
-    Dead,
-    Drops,
-    Learner,
-    Limits,
-    Part,
-    Redis,
-    RewardSource,
-    Run,
-    Stream,
-    View,
-    Weights,
-    Worker,
-)
 from streamrl.protocol.transport.entries import LARGEST
 from streamrl.protocol.transport.keys import LEADER
 from streamrl.protocol.transport.snapshot import Snapshot, StreamCounts
@@ -46,7 +33,7 @@ def build_view(
     history: History | None = None,
     ages: Mapping[str, float] | None = None,
     silent_s: float = GONE_S,
-) -> View:
+) -> view.View:
     """`history`: by default of the snapshot's records. `ages`: since parts last reported, for who has watched them
     (`Liveness`); by default what their clocks say."""
     config = _config(snapshot)
@@ -58,9 +45,9 @@ def build_view(
     }
     learner = _learner(snapshot, parts, history, steps)
     workers = tuple(_worker(r, parts[r.part], snapshot) for r in snapshot.reports if r.role == "worker")
-    view = View(
+    seen = view.View(
         at=snapshot.at,
-        run=_run(snapshot, run_name, config, steps, learner),
+        run=_run(snapshot, run_name, config, steps),
         limits=_limits(config),
         learner=learner,
         workers=workers,
@@ -70,12 +57,12 @@ def build_view(
         streams=tuple(_stream(purpose, counts) for purpose, counts in snapshot.streams.items()),
         weights=_weights(snapshot, steps, workers),
         drops=_drops({**learner.metrics, **learner.live}),
-        dead=Dead(
+        dead=view.Dead(
             count=snapshot.num_dead,
             retry_requests=snapshot.num_retry_requests,
             latest=tuple({"ticket": letter.number, "error": letter.error} for letter in snapshot.letters),
         ),
-        redis=Redis(
+        redis=view.Redis(
             server=server,
             version=snapshot.server.version,
             used_bytes=snapshot.used_memory_bytes,
@@ -86,8 +73,8 @@ def build_view(
         ),
         unreadable=snapshot.unreadable,
     )
-    causes = find_causes(view, was_removed=snapshot.was_removed)
-    return replace(view, causes=causes, verdict=judge(view, causes))
+    causes = find_causes(seen, was_removed=snapshot.was_removed)
+    return replace(seen, causes=causes, verdict=judge(seen, causes))
 
 
 def _config(snapshot: Snapshot) -> Mapping[str, Any]:
@@ -99,9 +86,9 @@ def _config(snapshot: Snapshot) -> Mapping[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _limits(config: Mapping[str, Any]) -> Limits:
+def _limits(config: Mapping[str, Any]) -> view.Limits:
     stale = _section(config, "lag").get("stale")
-    return Limits(
+    return view.Limits(
         max_lag_steps=_integer(_section(config, "lag"), "max_steps"),
         groups_per_step=_integer(_section(config, "training"), "groups_per_step"),
         max_backlog_bytes=_integer(_section(config, "redis"), "max_backlog_bytes"),
@@ -124,14 +111,14 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _run(snapshot: Snapshot, name: str, config: Mapping[str, Any], steps: Sequence[Record], learner: Learner) -> Run:
+def _run(snapshot: Snapshot, name: str, config: Mapping[str, Any], steps: Sequence[Record]) -> view.Run:
     info = snapshot.run
     step = max(snapshot.step, steps[-1].step if steps else 0)
     max_steps = _integer(_section(config, "training"), "max_steps") or -1
     max_epochs = _integer(_section(config, "training"), "max_epochs") or 1
-    passes = learner.metrics.get("train_rollouts/epoch")
+    passes = steps[-1].values.get("train_rollouts/epoch") if steps else None
     share = step / max_steps if max_steps > 0 else passes / max_epochs if passes is not None else None
-    return Run(
+    return view.Run(
         name=name,
         uid=info.uid if info else None,
         state=info.state if info else "absent",
@@ -164,12 +151,12 @@ def _eta_s(recent: Sequence[Record], share: float | None) -> float | None:
     return max(0.0, pace_s * recent[-1].step * (1 / share - 1))
 
 
-def _part(report: Report, *, at: float, age_s: float | None, silent_s: float) -> Part:
+def _part(report: Report, *, at: float, age_s: float | None, silent_s: float) -> view.Part:
     age_s = max(0.0, at - report.at) if age_s is None else age_s
     progress_s = max(0.0, report.at - report.last_progress) + age_s
     # A wait is entered anew every second or so, to look around; it began when the part last got on.
     doing_s = progress_s if report.state == "waiting" else max(0.0, report.at - report.since) + age_s
-    return Part(
+    return view.Part(
         name=report.part,
         role=report.role,
         host=report.host,
@@ -182,11 +169,13 @@ def _part(report: Report, *, at: float, age_s: float | None, silent_s: float) ->
     )
 
 
-def _learner(snapshot: Snapshot, parts: Mapping[str, Part], history: History, steps: Sequence[Record]) -> Learner:
+def _learner(
+    snapshot: Snapshot, parts: Mapping[str, view.Part], history: History, steps: Sequence[Record]
+) -> view.Learner:
     ranks = [part for part in parts.values() if part.role == "learner" and part.alive]
     details = (report.detail for report in snapshot.reports if report.part == LEADER)
     fresh = (record.values.get("policy/fresh_mismatch") for record in steps)
-    return Learner(
+    return view.Learner(
         lead=parts.get(LEADER),
         ranks=len(ranks),
         holder=snapshot.holder,
@@ -207,7 +196,7 @@ def _held_out(history: History) -> dict[str, tuple[float, ...]]:
     return {name.rpartition("/")[2]: tuple(thin(history.curve(name)[1])) for name in shown}
 
 
-def _worker(report: Report, part: Part, snapshot: Snapshot) -> Worker:
+def _worker(report: Report, part: view.Part, snapshot: Snapshot) -> view.Worker:
     detail = report.detail
     step = _number(detail, "step")
     rejected, rejected_version = rejects(detail)
@@ -215,7 +204,7 @@ def _worker(report: Report, part: Part, snapshot: Snapshot) -> Worker:
     # Leases are under the name that the worker leases by, which its reports carry behind a prefix.
     name = report.part.partition("/")[2]
     leases = sum(one.leased_by.get(name, 0) + one.leased_by.get(report.part, 0) for one in snapshot.streams.values())
-    return Worker(
+    return view.Worker(
         part=part,
         version=show(version) if isinstance(version, int) else str(version) if version is not None else None,
         step=None if step is None else int(step),
@@ -235,14 +224,14 @@ def _worker(report: Report, part: Part, snapshot: Snapshot) -> Worker:
 
 
 def _rewards(
-    config: Mapping[str, Any], metrics: Mapping[str, float], workers: Sequence[Worker]
-) -> Iterable[RewardSource]:
+    config: Mapping[str, Any], metrics: Mapping[str, float], workers: Sequence[view.Worker]
+) -> Iterable[view.RewardSource]:
     """Workers report `rewards/<source>/<fact>`; one that says nothing of a source is passed over."""
     alive = [worker.detail for worker in workers if worker.part.alive]
     for name in _section(config, "rewards"):
         latencies = [s for d in alive if (s := _number(d, f"rewards/{name}/latency_s")) is not None]
         states = sorted({str(d[key]) for d in alive if (key := f"rewards/{name}/state") in d}, key=WELL.__eq__)
-        yield RewardSource(
+        yield view.RewardSource(
             name=name,
             mean=metrics.get(f"train_rollouts/rewards/{name}"),
             latency_s=sum(latencies) / len(latencies) if latencies else None,
@@ -252,9 +241,9 @@ def _rewards(
         )
 
 
-def _stream(purpose: str, counts: StreamCounts) -> Stream:
+def _stream(purpose: str, counts: StreamCounts) -> view.Stream:
     oldest = counts.oldest_lease
-    return Stream(
+    return view.Stream(
         purpose=purpose,
         tickets=counts.num_tickets,
         leased=counts.num_leased,
@@ -267,11 +256,11 @@ def _stream(purpose: str, counts: StreamCounts) -> Stream:
     )
 
 
-def _weights(snapshot: Snapshot, steps: Sequence[Record], workers: Sequence[Worker]) -> Weights:
+def _weights(snapshot: Snapshot, steps: Sequence[Record], workers: Sequence[view.Worker]) -> view.Weights:
     latest = snapshot.latest_version
     sizes = [r.values["weights/num_bytes"] for r in steps if "weights/num_bytes" in r.values]
     lags = [worker.lag or 0 for worker in workers if worker.part.alive]
-    return Weights(
+    return view.Weights(
         latest=show(latest) if latest is not None else None,
         step=snapshot.latest_version_step if latest is not None else None,
         age_s=max(0.0, snapshot.at - snapshot.latest_version_at) if snapshot.latest_version_at else None,
@@ -284,11 +273,11 @@ def _weights(snapshot: Snapshot, steps: Sequence[Record], workers: Sequence[Work
     )
 
 
-def _drops(metrics: Mapping[str, float]) -> Drops:
+def _drops(metrics: Mapping[str, float]) -> view.Drops:
     def family(prefix: str) -> dict[str, float]:
         return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
 
-    return Drops(
+    return view.Drops(
         trained=int(metrics.get("stream/groups_trained", 0)),
         dropped=int(metrics.get("stream/groups_dropped", 0)),
         by_reason={name: int(count) for name, count in family("stream/dropped/").items()},

@@ -14,8 +14,8 @@ from functools import partial
 
 from streamrl.ops.monitor import flow_causes as flow
 from streamrl.ops.monitor import part_causes as parts
-from streamrl.ops.monitor.evidence import attention, blocking, info, is_running, is_taken_up
-from streamrl.ops.monitor.view import Cause, Level, Verdict, View
+from streamrl.ops.monitor.evidence import is_running, is_taken_up
+from streamrl.ops.monitor.view import Cause, Level, Verdict, View, attention, blocking, info
 from streamrl.terminal import size
 
 _FULL = 0.97  # of maxmemory; close to it, large writes fail already

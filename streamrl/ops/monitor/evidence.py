@@ -1,15 +1,9 @@
-"""What causes are told from: who is there, who waits for what; and their levels."""
+"""What causes are told from: who is there, who waits for what."""
 
 from __future__ import annotations
 
-from functools import partial
-
-from streamrl.ops.monitor.view import Cause, Part, View, Worker
+from streamrl.ops.monitor.view import Part, View, Worker
 from streamrl.telemetry.progress import Wait
-
-blocking = partial(Cause, level="blocking")  # it stops the run
-attention = partial(Cause, level="attention")  # somebody should look
-info = partial(Cause, level="info")  # it explains why the run does what it does
 
 
 def alive(view: View) -> list[Worker]:

@@ -50,7 +50,7 @@ class _RunFigures(Collector):
         run, lead, workers = view.run, view.learner.lead, view.workers
         health = EXIT_CODES[view.verdict]
         yield self._one("streamrl_health", "0 healthy, 3 degraded, 4 stalled, 5 ended: the exit code of status", health)
-        causes: dict[tuple[str, ...], float | None] = {(cause.name, cause.level): 1.0 for cause in view.causes}
+        causes: dict[tuple[str, ...], float] = {(cause.name, cause.level): 1.0 for cause in view.causes}
         yield self._family("streamrl_cause", "1: this holds the run back now (streamrl why)", causes, "cause", "level")
         yield self._one("streamrl_running", "the run has not ended", run.state == "running")
         yield self._one("streamrl_step", "optimizer steps", run.step)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from statistics import median
 
-from streamrl.ops.monitor.evidence import alive, attention, blocking, info, is_running, lead, lead_waiting, waiting_for
-from streamrl.ops.monitor.view import Cause, View
+from streamrl.ops.monitor.evidence import alive, is_running, lead, lead_waiting, waiting_for
+from streamrl.ops.monitor.view import Cause, View, attention, blocking, info
 from streamrl.telemetry.progress import Wait
 from streamrl.terminal import age, plural, size
 
@@ -80,11 +80,7 @@ def all_groups_dropped(view: View) -> Iterator[Cause]:
     dropped = live.get("stream/groups_dropped", 0.0) - then.get("stream/groups_dropped", 0.0)
     if dropped < 2 * batch:
         return
-    reasons = {
-        name.removeprefix("stream/dropped/"): count - then.get(name, 0.0)
-        for name, count in live.items()
-        if name.startswith("stream/dropped/")
-    }
+    reasons = {why: count - then.get(f"stream/dropped/{why}", 0.0) for why, count in view.drops.by_reason.items()}
     told = ", ".join(f"{why} {count:.0f}" for why, count in sorted(reasons.items(), key=lambda item: -item[1]) if count)
     yield blocking(
         title="groups come, and are dropped",

@@ -49,11 +49,6 @@ class Curve:
             del self.records[place]
         self.records.insert(place, record)
 
-    def values(self, metric: str) -> tuple[list[int], list[float]]:
-        """(steps, values) of those that have it."""
-        having = [record for record in self.records if metric in record.values]
-        return [record.step for record in having], [record.values[metric] for record in having]
-
 
 class History:
     """A limit on `longest` keeps a long watch from growing: of what is older, every other record goes."""
@@ -74,19 +69,15 @@ class History:
     def read(cls, folder: Path) -> History:
         """Of a run's folder: its metrics.jsonl."""
         return cls.of(
-            Record(
-                id=START,
-                step=line["step"],
-                term=line["term"],
-                at=line["at"],
-                values={name: value for name, value in line.items() if name not in ("step", "term", "at")},
-            )
+            Record(id=START, step=line.pop("step"), term=line.pop("term"), at=line.pop("at"), values=line)
             for line in read_lines(folder / "metrics.jsonl")
         )
 
     def curve(self, metric: str) -> tuple[list[int], list[float]]:
-        """(steps, values), of training or of validation as the metric is."""
-        return (self.validations if is_validation([metric]) else self.steps).values(metric)
+        """(steps, values) of what has it, of training or of validation as the metric is."""
+        curve = self.validations if is_validation([metric]) else self.steps
+        having = [record for record in curve.records if metric in record.values]
+        return [record.step for record in having], [record.values[metric] for record in having]
 
     def _forget(self) -> None:
         self.steps, self.validations = Curve(), Curve()

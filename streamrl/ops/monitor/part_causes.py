@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from streamrl.ops.monitor.evidence import (
-    alive,
-    attention,
-    blocking,
-    is_running,
-    lead,
-    lead_waiting,
-    rejecting,
-    waiting_for,
-)
-from streamrl.ops.monitor.view import Cause, View, Worker
+from streamrl.ops.monitor.evidence import alive, is_running, lead, lead_waiting, rejecting, waiting_for
+from streamrl.ops.monitor.view import Cause, View, Worker, attention, blocking
 from streamrl.protocol.weights.rejected import REMEDY_OF_ALL
 from streamrl.telemetry.progress import Wait
 from streamrl.terminal import age, plural
@@ -177,8 +168,7 @@ def _refusals(workers: list[Worker]) -> str:
 
 def workers_stuck(view: View) -> Iterator[Cause]:
     workers = alive(view)
-    usual = view.learner.metrics.get("timers/generate", 0.0)
-    limit = max(_STUCK_S, _STUCK_STEPS * usual)
+    limit = max(_STUCK_S, _STUCK_STEPS * view.learner.metrics.get("timers/generate", 0.0))
     stuck = [w.part for w in workers if w.part.state == "working" and w.leases and w.part.progress_s > limit]
     if stuck:
         names = ", ".join(part.name for part in stuck[:3])

@@ -7,7 +7,8 @@ Every duration is in seconds, every `*_at` is unix time; what is not known is nu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal
 
 from streamrl.protocol.transport.types import RunState
@@ -177,6 +178,11 @@ class Cause:
     remedy: str
 
 
+blocking = partial(Cause, level="blocking")  # it stops the run
+attention = partial(Cause, level="attention")  # somebody should look
+info = partial(Cause, level="info")  # it explains why the run does what it does
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
     schema: int = SCHEMA
@@ -195,7 +201,7 @@ class View:
     redis: Redis
     unreadable: tuple[str, ...] = ()  # what lies in Redis under the run's name and is not what it should be
     verdict: Verdict = "healthy"
-    causes: tuple[Cause, ...] = field(default=())  # the first is the one to look at
+    causes: tuple[Cause, ...] = ()  # the first is the one to look at
 
     @property
     def train(self) -> Stream:

@@ -37,6 +37,7 @@ COLUMNS = (
     Column("delivered", 9, lambda w: number(w.delivered), 110),
     Column("failed", 6, lambda w: number(w.failed), 110),
 )
+_OF_TEXT = ("worker", "host", "state")  # the others are numbers
 
 
 def draw(
@@ -105,21 +106,17 @@ def draw_workers(workers: Sequence[Worker], *, width: int) -> list[Text]:
     columns = [column for column in COLUMNS if width >= column.min_screen]
     widths = [column.width for column in columns]
     widths[0] = max(10, width - sum(widths) - len(widths))
-    title = " ".join(_cell(c.title, w, left=_is_text(c)) for c, w in zip(columns, widths, strict=True))
+    title = " ".join(_cell(c, c.title, w) for c, w in zip(columns, widths, strict=True))
     lines = [Text(title, style="underline")]
     for worker in workers:
-        cells = (_cell(c.value(worker), w, left=_is_text(c)) for c, w in zip(columns, widths, strict=True))
+        cells = (_cell(c, c.value(worker), w) for c, w in zip(columns, widths, strict=True))
         lines.append(Text(printable(" ".join(cells)), style=_style_of(worker)))
     return lines
 
 
-def _is_text(column: Column) -> bool:
-    return column.title in ("worker", "host", "state")
-
-
-def _cell(value: str, width: int, *, left: bool) -> str:
+def _cell(column: Column, value: str, width: int) -> str:
     value = value if len(value) <= width else f"{value[: width - 1]}~"
-    return f"{value:<{width}}" if left else f"{value:>{width}}"
+    return f"{value:<{width}}" if column.title in _OF_TEXT else f"{value:>{width}}"
 
 
 def _state(worker: Worker) -> str:
