@@ -6,7 +6,7 @@ prompts, tokenizer ─► model ─► lease, term, claim (rank 0) ─► Start 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -15,7 +15,7 @@ from streamrl.errors import TrainingError, UserError
 from streamrl.learner.checkpoints.terms import highest_term
 from streamrl.learner.conductor import Conductor, Follower
 from streamrl.learner.groups.feed import Feed
-from streamrl.learner.groups.prompts import PromptSet
+from streamrl.learner.groups.prompts import Prompt, PromptSet, tokenise
 from streamrl.learner.groups.quarantine import Quarantine
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.process.background import BackgroundThread
@@ -88,7 +88,8 @@ def _follow(context: RankContext, server: Server) -> RunState:
 def _lead(context: RankContext, server: Server) -> RunState:
     """Rank 0: become the learner of the run, do the work, and say how it ended."""
     config, prompts = context.config, read_train_prompts(context)
-    validation_prompts = _read_validation_prompts(context)
+    path, tokenizer = config.data.validation, context.tokenizer_info.tokenizer
+    validation_prompts = () if path is None else tokenise(path, tokenizer, config.data, key="data.validation")
     policy = load_model_together(context)
     check_server(
         server.client, max_backlog_bytes=config.redis.max_backlog_bytes, max_store_bytes=budget_in_redis(config.weights)
@@ -116,14 +117,6 @@ def _lead(context: RankContext, server: Server) -> RunState:
     return state
 
 
-def _read_validation_prompts(context: RankContext) -> PromptSet | None:
-    config, path = context.config, context.config.data.validation
-    if path is None:
-        return None
-    tokenizer = context.tokenizer_info.tokenizer
-    return PromptSet.load(path, tokenizer=tokenizer, data=config.data, seed=config.seed, key="data.validation")
-
-
 def _make_publisher(
     context: RankContext, server: Server, policy: Policy, start: Start, stream: LearnerStream
 ) -> Publisher:
@@ -145,7 +138,7 @@ def _make_conductor(
     admitted: Admitted,
     keeper: LeaseKeeper,
     prompts: PromptSet,
-    validation_prompts: PromptSet | None,
+    validation_prompts: Sequence[Prompt],
 ) -> Conductor:
     config, start = context.config, admitted.start
     feed = Feed(
@@ -162,7 +155,7 @@ def _make_conductor(
         # Once more, in case its writer died before it could tell Redis.
         feed.committed(admitted.checkpoint.state.stream, step=start.step)
     validation = None
-    if validation_prompts is not None:
+    if validation_prompts:
         validation = Validation(
             stream=admitted.stream,
             prompts=validation_prompts,

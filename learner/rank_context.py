@@ -79,7 +79,7 @@ def at_disk_s(config: schema.Config) -> float:
 
 def read_train_prompts(context: RankContext) -> PromptSet:
     config = context.config
-    return PromptSet.load_train(tokenizer=context.tokenizer_info.tokenizer, data=config.data, seed=config.seed)
+    return PromptSet.load(tokenizer=context.tokenizer_info.tokenizer, data=config.data, seed=config.seed)
 
 
 def load_model_together(context: RankContext) -> Policy:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from streamrl.config import schema
 from streamrl.learner.groups.feed import Feed
@@ -57,6 +58,11 @@ def make_config(**sections: dict[str, Any]) -> schema.Config:
     for name, section in sections.items():
         values[name] = {**values.get(name, {}), **section}
     return schema.Config.model_validate(values)
+
+
+def state_of(value: Mapping[str, Any]) -> FeedState:
+    """As a checkpoint that is opened gives it."""
+    return TypeAdapter(FeedState).validate_python(value)
 
 
 def keep(header: GroupHeader) -> str | None:

@@ -27,8 +27,6 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
-from pydantic import TypeAdapter
-
 from streamrl.protocol.transport.types import START, entry_order
 
 TRAINED = "trained"
@@ -89,10 +87,6 @@ class FeedState:
         fields = asdict(replace(self, uncommitted=()))
         del fields["uncommitted"]
         return fields
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> FeedState:
-        return TypeAdapter(FeedState).validate_python(value)
 
 
 class Ledger:

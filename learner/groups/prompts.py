@@ -87,24 +87,14 @@ class PromptSet:
         self._mixture = Mixture(parts or [MixedDataset(num_rows=len(rows))], seed=seed, shuffle=shuffle)
 
     @classmethod
-    def load_train(cls, *, tokenizer: Tokenizer, data: schema.Data, seed: int) -> PromptSet:
+    def load(cls, *, tokenizer: Tokenizer, data: schema.Data, seed: int) -> PromptSet:
         """What `data.train` names: a file, or several."""
         sets = data.train_sets()
-        found = [_read(one.path, tokenizer, data, key=one.key, dataset=one.name) for one in sets]
+        found = [tokenise(one.path, tokenizer, data, key=one.key, dataset=one.name) for one in sets]
         parts = [MixedDataset(num_rows=len(rows), weight=one.weight) for one, rows in zip(sets, found, strict=True)]
         for one, part in zip(sets, parts, strict=True):
             log.info("dataset", name=one.name, rows=part.num_rows, weight=one.weight, in_each_pass=part.num_places)
         return cls([row for rows in found for row in rows], seed=seed, shuffle=data.shuffle, parts=parts)
-
-    @classmethod
-    def load(
-        cls, path: str | Path, *, tokenizer: Tokenizer, data: schema.Data, seed: int, key: str = "data.train"
-    ) -> PromptSet:
-        """One file; `key` is the setting that names it, for errors."""
-        return cls(_read(path, tokenizer, data, key=key), seed=seed, shuffle=data.shuffle)
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def fingerprint(self) -> str:
         """Stands for what every ticket number means: the rows, how they are mixed, and the seed of their order."""
@@ -126,10 +116,10 @@ class PromptSet:
         return self._mixture.locate(ticket)
 
 
-def _read(
+def tokenise(
     path: str | Path, tokenizer: Tokenizer, data: schema.Data, *, key: str, dataset: str = ""
 ) -> Sequence[Prompt]:
-    """Read and tokenise one file."""
+    """Read one file; `key` is the setting that names it, for errors."""
     with _uncollected():
         file = read_prompts(path, malformed=data.malformed, key=key)
         reader = _Reader(file.path, tokenizer, data, dataset)

@@ -19,7 +19,7 @@ import structlog
 
 from streamrl.config import schema
 from streamrl.errors import WireError
-from streamrl.learner.groups.prompts import Prompt, PromptSet
+from streamrl.learner.groups.prompts import Prompt
 from streamrl.learner.metrics.record import ValidationResult
 from streamrl.protocol.transport.types import START, Entry, GroupStream
 from streamrl.protocol.wire.group import Group, decode_body, decode_header
@@ -49,7 +49,7 @@ class Validation:
         self,
         *,
         stream: GroupStream,
-        prompts: PromptSet,
+        prompts: Sequence[Prompt],
         settings: schema.Validation,
         run_uid: str,
         term: int,
@@ -58,7 +58,7 @@ class Validation:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = stream
-        self._prompts = prompts.rows[: settings.max_prompts]
+        self._prompts = prompts[: settings.max_prompts]
         self._settings = settings
         self._run_uid = run_uid
         self._fingerprint = fingerprint

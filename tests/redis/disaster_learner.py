@@ -32,7 +32,7 @@ class Life(Learner):
         self.num_published = 0
         self.validation = Validation(
             stream=self.stream,
-            prompts=make_prompts(2),
+            prompts=make_prompts(2).rows,
             settings=schema.Validation(),
             run_uid=self.uid,
             term=self.term,

@@ -221,7 +221,7 @@ async def test_a_validation_gets_its_answers_and_leaves_nothing_behind(
 ) -> None:
     validation = Validation(
         stream=learner,
-        prompts=make_prompts(100),
+        prompts=make_prompts(100).rows,
         settings=schema.Validation(),
         run_uid=UID,
         term=1,

@@ -47,7 +47,7 @@ def write(folder: Path, *lines: str) -> Path:
 
 def load(path: Path, *, seed: int = 1, tokenizer: CharTokenizer | None = None, **settings: Any) -> PromptSet:
     data = schema.Data(train=str(path), **settings)
-    return PromptSet.load(path, tokenizer=tokenizer or CharTokenizer(), data=data, seed=seed)
+    return PromptSet.load(tokenizer=tokenizer or CharTokenizer(), data=data, seed=seed)
 
 
 def numbered(folder: Path, count: int) -> Path:
@@ -168,7 +168,7 @@ def mixed(folder: Path, *weights: float, seed: int = 1, counts: tuple[int, ...] 
         path.write_text("".join(f'{{"text": "{name}{i}"}}\n' for i in range(count)))
         train[name] = {"path": str(path), "weight": weight}
     data = schema.Data.model_validate({"train": train, **settings})
-    return PromptSet.load_train(tokenizer=CharTokenizer(), data=data, seed=seed)
+    return PromptSet.load(tokenizer=CharTokenizer(), data=data, seed=seed)
 
 
 def test_prompts_of_several_datasets_are_asked_for_by_weight_and_know_where_they_came_from(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_prompts_of_several_datasets_are_asked_for_by_weight_and_know_where_they
 def test_one_path_and_a_single_dataset_of_weight_one_are_the_same(tmp_path: Path) -> None:
     single = mixed(tmp_path, 1.0)
     data = schema.Data(train=str(tmp_path / "a.jsonl"))
-    plain = PromptSet.load_train(tokenizer=CharTokenizer(), data=data, seed=1)
+    plain = PromptSet.load(tokenizer=CharTokenizer(), data=data, seed=1)
     assert plain.fingerprint() == single.fingerprint()
     assert [plain.locate(ticket) for ticket in range(9)] == [single.locate(ticket) for ticket in range(9)]
     assert {row.dataset for row in plain.rows} == {""}
@@ -212,7 +212,7 @@ def test_what_was_left_out_is_told_of_each_dataset(tmp_path: Path) -> None:
     settings = {"max_prompt_tokens": 3, "overlong": "skip", "malformed": "skip"}
     data = schema.Data.model_validate({"train": train, **settings})
     with capture_logs() as logs:
-        PromptSet.load_train(tokenizer=CharTokenizer(), data=data, seed=1)
+        PromptSet.load(tokenizer=CharTokenizer(), data=data, seed=1)
     assert told(logs) == [(1, 1, 0), (1, 1, 0)]
 
 

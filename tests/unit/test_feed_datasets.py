@@ -10,7 +10,7 @@ from streamrl.learner.groups.ledger import FeedState
 from streamrl.learner.groups.plan import Kind
 from streamrl.learner.groups.prompts import MixedDataset, Prompt, PromptSet
 from streamrl.telemetry.metrics import is_metric
-from tests.feed_world import FeedWorld, make_config
+from tests.feed_world import FeedWorld, make_config, state_of
 
 
 def two_datasets() -> PromptSet:
@@ -83,7 +83,7 @@ def test_counts_and_order_go_on_where_a_commit_left_off() -> None:
         one.answer_all()
         a_step(one)
     world.commit()
-    world.committed = FeedState.from_json(world.committed.to_json())
+    world.committed = state_of(world.committed.to_json())
     before = counts(world)
     assert sum(before.values()) == 2
     world.start()
@@ -97,7 +97,7 @@ def test_counts_and_order_go_on_where_a_commit_left_off() -> None:
 def test_a_checkpoint_from_before_datasets_were_counted_is_read() -> None:
     old = FeedState().to_json()
     del old["datasets"]
-    assert FeedState.from_json(old) == FeedState()
+    assert state_of(old) == FeedState()
 
 
 def test_a_single_dataset_has_no_counts_of_its_own() -> None:

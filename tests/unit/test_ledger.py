@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.learner.groups.ledger import DEAD, DROPPED, TRAINED, Ending, FeedState, Ledger, LedgerState, NumberSet
+from tests.feed_world import state_of
 
 
 @given(st.permutations(range(40)), st.integers(0, 40))
@@ -114,19 +115,19 @@ def test_a_stream_state_survives_json(resolved: set[int], failures: dict[int, in
     ledger.ignore("duplicate")
     versions = ((1 << 33, 4),)
     state = FeedState(cursor="5-3", carry=("5-1",), ledger=ledger.state(), versions=versions, journal="file")
-    restored = FeedState.from_json(json.loads(json.dumps(state.to_json())))
+    restored = state_of(json.loads(json.dumps(state.to_json())))
     assert restored == state
     assert Ledger(restored.ledger).state() == state.ledger
 
 
 def test_what_is_not_committed_goes_to_the_journal_and_not_into_the_state() -> None:
     state = FeedState(journal="before", uncommitted=(Ending(1, TRAINED, 0),))
-    assert FeedState.from_json(state.to_json()) == FeedState(journal="before")
+    assert state_of(state.to_json()) == FeedState(journal="before")
     assert state.committed("after") == FeedState(journal="after")
 
 
 def test_a_fresh_state_survives_json_too() -> None:
-    assert FeedState.from_json(json.loads(json.dumps(FeedState().to_json()))) == FeedState()
+    assert state_of(json.loads(json.dumps(FeedState().to_json()))) == FeedState()
     assert Ledger(LedgerState()).state() == LedgerState()
 
 

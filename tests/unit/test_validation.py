@@ -31,7 +31,7 @@ class ValidationWorld:
     def learner(self, term: int) -> Validation:
         return Validation(
             stream=LearnerStreamDouble(self.server, term=term),
-            prompts=make_prompts(self.num_prompts),
+            prompts=make_prompts(self.num_prompts).rows,
             settings=self.settings,
             run_uid=RUN,
             term=term,

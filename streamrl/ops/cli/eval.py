@@ -172,14 +172,12 @@ def _evaluate(subject: _Subject, local_reward_url: str | None) -> tuple[Result, 
 
 
 def _read_prompts(config: schema.Config, tokenizer: Any) -> list[EvalPrompt]:
-    from streamrl.learner.groups.prompts import PromptSet
+    from streamrl.learner.groups.prompts import tokenise
     from streamrl.workers.evaluate import EvalPrompt
 
     assert config.data.validation is not None, "asked before"
-    found = PromptSet.load(
-        config.data.validation, tokenizer=tokenizer, data=config.data, seed=config.seed, key="data.validation"
-    )
-    rows = found.rows[: config.validation.max_prompts]
+    found = tokenise(config.data.validation, tokenizer, config.data, key="data.validation")
+    rows = found[: config.validation.max_prompts]
     return [EvalPrompt(text=row.text, token_ids=row.token_ids, fields=row.fields) for row in rows]
 
 
