@@ -74,7 +74,7 @@ def build_view(
         dead=Dead(
             count=snapshot.num_dead,
             retry_requests=snapshot.num_retry_requests,
-            latest=tuple({"ticket": letter.number, "error": letter.error} for letter in snapshot.letters),
+            latest=snapshot.letters,
         ),
         redis=Redis(
             server=server,
