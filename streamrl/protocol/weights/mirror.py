@@ -4,7 +4,7 @@
                           (generation goes on all the while; pausing it is for the load alone)
 
 A worker far behind has many deltas to apply. All of them go to one stretch of a tensor, and then to the next
-(`patching`), so that memory is read once; the states in between never exist as a whole, and nobody could serve them.
+(`delta`), so that memory is read once; the states in between never exist as a whole, and nobody could serve them.
 
 What is proved: each blob is the one that its manifest names; and after the last patch, every range of every tensor that
 was touched is digested again from the file and compared with the last manifest. A range of an untouched tensor was
@@ -41,9 +41,9 @@ import numpy as np
 
 from streamrl.errors import ResourceError, TransportError, WeightsError
 from streamrl.protocol.weights.catchup import AHEAD_BYTES, fetch_ahead
+from streamrl.protocol.weights.delta import batches, patch, side_by_side, threads_for
 from streamrl.protocol.weights.format import BITS, Bits, DType, RangeDigest, TensorMeta, digest_of
 from streamrl.protocol.weights.manifest import Manifest, ShardRecord
-from streamrl.protocol.weights.patching import batches, patch, side_by_side, threads_for
 from streamrl.protocol.weights.stores import BlobStore
 from streamrl.versions import show
 
