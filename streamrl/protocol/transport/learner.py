@@ -191,7 +191,8 @@ class LearnerStream:
         """All that wait or are leased, and whatever else lies among them. Scan these before the groups: a delivery
         moves a ticket from here to there, never back."""
         stream, found, last = self._keys.tickets(purpose), list[PresentTicket](), START
-        while entries := self._ask("list tickets", partial(self._client.xrange, stream, f"({last}", count=_A_PAGE)):
+        page: Callable[[str], Any] = partial(self._client.xrange, stream, count=_A_PAGE)
+        while entries := self._ask("list tickets", partial(page, f"({last}")):
             found += [to_present(purpose, self._fence.run_uid, *entry) for entry in entries]
             last = found[-1].entry_id
         return found
@@ -237,7 +238,6 @@ class LearnerStream:
 
     def reports(self) -> tuple[float, list[Report]]:
         """(the server's time, what the parts of the run say of themselves); waited for as briefly as telemetry."""
-
         (seconds, microseconds), packed = self._ask_all(
             "read the reports",
             lambda pipe: (pipe.time(), pipe.hgetall(self._keys.progress)),
