@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from streamrl.protocol.weights import tensorfile
 from streamrl.protocol.weights.format import TensorMeta
+from streamrl.protocol.weights.mirror import create_file
 from streamrl.workers.engines.mapped_file import MappedFile
 from tests.tiny_models import make_model
 
@@ -34,7 +34,7 @@ def assert_reads(file: MappedFile, path: Path) -> None:
 
 def test_what_was_patched_in_place_is_read_without_mapping_again(tmp_path: Path) -> None:
     path, file = tmp_path / "mirror", MappedFile()
-    views = tensorfile.create(path, TENSORS)
+    views = create_file(path, TENSORS)
     assert_reads(file, path)
     held = next(file.tensors(str(path)))[1].untyped_storage().data_ptr()
 
@@ -62,7 +62,7 @@ def test_a_whole_model_is_read(tmp_path: Path) -> None:
 
 def test_a_file_that_is_closed_takes_no_memory(tmp_path: Path) -> None:
     path, file = tmp_path / "mirror", MappedFile()
-    tensorfile.create(path, TENSORS)
+    create_file(path, TENSORS)
     assert_reads(file, path)
     assert str(path) in Path("/proc/self/maps").read_text()
 

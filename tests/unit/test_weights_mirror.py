@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from streamrl.errors import ResourceError, TransportError, WeightsError
-from streamrl.protocol.weights import tensorfile
 from streamrl.protocol.weights.catchup import catch_up
+from streamrl.protocol.weights.delta import columns
 from streamrl.protocol.weights.format import TensorMeta
 from streamrl.protocol.weights.manifest import Manifest, decode_manifest, encode_manifest
-from streamrl.protocol.weights.mirror import Mirror
-from streamrl.protocol.weights.patching import columns
+from streamrl.protocol.weights.mirror import Mirror, create_file
 from streamrl.protocol.weights.stores import MemoryStore
 from tests.weights_world import (
     RUN_UID,
@@ -76,7 +75,7 @@ def test_the_mirror_is_a_safetensors_file_of_every_version(tmp_path: Path):
 
 
 def test_the_data_is_aligned_for_whoever_maps_it(tmp_path: Path):
-    tensorfile.create(tmp_path / "file", TENSORS)
+    create_file(tmp_path / "file", TENSORS)
 
     header_bytes = int.from_bytes((tmp_path / "file").read_bytes()[:8], "little")
 
@@ -321,7 +320,7 @@ def test_no_room_is_one_clear_error_before_anything_is_written(tmp_path: Path):
     huge = TensorMeta(name="huge", dtype="bfloat16", shape=(1 << 40,))
 
     with pytest.raises(ResourceError, match=r"needs 2199.02 GB in .*, where .* GB are free"):
-        tensorfile.create(tmp_path / "file", [huge])
+        create_file(tmp_path / "file", [huge])
 
     assert not list(tmp_path.iterdir())
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from streamrl.errors import WeightsError
+from streamrl.protocol.weights.delta import patch, side_by_side, threads_for
 from streamrl.protocol.weights.format import Coding, TensorMeta
 from streamrl.protocol.weights.manifest import Manifest
-from streamrl.protocol.weights.patching import patch, side_by_side, threads_for
 from streamrl.protocol.weights.stores import MemoryStore
 from tests.weights_world import World, nudged, random_bits
 

@@ -60,7 +60,7 @@ def build_view(
         dead=view.Dead(
             count=snapshot.num_dead,
             retry_requests=snapshot.num_retry_requests,
-            latest=tuple({"ticket": letter.number, "error": letter.error} for letter in snapshot.letters),
+            latest=snapshot.letters,
         ),
         redis=view.Redis(
             server=server,

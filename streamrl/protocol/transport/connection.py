@@ -20,12 +20,13 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
 
 import redis
 import redis.asyncio
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
+from redis.client import Pipeline
 from redis.retry import Retry
 
 from streamrl.errors import ResourceError, ServerFull, TransportError
@@ -167,6 +168,13 @@ def needed_memory(max_backlog_bytes: int, max_store_bytes: int = 0) -> int:
     return (max_backlog_bytes + max_store_bytes) * 5 // 4
 
 
+class Patience(TypedDict, total=False):
+    """How long `repeat` goes on, and whether for room on a full server too."""
+
+    give_up_after_s: float
+    wait_for_room: bool
+
+
 def pacing(
     client: AnyClient, what: str, *, give_up_after_s: float, wait_for_room: bool = True
 ) -> Callable[[redis.RedisError], float]:
@@ -233,6 +241,13 @@ async def repeat_async(
         except redis.RedisError as error:
             pause_s = pause_after(error)
         await asyncio.sleep(pause_s)
+
+
+def in_one_trip(client: redis.Redis, fill: Callable[[Pipeline], object]) -> list[Any]:
+    """Commands that change nothing. No transaction, which a full Redis refuses."""
+    with client.pipeline(transaction=False) as pipe:
+        fill(pipe)
+        return pipe.execute()
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from typing import Any, TypeVar, get_args
 import redis
 
 from streamrl.errors import WireError
-from streamrl.protocol.transport.types import RUN_STATES, Entry, Leased, RunInfo
+from streamrl.protocol.transport.types import RUN_STATES, Entry, Leased, PresentTicket, RunInfo
 from streamrl.protocol.wire.codec import fields_of, pack, unpack
 from streamrl.protocol.wire.ticket import Purpose, Ticket, decode_ticket
 from streamrl.telemetry.progress import Report, Role, State
@@ -79,6 +79,18 @@ def to_entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Entry:
         header=fields.get(b"h", b""),
         body=fields.get(b"b", b""),
     )
+
+
+def to_present(purpose: Purpose, run_uid: str, entry_id: bytes, fields: Mapping[bytes, bytes]) -> PresentTicket:
+    number, uid = fields.get(b"n", b""), fields.get(b"u", b"")
+    ours = uid == run_uid.encode()
+    try:
+        read_ticket(fields.get(b"b", b""), purpose=purpose, number=number, uid=uid)
+    except WireError as error:
+        flaw: str | None = str(error)
+    else:
+        flaw = None if ours else "of another run"
+    return PresentTicket(entry_id=entry_id.decode(), number=to_number(number) if ours else -1, flaw=flaw)
 
 
 def to_run_info(name: str, meta: Mapping[bytes, bytes]) -> RunInfo | None:

@@ -11,20 +11,31 @@ import json
 import math
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import redis
 import structlog
+from redis.client import Pipeline
 
 from streamrl.crashpoints import crashpoint
-from streamrl.errors import Fenced, RunGone, ServerFull, TransportError, WireError
+from streamrl.errors import Fenced, RunGone, ServerFull, StreamrlError, TransportError
 from streamrl.protocol.transport import learner_scripts as scripts
-from streamrl.protocol.transport.connection import Argument, Call, Fence, bounded_block_ms, run
-from streamrl.protocol.transport.entries import PagedReader, decode_reports, one_of, read_ticket, to_entry, to_number
+from streamrl.protocol.transport.connection import (
+    Argument,
+    Call,
+    Fence,
+    Patience,
+    Script,
+    bounded_block_ms,
+    in_one_trip,
+    repeat,
+    run,
+)
+from streamrl.protocol.transport.entries import PagedReader, decode_reports, one_of, to_entry, to_number, to_present
 from streamrl.protocol.transport.keys import LONGEST_EVENTS, WORKERS, Keys, history_streams, is_validation
-from streamrl.protocol.transport.lease import LearnerLease
+from streamrl.protocol.transport.lease import await_lease, other_holder, refusal, wait_out
 from streamrl.protocol.transport.types import (
     CONTROLS,
     START,
@@ -63,9 +74,13 @@ class LearnerStream:
         self._client = client
         self._keys = keys
         self._fence = Fence(run_uid=run_uid, term=term, holder=holder)
-        self._learner_lease = LearnerLease(
-            client, keys, fence=self._fence, lease_s=lease_s, give_up_after_s=give_up_after_s
-        )
+        self._lease_ms = int(1000 * lease_s)
+        # Redis was away, replaced or emptied since the last `restore`: what is in it may be older than we think.
+        self.disturbed = False
+        # Anything that may be repeated.
+        self._ask = partial(repeat, client, give_up_after_s=give_up_after_s, on_trouble=self._note_trouble)
+        self._claimed: tuple[str, str] | None = None  # configuration and fingerprint
+        self._server_run_id = ""
         self._readers = {purpose: PagedReader(client, keys.groups(purpose)) for purpose in PURPOSES}
 
     # The run, and who learns it
@@ -75,27 +90,33 @@ class LearnerStream:
         than the one Redis knows does not wait. Where Redis knows none, a stranger waits up to `wait_s` for the lease to
         end; TransportError then names its holder. ResourceError: the name belongs to another run. RunGone: the run was
         removed; `takeover` begins it anew."""
-        self._learner_lease.claim(config_json=config_json, fingerprint=fingerprint, takeover=takeover, wait_s=wait_s)
+        if takeover:
+            holder, lease_s = self._fence.holder, self._lease_ms / 1000
+            await_lease(self._client, self._keys, holder=holder, lease_s=lease_s, wait_s=wait_s, takeover=True)
+        self._claimed = config_json, fingerprint
+        wait_out(partial(self._try_claim, takeover=takeover), self._keys, wait_s)
+        self._note_server()
         crashpoint("claim.written")
 
     def renew(self) -> None:
         """Keep the lease; several times per `lease_s`, from any thread. Notices a replaced server, too."""
-        self._learner_lease.renew()
+        self._write("renew the learner's lease", scripts.RENEW, [], self._lease_ms)
+        self._note_server()
 
     def forget_end(self) -> None:
         """A drain or a stop that was said before this learner began is not for it, or it would end at once."""
         if (word := self.orders().control) in ("drain", "stop"):
             self.event("forgets", control=word)
-        self._learner_lease.write("forget what an earlier learner was told", scripts.FORGET_END, [self._keys.control])
+        self._write("forget what an earlier learner was told", scripts.FORGET_END, [self._keys.control])
 
     def release(self, state: RunState) -> None:
         """Last act: the run is finished, stopped or failed, and another learner may begin at once."""
-        self._learner_lease.write("release the run", scripts.RELEASE, [self._keys.control], state)
+        self._write("release the run", scripts.RELEASE, [self._keys.control], state)
         crashpoint("release.written")
 
     def orders(self) -> Orders:
         k = self._keys
-        word, requested = self._learner_lease.ask_all(
+        word, requested = self._ask_all(
             "read the operator's orders", lambda pipe: (pipe.hget(k.control, "mode"), pipe.hkeys(k.retry_requests))
         )
         retries = sorted(number for text in requested if (number := to_number(text)) >= 0)
@@ -103,21 +124,16 @@ class LearnerStream:
 
     # Tickets out, groups in
 
-    @property
-    def disturbed(self) -> bool:
-        """Redis was away, replaced or emptied since the last `restore`: what is in it may be older than we think."""
-        return self._learner_lease.disturbed
-
     def restore(self, *, cursor: str, retried: Mapping[int, int] | None = None) -> None:
         """First act after `claim` and of every reconcile: streams exist, new groups land beyond the cursor, and of
         tickets that repeat a dead one (by number) Redis knows which."""
-        self._learner_lease.disturbed = False
+        self.disturbed = False
         for reader in self._readers.values():
             reader.forget()
         streams = [*map(self._keys.tickets, PURPOSES), *map(self._keys.groups, PURPOSES)]
         pairs = _flat((retried or {}).items())
         keys = [*streams, self._keys.retried]
-        self._learner_lease.write("restore the streams", scripts.RESTORE, keys, WORKERS, cursor, START, *pairs)
+        self._write("restore the streams", scripts.RESTORE, keys, WORKERS, cursor, START, *pairs)
         crashpoint("restore.written")
 
     def issue(self, tickets: Sequence[Ticket]) -> list[Ticket]:
@@ -136,7 +152,7 @@ class LearnerStream:
         parts = _flat((t.number, encode_ticket(t), "" if t.retry_of is None else t.retry_of) for t in tickets)
         args = (WORKERS, uuid.uuid4().hex, purpose, *parts)
         try:
-            self._learner_lease.write("issue tickets", scripts.ISSUE, keys, *args, wait_for_room=False)
+            self._write("issue tickets", scripts.ISSUE, keys, *args, wait_for_room=False)
         except ServerFull:
             return False
         crashpoint("issue.written")
@@ -144,43 +160,40 @@ class LearnerStream:
 
     def count_issued(self, issued: int) -> None:
         """What the audit goes by from here on: training tickets up to this number, exclusive, have been issued."""
-        self._learner_lease.write("count the tickets", scripts.COUNT_ISSUED, [], issued)
+        self._write("count the tickets", scripts.COUNT_ISSUED, [], issued)
         crashpoint("reconcile.counted")
 
     def read(self, purpose: Purpose, *, after: str, count: int, block_ms: int) -> list[Entry]:
         """Groups beyond the entry id `after`; empty when none came within `block_ms` (at most some seconds)."""
         block = bounded_block_ms(self._client, block_ms) if block_ms > 0 else None
         reader = self._readers[purpose]
-        found = self._learner_lease.ask("read groups", lambda: reader.read(after=after, count=count, block_ms=block))
+        found = self._ask("read groups", lambda: reader.read(after=after, count=count, block_ms=block))
         return [to_entry(*entry) for entry in found]
 
     def fetch(self, purpose: Purpose, ids: Sequence[str]) -> list[Entry | None]:
         """These entries; None for one that is not there. Any rank may call it."""
         stream = self._keys.groups(purpose)
-        found = self._learner_lease.ask_all("fetch groups", lambda pipe: [pipe.xrange(stream, one, one) for one in ids])
+        found = self._ask_all("fetch groups", lambda pipe: [pipe.xrange(stream, one, one) for one in ids])
         return [to_entry(*entries[0]) if entries else None for entries in found]
 
     def commit(self, *, step: int, cursor: str, trim_below: str, ended: Sequence[str] = ()) -> None:
         """After the checkpoint's rename: groups before `trim_below`, and the `ended` ones beyond it, are no longer
         needed by anybody."""
         keys = [self._keys.groups("train")]
-        self._learner_lease.write("commit a step", scripts.COMMIT, keys, step, cursor, trim_below, *ended)
+        self._write("commit a step", scripts.COMMIT, keys, step, cursor, trim_below, *ended)
         crashpoint("commit.written")
 
     def trim_eval(self, *, below: str) -> None:
         """Evaluation is outside the audit: its groups go when validation has read them."""
-        self._learner_lease.write("trim evaluation groups", scripts.TRIM, [self._keys.groups("eval")], below)
+        self._write("trim evaluation groups", scripts.TRIM, [self._keys.groups("eval")], below)
 
     def present_tickets(self, purpose: Purpose) -> list[PresentTicket]:
         """All that wait or are leased, and whatever else lies among them. Scan these before the groups: a delivery
         moves a ticket from here to there, never back."""
         stream, found, last = self._keys.tickets(purpose), list[PresentTicket](), START
-
-        def page() -> Any:
-            return self._client.xrange(stream, f"({last}", count=_A_PAGE)
-
-        while entries := self._learner_lease.ask("list tickets", page):
-            found += [self._to_present(purpose, *entry) for entry in entries]
+        page: Callable[[str], Any] = partial(self._client.xrange, stream, count=_A_PAGE)
+        while entries := self._ask("list tickets", partial(page, f"({last}")):
+            found += [to_present(purpose, self._fence.run_uid, *entry) for entry in entries]
             last = found[-1].entry_id
         return found
 
@@ -189,7 +202,7 @@ class LearnerStream:
         stream, found, last = self._keys.groups(purpose), list[PresentGroup](), after
         while last:
             call = Call(scripts.NUMBERS, (stream,), (self._fence.run_uid, last, _A_PAGE))
-            reached, page = self._learner_lease.ask("list groups", partial(run, self._client, call))
+            reached, page = self._ask("list groups", partial(run, self._client, call))
             last = reached.decode() if reached else ""
             found += [PresentGroup(entry_id=i.decode(), number=to_number(n), num_bytes=size) for i, n, size in page]
         return found
@@ -197,7 +210,7 @@ class LearnerStream:
     def delete_tickets(self, purpose: Purpose, entry_ids: Sequence[str]) -> None:
         keys = [self._keys.tickets(purpose)]
         for chunk in _chunks(entry_ids, _IDS_A_CALL):
-            self._learner_lease.write("delete tickets", scripts.DELETE_TICKETS, keys, WORKERS, *chunk)
+            self._write("delete tickets", scripts.DELETE_TICKETS, keys, WORKERS, *chunk)
 
     def dead(self, ticket: Ticket, *, error: str) -> None:
         """Keep a ticket that is given up, for people and for `retry_of`."""
@@ -212,12 +225,12 @@ class LearnerStream:
         # Once per number, not per call: a failure read again after a restore finds its ticket dead already.
         once = (f"{self._keys.dead}:{ticket.purpose}:{ticket.number}", "dead")
         keys = [self._keys.appends, self._keys.dead]
-        self._learner_lease.write("dead-letter a ticket", scripts.APPEND, keys, *once, 0, *_flat(fields.items()))
+        self._write("dead-letter a ticket", scripts.APPEND, keys, *once, 0, *_flat(fields.items()))
         crashpoint("dead.written")
 
     def retried(self) -> dict[int, int]:
         """By the number of a ticket that repeats a dead one, the dead one's."""
-        found: Any = self._learner_lease.ask("read the retries", lambda: self._client.hgetall(self._keys.retried))
+        found: Any = self._ask("read the retries", lambda: self._client.hgetall(self._keys.retried))
         pairs = ((to_number(number), to_number(dead)) for number, dead in found.items())
         return {number: dead for number, dead in pairs if 0 <= dead < number}
 
@@ -225,8 +238,7 @@ class LearnerStream:
 
     def reports(self) -> tuple[float, list[Report]]:
         """(the server's time, what the parts of the run say of themselves); waited for as briefly as telemetry."""
-
-        (seconds, microseconds), packed = self._learner_lease.ask_all(
+        (seconds, microseconds), packed = self._ask_all(
             "read the reports",
             lambda pipe: (pipe.time(), pipe.hgetall(self._keys.progress)),
             give_up_after_s=_TELEMETRY_PATIENCE_S,
@@ -239,22 +251,20 @@ class LearnerStream:
         assert term_of(a.version) == self._fence.term, f"version {show(a.version)} is of another term"
         what, keys = f"announce version {show(a.version)}", [k.manifests, k.weights, k.announced]
         said = (a.version, a.base, a.step, time.time(), a.manifest)
-        self._learner_lease.write(what, scripts.ANNOUNCE, keys, *said, *keep)
+        self._write(what, scripts.ANNOUNCE, keys, *said, *keep)
         crashpoint("announce.written")
 
     def amend(self, announcement: Announcement, *, keep: Sequence[int]) -> None:
         """What followed the version, in its manifest: its anchor is stored beside it, and late workers begin with that.
         Manifests not in `keep` go, as those of what only led to older anchors."""
         what, said = f"amend version {show(announcement.version)}", (announcement.version, announcement.manifest)
-        self._learner_lease.write(what, scripts.AMEND, [self._keys.manifests], *said, *keep)
+        self._write(what, scripts.AMEND, [self._keys.manifests], *said, *keep)
         crashpoint("amended.written")
 
     def has_manifests(self, versions: Sequence[int]) -> bool:
         """Whether Redis has those of all these versions."""
         names = [str(version) for version in versions]
-        found: Any = self._learner_lease.ask(
-            "look for manifests", lambda: self._client.hmget(self._keys.manifests, names)
-        )
+        found: Any = self._ask("look for manifests", lambda: self._client.hmget(self._keys.manifests, names))
         return all(manifest is not None for manifest in found)
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -273,22 +283,62 @@ class LearnerStream:
         stamped = _flat({**fields, "term": self._fence.term, "at": time.time()}.items())
         args = (*once, *streams.values(), *stamped)
         try:
-            self._learner_lease.write(what, scripts.APPEND, keys, *args, give_up_after_s=_TELEMETRY_PATIENCE_S)
+            self._write(what, scripts.APPEND, keys, *args, give_up_after_s=_TELEMETRY_PATIENCE_S)
         except (Fenced, RunGone):
             raise
         except TransportError as error:
             structlog.get_logger().warning("telemetry_lost", what=what, error=str(error))
 
-    def _to_present(self, purpose: Purpose, entry_id: bytes, fields: Mapping[bytes, bytes]) -> PresentTicket:
-        number, uid = fields.get(b"n", b""), fields.get(b"u", b"")
-        ours = uid == self._fence.run_uid.encode()
+    # Asking and writing
+
+    def _ask_all(self, what: str, fill: Callable[[Pipeline], object], **patience: Unpack[Patience]) -> list[Any]:
+        return self._ask(what, partial(in_one_trip, self._client, fill), **patience)
+
+    def _write(
+        self, what: str, script: Script, keys: Sequence[str], *args: Argument, **patience: Unpack[Patience]
+    ) -> None:
+        """Run a fenced script, which must be safe to repeat. ServerFull at once unless it shall wait for room."""
+        ask = partial(self._ask, what, partial(run, self._client, self._fence.call(script, self._keys, keys, *args)))
+        reply = ask(**patience)
+        if reply[0] == b"LOST":
+            self._claim_again()
+            reply = ask(**patience)
+        if reply[0] != b"OK":
+            raise self._refusal(what, reply)
+
+    def _try_claim(self, *, takeover: bool = False) -> str | None:
+        """None: it is ours. Otherwise who holds it."""
+        assert self._claimed is not None, "claim the run before anything is written"
+        keys = (self._keys.meta, self._keys.tombstone, self._keys.lease)
+        call = Call(scripts.CLAIM, keys, (*self._fence, self._lease_ms, int(takeover), *self._claimed, time.time()))
+        reply = self._ask("claim the run", partial(run, self._client, call))
+        if reply[0] not in (b"OK", b"HELD"):
+            raise self._refusal("claim the run", reply)
+        return other_holder(reply)
+
+    def _claim_again(self) -> None:
+        """Redis knows nothing of our claim: it was emptied, or came back from an older copy."""
+        self.disturbed = True
+        if (other := self._try_claim()) is not None:
+            raise Fenced(f"run {self._keys.name!r} was lost from Redis, and {other} has taken its lease")
+
+    def _refusal(self, what: str, reply: list[Any]) -> StreamrlError:
+        return refusal(self._client, self._keys, term=self._fence.term, what=what, reply=reply)
+
+    def _note_trouble(self, error: redis.RedisError) -> None:
+        # A server that is merely full has lost nothing.
+        self.disturbed |= isinstance(error, redis.ConnectionError | redis.TimeoutError | redis.ReadOnlyError)
+
+    def _note_server(self) -> None:
+        """A server that was replaced while nobody spoke to it shows by its run id alone."""
         try:
-            read_ticket(fields.get(b"b", b""), purpose=purpose, number=number, uid=uid)
-        except WireError as error:
-            flaw: str | None = str(error)
-        else:
-            flaw = None if ours else "of another run"
-        return PresentTicket(entry_id=entry_id.decode(), number=to_number(number) if ours else -1, flaw=flaw)
+            run_id = str(self._ask("say what it is", lambda: self._client.info("server"))["run_id"])
+        except TransportError as error:
+            if isinstance(error.__cause__, redis.exceptions.NoPermissionError):
+                return  # INFO is not granted everywhere; lost connections and the fence still tell most
+            raise
+        self.disturbed |= self._server_run_id not in ("", run_id)
+        self._server_run_id = run_id
 
 
 def _chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

@@ -1,6 +1,6 @@
 """The learner's scripts: tickets out, groups in, weights announced; becoming, staying and ceasing to be the learner.
 
-The methods of `LearnerStream` and `LearnerLease` say what each is for. All pass the fence and answer as `connection`
+The methods of `LearnerStream` say what each is for. All pass the fence and answer as `connection`
 says, but NUMBERS, which only reads, and TAKE_LEASE and CLAIM, which come before there is anything to be fenced by.
 
 A lease is deleted before it is set: a full server takes the next write only after one like this, and to keep the

@@ -58,14 +58,6 @@ class StreamCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Letter:
-    """A ticket that was given up."""
-
-    number: str
-    error: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
     version: str = ""
     max_memory_policy: str = "noeviction"
@@ -95,7 +87,7 @@ class Snapshot:
     was_removed: bool = False  # a tombstone is there
     num_versions_kept: int = 0
     num_retry_requests: int = 0
-    letters: tuple[Letter, ...] = ()  # the newest dead letters, newest first
+    letters: tuple[Mapping[str, str], ...] = ()  # the newest dead letters, newest first: {ticket, error}
     server: Server = Server()
     unreadable: tuple[str, ...] = ()  # what is there and is not what it should be; all else is told without it
 
@@ -209,9 +201,8 @@ def _to_lease(entry: Mapping[str, Any], *, at: float) -> OldestLease:
     )
 
 
-def _to_letter(fields: Mapping[bytes, bytes]) -> Letter:
-    number, error = (fields.get(name, b"").decode(errors="replace") for name in (b"n", b"error"))
-    return Letter(number=number, error=error)
+def _to_letter(fields: Fields) -> Mapping[str, str]:
+    return {told: _text(fields.get(name, b"")) for told, name in (("ticket", b"n"), ("error", b"error"))}
 
 
 def _to_server(info: Mapping[str, Any]) -> Server:

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
-from streamrl.protocol.wire.ticket import Purpose
-
-if TYPE_CHECKING:
-    from streamrl.protocol.wire.ticket import Ticket
+from streamrl.protocol.wire.ticket import Purpose, Ticket
 
 RunState = Literal["running", "finished", "stopped", "failed"]
 RUN_STATES: tuple[RunState, ...] = ("running", "finished", "stopped", "failed")

@@ -12,7 +12,8 @@ import random
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import redis
 import redis.asyncio
@@ -26,8 +27,6 @@ from streamrl.protocol.transport.entries import Deliveries, Delivery, one_of, re
 from streamrl.protocol.transport.keys import LEADER, WORKERS, Keys
 from streamrl.protocol.transport.types import CONTROLS, Announcement, Control, Leased, RunInfo
 from streamrl.protocol.wire.ticket import PURPOSES, Purpose
-
-T = TypeVar("T")
 
 # A lease that was neither renewed nor ended for so many of its lengths is forgotten, and may be handed out anew.
 _FORGET_AFTER_LEASES = 3
@@ -63,7 +62,9 @@ class WorkerStream:
         self._look_for_expired_at = 0.0
         self._can_wait = True  # all streams are there, as far as we know
         self._latest: Announcement | None = None
-        self._bell = VersionWaiter(client, keys)
+        self._heard = 0  # the newest version that we were woken for
+        self._is_deaf = False  # announcements cannot be heard, and that was said
+        self._ask = partial(repeat_async, client, give_up_after_s=give_up_after_s)
 
     async def run_info(self) -> RunInfo | None:
         """None: nothing is there (yet, or any more: the server was emptied, and the learner restores it)."""
@@ -168,8 +169,32 @@ class WorkerStream:
         return self._latest
 
     async def beyond(self, version: int, *, within_s: float) -> bool:
-        """Wait until a newer version is announced. False: none was heard; `latest` tells whether there is one."""
-        return await self._bell.beyond(version, within_s=within_s)
+        """Wait until a newer version is announced, and was not heard before. False: none was heard; `latest` tells
+        whether there is one.
+
+            worker: latest ─► nothing new ─► XREAD BLOCK beyond what it knows ─► an entry, or time is up ─► latest ...
+            learner: the script that announces adds the entry, whose id is the version
+
+        The entry is a bell and nothing else: what is announced is for `latest` to say. So a bell that is lost, or whose
+        server cannot be heard, costs a wait and no version: the caller looks again all the same. Versions only grow,
+        over the loss of Redis too, so nothing need be remembered to hear the next one; each wakes a worker once, so
+        that one whose manifest was lost is not asked for in a circle. Blocks for the time that the caller gives (some
+        seconds at most), on a connection that the client's pool gives to no other call meanwhile."""
+        since = max(version, self._heard)
+        block = bounded_block_ms(self._client, int(1000 * within_s))
+        try:
+            reply: Any = await self._client.xread({self._keys.announced: f"{since}-0"}, count=1, block=block)
+        except redis.RedisError as error:  # the caller's next look finds out whether Redis is away
+            if not self._is_deaf and not isinstance(error, redis.ConnectionError | redis.TimeoutError):
+                self._is_deaf = True
+                structlog.get_logger().warning("announcements_not_heard", error=str(error), looks_every_s=_POLL_S)
+            await asyncio.sleep(min(within_s, _POLL_S * random.uniform(0.5, 1.0)))
+            return False
+        if not reply:
+            return False
+        [[_, [(entry_id, _)]]] = reply
+        self._heard = int(entry_id.partition(b"-")[0])
+        return True
 
     async def manifest(self, version: int) -> bytes | None:
         found: Any = await self._ask("read a manifest", lambda: self._client.hget(self._keys.manifests, str(version)))
@@ -289,49 +314,5 @@ class WorkerStream:
             raise self._gone()
         return rest if status == b"OK" else None
 
-    async def _ask(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
-        return await repeat_async(self._client, what, call, give_up_after_s=self._give_up_after_s)
-
     def _gone(self) -> RunGone:
         return RunGone(f"run {self._keys.name!r} was removed from Redis, or another took its name")
-
-
-class VersionWaiter:
-    """The worker's ear for announcements: who waits for a version is woken by it, instead of asking again and again.
-
-        worker: latest ─► nothing new ─► XREAD BLOCK beyond what it knows ─► an entry, or time is up ─► latest ...
-        learner: the script that announces adds the entry, whose id is the version
-
-    The entry is a bell and nothing else: what is announced is for `latest` to say. So a bell that is lost, or whose
-    server cannot be heard, costs a wait and no version: the caller looks again all the same. Versions only grow, over
-    the loss of Redis too, so nothing need be remembered to hear the next one; each wakes a worker once, so that one
-    whose manifest was lost is not asked for in a circle. Blocks for the time that the caller gives (some seconds at
-    most), on a connection that the client's pool gives to no other call meanwhile.
-    """
-
-    def __init__(self, client: redis.asyncio.Redis, keys: Keys) -> None:
-        self._client, self._keys = client, keys
-        self._heard = 0
-        self._warned = False
-
-    async def beyond(self, version: int, *, within_s: float) -> bool:
-        """Whether a newer one was announced, and not heard before."""
-        since = max(version, self._heard)
-        block = bounded_block_ms(self._client, int(1000 * within_s))
-        try:
-            reply: Any = await self._client.xread({self._keys.announced: f"{since}-0"}, count=1, block=block)
-        except redis.RedisError as error:  # the caller's next look finds out whether Redis is away
-            self._warn_once(error)
-            await asyncio.sleep(min(within_s, _POLL_S * random.uniform(0.5, 1.0)))
-            return False
-        if not reply:
-            return False
-        [[_, [(entry_id, _)]]] = reply
-        self._heard = int(entry_id.partition(b"-")[0])
-        return True
-
-    def _warn_once(self, error: redis.RedisError) -> None:
-        passing = isinstance(error, redis.ConnectionError | redis.TimeoutError)
-        if not passing and not self._warned:
-            self._warned = True
-            structlog.get_logger().warning("announcements_not_heard", error=str(error), looks_every_s=_POLL_S)

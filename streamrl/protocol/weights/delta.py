@@ -2,14 +2,34 @@
 
 Nothing here waits. The work is bound by memory: the new state and the base are each read once from memory, in pieces
 that fit the second-level cache, and compared and digested while they are there.
+
+Deltas into the tensors that they change: each stretch with all of its deltas at once, stretches side by side.
+
+    columns ─► thread: decode a column's deltas together ─► add them where they belong ─► next column
+              thread: ...
+
+Columns share no element, so threads need not know of each other. One delta is patched by one thread, because a worker
+generates meanwhile; who is far behind generates nothing of use, and takes the cores that there are.
+
+In which order to patch with many deltas: stretch by stretch, so that memory is read once and not once for each.
+
+    delta 6.51   | a  | b  | c  |          column 1: a of 6.51, a of 6.52, ...      fits the cache
+    delta 6.52   | a  | b  | c  |    ─►    column 2: b of 6.51, b of 6.52, ...
+    ...
+
+Deltas may be cut differently (another number of ranks made them): a column ends where all of them have a cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +37,10 @@ import xxhash
 import zstandard
 
 from streamrl.errors import WeightsError
-from streamrl.protocol.weights.format import Bits, RangeDigest
+from streamrl.protocol.weights.format import Bits, Coding, RangeDigest
+from streamrl.protocol.weights.manifest import Manifest
 
+T = TypeVar("T")
 Places = npt.NDArray[np.int32]  # [n] strictly increasing; enough within a range, and kept until the base advances
 Positions = npt.NDArray[np.int64]  # [n] as numpy wants its indices
 
@@ -26,6 +48,8 @@ _CHUNK = 1 << 18  # elements compared at a time: 0.5 MB of bf16 on each side
 _WIDE = 0xFFFF
 _GROUP = 8  # flags in a machine word
 _DENSE = 0.5  # above this share of touched groups, looking at every flag is faster
+_MOST_THREADS = 4  # the memory is busy with so many
+_AT_ONCE = 1 << 16  # changed elements: what is decoded of them stays in the cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,3 +196,85 @@ def _unzigzag(folded: Bits) -> Bits:
     one = folded.dtype.type(1)
     difference: Bits = (folded >> one) ^ (~(folded & one) + one)
     return difference
+
+
+def threads_for(num_versions: int) -> int:
+    return 1 if num_versions == 1 else min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+
+
+def side_by_side(work: Callable[[T], None], items: Iterable[T], *, num_threads: int) -> None:
+    """The first error ends it, once what is under way has ended."""
+    if num_threads == 1:
+        for item in items:
+            work(item)
+        return
+    pool = ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="patching")
+    try:
+        for _ in pool.map(work, items):
+            pass
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def patch(
+    tensors: Mapping[str, Bits], manifests: Sequence[Manifest], blobs: Mapping[str, bytes], *, num_threads: int
+) -> set[str]:
+    """Deltas, each on the one before, with all of their blobs; gives the tensors that they changed.
+
+    WeightsError: something does not decode, and nobody knows what the tensors hold now.
+    """
+    stretches = list(columns(manifests, blobs))
+    side_by_side(lambda column: _patch_column(tensors, column), stretches, num_threads=num_threads)
+    return {column[0].said.tensor for column in stretches}
+
+
+def _patch_column(tensors: Mapping[str, Bits], column: Sequence[Piece]) -> None:
+    tensor = tensors[column[0].said.tensor]
+    decompressor = zstandard.ZstdDecompressor()  # one of its own: they serve a single thread, and cost little to make
+    for pieces in batches(column, alone=_is_raw, size=lambda piece: piece.said.num_changed, at_most=_AT_ONCE):
+        said = pieces[0].said
+        if _is_raw(pieces[0]):
+            tensor[said.start : said.start + said.length] = np.frombuffer(pieces[0].coded, tensor.dtype)
+        else:
+            # A position may come more than once, and sums do not mind; twice as fast as reading and writing.
+            np.add.at(tensor, *decode_sparse(pieces, dtype=tensor.dtype, decompressor=decompressor))
+
+
+def batches(
+    items: Iterable[T], *, alone: Callable[[T], bool], size: Callable[[T], int], at_most: int
+) -> Iterator[list[T]]:
+    """In order: what goes alone, by itself; all else together, up to this size where one alone is not larger."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        if batch and (alone(item) or alone(batch[0]) or total + size(item) > at_most):
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += size(item)
+    if batch:
+        yield batch
+
+
+def _is_raw(piece: Piece) -> bool:
+    return piece.said.coding is Coding.RAW
+
+
+def columns(manifests: Sequence[Manifest], blobs: Mapping[str, bytes]) -> Iterator[list[Piece]]:
+    """What changes in each stretch, in the order of the manifests, which are deltas, each on the one before."""
+    pieces: dict[str, list[Piece]] = defaultdict(list)
+    starts: dict[str, set[int]] = {}  # where all so far have a cut
+    for manifest in manifests:
+        own: dict[str, set[int]] = defaultdict(set)
+        for shard in manifest.shards:
+            blob = memoryview(blobs[shard.blob_name])
+            for part, place in shard.parts():
+                own[part.tensor].add(part.start)
+                if part.coding is not Coding.SAME:
+                    pieces[part.tensor].append(Piece(said=part, coded=blob[place]))
+        starts = {tensor: cuts & starts.get(tensor, cuts) for tensor, cuts in own.items()}
+    for tensor, changed in pieces.items():
+        cuts, stretches = sorted(starts[tensor]), defaultdict[int, list[Piece]](list)
+        for piece in changed:
+            stretches[bisect_right(cuts, piece.said.start)].append(piece)
+        yield from stretches.values()

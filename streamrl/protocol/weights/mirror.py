@@ -4,7 +4,7 @@
                           (generation goes on all the while; pausing it is for the load alone)
 
 A worker far behind has many deltas to apply. All of them go to one stretch of a tensor, and then to the next
-(`patching`), so that memory is read once; the states in between never exist as a whole, and nobody could serve them.
+(`delta`), so that memory is read once; the states in between never exist as a whole, and nobody could serve them.
 
 What is proved: each blob is the one that its manifest names; and after the last patch, every range of every tensor that
 was touched is digested again from the file and compared with the last manifest. A range of an untouched tensor was
@@ -15,11 +15,23 @@ The engine that loads the file must not read it while `apply` runs: that is for 
 time may use a mirror.
 
 A worker that died leaves its file in the folder. Give a worker that replaces it the same folder: the file goes when the
-first anchor comes. Blocks on the store, and on nothing else.
+first anchor comes. Blocks on the store, and on nothing else but the file system.
+
+The file is made for patching in place: laid out once, at full size, and mapped into memory.
+
+    8 bytes   length of the header, little-endian
+    header    JSON: tensor name -> dtype, shape, begin and end of its bytes in the data; padded with spaces
+    data      the tensors, wide elements first, without holes
+
+Room is checked and reserved before anything is written: a memory file system that runs full later would kill the
+process at its first touch of a missing page.
 """
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from itertools import islice
@@ -28,16 +40,19 @@ from pathlib import Path
 import numpy as np
 
 from streamrl.errors import ResourceError, TransportError, WeightsError
-from streamrl.protocol.weights import tensorfile
 from streamrl.protocol.weights.catchup import AHEAD_BYTES, fetch_ahead
-from streamrl.protocol.weights.format import Bits, RangeDigest, TensorMeta, digest_of
+from streamrl.protocol.weights.delta import batches, patch, side_by_side, threads_for
+from streamrl.protocol.weights.format import BITS, Bits, DType, RangeDigest, TensorMeta, digest_of
 from streamrl.protocol.weights.manifest import Manifest, ShardRecord
-from streamrl.protocol.weights.patching import batches, patch, side_by_side, threads_for
 from streamrl.protocol.weights.stores import BlobStore
 from streamrl.versions import show
 
 Fetched = Generator[tuple[ShardRecord, bytes]]
 Layout = Mapping[str, TensorMeta]
+
+_LENGTH_BYTES = 8
+_ALIGN = 64  # of the data's begin: vector loads of whoever maps the file
+_SAFETENSORS: Mapping[DType, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 class Mirror:
@@ -142,7 +157,7 @@ class Mirror:
         if layout != self._layout:
             self._layout, self._views = {}, {}
             self._proved.clear()
-            self._views = tensorfile.create(self.path, tensors)
+            self._views = create_file(self.path, tensors)
             self._layout = layout
 
     def _prove(self, manifest: Manifest, touched: set[str], *, num_threads: int) -> None:
@@ -196,3 +211,68 @@ def _collect(
     except TransportError as error:
         return whole, blobs, error
     return whole, blobs, None
+
+
+def create_file(path: Path, tensors: Sequence[TensorMeta]) -> Mapping[str, Bits]:
+    """Replace the file by one that has room for these tensors; their elements as flat views to write to.
+
+    Views stay valid as long as anybody holds one, also after the file was removed.
+    """
+    laid_out = sorted(tensors, key=lambda tensor: -BITS[tensor.dtype].itemsize)  # stable; keeps all elements aligned
+    header = _header(laid_out)
+    num_bytes = len(header) + sum(tensor.num_bytes for tensor in tensors)
+    aside = path.with_name(path.name + ".part")
+    path.unlink(missing_ok=True)
+    aside.unlink(missing_ok=True)
+    try:
+        _reserve(aside, num_bytes)
+        contents = np.memmap(aside, dtype=np.uint8, mode="r+", shape=(num_bytes,))
+        contents[: len(header)] = np.frombuffer(header, dtype=np.uint8)
+        aside.rename(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    views, begin = {}, len(header)
+    for tensor in laid_out:
+        views[tensor.name] = contents[begin : begin + tensor.num_bytes].view(np.ndarray).view(BITS[tensor.dtype])
+        begin += tensor.num_bytes
+    return views
+
+
+def _header(tensors: Sequence[TensorMeta]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # what transformers asks for
+    begin = 0
+    for tensor in tensors:
+        end = begin + tensor.num_bytes
+        entries[tensor.name] = {
+            "dtype": _SAFETENSORS[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + _LENGTH_BYTES) % _ALIGN)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def _reserve(path: Path, num_bytes: int) -> None:
+    """A new file with all its blocks, or one ResourceError."""
+    stats = os.statvfs(path.parent)
+    free = stats.f_bavail * stats.f_frsize
+    if num_bytes > free:
+        raise ResourceError(_no_room(path.parent, num_bytes, free))
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+            raise
+        raise ResourceError(_no_room(path.parent, num_bytes, free)) from error
+    finally:
+        os.close(descriptor)
+
+
+def _no_room(folder: Path, num_bytes: int, free: int) -> str:
+    return (
+        f"the mirror of the weights needs {num_bytes / 1e9:.2f} GB in {folder}, where {free / 1e9:.2f} GB are free; "
+        "give that file system more room (in containers: --shm-size, or a memory-backed volume)"
+    )
