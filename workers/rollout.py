@@ -147,10 +147,9 @@ class Rollout:
 
     def _num_to_take(self, engine: Engine) -> int:
         """The last ticket may go beyond the bound in part, so that no place waits."""
-        num_at_work, size = len(self._groups), self._samples_per_ticket
+        stats, num_at_work, size = engine.stats(), len(self._groups), self._samples_per_ticket
         if self._answerer.num_scored <= self._scored_at_outage:
             return 0 if num_at_work else 1  # nobody has seen yet that rewards are back: one ticket finds out
-        stats = engine.stats()
         if num_at_work and (stats.num_waiting >= size or stats.kv_used >= _KV_FULL):
             return 0
         room = self._settings.max_groups_in_flight * size - sum(held.num_open for held in self._groups.values())

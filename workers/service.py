@@ -87,34 +87,11 @@ async def serve(options: Options, stop: asyncio.Event, *, leave: Callable[[int],
     keys = Keys(options.run)
     health = Health(progress)
     grace = _Grace()
-    async with _leaving_in_time(stop, grace, leave):
-        await asyncio.to_thread(_check_server, options.redis_url)
-        await _serve(options, keys, health, stop, grace)
-
-
-@contextlib.asynccontextmanager
-async def _leaving_in_time(stop: asyncio.Event, grace: _Grace, leave: Callable[[int], NoReturn]) -> AsyncIterator[None]:
-    async def insist() -> None:
-        await stop.wait()
-        await asyncio.sleep(grace.seconds + _LAST_S)
-        log.error("left_in_mid_work", reason="told to stop, and something did not end; leases that are held run out")
-        leave(1)
-
-    task = asyncio.create_task(insist(), name="leave in time")
-    try:
-        yield
-    finally:
-        await cancel_all([task])
-
-
-async def _serve(options: Options, keys: Keys, health: Health, stop: asyncio.Event, grace: _Grace) -> None:
-    progress = health.progress
     async with contextlib.AsyncExitStack() as ending:
+        await ending.enter_async_context(_leaving_in_time(stop, grace, leave))
+        await asyncio.to_thread(_check_server, options.redis_url)
         if options.http is not None:
-            from streamrl.workers.http import (  # starlette and uvicorn: only where they are asked for
-                parse_address,
-                serving,
-            )
+            from streamrl.workers.http import parse_address, serving  # starlette and uvicorn: only where asked for
 
             where = await ending.enter_async_context(serving(health, parse_address(options.http)))
             log.info("answering_http", address=where)
@@ -130,6 +107,21 @@ async def _serve(options: Options, keys: Keys, health: Health, stop: asyncio.Eve
                 await _Service(options, keys, config, info, health).run(client, stop)
         except RunGone:
             log.info("run_gone", run=options.run)
+
+
+@contextlib.asynccontextmanager
+async def _leaving_in_time(stop: asyncio.Event, grace: _Grace, leave: Callable[[int], NoReturn]) -> AsyncIterator[None]:
+    async def insist() -> None:
+        await stop.wait()
+        await asyncio.sleep(grace.seconds + _LAST_S)
+        log.error("left_in_mid_work", reason="told to stop, and something did not end; leases that are held run out")
+        leave(1)
+
+    task = asyncio.create_task(insist(), name="leave in time")
+    try:
+        yield
+    finally:
+        await cancel_all([task])
 
 
 def _check_server(url: str) -> None:

@@ -12,9 +12,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING
 
-import uvicorn
-
 from streamrl.config import schema
+from streamrl.web import Server
 from streamrl.workers.rewards.batcher import Batcher
 from streamrl.workers.rewards.server import RewardApp
 
@@ -30,40 +29,25 @@ def build_app(
     settings: schema.RewardServer, *, dtype: Dtype, threads: int | None, token: str | None, trust_remote_code: bool
 ) -> RewardApp:
     """Load the model, which takes its time, and build the application around it."""
-    from streamrl.workers.rewards.model import (  # torch: only where a model is served
-        RewardModel,
-        Scoring,
-        prepare_process,
-    )
+    from streamrl.workers.rewards.model import RewardModel, prepare_process  # torch: only where a model is served
 
     prepare_process(threads)
-    model = RewardModel.load(
-        settings.model,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        scoring=Scoring(
-            pool=settings.pool,
-            attribute_weights=settings.attribute_weights,
-            mean=settings.reward_mean,
-            std=settings.reward_std,
-        ),
-    )
+    model = RewardModel.load(settings, dtype=dtype, trust_remote_code=trust_remote_code)
     batcher = Batcher(model, max_delay_s=settings.max_delay_ms / 1000, max_batch_tokens=settings.max_batch_tokens)
     return RewardApp(model, batcher, token=token)
 
 
-class _Server(uvicorn.Server):
-    """uvicorn, saying when it really listens, and ending without an error for anybody."""
+class _Server(Server):
+    """It ends without an error for anybody."""
 
-    def __init__(self, config: uvicorn.Config, app: RewardApp, on_ready: Callable[[], None]) -> None:
-        super().__init__(config)
+    def __init__(self, app: RewardApp, on_ready: Callable[[], None]) -> None:
+        super().__init__(
+            app.asgi(),
+            on_ready=on_ready,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=STOP_TIMEOUT_S + _LEAVE_TIMEOUT_S,
+        )
         self._app = app
-        self._on_ready = on_ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
-        if self.started:
-            self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # uvicorn's own would raise the signal again in the end, and an orderly end is exit code 0.
@@ -79,13 +63,4 @@ class _Server(uvicorn.Server):
 
 def run(app: RewardApp, bound: socket.socket, on_ready: Callable[[], None]) -> None:
     """Serve until SIGTERM or Ctrl-C, and return."""
-    config = uvicorn.Config(
-        app.asgi(),
-        log_config=None,
-        access_log=False,
-        lifespan="on",
-        ws="none",
-        timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=STOP_TIMEOUT_S + _LEAVE_TIMEOUT_S,
-    )
-    asyncio.run(_Server(config, app, on_ready).serve(sockets=[bound]))
+    asyncio.run(_Server(app, on_ready).serve(sockets=[bound]))

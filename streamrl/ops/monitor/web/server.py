@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import redis
-import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -43,6 +42,7 @@ from streamrl.ops.monitor.view import View, Worker
 from streamrl.ops.record.export import to_json
 from streamrl.ops.record.view import TokenDecoder
 from streamrl.process import LOOPBACK
+from streamrl.web import Server
 
 _POINTS = 400  # of a curve: more than a phone or a screen has columns for
 _HEADERS = {
@@ -170,14 +170,7 @@ def _json(value: Any, *, status: int = 200) -> Response:
 
 def serve(app: Starlette, listener: socket.socket, ready: Callable[[], None]) -> None:
     """Until SIGINT or SIGTERM; `ready` is called once it listens."""
-
-    class Server(uvicorn.Server):
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            ready()
-
-    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=2)
-    Server(config).run(sockets=[listener])
+    Server(app, on_ready=ready, timeout_graceful_shutdown=2).run(sockets=[listener])
 
 
 _MOST_SAMPLES = 600
