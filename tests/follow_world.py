@@ -18,7 +18,7 @@ from streamrl.telemetry.progress import Progress
 from streamrl.workers.engines.double import EngineDouble
 from streamrl.workers.engines.model import ModelFacts
 from streamrl.workers.proofs.proving import Prover
-from streamrl.workers.tickets import AnnouncementsDouble
+from streamrl.workers.roles import AnnouncementsDouble
 from streamrl.workers.weights import Patience, WeightFollower
 from tests.weights_world import RUN_UID, State, World, nudged, random_state
 
