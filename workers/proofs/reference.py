@@ -28,7 +28,6 @@ from streamrl.workers.engines.mapped_file import MappedFile
 from streamrl.workers.engines.model import ModelFacts
 
 _ABOVE: Mapping[str, torch.dtype] = {"float32": torch.float64, "bfloat16": torch.float32}
-_SERVED: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 LogProbs = npt.NDArray[np.float64]  # [T - 1]
 
@@ -50,7 +49,7 @@ class Reference:
         """Blocks for two forward passes; the mirror must not change meanwhile."""
         tensors = dict(MappedFile().tensors(str(mirror)))
         truth = self._logprobs(tensors, token_ids, _ABOVE[self._dtype])
-        served = self._logprobs(tensors, token_ids, _SERVED[self._dtype])
+        served = self._logprobs(tensors, token_ids, getattr(torch, self._dtype))
         return Judged(truth=truth, rounding=float(np.abs(served - truth).mean()))
 
     def _logprobs(self, tensors: Mapping[str, torch.Tensor], token_ids: Sequence[int], dtype: torch.dtype) -> LogProbs:
