@@ -104,7 +104,7 @@ async def _measure(size: Size, folder: Path, *, num_groups: int, num_rounds: int
 async def _opened(folder: Path) -> AsyncIterator[_Scene]:
     facts = read_model(str(folder / "model"), trust_remote_code=False)
     config, keys = _config(folder / "model"), Keys("bench")
-    engine = VllmEngine(EngineSettings(model=facts, config=config, trust_remote_code=False, seed=1))
+    engine = VllmEngine(EngineSettings(model=facts, config=config, seed=1))
     async with contextlib.AsyncExitStack() as stack:
         server = stack.enter_context(EmbeddedRedis.start(folder / "redis"))
         client = stack.enter_context(connect(server.url, config.redis))
@@ -143,7 +143,7 @@ def _follower(versions: _Versions, store: BlobStore, folder: Path, facts: ModelF
         announcements=versions.announcements,
         store=store,
         mirror=Mirror(folder / "mirror", run_uid=RUN_UID),
-        prover=Prover(model=facts, dtype="float32", trust_remote_code=False, progress=progress),
+        prover=Prover(model=facts, dtype="float32", progress=progress),
         progress=progress,
         patience=Patience(give_up_after_s=60.0, first_version_s=60.0),
     )

@@ -25,14 +25,14 @@ from streamrl.workers.engines.model import ModelFacts
 
 
 def build_model(
-    model: ModelFacts, *, dtype: torch.dtype, trust_remote_code: bool, within: AbstractContextManager[object]
+    model: ModelFacts, *, dtype: torch.dtype, within: AbstractContextManager[object]
 ) -> transformers.PreTrainedModel:
     """Made inside of `within`, which says where its weights are and what is in them."""
     try:
-        config = transformers.AutoConfig.from_pretrained(model.path, trust_remote_code=trust_remote_code)
+        config = transformers.AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         with within:
             built: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=dtype, trust_remote_code=trust_remote_code
+                config, dtype=dtype, trust_remote_code=model.trust_remote_code
             )
     except (OSError, ValueError) as error:
         raise DataError(f"model {model.path!r} cannot be built: {error}") from error

@@ -55,17 +55,11 @@ class Prover:
     """One engine after the other."""
 
     def __init__(
-        self,
-        *,
-        model: ModelFacts,
-        dtype: str,
-        trust_remote_code: bool,
-        progress: Progress,
-        clock: Callable[[], float] = time.monotonic,
+        self, *, model: ModelFacts, dtype: str, progress: Progress, clock: Callable[[], float] = time.monotonic
     ) -> None:
         from streamrl.workers.proofs.reference import Reference  # torch and transformers
 
-        self._reference = Reference(model, dtype=dtype, trust_remote_code=trust_remote_code)
+        self._reference = Reference(model, dtype=dtype)
         self._model, self._progress, self._clock = model, progress, clock
         self._believed = False  # whether the engine has passed its last check: else all of it is looked at
         self._num_checked = 0
