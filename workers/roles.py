@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -116,7 +117,7 @@ class TicketsDouble:
         self.handed_back: list[int] = []
         self.taken_away: set[int] = set()  # numbers whose leases others have got
         self.renewals = 0
-        self._num_leased = 0
+        self._entries = itertools.count(1)
 
     def end(self, state: RunState) -> None:
         assert self.info is not None
@@ -135,7 +136,7 @@ class TicketsDouble:
             await asyncio.sleep(min(block_ms, 10) / 1000)
         taken = self.waiting[:max_tickets]
         del self.waiting[:max_tickets]  # in place: several workers may have it
-        return [self._leased(ticket) for ticket in taken]
+        return [Leased(entry_id=f"{next(self._entries)}-0", ticket=one, purpose=one.purpose) for one in taken]
 
     async def renew(self, leased: Sequence[Leased]) -> list[Leased]:
         self.renewals += 1
@@ -149,10 +150,6 @@ class TicketsDouble:
 
     async def hand_back(self, leased: Sequence[Leased]) -> None:
         self.handed_back += [one.ticket.number for one in leased]
-
-    def _leased(self, ticket: Ticket) -> Leased:
-        self._num_leased += 1
-        return Leased(entry_id=f"{self._num_leased}-0", ticket=ticket, purpose=ticket.purpose)
 
 
 class AnnouncementsDouble:

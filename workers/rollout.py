@@ -200,7 +200,8 @@ class Rollout:
             self._scored_at_outage = self._answerer.num_scored
             await self._hand_back(held)
             return
-        await self._weights.proved(_newest_version(group))
+        spans = [span for sample in group.samples for span in sample.spans]
+        await self._weights.proved(max((span.version for span in spans), default=0))
         header, body = encode_group(group)
         held.leaving = True
         if await self._tickets.deliver(leased, header, body):
@@ -261,10 +262,6 @@ class Rollout:
                 )
                 await asyncio.sleep(min(_SHOW_EVERY_S, self._settings.stall_s / 4))
             await engine.check_alive()
-
-
-def _newest_version(group: Group) -> int:
-    return max((span.version for sample in group.samples for span in sample.spans), default=0)
 
 
 class Pace:

@@ -178,12 +178,11 @@ class Child:
         )
         try:
             _send(process, source.model_dump(include={"target", "options", "timeout_s", "memory_mb"}))
-            concurrent = await _loaded(process)
+            return cls(process, concurrent=await _loaded(process), timeout_s=source.timeout_s)
         except BaseException:
             _kill(process)
             await process.communicate()  # closes its pipes
             raise
-        return cls(process, concurrent=concurrent, timeout_s=source.timeout_s)
 
     async def call(self, arguments: tuple[Any, ...]) -> float:
         """The function's number, or CallFailed."""

@@ -1,4 +1,4 @@
-"""The dashboard's server. starlette and uvicorn are loaded here alone.
+"""The dashboard as an application, which `streamrl.web` runs. Of `ops` it alone loads starlette.
 
 Whoever opens the page reads what one background thread has seen (`poller`), so a hundred readers cost Redis no more
 than one. On loopback it answers only requests that name loopback, so that no other site's page can reach it through a
@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
-import socket
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -42,7 +41,6 @@ from streamrl.ops.monitor.view import View, Worker
 from streamrl.ops.record.export import to_json
 from streamrl.ops.record.view import TokenDecoder
 from streamrl.process import LOOPBACK
-from streamrl.web import Server
 
 _POINTS = 400  # of a curve: more than a phone or a screen has columns for
 _HEADERS = {
@@ -166,11 +164,6 @@ def _chart(history: History, chart: Chart) -> dict[str, Any]:
 
 def _json(value: Any, *, status: int = 200) -> Response:
     return Response(json.dumps(value), status_code=status, media_type="application/json")
-
-
-def serve(app: Starlette, listener: socket.socket, ready: Callable[[], None]) -> None:
-    """Until SIGINT or SIGTERM; `ready` is called once it listens."""
-    Server(app, on_ready=ready, timeout_graceful_shutdown=2).run(sockets=[listener])
 
 
 _MOST_SAMPLES = 600
