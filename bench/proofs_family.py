@@ -75,7 +75,6 @@ async def _try(family: str, depth: int, dtype: str, folder: Path) -> dict[str, A
     prover = Prover(
         model=facts,
         dtype=dtype,
-        trust_remote_code=False,
         progress=progress,
         clock=lambda: 0.0,  # by which a canary takes no time, so that each version has one
     )

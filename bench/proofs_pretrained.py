@@ -119,11 +119,10 @@ async def _prove_versions(num_versions: int, found: _Found, say: Say) -> None:
     prover = Prover(
         model=facts,
         dtype=config.weights.dtype,
-        trust_remote_code=False,
         progress=progress,
         clock=lambda: 0.0,  # by which a canary takes no time, so that each version has one
     )
-    engine = VllmEngine(EngineSettings(model=facts, config=config, trust_remote_code=False, seed=1))
+    engine = VllmEngine(EngineSettings(model=facts, config=config, seed=1))
     with scratch_folder() as folder:
         mirror = Mirror(folder / "mirror")
         learner.publish()

@@ -202,7 +202,7 @@ async def _opened(folder: Path, shared: Path, *, say: Say) -> AsyncIterator[_Sce
     del model
     facts = read_model(str(folder / "model"), trust_remote_code=False)
     config, keys = _config(folder / "model"), Keys("bench")
-    engine = WatchedEngine(EngineSettings(model=facts, config=config, trust_remote_code=False, seed=1))
+    engine = WatchedEngine(EngineSettings(model=facts, config=config, seed=1))
     async with contextlib.AsyncExitStack() as stack:
         server = stack.enter_context(EmbeddedRedis.start(folder / "redis"))
         client = stack.enter_context(connect(server.url, config.redis))

@@ -46,8 +46,8 @@ from streamrl.workers.engines.model import ModelFacts, read_model
 from streamrl.workers.engines.vllm_engine import VllmEngine
 from streamrl.workers.proofs.proving import Prover
 from streamrl.workers.rewards.base import build_rewards
+from streamrl.workers.roles import AnnouncementsDouble
 from streamrl.workers.rollout import Rollout
-from streamrl.workers.tickets import AnnouncementsDouble
 from streamrl.workers.weights import Patience, WeightFollower
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ async def _measure(size: Size, folder: Path, *, num_groups: int, num_rounds: int
 async def _opened(folder: Path) -> AsyncIterator[_Scene]:
     facts = read_model(str(folder / "model"), trust_remote_code=False)
     config, keys = _config(folder / "model"), Keys("bench")
-    engine = VllmEngine(EngineSettings(model=facts, config=config, trust_remote_code=False, seed=1))
+    engine = VllmEngine(EngineSettings(model=facts, config=config, seed=1))
     async with contextlib.AsyncExitStack() as stack:
         server = stack.enter_context(EmbeddedRedis.start(folder / "redis"))
         client = stack.enter_context(connect(server.url, config.redis))
@@ -142,7 +142,7 @@ def _follower(versions: _Versions, store: BlobStore, folder: Path, facts: ModelF
         announcements=versions.announcements,
         store=store,
         mirror=Mirror(folder / "mirror", run_uid=RUN_UID),
-        prover=Prover(model=facts, dtype="float32", trust_remote_code=False, progress=progress),
+        prover=Prover(model=facts, dtype="float32", progress=progress),
         progress=progress,
         patience=Patience(give_up_after_s=60.0, first_version_s=60.0),
     )

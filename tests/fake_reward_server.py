@@ -9,8 +9,7 @@ import sys
 
 from streamrl.process import bind
 from streamrl.workers.rewards.batcher import Batcher, ScoringModelDouble
-from streamrl.workers.rewards.server import RewardApp
-from streamrl.workers.rewards.serving import run
+from streamrl.workers.rewards.server import RewardApp, run
 
 
 def main() -> None:

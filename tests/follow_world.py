@@ -18,7 +18,7 @@ from streamrl.telemetry.progress import Progress
 from streamrl.workers.engines.double import EngineDouble
 from streamrl.workers.engines.model import ModelFacts
 from streamrl.workers.proofs.proving import Prover
-from streamrl.workers.tickets import AnnouncementsDouble
+from streamrl.workers.roles import AnnouncementsDouble
 from streamrl.workers.weights import Patience, WeightFollower
 from tests.weights_world import RUN_UID, State, World, nudged, random_state
 
@@ -43,13 +43,19 @@ class Follower:
         self.progress = Progress(part="worker/0", role="worker")
         tokenizer: Any = None
         facts = ModelFacts(
-            path="model", tokenizer=tokenizer, stop_ids=(1,), vocab_size=8, max_positions=None, fingerprint="model"
+            path="model",
+            tokenizer=tokenizer,
+            stop_ids=(1,),
+            vocab_size=8,
+            max_positions=None,
+            fingerprint="model",
+            trust_remote_code=False,
         )
         self.weights = WeightFollower(
             announcements=self.announcements,
             store=self.store,
             mirror=self.mirror,
-            prover=Prover(model=facts, dtype="float32", trust_remote_code=False, progress=self.progress),
+            prover=Prover(model=facts, dtype="float32", progress=self.progress),
             progress=self.progress,
             patience=patience,
         )

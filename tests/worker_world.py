@@ -18,9 +18,8 @@ from streamrl.workers.answer import Answerer
 from streamrl.workers.engines.base import SampleRequest
 from streamrl.workers.engines.double import EngineDouble
 from streamrl.workers.rewards.base import Reward, RewardDouble, Rewards, ScoreItem, Weighted
-from streamrl.workers.roles import WeightsDouble
+from streamrl.workers.roles import TicketsDouble, WeightsDouble
 from streamrl.workers.rollout import Rollout
-from streamrl.workers.tickets import TicketsDouble
 from tests.helpers import make_ticket, wait_until_async
 
 FIRST_VERSION = make_version(1, 0)

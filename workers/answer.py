@@ -111,13 +111,6 @@ class Answerer:
             error="" if enough else f"{len(failed)} of {len(outcomes)} samples failed: {failed[0]}",
             generate_s=generated_at - began,
             reward_s=scored_at - generated_at,
-            # The rest is computed from the samples when the group is encoded.
-            num_prompt_tokens=len(ticket.token_ids),
-            sample_lengths=(),
-            sample_rewards=(),
-            sample_finished=(),
-            min_version=0,
-            max_version=0,
         )
         samples = tuple(one.sample for one in scored) if enough else ()
         return Group(header=header, prompt_ids=ticket.token_ids, samples=samples)

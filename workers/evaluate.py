@@ -74,7 +74,7 @@ async def evaluate(
 ) -> Result:
     """With the engine that `worker.engine` names, started and stopped here. `show` hears how many prompts are done."""
     config = _fitted(config, prompts)
-    engine = make_engine(EngineSettings(model=model, config=config, trust_remote_code=False, seed=config.seed))
+    engine = make_engine(EngineSettings(model=model, config=config, seed=config.seed))
     try:
         await rewards.start()  # closes all of them where one fails
         await engine.start()

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
 
-import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -22,6 +21,7 @@ from starlette.routing import Route
 
 from streamrl.errors import ConfigError
 from streamrl.process import address_of, bind
+from streamrl.web import Server
 from streamrl.workers.health import Health
 
 _STOP_S = 1
@@ -39,24 +39,18 @@ def parse_address(text: str) -> tuple[str, int]:
 async def serving(health: Health, address: tuple[str, int]) -> AsyncIterator[str]:
     """Answers while the context lasts; where, as HOST:PORT."""
     bound = bind(*address, what="--http")
-    config = uvicorn.Config(
-        make_app(health),
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        timeout_graceful_shutdown=_STOP_S,
-    )
-    server = _Server(config)
+    listens = asyncio.Event()
+    server = _Server(make_app(health), on_ready=listens.set, timeout_graceful_shutdown=_STOP_S)
     task = asyncio.create_task(server.serve(sockets=[bound]), name="http")
     try:
+        await listens.wait()
         yield address_of(bound)
     finally:
         server.should_exit = True
         await task
 
 
-class _Server(uvicorn.Server):
+class _Server(Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals are the worker's, which ends this server in its own time."""

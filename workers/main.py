@@ -11,7 +11,7 @@ import socket
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 import structlog
@@ -41,17 +41,13 @@ log = structlog.get_logger(__name__)
 @click.option("--http", metavar="HOST:PORT", help="Answer /livez, /readyz and /metrics there; port 0: any free one.")
 @click.option("--log-file", type=click.Path(dir_okay=False, path_type=Path), help="JSON lines go to this file.")
 def main(
-    redis_url: str,
-    run: str,
     worker_id: str | None,
-    model: str | None,
     allow_model_root: tuple[str, ...],
     allow_reward_code: tuple[str, ...],
     allow_host: tuple[str, ...],
     trust_remote_code: bool,
-    local_reward_url: str | None,
-    http: str | None,
     log_file: Path | None,
+    **others: Any,
 ) -> None:
     """Generate rollouts for a run: tickets from Redis, samples from the engine, rewards, groups back to Redis.
 
@@ -61,8 +57,6 @@ def main(
     from streamrl.workers.service import Options
 
     options = Options(
-        redis_url=redis_url,
-        run=run,
         worker=worker_id or f"{socket.gethostname()}-{os.getpid()}",
         permissions=Permissions(
             reward_code=allow_reward_code,
@@ -70,9 +64,7 @@ def main(
             hosts=allow_host,
             trust_remote_code=trust_remote_code,
         ),
-        model=model,
-        local_reward_url=local_reward_url,
-        http=http,
+        **others,
     )
     configure_logging(f"worker/{options.worker}", log_file)
     _leave(_run(options))

@@ -28,23 +28,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Coroutine
+from collections import deque
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import structlog
 
 from streamrl.config import schema
-from streamrl.errors import RewardOutage, TransportError
+from streamrl.errors import EngineError, RewardOutage, TransportError
 from streamrl.protocol.transport.types import Leased
 from streamrl.protocol.wire.group import Group, encode_group
 from streamrl.tasks import cancel_all, run_beside, unless
 from streamrl.telemetry.progress import Progress, Wait
 from streamrl.workers.answer import Answerer
 from streamrl.workers.engines.base import Engine, EngineStats
-from streamrl.workers.pace import Pace
-from streamrl.workers.roles import Counts, Weights
-from streamrl.workers.tickets import Tickets
+from streamrl.workers.roles import Counts, Tickets, Weights
 
 log = structlog.get_logger(__name__)
 
@@ -56,6 +55,7 @@ _REWARDS_EVERY_S = 0.1
 _ALIVE_EVERY_S = 10.0
 _SHOW_EVERY_S = 1.0
 _KV_FULL = 0.8
+_PACE_S = 10.0  # over which it is told
 
 
 @dataclass(slots=True, kw_only=True)
@@ -147,10 +147,9 @@ class Rollout:
 
     def _num_to_take(self, engine: Engine) -> int:
         """The last ticket may go beyond the bound in part, so that no place waits."""
-        num_at_work, size = len(self._groups), self._samples_per_ticket
+        stats, num_at_work, size = engine.stats(), len(self._groups), self._samples_per_ticket
         if self._answerer.num_scored <= self._scored_at_outage:
             return 0 if num_at_work else 1  # nobody has seen yet that rewards are back: one ticket finds out
-        stats = engine.stats()
         if num_at_work and (stats.num_waiting >= size or stats.kv_used >= _KV_FULL):
             return 0
         room = self._settings.max_groups_in_flight * size - sum(held.num_open for held in self._groups.values())
@@ -201,7 +200,8 @@ class Rollout:
             self._scored_at_outage = self._answerer.num_scored
             await self._hand_back(held)
             return
-        await self._weights.proved(_newest_version(group))
+        spans = [span for sample in group.samples for span in sample.spans]
+        await self._weights.proved(max((span.version for span in spans), default=0))
         header, body = encode_group(group)
         held.leaving = True
         if await self._tickets.deliver(leased, header, body):
@@ -258,11 +258,33 @@ class Rollout:
                     waiting=stats.num_waiting,
                     kv_used=round(stats.kv_used, 3),
                     tokens_per_s=round(pace.look(stats)),
+                    **self._answerer.rewards.facts(),
                 )
-                self._progress.note(**self._answerer.rewards.facts())
                 await asyncio.sleep(min(_SHOW_EVERY_S, self._settings.stall_s / 4))
             await engine.check_alive()
 
 
-def _newest_version(group: Group) -> int:
-    return max((span.version for sample in group.samples for span in sample.spans), default=0)
+class Pace:
+    """How fast an engine makes tokens, and that it makes any: one that hangs may answer all the same when asked."""
+
+    def __init__(self, stats: EngineStats, *, stall_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stall_s = stall_s
+        self._clock = clock
+        self._since = clock()  # when tokens had come, or were not due
+        self._looks = deque([(self._since, stats.num_made)])  # of the last seconds: (when, tokens made by then)
+
+    def look(self, stats: EngineStats) -> float:
+        """Tokens a second, over the last seconds. EngineError: they were due for longer than the limit; none came."""
+        now = self._clock()
+        if stats.in_flight == 0 or stats.num_made != self._looks[-1][1]:
+            self._since = now
+        elif now - self._since > self._stall_s:
+            raise EngineError(
+                f"the engine made no token for {now - self._since:.0f} s while {stats.in_flight} samples were in "
+                f"flight (worker.stall_s = {self._stall_s:g})"
+            )
+        self._looks.append((now, stats.num_made))
+        while self._looks[0][0] < now - _PACE_S:
+            self._looks.popleft()
+        began, before = self._looks[0]
+        return (stats.num_made - before) / (now - began) if now > began else 0.0

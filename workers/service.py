@@ -41,7 +41,7 @@ from streamrl.protocol.transport.worker import WorkerStream
 from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.rejected import spread_s
 from streamrl.protocol.weights.stores import open_store
-from streamrl.tasks import cancel_all, unless
+from streamrl.tasks import run_beside, unless
 from streamrl.telemetry.progress import Progress, Wait
 from streamrl.workers.answer import Answerer
 from streamrl.workers.engines.base import Engine, EngineSettings, make_engine
@@ -83,38 +83,25 @@ async def serve(options: Options, stop: asyncio.Event, *, leave: Callable[[int],
     """Returns when told to stop, or when the run has ended or was removed. `leave` ends the process at once: where the
     word to stop was not followed in time."""
     need("a worker", "torch", "transformers", extra="worker-cpu", or_extra="worker-gpu")
+    grace = _Grace()
+    await run_beside(_serve(options, stop, grace), {"leave in time": _leave_in_time(stop, grace, leave)})
+
+
+async def _leave_in_time(stop: asyncio.Event, grace: _Grace, leave: Callable[[int], NoReturn]) -> None:
+    await stop.wait()
+    await asyncio.sleep(grace.seconds + _LAST_S)
+    log.error("left_in_mid_work", reason="told to stop, and something did not end; leases that are held run out")
+    leave(1)
+
+
+async def _serve(options: Options, stop: asyncio.Event, grace: _Grace) -> None:
     progress = Progress(part=f"worker/{options.worker}", role="worker")
     keys = Keys(options.run)
     health = Health(progress)
-    grace = _Grace()
-    async with _leaving_in_time(stop, grace, leave):
-        await asyncio.to_thread(_check_server, options.redis_url)
-        await _serve(options, keys, health, stop, grace)
-
-
-@contextlib.asynccontextmanager
-async def _leaving_in_time(stop: asyncio.Event, grace: _Grace, leave: Callable[[int], NoReturn]) -> AsyncIterator[None]:
-    async def insist() -> None:
-        await stop.wait()
-        await asyncio.sleep(grace.seconds + _LAST_S)
-        log.error("left_in_mid_work", reason="told to stop, and something did not end; leases that are held run out")
-        leave(1)
-
-    task = asyncio.create_task(insist(), name="leave in time")
-    try:
-        yield
-    finally:
-        await cancel_all([task])
-
-
-async def _serve(options: Options, keys: Keys, health: Health, stop: asyncio.Event, grace: _Grace) -> None:
-    progress = health.progress
+    await asyncio.to_thread(_check_server, options.redis_url)
     async with contextlib.AsyncExitStack() as ending:
         if options.http is not None:
-            from streamrl.workers.http import (  # starlette and uvicorn: only where they are asked for
-                parse_address,
-                serving,
-            )
+            from streamrl.workers.http import parse_address, serving  # starlette and uvicorn: only where asked for
 
             where = await ending.enter_async_context(serving(health, parse_address(options.http)))
             log.info("answering_http", address=where)
@@ -199,9 +186,7 @@ class _Service:
         config = self._config
         prover = None
         if config.weights.prove:  # in a thread, since it imports torch
-            trusted = self._options.permissions.trust_remote_code
-            make = partial(Prover, model=model, dtype=config.weights.dtype, trust_remote_code=trusted)
-            prover = await asyncio.to_thread(make, progress=self._progress)
+            prover = await asyncio.to_thread(Prover, model=model, dtype=config.weights.dtype, progress=self._progress)
         with (
             mirror_folder(self._info.uid, self._options.worker) as folder,
             connect(self._options.redis_url, config.redis) as client,
@@ -222,14 +207,8 @@ class _Service:
 
     def _engine(self, model: ModelFacts) -> Engine:
         self._num_engines += 1
-        return make_engine(
-            EngineSettings(
-                model=model,
-                config=self._config,
-                trust_remote_code=self._options.permissions.trust_remote_code,
-                seed=_engine_seed(self._config.seed, self._options.worker, self._num_engines),
-            )
-        )
+        seed = _engine_seed(self._config.seed, self._options.worker, self._num_engines)
+        return make_engine(EngineSettings(model=model, config=self._config, seed=seed))
 
 
 def _engine_seed(run_seed: int, worker: str, engine: int) -> int:

@@ -30,7 +30,7 @@ from streamrl.telemetry.progress import Progress
 from streamrl.versions import show
 from streamrl.workers.engines.base import Engine, KvCache
 from streamrl.workers.proofs.proving import Prover
-from streamrl.workers.tickets import Announcements
+from streamrl.workers.roles import Announcements
 
 log = structlog.get_logger(__name__)
 

@@ -81,9 +81,7 @@ class Served:
                 "sampling": schema.Sampling(max_tokens=200),
             }
         )
-        self.engine: Engine = make_engine(
-            EngineSettings(model=self.facts, config=self.config, trust_remote_code=False, seed=1)
-        )
+        self.engine: Engine = make_engine(EngineSettings(model=self.facts, config=self.config, seed=1))
         self._num_loads = 0
         self._num_requests = 0
 
@@ -314,7 +312,7 @@ async def test_reloads_are_proved_while_samples_are_in_flight(served: Served) ->
     canary_ids = tuple(prompts(1, seed=7)[0])
     manifest = Manifest(version=version, base=0, step=0, run_uid="run", tensors=(), shards=(), canary_ids=canary_ids)
     progress = Progress(part="worker/0", role="worker")
-    prover = Prover(model=served.facts, dtype="float32", trust_remote_code=False, progress=progress)
+    prover = Prover(model=served.facts, dtype="float32", progress=progress)
     await prover.rehearse(served.engine, mirror)
     before = await served.engine.read_back(mirror, number=1, num_parts=1)
     assert len(before.wrong) == before.num_read > 0

@@ -84,7 +84,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 async def test_256_concurrent_samples_get_what_single_scoring_gives(server: Serving, model: Path) -> None:
     order = random.Random(0)
     texts = ["".join(order.choices(CHARACTERS, k=order.randint(1, 300))) for _ in range(256)]
-    local = RewardModel.load(str(model))
+    local = RewardModel.load(schema.RewardServer(model=str(model)))
     expected = [local.score([row])[0] for row in local.encode(texts)]
     reward = connect(server.url)
     scores = await asyncio.gather(*(reward.score(make_item(text, prompt="")) for text in texts))

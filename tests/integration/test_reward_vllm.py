@@ -68,7 +68,7 @@ def answers(url: str) -> bool:
 
 @pytest.mark.parametrize("form", ["vllm-classify", "vllm-pooling"])
 async def test_a_reward_model_on_vllm_scores_as_plain_scoring_does(vllm: str, model: Path, form: str) -> None:
-    local = RewardModel.load(str(model))
+    local = RewardModel.load(schema.RewardServer(model=str(model)))
     source = schema.HttpReward.model_validate({"type": "http", "url": vllm, "form": form})
     reward = build_http_reward("model", source, Permissions(hosts=("127.0.0.1",)), None)
     scores = await asyncio.gather(*(reward.score(make_item(text, prompt="")) for text in TEXTS))

@@ -61,13 +61,13 @@ async def test_a_head_that_keeps_the_old_embedding_is_caught(
         update={"weights": schema.Weights(dtype=dtype)}
     )
     facts = read_model(str(folder), trust_remote_code=False)
-    engine = VllmEngine(EngineSettings(model=facts, config=config, trust_remote_code=False, seed=1))
+    engine = VllmEngine(EngineSettings(model=facts, config=config, seed=1))
     version = make_version(1, 0)
     manifest = Manifest(
         version=version, base=0, step=0, run_uid="run", tensors=(), shards=(), canary_ids=tuple(range(3, 40))
     )
     progress = Progress(part="worker/0", role="worker")
-    prover = Prover(model=facts, dtype=dtype, trust_remote_code=False, progress=progress)
+    prover = Prover(model=facts, dtype=dtype, progress=progress)
     try:
         await engine.start()
         await prover.rehearse(engine, mirror)

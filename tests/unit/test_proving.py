@@ -70,7 +70,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def reference_of(case: tuple[Path, DType]) -> Reference:
     folder, dtype = case
-    return Reference(read_model(str(folder), trust_remote_code=False), dtype=dtype, trust_remote_code=False)
+    return Reference(read_model(str(folder), trust_remote_code=False), dtype=dtype)
 
 
 def prover_of(case: tuple[Path, DType], progress: Progress | None = None, clock: Clock | None = None) -> Prover:
@@ -78,7 +78,6 @@ def prover_of(case: tuple[Path, DType], progress: Progress | None = None, clock:
     return Prover(
         model=read_model(str(folder), trust_remote_code=False),
         dtype=dtype,
-        trust_remote_code=False,
         progress=progress or Progress(part="worker/0", role="worker"),
         clock=clock or Clock(),
     )
@@ -177,7 +176,6 @@ async def test_every_tensor_that_differs_is_found_by_reading_back(case: tuple[Pa
     settings = EngineSettings(
         model=read_model(str(folder), trust_remote_code=False),
         config=config.model_copy(update={"weights": config.weights.model_copy(update={"dtype": dtype})}),
-        trust_remote_code=False,
         seed=1,
     )
     engine = TransformersEngine(settings)

@@ -94,7 +94,7 @@ result = asyncio.run(
     evaluate(
         prompts,
         config=config,
-        model=ModelFacts(**facts),
+        model=ModelFacts(**facts, trust_remote_code=False),
         weights=Path("none"),
         step=3,
         rewards=build_rewards(config.rewards, Permissions(), None),

@@ -6,13 +6,15 @@ import json
 import random
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 
+from streamrl.config import schema
 from streamrl.errors import DataError
-from streamrl.workers.rewards.model import RewardModel, Scoring
+from streamrl.workers.rewards.model import RewardModel
 from streamrl.workers.rewards.train import SUMMARY_FILE, TrainSettings, read_pairs, read_ratings, train
 from tests.tiny_models import CHARACTERS, Architecture, make_model
 from tests.tiny_rewards import make_reward_model
@@ -29,20 +31,22 @@ def single_scores(folder: Path, rows: list[list[int]]) -> list[float]:
         return [model(torch.tensor([row])).logits.item() for row in rows]
 
 
+def loaded(folder: Path | str, **settings: Any) -> RewardModel:
+    return RewardModel.load(schema.RewardServer(model=str(folder), **settings))
+
+
 @pytest.mark.parametrize("architecture", ["qwen2", "llama"])
 @pytest.mark.parametrize("with_padding", [True, False])
 def test_a_batch_of_any_lengths_gives_what_plain_single_scoring_gives(
     tmp_path: Path, architecture: Architecture, with_padding: bool
 ) -> None:
-    model = RewardModel.load(
-        str(make_reward_model(tmp_path / "rm", architecture=architecture, with_padding=with_padding))
-    )
+    model = loaded(make_reward_model(tmp_path / "rm", architecture=architecture, with_padding=with_padding))
     rows = model.encode(random_texts(100))
     assert model.score(rows) == pytest.approx(single_scores(tmp_path / "rm", rows), abs=1e-5)
 
 
 def test_without_a_padding_token_even_rows_that_end_with_every_token_are_scored(tmp_path: Path) -> None:
-    model = RewardModel.load(str(make_reward_model(tmp_path / "rm", with_padding=False)))
+    model = loaded(make_reward_model(tmp_path / "rm", with_padding=False))
     rows = [[1, 2, token] if token % 2 else [token] for token in range(model.vocab_size)]
     assert model.score(rows) == pytest.approx(single_scores(tmp_path / "rm", rows), abs=1e-5)
 
@@ -50,34 +54,34 @@ def test_without_a_padding_token_even_rows_that_end_with_every_token_are_scored(
 def test_rewards_are_standardised(tmp_path: Path) -> None:
     folder = str(make_reward_model(tmp_path / "rm"))
     rows = [[5, 6, 7], [8]]
-    plain = RewardModel.load(folder).score(rows)
-    scaled = RewardModel.load(folder, scoring=Scoring(mean=0.5, std=2.0)).score(rows)
+    plain = loaded(folder).score(rows)
+    scaled = loaded(folder, reward_mean=0.5, reward_std=2.0).score(rows)
     assert scaled == pytest.approx([(reward - 0.5) / 2.0 for reward in plain])
 
 
 def test_a_model_without_a_reward_head_is_refused_rather_than_given_a_random_one(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no reward head \(score.weight missing\).*streamrl reward train"):
-        RewardModel.load(str(make_model(tmp_path / "lm")))
+        loaded(make_model(tmp_path / "lm"))
 
 
 def test_a_model_with_several_outputs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has 3 outputs; a reward is one: say with attribute_weights"):
-        RewardModel.load(str(make_reward_model(tmp_path / "rm", num_labels=3)))
+        loaded(make_reward_model(tmp_path / "rm", num_labels=3))
 
 
 def test_several_outputs_become_one_reward_by_their_weights(tmp_path: Path) -> None:
     folder = str(make_reward_model(tmp_path / "rm", num_labels=3))
     rows = [[5, 6, 7], [8], [9, 10]]
-    outputs = RewardModel.load(folder, scoring=Scoring(attribute_weights=(1.0, 1.0, 1.0))).forward(rows)
-    scoring = Scoring(attribute_weights=(0.5, 0.0, -2.0), mean=1.0, std=4.0)
+    outputs = loaded(folder, attribute_weights=(1.0, 1.0, 1.0)).forward(rows)
+    model = loaded(folder, attribute_weights=(0.5, 0.0, -2.0), reward_mean=1.0, reward_std=4.0)
     expected = [(0.5 * a - 2.0 * c - 1.0) / 4.0 for a, _, c in outputs.tolist()]
-    assert RewardModel.load(folder, scoring=scoring).score(rows) == pytest.approx(expected)
+    assert model.score(rows) == pytest.approx(expected)
 
 
 def test_weights_that_do_not_fit_the_outputs_are_refused(tmp_path: Path) -> None:
     folder = str(make_reward_model(tmp_path / "rm", num_labels=3))
     with pytest.raises(DataError, match="3 outputs, and attribute_weights has 2 numbers"):
-        RewardModel.load(folder, scoring=Scoring(attribute_weights=(1.0, 2.0)))
+        loaded(folder, attribute_weights=(1.0, 2.0))
 
 
 @pytest.mark.parametrize("with_padding", [True, False])
@@ -86,13 +90,13 @@ def test_average_pool_is_the_mean_of_what_each_prefix_scores(tmp_path: Path, wit
     rows = [[5, 6, 7, 9], [8], [9, 10]]
     # The model is causal: its output at a token is what the row up to there scores.
     expected = [statistics.fmean(single_scores(folder, [row[: end + 1] for end in range(len(row))])) for row in rows]
-    averaged = RewardModel.load(str(folder), scoring=Scoring(pool="average")).score(rows)
+    averaged = loaded(folder, pool="average").score(rows)
     assert averaged == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_name_that_is_neither_a_folder_nor_on_the_hub_is_said_to_be_so() -> None:
     with pytest.raises(DataError, match=r"'models/rm/7' is no folder, and the hub gives no tokenizer of it: "):
-        RewardModel.load("models/rm/7")
+        loaded("models/rm/7")
 
 
 @pytest.mark.parametrize("damage", ["no folder", "no tokenizer", "cut weights", "no weights"])
@@ -108,7 +112,7 @@ def test_a_model_folder_that_is_not_whole_is_one_clear_error(tmp_path: Path, dam
     if damage == "no weights":
         (folder / "model.safetensors").unlink()
     with pytest.raises(DataError) as caught:
-        RewardModel.load(str(folder))
+        loaded(folder)
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -137,7 +141,7 @@ def test_training_learns_the_order_and_leaves_a_model_that_transformers_loads(tm
     assert summary.accuracy > 0.9
     assert said[-1].startswith(f"step {summary.steps}/{summary.steps}: loss ")
     assert json.loads((tmp_path / "rm" / SUMMARY_FILE).read_text())["accuracy"] == summary.accuracy
-    model = RewardModel.load(str(tmp_path / "rm"))
+    model = loaded(tmp_path / "rm")
     rows = model.encode(["say a: aaaaaa", "say a: bbbbbb", "say a: a"])
     scores = model.score(rows)
     assert scores[0] > scores[1]
@@ -149,7 +153,7 @@ def test_the_same_seed_gives_the_same_model(tmp_path: Path) -> None:
     scores = []
     for name in ("one", "two"):
         train(read_pairs(pairs), TrainSettings(model=base, output=tmp_path / name, lr=1e-3), lambda line: None)
-        scores.append(RewardModel.load(str(tmp_path / name)).score([[5, 6, 7]]))
+        scores.append(loaded(tmp_path / name).score([[5, 6, 7]]))
     assert scores[0] == scores[1]
 
 
@@ -202,7 +206,7 @@ def test_regression_learns_ratings_of_one_or_several_numbers(tmp_path: Path, num
     summary = train(read_ratings(path), settings, lambda line: None)
     assert summary.num_outputs == num_scores
     weights = (1.0, -1.0) if num_scores == 2 else ()
-    model = RewardModel.load(str(tmp_path / "rm"), scoring=Scoring(attribute_weights=weights))
+    model = loaded(tmp_path / "rm", attribute_weights=weights)
     few, many = model.score(model.encode(["rate: bbbbab", "rate: aaaaba"]))
     assert many > few + 0.3
 

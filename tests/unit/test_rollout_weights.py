@@ -14,7 +14,7 @@ from streamrl.protocol.weights.manifest import encode_manifest
 from streamrl.protocol.weights.stores import MemoryStore
 from streamrl.versions import show
 from streamrl.workers.engines.double import EngineDouble
-from streamrl.workers.tickets import AnnouncementsDouble
+from streamrl.workers.roles import AnnouncementsDouble
 from tests.follow_world import Follower
 from tests.helpers import wait_until_async
 from tests.weights_world import assert_holds

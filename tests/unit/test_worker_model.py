@@ -56,7 +56,7 @@ def test_a_folder_without_a_tokenizer_is_the_users_mistake(model: Path) -> None:
 
 def settings(model: Path, config: schema.Config) -> EngineSettings:
     facts = read_model(str(model), trust_remote_code=False)
-    return EngineSettings(model=facts, config=config, trust_remote_code=False, seed=0)
+    return EngineSettings(model=facts, config=config, seed=0)
 
 
 def test_sequences_longer_than_the_model_knows_are_refused_by_name(model: Path) -> None:

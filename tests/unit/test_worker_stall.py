@@ -6,7 +6,7 @@ import pytest
 
 from streamrl.errors import EngineError
 from streamrl.workers.engines.base import EngineStats
-from streamrl.workers.pace import Pace
+from streamrl.workers.rollout import Pace
 
 
 def stats(*, in_flight: int, num_made: int) -> EngineStats:

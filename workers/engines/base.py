@@ -110,7 +110,6 @@ class EngineSettings:
 
     model: ModelFacts
     config: schema.Config
-    trust_remote_code: bool
     seed: int  # of all sampling in this engine; another one at each start
 
     @property

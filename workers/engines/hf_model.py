@@ -16,18 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from streamrl.config import schema
 from streamrl.errors import DataError, WeightsError
@@ -35,14 +25,14 @@ from streamrl.workers.engines.model import ModelFacts
 
 
 def build_model(
-    model: ModelFacts, *, dtype: torch.dtype, trust_remote_code: bool, within: AbstractContextManager[object]
-) -> PreTrainedModel:
+    model: ModelFacts, *, dtype: torch.dtype, within: AbstractContextManager[object]
+) -> transformers.PreTrainedModel:
     """Made inside of `within`, which says where its weights are and what is in them."""
     try:
-        config = AutoConfig.from_pretrained(model.path, trust_remote_code=trust_remote_code)
+        config = transformers.AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         with within:
-            built: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, trust_remote_code=trust_remote_code
+            built: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=model.trust_remote_code
             )
     except (OSError, ValueError) as error:
         raise DataError(f"model {model.path!r} cannot be built: {error}") from error
@@ -90,18 +80,18 @@ def processed_logprobs(logits: Tensor, rows: Sequence[RowState], stop_ids: Seque
     return torch.log_softmax(logits, dim=-1)
 
 
-def _processors(sampling: schema.Sampling) -> LogitsProcessorList:
-    chosen: list[LogitsProcessor] = []
+def _processors(sampling: schema.Sampling) -> transformers.LogitsProcessorList:
+    chosen: list[transformers.LogitsProcessor] = []
     if sampling.repetition_penalty != 1:
-        chosen.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+        chosen.append(transformers.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
     if not sampling.greedy:
         if sampling.temperature != 1:
-            chosen.append(TemperatureLogitsWarper(sampling.temperature))
+            chosen.append(transformers.TemperatureLogitsWarper(sampling.temperature))
         if sampling.top_k:
-            chosen.append(TopKLogitsWarper(sampling.top_k))
+            chosen.append(transformers.TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1:
-            chosen.append(TopPLogitsWarper(sampling.top_p))
-    return LogitsProcessorList(chosen)
+            chosen.append(transformers.TopPLogitsWarper(sampling.top_p))
+    return transformers.LogitsProcessorList(chosen)
 
 
 def choose(logprobs: Tensor, rows: Sequence[RowState], generator: torch.Generator) -> Tensor:  # [B]

@@ -20,6 +20,7 @@ class ModelFacts:
     vocab_size: int  # of the model's output
     max_positions: int | None  # the longest sequence the model knows; None where it does not say
     fingerprint: str
+    trust_remote_code: bool  # run what its folder brings along
 
     def decode(self, token_ids: list[int]) -> str:
         """Without special tokens."""
@@ -54,4 +55,5 @@ def read_model(path: str, *, trust_remote_code: bool) -> ModelFacts:
         vocab_size=config.vocab_size,
         max_positions=getattr(config, "max_position_embeddings", None),
         fingerprint=fingerprint(vocab=tokenizer.get_vocab(), stop_ids=ends, vocab_size=config.vocab_size),
+        trust_remote_code=trust_remote_code,
     )

@@ -161,7 +161,5 @@ def _build(settings: EngineSettings) -> Decoder:
         torch.set_num_threads(settings.config.worker.threads)
     dtype = getattr(torch, settings.config.weights.dtype)
     # With whatever is in its memory: weights are loaded before they are used.
-    model: nn.Module = build_model(
-        settings.model, dtype=dtype, trust_remote_code=settings.trust_remote_code, within=no_init_weights()
-    )
+    model: nn.Module = build_model(settings.model, dtype=dtype, within=no_init_weights())
     return Decoder(model.to("cuda" if torch.cuda.is_available() else "cpu"), settings)

@@ -131,7 +131,7 @@ def engine_args(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
         defaults["kv_cache_memory_bytes"] = _CPU_KV_CACHE_BYTES
     fixed: dict[str, Any] = {
         "model": settings.model.path,
-        "trust_remote_code": settings.trust_remote_code,
+        "trust_remote_code": settings.model.trust_remote_code,
         "dtype": config.weights.dtype,
         "seed": settings.seed,
         "load_format": "dummy",

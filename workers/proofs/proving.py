@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +46,7 @@ from streamrl.workers.engines.model import ModelFacts
 log = structlog.get_logger(__name__)
 
 _TIMES = 3.0  # the rounding; over families, depths and versions engines were 0.77 to 1.53 times as far
-_FLOOR: Mapping[str, float] = {"float32": 2e-2, "bfloat16": 2e-2}  # vLLM's soft caps are 1e-3 off in any dtype
+_FLOOR = 2e-2  # vLLM's soft caps are 1e-3 off in any dtype
 _NUM_PARTS = 8  # of the layers, one is read back at each version but the first
 _SHARE = 0.02  # of the time may go into canaries
 
@@ -55,19 +55,12 @@ class Prover:
     """One engine after the other."""
 
     def __init__(
-        self,
-        *,
-        model: ModelFacts,
-        dtype: str,
-        trust_remote_code: bool,
-        progress: Progress,
-        clock: Callable[[], float] = time.monotonic,
+        self, *, model: ModelFacts, dtype: str, progress: Progress, clock: Callable[[], float] = time.monotonic
     ) -> None:
         from streamrl.workers.proofs.reference import Reference  # torch and transformers
 
-        self._reference = Reference(model, dtype=dtype, trust_remote_code=trust_remote_code)
-        self._model, self._dtype = model, dtype
-        self._progress, self._clock = progress, clock
+        self._reference = Reference(model, dtype=dtype)
+        self._model, self._progress, self._clock = model, progress, clock
         self._believed = False  # whether the engine has passed its last check: else all of it is looked at
         self._num_checked = 0
         self._next_canary_at = 0.0
@@ -105,7 +98,7 @@ class Prover:
         judged = await asyncio.to_thread(self._reference.judge, mirror, token_ids)
         self._next_canary_at = self._clock() + (self._clock() - began) / _SHARE
         off = float(np.abs(answered - judged.truth).mean())
-        allowed = max(_FLOOR[self._dtype], _TIMES * judged.rounding)
+        allowed = max(_FLOOR, _TIMES * judged.rounding)
         self._progress.note(rounding=judged.rounding, engine_off=off)
         log.info("canary", version=show(manifest.version), off=off, rounding=judged.rounding)
         if not off <= allowed:

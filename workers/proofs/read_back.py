@@ -22,7 +22,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,11 +43,8 @@ _NUM_COLUMNS = 64  # of each packed layer, at a time
 _PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)  # what they keep is what they were given
 
 
-class _Call(NamedTuple):
-    """What a loader was asked to write into a parameter: its words but the parameter itself."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+# What a loader was asked to write into a parameter: its words but the parameter itself.
+_Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 class ReadBackExtension:
@@ -86,7 +83,7 @@ def _writing_down(model: nn.Module, calls: Mapping[nn.Module, Mapping[str, list[
     def recorder(module: nn.Module, name: str) -> Callable[..., bool]:
         def record(*args: Any, **kwargs: Any) -> bool:
             others = {word: value for word, value in kwargs.items() if word != "param"}
-            calls[module][name].append(_Call(args[1:], others))
+            calls[module][name].append((args[1:], others))
             return True
 
         return record
@@ -165,6 +162,6 @@ def _loaded_aside(module: nn.Module, name: str, calls: list[_Call]) -> torch.Ten
     load: Any = getattr(fresh, "weight_loader", default_weight_loader)
     while load.__name__ == "online_process_loader":  # what a reload wrapped around it, and leaves there
         load = load.__wrapped__
-    for call in calls:
-        load(fresh, *call.args, **call.kwargs)
+    for args, kwargs in calls:
+        load(fresh, *args, **kwargs)
     return fresh.data

@@ -28,7 +28,6 @@ from streamrl.workers.engines.mapped_file import MappedFile
 from streamrl.workers.engines.model import ModelFacts
 
 _ABOVE: Mapping[str, torch.dtype] = {"float32": torch.float64, "bfloat16": torch.float32}
-_SERVED: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 LogProbs = npt.NDArray[np.float64]  # [T - 1]
 
@@ -42,20 +41,20 @@ class Judged:
 
 
 class Reference:
-    def __init__(self, model: ModelFacts, *, dtype: str, trust_remote_code: bool) -> None:
-        self._facts, self._dtype, self._trust_remote_code = model, dtype, trust_remote_code
+    def __init__(self, model: ModelFacts, *, dtype: str) -> None:
+        self._facts, self._dtype = model, dtype
         self._shells: dict[torch.dtype, _Shell] = {}  # by what they compute in
 
     def judge(self, mirror: Path, token_ids: Sequence[int]) -> Judged:
         """Blocks for two forward passes; the mirror must not change meanwhile."""
         tensors = dict(MappedFile().tensors(str(mirror)))
         truth = self._logprobs(tensors, token_ids, _ABOVE[self._dtype])
-        served = self._logprobs(tensors, token_ids, _SERVED[self._dtype])
+        served = self._logprobs(tensors, token_ids, getattr(torch, self._dtype))
         return Judged(truth=truth, rounding=float(np.abs(served - truth).mean()))
 
     def _logprobs(self, tensors: Mapping[str, torch.Tensor], token_ids: Sequence[int], dtype: torch.dtype) -> LogProbs:
         if dtype not in self._shells:
-            self._shells[dtype] = _build(self._facts, dtype, trust_remote_code=self._trust_remote_code)
+            self._shells[dtype] = _build(self._facts, dtype)
         with _filled(self._shells[dtype], tensors, dtype) as model:
             return np.asarray(token_logprobs(model, list(token_ids)), dtype=np.float64)
 
@@ -68,9 +67,9 @@ class _Shell:
     names: Mapping[tuple[nn.Module, str], str]  # in the mirror, of each parameter; a tied head has the embedding's
 
 
-def _build(model: ModelFacts, dtype: torch.dtype, *, trust_remote_code: bool) -> _Shell:
+def _build(model: ModelFacts, dtype: torch.dtype) -> _Shell:
     """Parameters on `meta`, buffers with what the model computes into them."""
-    built = build_model(model, dtype=dtype, trust_remote_code=trust_remote_code, within=torch.device("meta"))
+    built = build_model(model, dtype=dtype, within=torch.device("meta"))
     for name, buffer in list(built.named_buffers()):
         owner, _, leaf = name.rpartition(".")
         setattr(built.get_submodule(owner), leaf, torch.empty_like(buffer, device="cpu"))

@@ -87,17 +87,13 @@ class Scores:
     total: float  # the weighted sum
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Weighted:
+    """One source in the mix, and how it has done since the worker's start."""
+
     reward: Reward
     weight: float
     max_abs: float = math.inf
-
-
-@dataclass(slots=True)
-class _Record:
-    """How one source has done since the worker's start."""
-
     scored: int = 0
     failed: int = 0
     latency_s: float = 0.0  # of late: an average that forgets
@@ -108,7 +104,6 @@ class Rewards:
 
     def __init__(self, sources: Mapping[str, Weighted], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._sources = dict(sources)
-        self._records = {name: _Record() for name in sources}
         self._clock = clock
         self._pending: dict[object, float] = {}  # samples, since when
         self._failing = ""  # why the last sample to be scored was not
@@ -167,18 +162,18 @@ class Rewards:
     def facts(self) -> dict[str, int | float | str]:
         """What the monitor shows of each source."""
         facts: dict[str, int | float | str] = {}
-        for name, record in self._records.items():
-            facts[f"rewards/{name}/state"] = self._sources[name].reward.health().state
-            facts[f"rewards/{name}/latency_s"] = round(record.latency_s, 4)
-            facts[f"rewards/{name}/scored"] = record.scored
-            facts[f"rewards/{name}/failed"] = record.failed
+        for name, source in self._sources.items():
+            facts[f"rewards/{name}/state"] = source.reward.health().state
+            facts[f"rewards/{name}/latency_s"] = round(source.latency_s, 4)
+            facts[f"rewards/{name}/scored"] = source.scored
+            facts[f"rewards/{name}/failed"] = source.failed
         return facts
 
     async def close(self) -> None:
         await asyncio.gather(*(source.reward.close() for source in self._sources.values()))
 
     async def _score_by(self, name: str, item: ScoreItem) -> float:
-        source, record, began = self._sources[name], self._records[name], self._clock()
+        source, began = self._sources[name], self._clock()
         try:
             value = await source.reward.score(item)
             if not math.isfinite(value):
@@ -186,11 +181,11 @@ class Rewards:
             if abs(value) > source.max_abs:
                 raise RewardError(f"gave {value:g}, beyond its max_abs of {source.max_abs:g}")
         except RewardError as error:
-            record.failed += 1
+            source.failed += 1
             raise type(error)(f"reward {name!r}: {error}") from error
-        record.scored += 1
-        share = max(_FORGETTING, 1 / record.scored)
-        record.latency_s += share * (self._clock() - began - record.latency_s)
+        source.scored += 1
+        share = max(_FORGETTING, 1 / source.scored)
+        source.latency_s += share * (self._clock() - began - source.latency_s)
         return float(value)
 
 

@@ -18,7 +18,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -85,7 +85,6 @@ class Batcher:
         self._pending: list[_Pending] = []
         self._num_pending_tokens = 0
         self._arrived = asyncio.Event()
-        self._full = asyncio.Event()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward-model")
         self.last_success = -math.inf  # on the monotonic clock
 
@@ -100,8 +99,6 @@ class Batcher:
         self._pending += added
         self._num_pending_tokens += sum(map(len, rows))
         self._arrived.set()
-        if self._num_pending_tokens >= self._max_batch_tokens:
-            self._full.set()
         await asyncio.gather(*(entry.score for entry in added), return_exceptions=True)
         return [entry.score.result() for entry in added]
 
@@ -109,8 +106,11 @@ class Batcher:
         """Score what arrives, until cancelled."""
         try:
             while True:
-                await self._arrived.wait()
-                await self._linger()
+                await self._until(lambda: self.num_pending > 0)
+                left_s = self._pending[0].since + self._max_delay_s - time.monotonic()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(max(0.0, left_s)):
+                        await self._until(lambda: self._num_pending_tokens >= self._max_batch_tokens)
                 await self._score_window(self._take_window())
         finally:
             self._thread.shutdown(wait=True, cancel_futures=True)
@@ -125,11 +125,11 @@ class Batcher:
             for entry in window:
                 entry.score.cancel()  # nothing, when it has its score
 
-    async def _linger(self) -> None:
-        left_s = self._pending[0].since + self._max_delay_s - time.monotonic()
-        if left_s > 0:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._full.wait(), left_s)
+    async def _until(self, enough: Callable[[], bool]) -> None:
+        """Wait for rows until there are enough."""
+        while not enough():
+            self._arrived.clear()
+            await self._arrived.wait()
 
     def _take_window(self) -> list[_Pending]:
         limit = _WINDOW_BATCHES * self._max_batch_tokens
@@ -137,10 +137,6 @@ class Batcher:
         count = max(1, sum(1 for _ in itertools.takewhile(lambda end: end <= limit, ends)))
         window, self._pending = self._pending[:count], self._pending[count:]
         self._num_pending_tokens = sum(len(entry.row) for entry in self._pending)
-        if not self._pending:
-            self._arrived.clear()
-        if self._num_pending_tokens < self._max_batch_tokens:
-            self._full.clear()
         return window
 
     async def _score_batch(self, batch: list[_Pending]) -> None:

@@ -78,7 +78,7 @@ class FunctionReward:
     async def start(self) -> None:
         try:
             children = [await place.child() for place in self._places]
-        except CannotLoad as error:
+        except CallFailed as error:
             raise ConfigError(f"{self._key}: cannot use it: {error}") from None
         for _ in range(CONCURRENT_CALLS if children[0].concurrent else 1):
             for place in self._places:
@@ -144,11 +144,7 @@ _MAX_ANSWER_BYTES = 1 << 16
 
 
 class CallFailed(Exception):
-    """No number came of a call; the text says why. Where it is none of the below, the function gave none."""
-
-
-class CannotLoad(CallFailed):
-    """There is no child: it could not load the function."""
+    """No number came of a call; the text says why: the function gave none, or could not be loaded."""
 
 
 class ChildLost(CallFailed):
@@ -182,12 +178,11 @@ class Child:
         )
         try:
             _send(process, source.model_dump(include={"target", "options", "timeout_s", "memory_mb"}))
-            concurrent = await _loaded(process)
+            return cls(process, concurrent=await _loaded(process), timeout_s=source.timeout_s)
         except BaseException:
             _kill(process)
             await process.communicate()  # closes its pipes
             raise
-        return cls(process, concurrent=concurrent, timeout_s=source.timeout_s)
 
     async def call(self, arguments: tuple[Any, ...]) -> float:
         """The function's number, or CallFailed."""
@@ -252,18 +247,18 @@ class Child:
 
 
 async def _loaded(process: Process) -> bool:
-    """Wait for the child's first line: CannotLoad, or whether the function is an `async def`."""
+    """Wait for the child's first line: CallFailed, or whether the function is an `async def`."""
     assert process.stdout is not None
     try:
         async with asyncio.timeout(LOAD_TIMEOUT_S):
             line = await process.stdout.readline()
     except TimeoutError:
-        raise CannotLoad(f"not loaded within {LOAD_TIMEOUT_S:g} s") from None
+        raise CallFailed(f"not loaded within {LOAD_TIMEOUT_S:g} s") from None
     if not line:
-        raise CannotLoad("the process ended while it loaded the function")
+        raise CallFailed("the process ended while it loaded the function")
     first = json.loads(line)
     if "error" in first:
-        raise CannotLoad(str(first["error"]))
+        raise CallFailed(str(first["error"]))
     return bool(first["concurrent"])
 
 

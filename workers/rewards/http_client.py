@@ -170,7 +170,9 @@ class HttpReward:
             on_trial, before = replica.on_trial, answered.setdefault(replica, replica.num_answered)
             rows = self._trial_rows(replica, items) if on_trial else items
             try:
-                scores = await self._ask(replica, rows)
+                with self._replicas.asking(replica):
+                    scores = await ask(self._client, self._source, replica.url, rows)
+                self._scored = rows[0]
                 if rows is items:
                     return scores
             except TryAgain as error:
@@ -210,12 +212,6 @@ class HttpReward:
                 return replica
             await asyncio.sleep(min(self._replicas.pause_s() * random.uniform(1.0, 1.2), until - loop.time()))
         raise RewardOutage(f"no replica gave a score for {self._source.outage_s:g} s: {self._replicas.last_errors}")
-
-    async def _ask(self, replica: Replica, items: list[ScoreItem]) -> list[float]:
-        with self._replicas.asking(replica):
-            scores = await ask(self._client, self._source, replica.url, items)
-        self._scored = items[0]
-        return scores
 
 
 def _fail(batch: list[_Waiting], error: RewardError) -> None:

@@ -1,6 +1,6 @@
 """A sequence-classification model as reward model: loading it, and scoring batches of any lengths.
 
-    reward = (sum_i attribute_weights[i] x output_i - mean) / std     of a model with one output: (output - mean) / std
+    reward = (sum_i attribute_weights[i] x output_i - reward_mean) / reward_std      of a single output: without the sum
 
 The outputs are the head's at the last token, as transformers takes them, or their mean over all tokens of a row.
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -20,6 +19,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
+from streamrl.config import schema
 from streamrl.errors import DataError
 from streamrl.process import keep_freed_memory
 
@@ -29,24 +29,14 @@ Row = Sequence[int]  # token ids
 _BUSY_TOKENS = {"cpu": 512, "cuda": 8192}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scoring:
-    """How a reward is made from the outputs of a model."""
-
-    pool: Literal["last", "average"] = "last"
-    attribute_weights: tuple[float, ...] = ()  # of each output; of a model with one output there are none
-    mean: float = 0.0
-    std: float = 1.0
-
-
 class RewardModel:
     def __init__(
-        self, model: Any, tokenizer: transformers.PreTrainedTokenizerBase, *, name: str, scoring: Scoring
+        self, model: Any, tokenizer: transformers.PreTrainedTokenizerBase, settings: schema.RewardServer
     ) -> None:
-        self.name = name
+        self.name = settings.model
         self.model = model
         self.tokenizer = tokenizer
-        self._scoring = scoring
+        self._settings = settings
         text_config = model.config.get_text_config()
         self.vocab_size: int = text_config.vocab_size
         limits = (getattr(text_config, "max_position_embeddings", None), tokenizer.model_max_length)
@@ -57,14 +47,14 @@ class RewardModel:
     @classmethod
     def load(
         cls,
-        path: str,
+        settings: schema.RewardServer,
         *,
         dtype: Dtype = "float32",
         trust_remote_code: bool = False,
         new_head: int | None = None,
-        scoring: Scoring = Scoring(),
     ) -> Self:
         """From a folder or the hub. `new_head`: begin with a random one of so many outputs, as training does."""
+        path = settings.model
         common: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         tokenizer = _load_tokenizer(path, common)
         if new_head is not None:
@@ -80,10 +70,10 @@ class RewardModel:
                 f"the model {path!r} has no reward head ({', '.join(sorted(info['missing_keys'])[:3])} missing): "
                 "train one with `streamrl reward train`"
             )
-        _check_outputs(model, scoring, path, may_be_several=new_head is not None)
+        _check_outputs(model, settings, may_be_several=new_head is not None)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model.config.use_cache = False
-        return cls(model.to(device).eval(), tokenizer, name=path, scoring=scoring)
+        return cls(model.to(device).eval(), tokenizer, settings)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         ids: list[list[int]] = self.tokenizer(list(texts), verbose=False)["input_ids"]
@@ -99,7 +89,7 @@ class RewardModel:
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
         device = self.model.device
         inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
-        if self._scoring.pool == "average":
+        if self._settings.pool == "average":
             return self._averaged(**inputs)
         with self._padded_by(pad):
             logits: torch.Tensor = self.model(**inputs).logits
@@ -107,10 +97,10 @@ class RewardModel:
 
     @torch.inference_mode()
     def score(self, rows: Sequence[Row]) -> list[float]:
-        scoring, outputs = self._scoring, self.forward(rows)
-        if scoring.attribute_weights:
-            outputs = outputs @ outputs.new_tensor(scoring.attribute_weights)[:, None]
-        return ((outputs[:, 0] - scoring.mean) / scoring.std).tolist()
+        settings, outputs = self._settings, self.forward(rows)
+        if settings.attribute_weights:
+            outputs = outputs @ outputs.new_tensor(settings.attribute_weights)[:, None]
+        return ((outputs[:, 0] - settings.reward_mean) / settings.reward_std).tolist()
 
     def _averaged(self, *, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         hidden = self.model.base_model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
@@ -158,15 +148,15 @@ def _load_tokenizer(path: str, common: dict[str, Any]) -> transformers.PreTraine
     return tokenizer
 
 
-def _check_outputs(model: Any, scoring: Scoring, path: str, *, may_be_several: bool) -> None:
-    count, weights = model.config.num_labels, scoring.attribute_weights
+def _check_outputs(model: Any, settings: schema.RewardServer, *, may_be_several: bool) -> None:
+    path, count, weights = settings.model, model.config.num_labels, settings.attribute_weights
     if weights and len(weights) != count:
         raise DataError(f"the model {path!r} has {count} outputs, and attribute_weights has {len(weights)} numbers")
     if count != 1 and not weights and not may_be_several:
         raise DataError(
             f"the model {path!r} has {count} outputs; a reward is one: say with attribute_weights how they are summed"
         )
-    if scoring.pool == "average" and not hasattr(model, "score"):
+    if settings.pool == "average" and not hasattr(model, "score"):
         raise DataError(f"the model {path!r} ({type(model).__name__}) has no head that scores tokens: use pool: last")
 
 

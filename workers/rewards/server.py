@@ -5,6 +5,9 @@
     GET  /health, /metrics (for Prometheus), /openapi.json
 
 A request is read (bounded in bytes and time), checked, tokenised in a thread of its own and handed to the batcher.
+
+SIGTERM or Ctrl-C ends it in order: no new connections, what was asked is answered, then the process leaves. Whose
+scores take longer than `STOP_TIMEOUT_S`, or until another such signal, is told to ask elsewhere.
 """
 
 from __future__ import annotations
@@ -12,10 +15,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import socket
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, ClassVar
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
@@ -24,15 +29,23 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from streamrl.config import schema
 from streamrl.tasks import run_beside
+from streamrl.web import Server
 from streamrl.workers.rewards.batcher import Batcher, ScoringFailed, ScoringModel
 from streamrl.workers.rewards.openapi import ServiceMetrics, document
+
+if TYPE_CHECKING:
+    from streamrl.workers.rewards.model import Dtype
 
 MAX_BODY_BYTES = 8 << 20
 MAX_ROWS = 4096  # of one request
 MAX_PENDING_ROWS = 16384  # of all requests that were read and not answered; with more the server says that it is busy
 BODY_TIMEOUT_S = 30.0
 HEALTH_TIMEOUT_S = 5.0  # a model that scored nothing for so long is asked to prove itself
+STOP_TIMEOUT_S = 10
+_LEAVE_TIMEOUT_S = 5  # for a caller to take its answer
+_KEEP_ALIVE_S = 60  # longer than callers keep an idle connection (httpx: 5 s): else it may close just as they ask
 
 
 class ScoreRequest(BaseModel):
@@ -237,3 +250,44 @@ async def _explain(request: Request, error: Exception) -> Response:
 
 async def _apologise(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": "internal error; the server's log has it"}, 500)
+
+
+def build_app(
+    settings: schema.RewardServer, *, dtype: Dtype, threads: int | None, token: str | None, trust_remote_code: bool
+) -> RewardApp:
+    """Load the model, which takes its time, and build the application around it."""
+    from streamrl.workers.rewards.model import RewardModel, prepare_process  # torch: only where a model is served
+
+    prepare_process(threads)
+    model = RewardModel.load(settings, dtype=dtype, trust_remote_code=trust_remote_code)
+    batcher = Batcher(model, max_delay_s=settings.max_delay_ms / 1000, max_batch_tokens=settings.max_batch_tokens)
+    return RewardApp(model, batcher, token=token)
+
+
+class _Server(Server):
+    """It ends without an error for anybody."""
+
+    def __init__(self, app: RewardApp, on_ready: Callable[[], None]) -> None:
+        super().__init__(
+            app.asgi(),
+            on_ready=on_ready,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=STOP_TIMEOUT_S + _LEAVE_TIMEOUT_S,
+        )
+        self._app = app
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # uvicorn's own would raise the signal again in the end, and an orderly end is exit code 0.
+        if self.should_exit:
+            self._app.give_up()
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        giving_up = asyncio.get_running_loop().call_later(STOP_TIMEOUT_S, self._app.give_up)
+        await super().shutdown(sockets=sockets)
+        giving_up.cancel()
+
+
+def run(app: RewardApp, bound: socket.socket, on_ready: Callable[[], None]) -> None:
+    """Serve until SIGTERM or Ctrl-C, and return."""
+    asyncio.run(_Server(app, on_ready).serve(sockets=[bound]))

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from streamrl.config import schema
 from streamrl.errors import DataError, TrainingError
 from streamrl.files import write_durably
 from streamrl.workers.rewards.model import RewardModel, Row
@@ -72,7 +73,8 @@ class _Encoded:
 def train(examples: Sequence[Example], settings: TrainSettings, say: Callable[[str], None]) -> Summary:
     torch.manual_seed(settings.seed)  # the new head, and dropout
     outputs = max(1, len(examples[0].scores))
-    scorer = RewardModel.load(settings.model, new_head=outputs, trust_remote_code=settings.trust_remote_code)
+    start = schema.RewardServer(model=settings.model)
+    scorer = RewardModel.load(start, new_head=outputs, trust_remote_code=settings.trust_remote_code)
     if scorer.tokenizer.pad_token_id is not None:
         scorer.model.config.get_text_config().pad_token_id = scorer.tokenizer.pad_token_id
     encoded = _encode(scorer, examples, settings.max_tokens)

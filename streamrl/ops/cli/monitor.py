@@ -7,6 +7,7 @@ import json
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -154,12 +155,14 @@ def dashboard(target: Target, host: str, port: int, makes_token: bool, token_fil
     if not only_loopback and token is None:
         raise ConfigError(f"--host {host}: others may reach it, so a token is needed; add --token or --token-file FILE")
     need("the dashboard", "starlette", "uvicorn", "prometheus_client", extra="monitor")
-    from streamrl.ops.monitor.web.server import Dashboard, serve
+    from streamrl.ops.monitor.web.server import Dashboard
+    from streamrl.web import Server
 
     with opened(target) as there, bind(host, port, what="dashboard") as listener:
         url = f"http://{address_of(listener, host=host)}/" + (f"#token={token}" if token else "")
         board = Dashboard(there, token=token, only_loopback=only_loopback)
-        serve(board.app(), listener, lambda: click.echo(f"dashboard of {target.run}: {url}"))
+        ready = partial(click.echo, f"dashboard of {target.run}: {url}")
+        Server(board.app(), on_ready=ready, timeout_graceful_shutdown=2).run(sockets=[listener])
 
 
 @click.command()

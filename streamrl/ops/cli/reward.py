@@ -76,8 +76,8 @@ def serve(**options: Any) -> None:
     configuration's rewards.NAME.replicas.
     """
     need("the reward server", "torch", "transformers", "starlette", "uvicorn", extra="rewards")
-    from streamrl.workers.rewards import serving
     from streamrl.workers.rewards.http_request import read_token
+    from streamrl.workers.rewards.server import build_app, run
 
     token = None if options["token_file"] is None else read_token(options["token_file"], key="--token-file")
     bound = bind(options["host"], options["port"], what="reward server")  # before the model: a taken port shows at once
@@ -89,14 +89,14 @@ def serve(**options: Any) -> None:
                 write_durably(options["url_file"], url.encode())
             click.echo(f"reward server: {options['model']} at {url}")
 
-        app = serving.build_app(
+        app = build_app(
             schema.RewardServer.model_validate({name: options[name] for name in schema.RewardServer.model_fields}),
             dtype=options["dtype"],
             threads=options["threads"],
             token=token,
             trust_remote_code=options["trust_remote_code"],
         )
-        serving.run(app, bound, ready)
+        run(app, bound, ready)
 
 
 @reward.command()

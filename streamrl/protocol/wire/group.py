@@ -79,12 +79,13 @@ class GroupHeader:
     attempt: int
     worker: str
     fingerprint: str  # of model shape and tokenizer: groups of another one are dropped
-    num_prompt_tokens: int
-    sample_lengths: tuple[int, ...]  # [n]; empty when the ticket failed
-    sample_rewards: tuple[float, ...]  # [n] weighted totals
-    sample_finished: tuple[bool, ...]  # [n] ended by themselves
-    min_version: int  # over all spans; 0 when there are none
-    max_version: int
+    # These, and the digest, are computed from the samples when the group is encoded.
+    num_prompt_tokens: int = 0
+    sample_lengths: tuple[int, ...] = ()  # [n]; empty when the ticket failed
+    sample_rewards: tuple[float, ...] = ()  # [n] weighted totals
+    sample_finished: tuple[bool, ...] = ()  # [n] ended by themselves
+    min_version: int = 0  # over all spans; 0 when there are none
+    max_version: int = 0
     num_failed_samples: int = 0
     error: str = ""  # why the ticket failed; empty for a group
     generate_s: float = 0.0

@@ -1,4 +1,4 @@
-"""The dashboard's server. starlette and uvicorn are loaded here alone.
+"""The dashboard as an application, which `streamrl.web` runs. Of `ops` it alone loads starlette.
 
 Whoever opens the page reads what one background thread has seen (`poller`), so a hundred readers cost Redis no more
 than one. On loopback it answers only requests that name loopback, so that no other site's page can reach it through a
@@ -14,16 +14,14 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
-import socket
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import redis
-import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -160,18 +158,6 @@ def _chart(history: History, chart: Chart) -> dict[str, Any]:
 
 def _json(value: Any, *, status: int = 200) -> Response:
     return Response(json.dumps(value), status_code=status, media_type="application/json")
-
-
-def serve(app: Starlette, listener: socket.socket, ready: Callable[[], None]) -> None:
-    """Until SIGINT or SIGTERM; `ready` is called once it listens."""
-
-    class Server(uvicorn.Server):
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            ready()
-
-    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=2)
-    Server(config).run(sockets=[listener])
 
 
 _MOST_SAMPLES = 600

@@ -1,0 +1,26 @@
+"""uvicorn as all servers of this house run it: on a port that is taken already, silent, saying when it really listens.
+
+starlette and uvicorn are needed where this is imported.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+
+
+class Server(uvicorn.Server):
+    """`settings` are those of uvicorn.Config."""
+
+    def __init__(self, app: Starlette, *, on_ready: Callable[[], None] = lambda: None, **settings: Any) -> None:
+        super().__init__(uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", ws="none", **settings))
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        if self.started:
+            self._on_ready()
