@@ -119,7 +119,7 @@ class Dispatch:
             self._stream.dead(self._ticket(number, step, self._lag.first_version()), error=error)
             self._ledger.resolve(number, DEAD, step=step + 1)
 
-    def reconcile(self, *, cursor: str, step: int) -> None:
+    def reconcile(self, *, cursor: str, step: int) -> Inventory:
         """Groups up to the cursor have been read; those that were not resolved are to be read again, for the bodies may
         be gone, and the ranks have yet to fetch them."""
         self._stream.restore(cursor=cursor, retried=self._ledger.retries.known())
@@ -146,6 +146,7 @@ class Dispatch:
             issued_again=len(missing),
             unreadable=len(unreadable),
         )
+        return found
 
     def _count_issued(self, present: Iterable[int], retried: Mapping[int, int], *, step: int) -> None:
         """Once: go on behind the tickets that a learner before us issued after the checkpoint, as far as Redis shows

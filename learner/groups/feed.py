@@ -23,14 +23,15 @@ import structlog
 
 from streamrl.config import schema
 from streamrl.crashpoints import crashpoint
-from streamrl.errors import WireError
+from streamrl.errors import TrainingError, WireError
 from streamrl.learner.groups.backlog import Backlog, largest_group
 from streamrl.learner.groups.counts import Datasets, Lengths
 from streamrl.learner.groups.dispatch import Dispatch
+from streamrl.learner.groups.failures import FailuresInRow
 from streamrl.learner.groups.lag import LagRule
 from streamrl.learner.groups.ledger import DEAD, DROPPED, TRAINED, FeedState, Ledger
 from streamrl.learner.groups.plan import GroupCheck, Kind, Plan, ReadyGroup, ReadyGroups, balance
-from streamrl.learner.groups.prompts import PromptSet
+from streamrl.learner.groups.prompts import Prompt, PromptSet
 from streamrl.learner.groups.quarantine import QUARANTINED, Quarantine
 from streamrl.learner.groups.waiting import WaitTimers
 from streamrl.protocol.transport.types import Control, Entry, GroupStream
@@ -64,12 +65,13 @@ class Feed:
         self._max_samples = config.sampling.num_samples  # what tickets ask for
         self._run_uid, self._fingerprint, self._keep = run_uid, fingerprint, keep
         self._quarantine = quarantine or Quarantine()
+        self._failures = FailuresInRow(config.training.max_failed_in_row)
         self._wait_timers = WaitTimers(config, clock)
         self._clock = clock
         self._sleep = sleep
         self._ledger = Ledger(state.ledger, state.uncommitted)
         self._lengths = Lengths(config.sampling.max_tokens, state.lengths)
-        self._datasets = Datasets(self._dataset_of, state.datasets)
+        self._datasets = Datasets(lambda ticket: self._prompt_of(ticket).dataset, state.datasets)
         self._lag = LagRule(config.lag, state.versions)
         self._ready_groups = ReadyGroups(
             ledger=self._ledger, lag=self._lag, groups_per_step=self._groups_per_step, carry=state.carry
@@ -192,7 +194,8 @@ class Feed:
     def reconcile(self, *, step: int) -> None:
         """Find out what Redis has and has not, and put right what differs from the ledger."""
         assert self._planned is None, "a plan is with the ranks: settle it first"
-        self._dispatch.reconcile(cursor=self._cursor, step=step)
+        found = self._dispatch.reconcile(cursor=self._cursor, step=step)
+        self._failures.began(group.entry_id for group in found.groups)
         self._wait_timers.reconciled()
 
     def _plan_until(self, deadline: float, step: int, world_size: int) -> Plan | None:
@@ -244,7 +247,7 @@ class Feed:
         if self._ready_groups.num_read < self._groups_per_step:  # a batch that is only being read again waits on
             self._wait_timers.batch_is_not_full()
         if nothing_to_come:
-            return Plan(kind=Kind.END if self._dispatch.exhausted else Kind.STOP, step=step)
+            return self._end_of_data(step) if self._dispatch.exhausted else Plan(kind=Kind.STOP, step=step)
         return None
 
     def _batch(self) -> list[ReadyGroup]:
@@ -289,14 +292,16 @@ class Feed:
             self._ledger.resolve(entry.number, f"{DROPPED}malformed", step=step + 1)
         elif not header.failed:
             self._backlog.expect(num_bytes)
+            self._failures.sound()
             self._weigh(entry, header, step)
-        elif header.attempt < self._ledger.attempts(entry.number):
+        elif header.attempt < self._ledger.attempts(entry.number) or self._failures.is_old(entry.id):
             # The failure of an earlier attempt has been counted, and another attempt is under way; or was, where
-            # a Redis that went back in time has given out the earlier one again.
+            # a Redis that went back in time has given out the earlier one again. Or nobody has counted it.
             self._ledger.ignore("late_failure")
             self._wait_timers.look_soon()
         else:
             self._dispatch.failed(entry.number, error=header.error, step=step)
+            self._failures.failed(self._prompt_of(entry.number), error=header.error)
 
     def _header(self, entry: Entry) -> GroupHeader | None:
         """None when it is no header of a training group for this very ticket."""
@@ -328,9 +333,21 @@ class Feed:
             if self._lag.is_stale(held.header.min_version, held.header.max_version, step):
                 self._end(self._ready_groups.remove(held.header.ticket).header, f"{DROPPED}stale", step=step)
 
-    def _dataset_of(self, ticket: int) -> str:
+    def _end_of_data(self, step: int) -> Plan:
+        """A run that has trained nothing has not finished, whatever its data say."""
+        if self._ledger.outcomes[TRAINED]:
+            return Plan(kind=Kind.END, step=step)
+        endings = [f"{count} dropped as {reason}" for reason, count in self._ledger.dropped()]
+        if num_dead := self._ledger.outcomes[DEAD]:
+            endings.append(f"{num_dead} failed for good, the latest, {self._failures.latest}")
+        raise TrainingError(
+            f"all the data were asked for, and no step was made: of {self._ledger.issued} groups "
+            f"{'; '.join(endings)}. `streamrl groups` shows answers and their rewards; mend it and start the run again"
+        )
+
+    def _prompt_of(self, ticket: int) -> Prompt:
         _, row = self._prompts.locate(self._ledger.retries.place(ticket))
-        return self._prompts.rows[row].dataset
+        return self._prompts.rows[row]
 
     def _end(self, header: GroupHeader, outcome: str, *, step: int) -> None:
         self._ledger.resolve(header.ticket, outcome, step=step + 1)

@@ -179,6 +179,7 @@ class Training(Section):
     max_time: str | None = None  # DD:HH:MM:SS for one job; then it checkpoints and stops, and the next one goes on
     micro_batch_tokens: Positive = 16384  # tokens of one forward and backward pass
     max_skipped_in_row: Positive = 5  # non-finite steps before the run stops
+    max_failed_in_row: Positive = 32  # groups that workers could not fill, before the run stops
 
 
 class Lag(Section):

@@ -1,0 +1,44 @@
+"""Does nothing come but failures? Then no prompt is at fault: a reward that always raises, or an engine that refuses
+everything, would send all the data to the dead letters, and the run would end as if it had been trained.
+
+A failure that lay in the stream before this learner came says nothing of today's reward: somebody may have mended it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from streamrl.errors import TrainingError
+from streamrl.learner.groups.prompts import Prompt
+from streamrl.protocol.transport.types import START, entry_order
+
+_SHOWN_CHARS = 80  # of a prompt
+
+
+class FailuresInRow:
+    def __init__(self, limit: int) -> None:
+        self._limit, self._count = limit, 0
+        self._before_us: str | None = None  # the newest entry that was there when this learner came
+        self.latest = ""  # of which prompt, and why
+
+    def began(self, entry_ids: Iterable[str]) -> None:
+        """What is in the stream; the first call counts."""
+        if self._before_us is None:
+            self._before_us = max(entry_ids, key=entry_order, default=START)
+
+    def is_old(self, entry_id: str) -> bool:
+        return self._before_us is not None and entry_order(entry_id) <= entry_order(self._before_us)
+
+    def sound(self) -> None:
+        """A group came that its worker could fill."""
+        self._count = 0
+
+    def failed(self, prompt: Prompt, *, error: str) -> None:
+        self._count += 1
+        text = prompt.text if len(prompt.text) <= _SHOWN_CHARS else f"{prompt.text[:_SHOWN_CHARS]}..."
+        self.latest = f"prompt {text!r} (line {prompt.line}): {error}"
+        if self._count >= self._limit:
+            raise TrainingError(
+                f"{self._count} groups in a row failed, and none between was sound (training.max_failed_in_row). "
+                f"The latest, {self.latest}. Mend it and start the run again: it goes on from its last checkpoint"
+            )
