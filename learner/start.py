@@ -24,7 +24,9 @@ from pydantic import TypeAdapter
 
 from streamrl.config import schema
 from streamrl.config.changes import check_changes
+from streamrl.config.load import dump_config
 from streamrl.errors import ConfigError, DataError
+from streamrl.files import write_durably
 from streamrl.learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot
 from streamrl.learner.checkpoints.resume import ANY_DATA, changed_since_checkpoint
 from streamrl.learner.checkpoints.terms import CheckpointName, Lineage, Term, ancestry, claim_run
@@ -181,6 +183,7 @@ def claim_folder(
             f"{checkpoint.folder} was made with other prompts, seed or order than data.train = {_paths(config.data)} "
             "gives now: tickets would mean other prompts"
         )
+    write_durably(config.folder / "config.yaml", dump_config(config).encode())
     return Claimed(term=term, checkpoint=checkpoint)
 
 

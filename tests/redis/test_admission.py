@@ -9,6 +9,7 @@ import pytest
 import redis
 
 from streamrl.config import schema
+from streamrl.config.load import load_config
 from streamrl.errors import RunGone
 from streamrl.learner.process.lease import LeaseKeeper
 from streamrl.learner.start import Admitted, Server, admit, take_lease, was_restarted
@@ -30,11 +31,11 @@ def config(tmp_path: Path, keys: Keys) -> schema.Config:
 def come(config: schema.Config, learner_client: redis.Redis, keys: Keys) -> Come:
     """Be admitted, as one rank 0 after the other under the same agent."""
 
-    def come(*, takeover: bool = False, is_restart: bool = False) -> Admitted:
+    def come(*, takeover: bool = False, is_restart: bool = False, wanted: schema.Config = config) -> Admitted:
         server = Server(client=learner_client, keys=keys, holder="job", takeover=takeover, is_restart=is_restart)
-        take_lease(config, server, takeover=takeover)
+        take_lease(wanted, server, takeover=takeover)
         return admit(
-            config=config,
+            config=wanted,
             server=server,
             keeper=LeaseKeeper(lambda: None, lease_s=30.0),
             prompts=make_prompts(4),
@@ -58,6 +59,25 @@ def test_a_run_that_was_removed_is_refused_without_a_trace_and_told_how_it_goes_
         come()
 
     assert terms(config) == ["000001"]
+
+
+def test_the_configuration_of_the_run_is_that_of_whoever_was_admitted(
+    come: Come, config: schema.Config, client: redis.Redis, keys: Keys
+) -> None:
+    def changed(max_restarts: int) -> schema.Config:
+        return config.model_copy(update={"learner": schema.Learner(max_restarts=max_restarts)})
+
+    def shown() -> int:
+        return load_config(config.folder / "config.yaml").config.learner.max_restarts
+
+    come(wanted=changed(1))
+    assert shown() == 1
+    come(wanted=changed(2))
+    assert shown() == 2
+    remove_run(client, keys)
+    with pytest.raises(RunGone):
+        come(wanted=changed(3))
+    assert shown() == 2
 
 
 def test_a_takeover_begins_a_removed_run_anew(

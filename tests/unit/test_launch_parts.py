@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from streamrl.config import schema
+from streamrl.config.load import load_config
 from streamrl.ops.launch.parts import Cluster, RunFolder, learner_command, reward_command, worker_command
 from streamrl.ops.launch.processes import Command
 
@@ -70,7 +71,7 @@ def test_the_learner_runs_under_torchrun_with_its_ranks_and_restarts() -> None:
     assert {"--nproc-per-node=2", "--max-restarts=7", "--rdzv-conf=last_call_timeout=1,keep_alive_interval=2"} <= set(
         command.arguments
     )
-    assert values(command, "--config") == ["runs/run/config.yaml"]
+    assert values(command, "--config") == ["runs/run/asked.yaml"]
     assert command.environment == {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "3"}
 
 
@@ -96,6 +97,14 @@ def test_a_learner_of_the_same_folder_is_the_same_to_others_so_that_it_takes_ove
 
     assert holder(tmp_path / "run") == holder(tmp_path / "link")
     assert holder(tmp_path / "run") != holder(tmp_path / "other")
+
+
+def test_what_a_launch_asks_for_is_the_runs_only_where_nothing_was_before(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.ask(make_config(learner={"max_restarts": 1}))
+    folder.ask(make_config(learner={"max_restarts": 2}))
+    found = [load_config(path).config.learner.max_restarts for path in (folder.config, folder.asked)]
+    assert found == [1, 2]
 
 
 def test_a_reward_server_with_a_negative_mean_gets_it_as_a_value() -> None:

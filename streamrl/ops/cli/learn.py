@@ -19,12 +19,11 @@ import click
 
 from streamrl.config.changes import check_changes
 from streamrl.config.check import check_config
-from streamrl.config.load import Loaded, dump_config, load_config
+from streamrl.config.load import Loaded, load_config
 from streamrl.config.places import EMBEDDED_REDIS, check_files
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError, ResourceError
 from streamrl.extras import check_learner
-from streamrl.files import write_durably
 from streamrl.learner.checkpoints import resume
 from streamrl.ops.cli.arguments import takes_config
 from streamrl.ops.launch.parts import Cluster, RunFolder, check_redis, holder_of_all, learner_command
@@ -177,7 +176,7 @@ def _prepare(config: Config) -> None:
     folder = RunFolder(config.folder)
     folder.logs.mkdir(parents=True, exist_ok=True)
     folder.learner_error.unlink(missing_ok=True)
-    write_durably(folder.config, dump_config(config).encode())
+    folder.ask(config)
 
 
 def _cluster(nodes: str, endpoint: str | None) -> Cluster | None:

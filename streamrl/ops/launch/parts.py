@@ -17,8 +17,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from streamrl.config import schema
+from streamrl.config.load import dump_config
 from streamrl.config.places import reward_code, reward_hosts
 from streamrl.errors import PartError
+from streamrl.files import write_durably
 from streamrl.ops.launch.processes import Command, Kept, Process
 from streamrl.protocol.transport.connection import check_server, connect
 from streamrl.protocol.transport.embedded import EmbeddedRedis
@@ -37,12 +39,20 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = path / "config.yaml"
+        self.config = path / "config.yaml"  # the run's
+        self.asked = path / "asked.yaml"  # the latest launch's, which a learner may refuse
         self.redis = path / "redis"
         self.reward_url = path / "reward.url"
         self.learner_error = path / "learner.error"
         self.summary = path / "summary.json"
         self.logs = path / "logs"
+
+    def ask(self, config: schema.Config) -> None:
+        """The learner makes it the run's own when it takes the run; before the first one, nothing is known but this."""
+        text = dump_config(config).encode()
+        write_durably(self.asked, text)
+        if not self.config.exists():
+            write_durably(self.config, text)
 
 
 def reward_command(server: schema.RewardServer, folder: RunFolder, *, port: int) -> Command:
@@ -115,7 +125,7 @@ def learner_command(
         "--rdzv-conf=last_call_timeout=1,keep_alive_interval=2",
         f"--shutdown-timeout={DRAIN_S}",
     ]
-    program = ["--config", str(folder.config)]
+    program = ["--config", str(folder.asked)]
     program += ["--redis", redis_url] if redis_url is not None else ["--replay", str(replay)]
     program += ["--takeover"] if takeover else []
     program += ["--elastic"] if cluster and cluster.is_elastic else []

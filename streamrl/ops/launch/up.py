@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from streamrl.config import schema
-from streamrl.config.load import Loaded, dump_config
+from streamrl.config.load import Loaded
 from streamrl.config.places import EMBEDDED_REDIS
 from streamrl.files import only_one, write_durably
 from streamrl.ops.audit import audit_folder
@@ -45,7 +45,7 @@ def up(loaded: Loaded, *, display: Display, takeover: bool = False) -> Outcome:
     began = time.monotonic()
     with only_one(folder.path, config.name), Interrupts() as interrupts, display, ExitStack() as stack:
         configure_logging("launcher", folder.logs / "launcher.log", quiet=True)
-        write_durably(folder.config, dump_config(config).encode())
+        folder.ask(config)
         embedded = None
         if config.redis.url == EMBEDDED_REDIS:
             embedded = RedisPart(folder.redis, say=display.say)
