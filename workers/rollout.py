@@ -10,7 +10,7 @@ lasts, tickets that wait for their scores are handed back, and one at a time is 
 leaves only when every version that made a token of it was proved (see `proving`). What is not delivered in the end is
 handed back, so that nobody waits for a lease to run out.
 
-How many more tickets a worker takes: enough to keep its engine busy, no more than it can soon begin.
+A worker takes as many tickets as keep its engine busy, and no more than it can soon begin.
 
 What lies in a worker's queue is what another worker could have begun already, so the queue is kept at about one ticket:
 a place that falls free is filled at once, and N workers share the work by speed, since each takes as it finishes.
@@ -20,7 +20,7 @@ a place that falls free is filled at once, and N workers share the work by speed
 
 The bound is in samples. Answers are long-tailed: of a ticket's samples most are done long before the last one, and if
 tickets were counted, the places of those that are done would stay empty until then (of 8 samples with geometric lengths
-more than half). Nothing waits for a whole batch. Blocks on nothing.
+more than half). Nothing waits for a whole batch.
 """
 
 from __future__ import annotations

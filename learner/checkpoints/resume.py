@@ -2,7 +2,7 @@
 
 Torch-free, so that the command line can ask before anything starts. Blocks on the disk only.
 
-A new run that begins with a checkpoint of another one: `streamrl learn FILE name=NEW --fork RUN@STEP`.
+A fork is a new run that begins with a checkpoint of another one: `streamrl learn FILE name=NEW --fork RUN@STEP`.
 
 The new folder holds one checkpoint, with the weights, the optimizer's state and the step of the old one, and is from
 then on a run like any other: its own uid, terms, streams and versions. It may differ from the old run in every setting
@@ -10,7 +10,7 @@ that the weights fit. Its data go on behind what the old run had come to: those 
 run has not trained them; or the data begin anew, and with them the schedule of the learning rate.
 
 A command, and not a setting: it happens once, and a configuration says what holds at every start. The folder appears
-whole or not at all. Torch-free; blocks on the disk, for the files where they cannot be linked.
+whole or not at all.
 """
 
 from __future__ import annotations

@@ -5,17 +5,13 @@ not resolved is outstanding. The resolved ones are kept as ranges, since tickets
 is the low watermark, the others are the exceptions above it, and the cost per ticket stays flat however long the run.
 Which ticket ended how is kept until it is committed, and then lies in the journal (learner.checkpoints.journal).
 
-Pure bookkeeping: no Redis, no disk, nothing that waits.
-
-Ticket numbers: sets of them, and the place in the data that a number stands for.
-
-Numbers count up from 0 in the order of issue. Nearly all stand for the next place in the data; now and then one is a
-retry of a dead ticket, which takes the next number as well, and the places go on behind it:
+Nearly all numbers stand for the next place in the data, in the order of issue; now and then one is a retry of a dead
+ticket, which takes the next number as well, and the places go on behind it:
 
     number   0  1  2  3        4  5           places go on behind a retry
     stands   0  1  2  retry 1  3  4           its place is that of the ticket that it repeats
 
-So a number still says everything, given the retries so far. Pure: nothing here waits.
+So a number still says everything, given the retries so far. Pure bookkeeping: no Redis, no disk, nothing that waits.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
 """The prompts of a run, tokenised once, and which of them a ticket asks for.
 
 Ticket t asks for place `t % n` of pass `t // n` over the data, whose n places follow from the seed, the datasets and
-their weights alone (`learner.groups.prompts`), so that any ticket can be issued again at any time. The fingerprint
+their weights alone (`Mixture`), so that any ticket can be issued again at any time. The fingerprint
 stands for that function; a checkpoint carries it, and a run whose fingerprint has changed must not go on.
 
 The tokenizer is whatever `transformers` loaded; it is passed in, so that nothing here imports torch. Blocks on
 reading the file and on tokenising it, at the start only.
 
-Which rows a pass over the data asks for, and in which order, when datasets are mixed by weight.
-
-A pass asks for `weight x rows` of each dataset, rounded, and for one at least:
+Datasets are mixed by weight. A pass asks for `weight x rows` of each dataset, rounded, and for one at least:
 
     all its rows, as often as that many hold them  +  the rest, from a circle through the dataset
                                                       0 1 2 3 4 5 6 7 8 9   (a weight of 0.3: 0 1 2, then 3 4 5, ...)

@@ -18,7 +18,8 @@ all passes (pi_p), which the later ones compare with.
 Collectives: the denominators, the advantages' moments, the number of micro-batches, norm and loss, and FSDP's own; each
 blocks until every rank has come.
 
-The policy as it was before the run: its own base when adapters train, else a frozen copy, which nothing ever moves.
+The reference is the policy as it was before the run: its own base when adapters train, else a frozen copy, which
+nothing ever moves.
 
 On a GPU the copy may wait in the host's memory (`model.reference: cpu`) and pass through the device layer by layer,
 sharded over the ranks like the policy: the same numbers, for the price of copying the model once in each forward pass.

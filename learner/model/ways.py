@@ -8,7 +8,7 @@
 The fastest comes first. What a few tokens cannot show is ruled by the model's configuration: no mask tells a
 convolution, a recurrence or a chunk where sequences begin; sinks and soft caps are in no kernel but the model's own.
 
-How tokens of packed sequences attend: under a mask (`masked`), or told where sequences begin (`varlen`).
+Tokens of packed sequences attend under a mask (`masked`), or are told where sequences begin (`varlen`):
 
     masked    PyTorch's attention with the rows' own mask; samples share their prompt; costs the square of a row
     varlen    sequences end to end, each with its prompt; costs the sum of the squares of their lengths

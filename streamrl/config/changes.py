@@ -18,8 +18,8 @@ from streamrl.errors import ConfigError
 
 _TICKETS = "tickets of this run stand for prompts in the order that it gives"
 _WEIGHTS = "the weights and the reference of this run are of that model"
-_SAMPLED = "groups under way were sampled with it, and their log-probs would mean something else"
-_SCORED = "groups under way were scored with it, and rewards would not be comparable"
+_SAMPLED = "the groups of this run are sampled with it, and log-probs would mean something else"
+_SCORED = "the groups of this run are scored with it, and its rewards would not be comparable"
 _SERVED = "workers that run were started with it"
 
 _FREE = ("redis", "optimizer", "training", "lag", "checkpoint", "validation", "metrics", "worker", "learner")

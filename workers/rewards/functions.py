@@ -15,10 +15,9 @@ where `token_ids` are the completion's and `fields` the further fields of the pr
 A child that dies with several calls in it does not tell whose fault it was, so each of them is tried once more alone.
 The only waits are for a turn (bounded by the limits of the calls before) and for the answer (`timeout_s`).
 
-A worker's view of one child process that runs a reward function: begin it, call it, and know whom its death blames.
-
-Owns the process, its pipes and the task that reads its answers. Waits for the function to be loaded (`LOAD_TIMEOUT_S`)
-and for answers (`timeout_s`); a call that is late costs the process, since nothing else stops a function that loops.
+A worker begins a child, calls it, and knows whom its death blames. It owns the process, its pipes and the task that
+reads its answers. Waits for the function to be loaded (`LOAD_TIMEOUT_S`) and for answers (`timeout_s`); a call that is
+late costs the process, since nothing else stops a function that loops.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A request has one deadline for everything, an answer has a size cap, redirects are not followed and compression is not
 accepted.
 
-The forms in which reward services are asked over HTTP, each one's request beside its answer.
+Services are asked in one of these forms, each one's request beside its answer:
 
     streamrl       POST /score       {"texts": [...]}                                   {"rewards": [...]}
     openrlhf       POST /get_reward  {"query": [...], "prompts": [...], "labels": [...]} {"rewards": [...]}
@@ -15,7 +15,7 @@ asked for the model's own number, before any sigmoid, since a reward is one. A m
 token: the last one counts. What is no answer in the form is a ValueError; whether its numbers are finite is for the
 caller.
 
-The bearer token that reward servers and clients share: in a file, never in a configuration, an argument or a log.
+The bearer token that reward servers and clients share lies in a file, never in a configuration, an argument or a log.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Whoever has the rights may have written what lies there: all of it is checked, by `read_ticket` and `decode_reports`
 here, by a group's readers later (`wire.group`).
 
-Reading a stream in pages, one of them ahead: the server makes it ready while its reader looks at the one before.
+A stream is read in pages, one of them ahead: the server makes it ready while its reader looks at the one before.
 
     read ──► page ──► the reader is busy with it ──► read ──► page ──► ...
                 └ the next one is asked for ──── it comes ────┘
@@ -12,7 +12,7 @@ What was asked for ahead is what a read at that moment would have given, and is 
 from where it stopped. Reading changes nothing, so any call may be repeated. Blocks at most `block_ms`, or until the
 reply times out; errors come out as they are.
 
-Groups on their way into the stream: those that are ready at about the same time share a call.
+Groups go into the stream together: those that are ready at about the same time share a call.
 
     one call is under way ─────────────────────────────► outcomes
     what is delivered meanwhile gathers ───────────────────► goes together, in the order in which it came

@@ -8,7 +8,7 @@ all bytes take alike, so there a way may be taken that has up to so many times t
 
 Blocks on nothing: who follows looks the manifests up (`CatchUp.wants`), in whatever way it waits.
 
-Blobs out of a store, ahead of whoever uses them, in the order in which they are wanted.
+Blobs are fetched ahead of whoever uses them, in the order in which they are wanted:
 
     wanted ─► up to NUM_THREADS at a time, so many bytes ahead ─► digest checked ─► used, one after another
           └─► by who will use it, where nothing is under way ───────────┘

@@ -3,7 +3,7 @@
 Nothing here waits. The work is bound by memory: the new state and the base are each read once from memory, in pieces
 that fit the second-level cache, and compared and digested while they are there.
 
-Deltas into the tensors that they change: each stretch with all of its deltas at once, stretches side by side.
+Tensors are patched by stretches, each with all of its deltas at once, side by side:
 
     columns ─► thread: decode a column's deltas together ─► add them where they belong ─► next column
               thread: ...
@@ -11,7 +11,7 @@ Deltas into the tensors that they change: each stretch with all of its deltas at
 Columns share no element, so threads need not know of each other. One delta is patched by one thread, because a worker
 generates meanwhile; who is far behind generates nothing of use, and takes the cores that there are.
 
-In which order to patch with many deltas: stretch by stretch, so that memory is read once and not once for each.
+So memory is read once, and not once for each of many deltas:
 
     delta 6.51   | a  | b  | c  |          column 1: a of 6.51, a of 6.52, ...      fits the cache
     delta 6.52   | a  | b  | c  |    ─►    column 2: b of 6.51, b of 6.52, ...

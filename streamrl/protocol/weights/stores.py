@@ -6,10 +6,9 @@ so that it is collected like any other blob that nobody needs.
 Blocks on Redis (within its bounds, see `transport.connection`), on the file system or on the object store. All calls
 may be repeated, and made from several threads.
 
-Blobs in whatever fsspec reaches: `s3://bucket/folder`, `gs://bucket/folder`, and the like.
-
-Where credentials and endpoints come from is for the library of that scheme: the environment of each part of the run
-(AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, FSSPEC_S3_ANON, ...), never the configuration, which everybody may read.
+An object store is whatever fsspec reaches: `s3://bucket/folder`, `gs://bucket/folder`, and the like. Where credentials
+and endpoints come from is for the library of that scheme: the environment of each part of the run (AWS_ACCESS_KEY_ID,
+AWS_ENDPOINT_URL, FSSPEC_S3_ANON, ...), never the configuration, which everybody may read.
 
 A put is one call. Object stores show an object whole or not at all, also when the writer dies. Another kind of file
 system may keep a part of it; that is never given out, since what a reader fetches must agree with the manifest's
