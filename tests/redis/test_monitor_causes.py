@@ -355,8 +355,10 @@ async def test_groups_that_are_all_dropped_are_told_from_none_at_all(run: Watche
     for _ in range(4):
         assert run.world.learner.plan() is None
         await run.world.answer_all(dull=dull)
-    run.learner("groups")
     run.worker()
+    run.learner("groups", for_s=20)
+    assert run.first() == ("", "healthy"), "a model that gets good drops many, and goes on"
+    run.learner("groups", for_s=70)
     assert run.first() == ("all_groups_dropped", "stalled")
     assert "zero_variance" in run.view().causes[0].evidence
     assert "num_samples" in run.view().causes[0].remedy

@@ -11,6 +11,7 @@ from streamrl.telemetry.progress import Wait
 from streamrl.terminal import age, plural, size
 
 _SLOW_S = 60.0  # without a group, the learner has waited long
+_SLOW_STEPS = 5.0  # times the last one's time, without a step
 _TIMES_POISON = 3  # workers that lost one and the same ticket
 _MOST = 0.9
 # |log mu - log pi|, the mean over the fresh tokens of a step, that rounding does not explain. Measured with vLLM, CPUs:
@@ -72,10 +73,12 @@ def byte_budget_reached(view: View) -> Iterator[Cause]:
 
 
 def all_groups_dropped(view: View) -> Iterator[Cause]:
-    """Since the last step: whatever comes is dropped."""
+    """Since the last step, which is long ago: whatever comes is dropped. A model that gets good fills its steps slowly."""
     live, then = view.learner.live, view.learner.metrics
-    batch = view.limits.groups_per_step
-    if not live or not batch or lead_waiting(view, Wait.GROUPS) is None:
+    batch, part = view.limits.groups_per_step, lead_waiting(view, Wait.GROUPS)
+    if not live or not batch or part is None:
+        return
+    if part.progress_s < max(_SLOW_S, _SLOW_STEPS * then.get("timers/step", 0.0)):
         return
     dropped = live.get("stream/groups_dropped", 0.0) - then.get("stream/groups_dropped", 0.0)
     if dropped < 2 * batch:
@@ -84,7 +87,7 @@ def all_groups_dropped(view: View) -> Iterator[Cause]:
     told = ", ".join(f"{why} {count:.0f}" for why, count in sorted(reasons.items(), key=lambda item: -item[1]) if count)
     yield blocking(
         title="groups come, and are dropped",
-        evidence=f"{dropped:.0f} since the last step, and a step takes {batch}: {told}",
+        evidence=f"{dropped:.0f} since the last step, {age(part.progress_s)} ago, and a step takes {batch}: {told}",
         remedy=_remedy_of_drops(max(reasons, key=lambda why: reasons[why], default="")),
     )
 
