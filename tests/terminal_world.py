@@ -43,7 +43,7 @@ class TerminalProgram:
     def text(self) -> str:
         return "\n".join(self.lines())
 
-    def shows(self, *words: str, timeout_s: float = 10.0) -> str:
+    def shows(self, *words: str, timeout_s: float = 60.0) -> str:
         """The screen, once it shows all of the words."""
         try:
             wait_until(lambda: all(w in self.text() for w in words), description=f"{words}", timeout_s=timeout_s)

@@ -10,7 +10,7 @@ from streamrl.config import schema
 from tests.helpers import wait_until
 from tests.integration.learner_world import lines
 
-PATIENCE_S = 90.0
+PATIENCE_S = 150.0
 
 
 def ranks(agent: subprocess.Popen[str], *, number: int) -> list[int]:

@@ -35,7 +35,7 @@ from tests.faults.stand_in_worker import SOUND, Habits, work
 from tests.helpers import wait_until
 
 FENCED, REFUSED = 70, 71  # exit codes: another was there at a write; when asking to be the learner
-_PATIENCE_S = 30.0
+_PATIENCE_S = 90.0
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.faults.harness"])

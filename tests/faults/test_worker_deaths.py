@@ -59,9 +59,10 @@ def test_tickets_of_workers_that_die_or_sleep_in_mid_group_go_to_others(
         workers[replacement] = world.start_worker(name=replacement)
     for sleeper in asleep:
         sleeper.send(signal.SIGCONT)
+    # By the refusal of a group that comes too late, or before that by the next renewal.
     wait_until(
-        lambda: int(client.hget(world.keys.counters, "duplicates:train") or 0) > 0,
-        description="who slept came too late with a group, and it was refused",
+        lambda: all("group_came_late" in part.output or "lease_lost" in part.output for part in asleep),
+        description="who slept finds that its tickets are others'",
     )
 
     set_control(client, world.keys, "drain", by="the test")

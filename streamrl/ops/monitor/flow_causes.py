@@ -73,7 +73,7 @@ def byte_budget_reached(view: View) -> Iterator[Cause]:
 
 
 def all_groups_dropped(view: View) -> Iterator[Cause]:
-    """Since the last step, which is long ago: whatever comes is dropped. A model that gets good fills its steps slowly."""
+    """Since the last step, which is long ago: a model that gets good drops many groups between steps, and is well."""
     live, then = view.learner.live, view.learner.metrics
     batch, part = view.limits.groups_per_step, lead_waiting(view, Wait.GROUPS)
     if not live or not batch or part is None:
