@@ -147,6 +147,8 @@ class Conductor:
         with progress.waiting(self._feed.waits_for), timers.measure("rollout"), redis_may_be_away("no plan"):
             plan = self._feed.plan(step=step, world_size=self._context.world.size, timeout_s=_SLICE_S)
         self._show_control()
+        if plan is not None and plan.kind is Kind.END:
+            self._feed.check_trained()
         if plan is None and self._feed.waits_for is Wait.GROUPS:
             self._look_for_rejections()
         # Live, since a run whose groups are all dropped makes no step and so no record.

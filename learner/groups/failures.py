@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from streamrl.errors import TrainingError
+from streamrl.learner.groups.ledger import DEAD, TRAINED, Ledger
 from streamrl.learner.groups.prompts import Prompt
 from streamrl.protocol.transport.types import START, entry_order
 
@@ -42,3 +43,14 @@ class FailuresInRow:
                 f"{self._count} groups in a row failed, and none between was sound (training.max_failed_in_row). "
                 f"The latest, {self.latest}. Mend it and start the run again: it goes on from its last checkpoint"
             )
+
+    def check_trained(self, ledger: Ledger) -> None:
+        if ledger.outcomes[TRAINED]:
+            return
+        endings = [f"{count} dropped as {reason}" for reason, count in ledger.dropped()]
+        if num_dead := ledger.outcomes[DEAD]:
+            endings.append(f"{num_dead} failed for good, the latest, {self.latest}")
+        raise TrainingError(
+            f"all the data were asked for, and no step was made: of {ledger.issued} groups {'; '.join(endings)}. "
+            "`streamrl groups` shows answers and their rewards; mend it and start the run again"
+        )

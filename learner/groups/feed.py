@@ -23,7 +23,7 @@ import structlog
 
 from streamrl.config import schema
 from streamrl.crashpoints import crashpoint
-from streamrl.errors import TrainingError, WireError
+from streamrl.errors import WireError
 from streamrl.learner.groups.backlog import Backlog, largest_group
 from streamrl.learner.groups.counts import Datasets, Lengths
 from streamrl.learner.groups.dispatch import Dispatch
@@ -191,6 +191,10 @@ class Feed:
             **self._datasets.metrics(),
         }
 
+    def check_trained(self) -> None:
+        """TrainingError when nothing was: such a run has not finished, though its data have ended."""
+        self._failures.check_trained(self._ledger)
+
     def reconcile(self, *, step: int) -> None:
         """Find out what Redis has and has not, and put right what differs from the ledger."""
         assert self._planned is None, "a plan is with the ranks: settle it first"
@@ -247,7 +251,7 @@ class Feed:
         if self._ready_groups.num_read < self._groups_per_step:  # a batch that is only being read again waits on
             self._wait_timers.batch_is_not_full()
         if nothing_to_come:
-            return self._end_of_data(step) if self._dispatch.exhausted else Plan(kind=Kind.STOP, step=step)
+            return Plan(kind=Kind.END if self._dispatch.exhausted else Kind.STOP, step=step)
         return None
 
     def _batch(self) -> list[ReadyGroup]:
@@ -332,18 +336,6 @@ class Feed:
         for held in self._ready_groups:
             if self._lag.is_stale(held.header.min_version, held.header.max_version, step):
                 self._end(self._ready_groups.remove(held.header.ticket).header, f"{DROPPED}stale", step=step)
-
-    def _end_of_data(self, step: int) -> Plan:
-        """A run that has trained nothing has not finished, whatever its data say."""
-        if self._ledger.outcomes[TRAINED]:
-            return Plan(kind=Kind.END, step=step)
-        endings = [f"{count} dropped as {reason}" for reason, count in self._ledger.dropped()]
-        if num_dead := self._ledger.outcomes[DEAD]:
-            endings.append(f"{num_dead} failed for good, the latest, {self._failures.latest}")
-        raise TrainingError(
-            f"all the data were asked for, and no step was made: of {self._ledger.issued} groups "
-            f"{'; '.join(endings)}. `streamrl groups` shows answers and their rewards; mend it and start the run again"
-        )
 
     def _prompt_of(self, ticket: int) -> Prompt:
         _, row = self._prompts.locate(self._ledger.retries.place(ticket))

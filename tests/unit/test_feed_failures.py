@@ -61,17 +61,18 @@ def test_after_a_stop_the_next_learner_asks_for_the_same_tickets_again() -> None
 
 def test_data_that_end_without_a_step_are_no_success_and_can_be_tried_again() -> None:
     world = make_world(limit=100, num_prompts=3)
-    world.plan(timeout_s=5.0)
-    for _ in range(2):
+    for _ in range(4):  # the first plan, and one for each attempt
+        plan = world.plan(timeout_s=5.0)
         fail_all(world)
-        world.plan(timeout_s=5.0)
-    fail_all(world)
+    assert plan is not None
+    assert plan.kind is Kind.END
     with pytest.raises(TrainingError) as told:
-        world.plan(timeout_s=5.0)
+        world.feed.check_trained()
     assert "no step was made: of 3 groups 3 failed for good" in str(told.value)
     assert RAISED in str(told.value)
     world.start()
     assert len(world.run_to_end()) == 3
+    world.feed.check_trained()
 
 
 def test_data_of_which_every_group_is_dropped_are_no_success() -> None:
@@ -79,5 +80,6 @@ def test_data_of_which_every_group_is_dropped_are_no_success() -> None:
     world.plan(timeout_s=5.0)
     for number in sorted(world.tickets()):
         world.answer(number, rewards=(1.0, 1.0))
+    world.plan(timeout_s=5.0)
     with pytest.raises(TrainingError, match="of 3 groups 3 dropped as zero_variance"):
-        world.plan(timeout_s=5.0)
+        world.feed.check_trained()
