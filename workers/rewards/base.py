@@ -165,6 +165,11 @@ class Rewards:
                 return f"reward {name!r}: {outage}"
         return None
 
+    def silent(self) -> dict[str, str]:
+        """Sources that have not answered yet, well or not, and how they are."""
+        unheard = {name: one for name, one in self._sources.items() if one.scored + one.failed == 0}
+        return {name: one.reward.health().state for name, one in unheard.items()}
+
     def facts(self) -> dict[str, int | float | str]:
         """What the monitor shows of each source."""
         facts: dict[str, int | float | str] = {}
