@@ -36,6 +36,11 @@ class PromptRow:
     messages: tuple[Mapping[str, Any], ...] | None
     fields: Mapping[str, Any]  # for the rewards: the further fields, and `messages` where the prompt is a chat
 
+    @property
+    def plain(self) -> str:
+        """What it says, where no chat template is at hand."""
+        return self.text or "\n".join(message["content"] for message in self.messages or ())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptFile:

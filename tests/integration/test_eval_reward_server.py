@@ -28,6 +28,7 @@ def test_the_runs_reward_server_is_started_and_ended(tmp_path: Path, capsys: pyt
     )
     output = tmp_path / "answers.jsonl"
     words = ["eval", config.model.path, "--config", str(config.folder / "config.yaml"), "--json"]
+    words += ["validation.sampling.max_tokens=8"]
     assert main([*words, "--prompts", str(config.data.train), "--output", str(output)]) == 0
 
     told = json.loads(capsys.readouterr().out)

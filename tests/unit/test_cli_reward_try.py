@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from streamrl.ops.cli.main import main
+from tests.tiny_models import make_model
 
 CODE = """
 import json
@@ -100,6 +101,15 @@ def test_what_a_row_says_cannot_steer_the_terminal(capsys: pytest.CaptureFixture
     Path("rows.jsonl").write_text(json.dumps({"text": "\x1b[2J"}) + "\n")
     assert main(["reward", "try", "mine.py:echoes", "--data", "rows.jsonl", "--completion", "\x1b[2J"]) == 1
     assert "\x1b" not in capsys.readouterr().out
+
+
+def test_a_model_lends_its_template_and_its_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    make_model(Path("model"), hidden=32)
+    words = ["--model", "model", "--completion", "aab"]
+    (row,) = tried(capsys, "mine.py:of_trl", *words, "--num", "1")
+    assert row["score"] == 3.0  # a character is a token
+    assert main(["reward", "try", "mine.py:of_trl", *words, "--data", "rows.jsonl"]) == 2
+    assert "--model model: its tokenizer has no chat template, and line 2 is a chat" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -246,8 +246,7 @@ def _try_rewards(config: schema.Config, rewards: Rewards, patience_s: float, lin
 
     assert config.data.validation is not None, "asked before"
     row = read_prompts(config.data.validation, malformed=config.data.malformed, key="data.validation").rows[0]
-    text = row.text if row.text is not None else "\n".join(str(one["content"]) for one in row.messages or ())
-    item = ScoreItem(prompt=text, completion="", token_ids=np.zeros(0, dtype=np.int32), fields=row.fields)
+    item = ScoreItem(prompt=row.plain, completion="", token_ids=np.zeros(0, dtype=np.int32), fields=row.fields)
     # A function whose process dies is tried once more.
     limits = [one.timeout_s * (1 + isinstance(one, schema.FunctionReward)) for one in config.rewards.values()]
     trying = try_rewards(

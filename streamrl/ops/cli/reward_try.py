@@ -140,23 +140,23 @@ def _option(text: str) -> tuple[str, Any]:
 
 
 def _as_text(row: PromptRow, completion: str) -> tuple[str, list[int]]:
-    prompt = row.text if row.text is not None else "\n".join(str(one["content"]) for one in row.messages or ())
-    return prompt, list(completion.encode())
+    return row.plain, list(completion.encode())
 
 
 def _encoder(model: str) -> _Encode:
     need("--model", "transformers", extra="learner")
+    from streamrl.learner.groups.prompts import Tokenizer
     from streamrl.workers.engines.model import read_model
 
-    tokenizer = read_model(model, trust_remote_code=False).tokenizer
+    tokenizer: Tokenizer = read_model(model, trust_remote_code=False).tokenizer
 
     def encode(row: PromptRow, completion: str) -> tuple[str, list[int]]:
         if row.messages is not None and not tokenizer.chat_template:
             raise DataError(f"--model {model}: its tokenizer has no chat template, and line {row.line} is a chat")
-        prompt = row.text
+        prompt = row.plain
         if row.messages is not None:
-            prompt = tokenizer.apply_chat_template(list(row.messages), tokenize=False, add_generation_prompt=True)
-        return str(prompt), tokenizer(completion, add_special_tokens=False)["input_ids"]
+            prompt = str(tokenizer.apply_chat_template(list(row.messages), tokenize=False, add_generation_prompt=True))
+        return prompt, tokenizer([completion], add_special_tokens=False)["input_ids"][0]
 
     return encode
 
@@ -170,7 +170,7 @@ async def _try(source: schema.FunctionReward, pairs: Sequence[tuple[PromptRow, s
     reward = FunctionReward(source, key=source.target)
     try:
         await reward.start()
-        tried = []
+        tried: list[_Tried] = []
         for (row, completion), (prompt, token_ids) in zip(pairs, encoded, strict=True):
             line.show(f"{len(tried)} of {len(pairs)} rows")
             tried.append(await _score(reward, row, prompt, completion, token_ids))
