@@ -83,19 +83,18 @@ async def try_rewards(
     began, outage = time.monotonic(), None
     scoring = asyncio.create_task(rewards.score(item), name="a first score")
     try:
-        while not scoring.done():
-            await asyncio.wait([scoring], timeout=_LOOK_EVERY_S)
+        while not (await asyncio.wait([scoring], timeout=_LOOK_EVERY_S))[0]:
             waited_s, silent = time.monotonic() - began, rewards.silent()
-            # None while a replica that was out may be tried again, which says nothing yet.
-            outage = rewards.outage() or (outage if set(silent.values()) - {"well"} else None)
-            if not scoring.done() and outage and waited_s > patience_s:
-                raise RewardOutage(f"{outage}; it could not be reached for {patience_s:g} s (--patience-s)")
             names = ", ".join(map(repr, silent))
-            if not scoring.done() and waited_s > limit_s:
+            # None while one that is out is tried again, which says nothing yet.
+            outage = rewards.outage() or (outage if set(silent.values()) - {"well"} else None)
+            if outage and waited_s > patience_s:
+                raise RewardOutage(f"{outage}; no score could be had for {patience_s:g} s (--patience-s)")
+            if waited_s > limit_s:
                 raise RewardOutage(f"reward {names} has not answered a first request within {limit_s:g} s")
             show(f"waiting for a first score of {names}: {waited_s:.0f} s")
-            if not scoring.done() and waited_s > _NOTICE_AFTER_S:
-                notice(f"waiting for a first score of {names}; it has {limit_s:g} s to answer")
+            if waited_s > _NOTICE_AFTER_S:
+                notice(f"waiting for a first score of {names}: it has {limit_s:g} s to answer")
         scoring.result()
     except RewardOutage:
         raise

@@ -246,7 +246,8 @@ def _try_rewards(config: schema.Config, rewards: Rewards, patience_s: float, lin
 
     assert config.data.validation is not None, "asked before"
     row = read_prompts(config.data.validation, malformed=config.data.malformed, key="data.validation").rows[0]
-    item = ScoreItem(prompt=row.plain, completion="", token_ids=np.zeros(0, dtype=np.int32), fields=row.fields)
+    # Some services refuse an empty completion, and a prompt is a text as well.
+    item = ScoreItem(prompt=row.plain, completion=row.plain, token_ids=np.zeros(1, dtype=np.int32), fields=row.fields)
     # A function whose process dies is tried once more.
     limits = [one.timeout_s * (1 + isinstance(one, schema.FunctionReward)) for one in config.rewards.values()]
     trying = try_rewards(
