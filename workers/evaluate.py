@@ -1,9 +1,11 @@
 """Scoring a set of prompts once, outside of any run: an engine, the rewards, and what they add up to.
 
+    `try_rewards` ─► each source has answered once
     prompts ─► `max_groups_in_flight` at once: samples, each scored (workers.answer) ─► answers ─► Result
 
 Blocks on the engine and the rewards, at most `validation.timeout_s` altogether; what is not answered by then counts as
-unanswered, and the result says so. RewardOutage when a source stays out for longer than its `outage_s`.
+unanswered, and the result says so. RewardOutage when a source stays out for longer than its `outage_s`, or when it was
+never to be had.
 """
 
 from __future__ import annotations
@@ -22,16 +24,20 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.config import schema
+from streamrl.errors import RewardError, RewardOutage
 from streamrl.protocol.wire.group import Group
 from streamrl.protocol.wire.ticket import Ticket
-from streamrl.tasks import gather_or_cancel
+from streamrl.tasks import cancel_all, gather_or_cancel, run_beside
 from streamrl.versions import make_version
 from streamrl.workers.answer import Answerer
 from streamrl.workers.engines.base import Engine, EngineSettings, make_engine
 from streamrl.workers.engines.model import ModelFacts
-from streamrl.workers.rewards.base import Rewards
+from streamrl.workers.rewards.base import Rewards, ScoreItem
 
 _UID = "eval"
+_LOOK_EVERY_S = 0.2
+_SHOW_EVERY_S = 1.0
+_NOTICE_AFTER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +68,43 @@ class Result:
         return {name: getattr(self, name) for name in shown} | {"rewards": dict(self.rewards)}
 
 
+async def try_rewards(
+    rewards: Rewards,
+    item: ScoreItem,
+    *,
+    patience_s: float,
+    limit_s: float,
+    show: Callable[[str], None] = lambda text: None,
+    notice: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Begin all sources, have each answer once, well or with a refusal, and close them: what is no use is known before
+    a model is loaded. RewardOutage where one cannot be reached for `patience_s`, or says nothing for `limit_s`."""
+    await rewards.start()  # closes all of them where one fails
+    began, outage = time.monotonic(), None
+    scoring = asyncio.create_task(rewards.score(item), name="a first score")
+    try:
+        while not (await asyncio.wait([scoring], timeout=_LOOK_EVERY_S))[0]:
+            waited_s, silent = time.monotonic() - began, rewards.silent()
+            names = ", ".join(map(repr, silent))
+            # None while one that is out is tried again, which says nothing yet.
+            outage = rewards.outage() or (outage if set(silent.values()) - {"well"} else None)
+            if outage and waited_s > patience_s:
+                raise RewardOutage(f"{outage}; no score could be had for {patience_s:g} s (--patience-s)")
+            if waited_s > limit_s:
+                raise RewardOutage(f"reward {names} has not answered a first request within {limit_s:g} s")
+            show(f"waiting for a first score of {names}: {waited_s:.0f} s")
+            if waited_s > _NOTICE_AFTER_S:
+                notice(f"waiting for a first score of {names}: it has {limit_s:g} s to answer")
+        scoring.result()
+    except RewardOutage:
+        raise
+    except RewardError:
+        pass  # it was reached; the sample is made up
+    finally:
+        await cancel_all([scoring])
+        await rewards.close()
+
+
 async def evaluate(
     prompts: Sequence[EvalPrompt],
     *,
@@ -72,7 +115,8 @@ async def evaluate(
     rewards: Rewards,
     show: Callable[[int], None] = lambda num_done: None,
 ) -> Result:
-    """With the engine that `worker.engine` names, started and stopped here. `show` hears how many prompts are done."""
+    """With the engine that `worker.engine` names, started and stopped here. `show` hears each second how many prompts
+    are done."""
     config = _fitted(config, prompts)
     engine = make_engine(EngineSettings(model=model, config=config, seed=config.seed))
     try:
@@ -122,12 +166,16 @@ async def _answers(
     async def answer(ticket: Ticket) -> None:
         async with room:
             groups[ticket.number] = await answerer.answer(ticket, engine)
-        show(len(groups))
 
-    show(0)
+    async def keep_showing() -> None:
+        while True:
+            show(len(groups))
+            await asyncio.sleep(_SHOW_EVERY_S)
+
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(config.validation.timeout_s):
-            await gather_or_cancel({f"prompt {ticket.number}": answer(ticket) for ticket in tickets})
+            answers = gather_or_cancel({f"prompt {ticket.number}": answer(ticket) for ticket in tickets})
+            await run_beside(answers, {"progress": keep_showing()})
     return [groups.get(ticket.number) for ticket in tickets]
 
 

@@ -64,7 +64,13 @@ class Tally:
     """One step's sums; `metrics` is a collective."""
 
     def __init__(self, *, sources: Sequence[str], step: int, is_dead: IsDead) -> None:
-        names = (*_SUMS, *_OF_TOKENS, *OF_SAMPLES, *OF_GROUPS, *(f"reward/{name}" for name in sources))
+        names = (
+            *_SUMS,
+            *_OF_TOKENS,
+            *OF_SAMPLES,
+            *OF_GROUPS,
+            *(f"{of}/{name}" for of in ("reward", "scored") for name in sources),
+        )
         self._sums = dict.fromkeys(names, 0.0)
         self._peaks = dict.fromkeys(_PEAKS, -math.inf)
         self._own: dict[str, npt.NDArray[np.float64]] = {}  # (sum, count) of each metric of the loss's own
@@ -168,6 +174,7 @@ class Tally:
         self._add("reward_squared", sample.reward * sample.reward)  # may be inf, where a power raises
         for name in self._sources:
             self._add(f"reward/{name}", sample.rewards.get(name, 0.0))
+            self._add(f"scored/{name}", name in sample.rewards)  # a source may not apply to every sample
         for span in sample.spans:
             lag, num_tokens = max(0, self._step - span.step), span.end - span.start
             self._add("lag", lag * num_tokens)
@@ -209,7 +216,11 @@ def _of_rollouts(sums: Mapping[str, float], sources: Sequence[str]) -> dict[str,
         "train_rollouts/rewards_std": math.sqrt(max(0.0, sums["reward_squared"] / samples - mean**2)),
         "train_rollouts/rewards_with_kl": mean - sums["penalty"] / samples,
         "train_rollouts/baseline": sums["baseline"] / samples,
-        **{f"train_rollouts/rewards/{name}": sums[f"reward/{name}"] / samples for name in sources},
+        **{
+            f"train_rollouts/rewards/{name}": sums[f"reward/{name}"] / sums[f"scored/{name}"]
+            for name in sources
+            if sums[f"scored/{name}"]
+        },
     }
 
 

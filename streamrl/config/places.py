@@ -119,10 +119,11 @@ def _split(text: str, schemes: tuple[str, ...]) -> SplitResult | None:
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
-def check_files(config: Config) -> None:
-    """Refuse paths that do not hold what they should; prompts are read to their end."""
+def check_files(config: Config, *, trains: bool = True) -> None:
+    """Refuse paths that do not hold what they should; prompts are read to their end. Who does not train needs no data
+    for it."""
     problems = [*_model("model.path", config.model.path)]
-    for dataset in config.data.train_sets():
+    for dataset in config.data.train_sets() if trains else ():
         problems += _prompts(dataset.key, dataset.path, config)
     if config.data.validation is not None:
         problems += _prompts("data.validation", config.data.validation, config)

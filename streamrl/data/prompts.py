@@ -3,8 +3,9 @@
     {"text": "What is 2 + 3?", "answer": "5"}
     {"messages": [{"role": "user", "content": "What is 2 + 3?"}], "answer": "5"}
 
-`prompt` is another name of `text`. All further fields go to the rewards as they are. A line that is not a prompt is an
-error with file and line, or is skipped and counted where the configuration says so; empty lines are nothing.
+`prompt` is another name of `text`. All further fields go to the rewards as they are, and `messages` with them. A line
+that is not a prompt is an error with file and line, or is skipped and counted where the configuration says so; empty
+lines are nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +34,12 @@ class PromptRow:
     line: int  # counts from 1
     text: str | None  # exactly one of text and messages is set
     messages: tuple[Mapping[str, Any], ...] | None
-    fields: Mapping[str, Any]  # the further fields
+    fields: Mapping[str, Any]  # for the rewards: the further fields, and `messages` where the prompt is a chat
+
+    @property
+    def plain(self) -> str:
+        """What it says, where no chat template is at hand."""
+        return self.text or "\n".join(message["content"] for message in self.messages or ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +104,7 @@ def _parse(line: int, data: bytes) -> PromptRow:
     if len(kinds) != 1:
         found = " and ".join(repr(kind) for kind in kinds) or "none"
         raise _Malformed(f"expected exactly one of 'text', 'prompt' and 'messages', found {found}")
-    value = row.pop(kinds[0])
+    value = row["messages"] if kinds[0] == "messages" else row.pop(kinds[0])
     _check_fields(row, line_bytes=len(data))
     if kinds[0] == "messages":
         return PromptRow(line=line, text=None, messages=_check_messages(value), fields=row)

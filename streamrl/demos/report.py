@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.config.schema import Config
-from streamrl.data.prompts import PromptRow, read_prompts
+from streamrl.data.prompts import read_prompts
 from streamrl.ops.launch.summary import Summary, summary_lines
 from streamrl.ops.monitor.charts import Chart, running_mean, save_report
 from streamrl.ops.monitor.history import History, read_lines
@@ -119,11 +119,7 @@ def count_prompts(config: Config) -> Prompts:
 
 
 def _texts(path: str, *, at_most: int | None = None) -> set[str]:
-    return {_text(row) for row in read_prompts(path, malformed="error").rows[:at_most]}
-
-
-def _text(row: PromptRow) -> str:
-    return row.text if row.text is not None else "\n".join(str(message["content"]) for message in row.messages or ())
+    return {row.plain for row in read_prompts(path, malformed="error").rows[:at_most]}
 
 
 def _completions(folder: Path, case: Showcase) -> tuple[Completion, ...]:

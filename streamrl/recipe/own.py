@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -21,7 +22,9 @@ from typing import Any
 
 FORMS = "`package.module:function` or `path/to/file.py:function`"
 
-_MAX_ERROR_CHARS = 500
+_MAX_ERROR_CHARS, _MAX_LINE_CHARS = 500, 100
+_OURS = (f"{Path(__file__).parents[1]}/", "<frozen ")
+_LIBRARIES = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 def is_own(target: str) -> bool:
@@ -35,7 +38,10 @@ def load_function(target: str, known: Mapping[str, Callable[..., Any]]) -> Calla
     place, _, name = target.rpartition(":")
     if not place:
         return known[name]
-    function = getattr(_load_file(Path(place)) if place.endswith(".py") else _load_module(place), name)
+    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    if not hasattr(module, name):  # whose own words would name it as we do
+        raise AttributeError(f"{place} has no attribute {name!r}")
+    function = getattr(module, name)
     if not callable(function):
         raise TypeError(f"{target} is a {type(function).__name__}, not a function")
     return function  # type: ignore[no-any-return]
@@ -52,9 +58,13 @@ def bind(function: Callable[..., Any], arguments: Mapping[str, Any], *given: str
 
 
 def describe(error: BaseException) -> str:
-    """What user code raised, and where."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    """What user code raised, and on which line of theirs: not where in a library that ended, nor where we called it."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OURS)]
+    theirs = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames
+    place = ""
+    if theirs:
+        line = f": {theirs[-1].line[:_MAX_LINE_CHARS]}" if theirs[-1].line else ""
+        place = f" ({Path(theirs[-1].filename).name}:{theirs[-1].lineno}{line})"
     return f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS] + place
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from streamrl.config import schema
 from streamrl.ops.cli.eval import permissions
 from streamrl.ops.cli.main import main
+from streamrl.workers.engines.model import read_model
 from streamrl.workers.evaluate import summarise
 from streamrl.workers.rewards.base import build_rewards
 from tests.helpers import make_group, make_sample, make_ticket
@@ -56,8 +59,14 @@ def test_a_checkpoint_is_scored_with_its_own_weights(
     assert newest["reward"] == pytest.approx(newest["rewards"]["favourite"])
     answers = [json.loads(line) for line in output.read_text().splitlines()]
     assert [answer["prompt"] for answer in answers] == [f"say {i}:" for i in range(10)]
-    rewards = [sample["reward"] for answer in answers for sample in answer["samples"]]
-    assert newest["reward"] == pytest.approx(sum(rewards) / len(rewards))
+    samples = [sample for answer in answers for sample in answer["samples"]]
+    assert newest["reward"] == pytest.approx(sum(sample["reward"] for sample in samples) / len(samples))
+    for sample in samples:
+        assert sample["rewards"] == {"favourite": sample["reward"]} == {"favourite": sample["completion"].count("a")}
+        assert sample["finish_reason"] in ("stop", "length")
+        assert 1 <= len(sample["token_ids"]) <= 8
+    tokenizer = read_model(run.model.path, trust_remote_code=False).tokenizer
+    assert tokenizer(answers[3]["prompt"])["input_ids"] == answers[3]["prompt_token_ids"]
 
     older = tmp_path / "older.jsonl"
     assert evaluated(capsys, f"{run.folder}@2", *prompts, "--output", str(older))["step"] == 2
@@ -90,14 +99,52 @@ def test_a_table_for_people(run: schema.Config, capsys: pytest.CaptureFixture[st
         (["{folder}"], "name a file with --prompts FILE, or set data.validation"),
         (["{folder}@7", "--prompts", "x"], "keeps no checkpoint of step 7; it has 2, 4"),
         (["{folder}", "--prompts", "nowhere.jsonl"], "no such file: nowhere.jsonl"),
+        (["{folder}", "--prompts", "{data}", "validation.sampling.min_tokens=9"], "must not exceed"),
+        (["{folder}", "--prompts", "{data}", "rewards.favourite.target=gone.py:f"], "'gone.py': there is no such file"),
+        (["{folder}", "--prompts", "{data}", "rewards.favourite.target=exact"], "'exact' is neither built in"),
+        (["{folder}", "--prompts", "{data}", "rewards.favourite.options={{x: 1}}"], "unexpected keyword argument 'x'"),
     ],
 )
 def test_mistakes_are_told_with_their_remedy(
     run: schema.Config, arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    filled = [argument.format(model=run.model.path, folder=run.folder) for argument in arguments]
+    filled = [argument.format(model=run.model.path, folder=run.folder, data=run.data.train) for argument in arguments]
     assert main(["eval", *filled]) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("mistake", "exit_code"),
+    [
+        ("rewards.favourite.options={x: 1}", 2),
+        ("rewards.judge={type: http, url: 'http://127.0.0.1:9', outage_s: 0.1}", 1),
+    ],
+)
+def test_what_is_wrong_is_found_before_anything_heavy_is_imported(
+    run: schema.Config, mistake: str, exit_code: int
+) -> None:
+    words = ["eval", str(run.folder), "--prompts", run.data.train, mistake]
+    told = subprocess.run(
+        [sys.executable, "-c", f"{COUNTED}\nprint(main({words!r}), *HEAVY & set(sys.modules))"],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert told.stdout.split() == [str(exit_code)], told.stdout + told.stderr
+
+
+COUNTED = """
+import sys
+from streamrl.ops.cli.main import main
+HEAVY = {"torch", "transformers", "vllm"}
+"""
+
+
+def test_data_of_training_need_not_be_there(
+    run: schema.Config, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    moved = tmp_path / "prompts.jsonl"
+    moved.write_text(Path(run.data.train).read_text())
+    told = evaluated(capsys, str(run.folder), "--prompts", str(moved), "data.train=gone.jsonl", "--max-prompts", "2")
+    assert told["num_answered"] == 2
 
 
 def test_rewards_that_stay_out_end_it_with_what_they_said(
@@ -109,6 +156,24 @@ def test_rewards_that_stay_out_end_it_with_what_they_said(
     assert error.startswith(
         "error: reward 'judge': no replica gave a score for 0.1 s: http://127.0.0.1:9/score: Connect"
     )
+
+
+def test_a_reward_that_nobody_can_reach_is_told_at_once_however_long_a_run_would_wait(
+    run: schema.Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judge = "rewards.judge={type: http, url: 'http://127.0.0.1:9'}"
+    assert main(["eval", str(run.folder), "--prompts", run.data.train, judge, "--patience-s", "1"]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: reward 'judge': http://127.0.0.1:9/score: Connect")
+    assert error.endswith("; no score could be had for 1 s (--patience-s)")
+
+
+def test_what_failed_is_told_with_its_first_reason(run: schema.Config, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["eval", str(run.folder), "--prompts", run.data.train, "--max-prompts", "3"]
+    assert main([*words, "rewards.right={type: function, target: exact_match}"]) == 1
+    shown = capsys.readouterr().out
+    assert "failed            3 prompts had no sample with a score; of the first: 1 of 1 samples failed: " in shown
+    assert "reward 'right': the function failed: ValueError: the prompt's row has no field 'answer'" in shown
 
 
 def test_a_result_counts_what_failed_and_what_was_not_answered() -> None:

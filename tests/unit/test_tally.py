@@ -19,7 +19,7 @@ from streamrl.protocol.wire.group import Sample, Span
 from streamrl.recipe.losses import TokenBatch
 from streamrl.telemetry.metrics import is_metric
 from streamrl.versions import make_version
-from tests.helpers import make_sample
+from tests.helpers import make_group, make_sample, make_ticket
 from tests.learner_cases import group_of
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
@@ -110,6 +110,16 @@ def test_rewards_lengths_and_lag_are_means_over_samples_and_tokens() -> None:
         "lag/dead_lineage_tokens": 4,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
+def test_a_source_that_does_not_apply_to_a_sample_has_its_mean_over_the_others() -> None:
+    tally = Tally(sources=("math", "code", "poems"), step=5, is_dead=lambda version, step: False)
+    both = make_sample(reward=3.0, rewards={"math": 1.0, "code": 2.0})
+    one = make_sample(reward=4.0, rewards={"code": 4.0})
+    tally.add_group(make_group(make_ticket(0), samples=(both, one)), np.zeros(2), np.zeros(2))
+    metrics = tally.metrics(ALONE)
+    found = {name: metrics.get(f"train_rollouts/rewards/{name}") for name in ("math", "code", "poems")}
+    assert found == {"math": 1.0, "code": 3.0, "poems": None}
 
 
 def tokens_of(behaviour: Sequence[float], logprobs: Sequence[float]) -> TokenBatch:

@@ -1,5 +1,8 @@
 """The seam between a worker and what scores its samples: one item in, one finite number a source out, or RewardError.
 
+A source may say None instead: it does not apply to this sample, and the others' rewards count alone. A sample to which
+none applies has no reward, and fails.
+
 A score that is missing, late, NaN or infinite is never a number. Every wait in here is a source's own, and each source
 bounds its own. Sources are made from the configuration, which is data: what may really be used is `Permissions`' word.
 """
@@ -46,9 +49,9 @@ class Reward(Protocol):
     async def start(self) -> None:
         """Show that the source can be used at all; what the user must mend is a UserError."""
 
-    async def score(self, item: ScoreItem) -> float:
-        """A finite number within the source's own time limit, or RewardError; RewardOutage where the sample is not at
-        fault."""
+    async def score(self, item: ScoreItem) -> float | None:
+        """A finite number within the source's own time limit, None where it does not apply to the sample, or
+        RewardError; RewardOutage where the sample is not at fault."""
 
     def health(self) -> Health: ...
 
@@ -58,7 +61,7 @@ class Reward(Protocol):
 class RewardDouble:
     """Scores by a plain function, remembers what it was asked, and waits or is out when told to."""
 
-    def __init__(self, judge: Callable[[ScoreItem], float] = lambda item: 1.0) -> None:
+    def __init__(self, judge: Callable[[ScoreItem], float | None] = lambda item: 1.0) -> None:
         self._judge = judge
         self.items: list[ScoreItem] = []
         self.outage: str | None = None
@@ -68,7 +71,7 @@ class RewardDouble:
     async def start(self) -> None:
         pass
 
-    async def score(self, item: ScoreItem) -> float:
+    async def score(self, item: ScoreItem) -> float | None:
         self.items.append(item)
         if self.held is not None:
             await self.held.wait()
@@ -83,7 +86,7 @@ class RewardDouble:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    rewards: Mapping[str, float]  # by source, before weights
+    rewards: Mapping[str, float]  # by source that applies, before weights
     total: float  # the weighted sum
 
 
@@ -146,7 +149,10 @@ class Rewards:
         scoring = {name: asyncio.ensure_future(self._score_by(name, item)) for name in self._sources}
         # All are awaited, so that a failed source does not leave the others running behind the sample's back.
         await asyncio.gather(*scoring.values(), return_exceptions=True)
-        rewards = {name: score.result() for name, score in scoring.items()}
+        scores = {name: score.result() for name, score in scoring.items()}
+        rewards = {name: value for name, value in scores.items() if value is not None}
+        if not rewards:
+            raise RewardError(f"no reward applies to this sample: {', '.join(scores)} returned None for it")
         total = sum(self._sources[name].weight * value for name, value in rewards.items())
         if not math.isfinite(total):
             raise RewardError(f"the weighted sum of {rewards} is not finite")
@@ -158,6 +164,11 @@ class Rewards:
             if (outage := source.reward.health().outage) is not None:
                 return f"reward {name!r}: {outage}"
         return None
+
+    def silent(self) -> dict[str, str]:
+        """Sources that have not answered yet, well or not, and how they are."""
+        unheard = {name: one for name, one in self._sources.items() if one.scored + one.failed == 0}
+        return {name: one.reward.health().state for name, one in unheard.items()}
 
     def facts(self) -> dict[str, int | float | str]:
         """What the monitor shows of each source."""
@@ -172,13 +183,13 @@ class Rewards:
     async def close(self) -> None:
         await asyncio.gather(*(source.reward.close() for source in self._sources.values()))
 
-    async def _score_by(self, name: str, item: ScoreItem) -> float:
+    async def _score_by(self, name: str, item: ScoreItem) -> float | None:
         source, began = self._sources[name], self._clock()
         try:
             value = await source.reward.score(item)
-            if not math.isfinite(value):
+            if value is not None and not math.isfinite(value):
                 raise RewardError(f"gave {value}, not a finite number")
-            if abs(value) > source.max_abs:
+            if value is not None and abs(value) > source.max_abs:
                 raise RewardError(f"gave {value:g}, beyond its max_abs of {source.max_abs:g}")
         except RewardError as error:
             source.failed += 1
@@ -186,7 +197,7 @@ class Rewards:
         source.scored += 1
         share = max(_FORGETTING, 1 / source.scored)
         source.latency_s += share * (self._clock() - began - source.latency_s)
-        return float(value)
+        return None if value is None else float(value)
 
 
 def build_rewards(

@@ -18,6 +18,9 @@ from typing import Any, BinaryIO
 
 from streamrl.recipe.own import bind, describe, load_function
 from streamrl.recipe.rewards import REWARDS
+from streamrl.workers.rewards.trl_form import bind_of_trl, is_of_trl, only_reward
+
+Read = Callable[[Any], float | None]  # the score in what a function returned; None: it does not apply
 
 
 def main() -> None:
@@ -26,27 +29,31 @@ def main() -> None:
     _volunteer_when_memory_is_short()
     _limit_memory(setup["memory_mb"] << 20)
     try:
-        found = load_function(setup["target"], REWARDS)
-        function = bind(found, setup["options"], "prompt", "completion", "token_ids", "fields")
+        function = load_function(setup["target"], REWARDS)
+        asynchronous = inspect.iscoroutinefunction(function)
+        read: Read = _as_number
+        if is_of_trl(function):
+            function, read = bind_of_trl(function, setup["options"]), _read_of_trl
+        else:
+            function = bind(function, setup["options"], "prompt", "completion", "token_ids", "fields")
     except BaseException as error:  # noqa: BLE001 - user code may raise anything while it is imported
         _write(answers, {"error": describe(error)})
         return
-    asynchronous = inspect.iscoroutinefunction(function)
     _write(answers, {"concurrent": asynchronous})
     if asynchronous:
         import asyncio  # costs as much time as all the rest of the start
 
-        asyncio.run(_serve_concurrently(function, setup["timeout_s"], calls, answers))
+        asyncio.run(_serve_concurrently(function, read, setup["timeout_s"], calls, answers))
     else:
-        _serve(function, calls, answers)
+        _serve(function, read, calls, answers)
 
 
-def _serve(function: Callable[..., Any], calls: BinaryIO, answers: BinaryIO) -> None:
+def _serve(function: Callable[..., Any], read: Read, calls: BinaryIO, answers: BinaryIO) -> None:
     for line in calls:
         call = json.loads(line)
         answer: dict[str, Any]
         try:
-            answer = {"score": _as_number(function(*call["arguments"]))}
+            answer = {"score": read(function(*call["arguments"]))}
         except BaseException as error:  # noqa: BLE001 - whatever user code raises fails this sample, and only it
             answer = _failure(error)
         _write(answers, {"id": call["id"], **answer})
@@ -55,7 +62,7 @@ def _serve(function: Callable[..., Any], calls: BinaryIO, answers: BinaryIO) -> 
 
 
 async def _serve_concurrently(
-    function: Callable[..., Any], timeout_s: float, calls: BinaryIO, answers: BinaryIO
+    function: Callable[..., Any], read: Read, timeout_s: float, calls: BinaryIO, answers: BinaryIO
 ) -> None:
     import asyncio
 
@@ -64,7 +71,7 @@ async def _serve_concurrently(
         limit = asyncio.timeout(timeout_s)
         try:
             async with limit:
-                result = {"score": _as_number(await function(*call["arguments"]))}
+                result = {"score": read(await function(*call["arguments"]))}
         except BaseException as error:  # noqa: BLE001 - as above
             result = {"error": f"no answer within {timeout_s:g} s"} if limit.expired() else _failure(error)
         _write(answers, {"id": call["id"], **result})
@@ -85,6 +92,11 @@ def _as_number(value: Any) -> float:
     if not math.isfinite(number):
         raise ValueError(f"the function returned {number}, not a finite number")
     return number
+
+
+def _read_of_trl(returned: Any) -> float | None:
+    reward = only_reward(returned)
+    return None if reward is None else _as_number(reward)
 
 
 def _failure(error: BaseException) -> dict[str, Any]:

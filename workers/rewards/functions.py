@@ -4,8 +4,9 @@ A function is
 
     def reward(prompt: str, completion: str, token_ids: list[int], fields: Mapping) -> float
 
-where `token_ids` are the completion's and `fields` the further fields of the prompt's row, `answer` for one. It may be
-`async def`, and may take keyword arguments, set by `options`. It is named by `package.module:function` or
+where `token_ids` are the completion's and `fields` the further fields of the prompt's row, `answer` for one; or it has
+the form of TRL's (`trl_form`), and may then say that it does not apply. It may be `async def`, and may take keyword
+arguments, set by `options`. It is named by `package.module:function` or
 `path/to/file.py:function`, and is run only if the worker was started with permission for just this target.
 
     score ──► its turn at a place ──► child: one call at a time (async def: up to 32) ──► number or error
@@ -47,15 +48,19 @@ CONCURRENT_CALLS = 32  # of an `async def` in one process
 def build_function_reward(name: str, source: schema.FunctionReward, permissions: Permissions) -> FunctionReward:
     """Checks the target's form and this worker's permission for it; loads nothing yet."""
     key = f"rewards.{name}.target"
-    if source.target not in REWARDS:
-        if not is_own(source.target):
-            raise ConfigError(f"{key}: {source.target!r} is neither built in ({', '.join(REWARDS)}) nor {FORMS}")
-        if _canonical(source.target) not in map(_canonical, permissions.reward_code):
-            raise ConfigError(
-                f"{key}: this worker may not run {source.target!r}; if you trust that code, start the worker with "
-                f"--allow-reward-code {source.target}"
-            )
+    check_target(source.target, key=key)
+    is_allowed = _canonical(source.target) in map(_canonical, permissions.reward_code)
+    if source.target not in REWARDS and not is_allowed:
+        raise ConfigError(
+            f"{key}: this worker may not run {source.target!r}; if you trust that code, start the worker with "
+            f"--allow-reward-code {source.target}"
+        )
     return FunctionReward(source, key=key)
+
+
+def check_target(target: str, *, key: str) -> None:
+    if target not in REWARDS and not is_own(target):
+        raise ConfigError(f"{key}: {target!r} is neither built in ({', '.join(REWARDS)}) nor {FORMS}")
 
 
 def _canonical(target: str) -> str:
@@ -83,7 +88,7 @@ class FunctionReward:
             for place in self._places:
                 self._turns.put_nowait(place)
 
-    async def score(self, item: ScoreItem) -> float:
+    async def score(self, item: ScoreItem) -> float | None:
         arguments = (item.prompt, item.completion, item.token_ids.tolist(), dict(item.fields))
         try:
             return await self._call(arguments)
@@ -97,7 +102,7 @@ class FunctionReward:
         for place in (*self._places, self._solo):
             await place.close()
 
-    async def _call(self, arguments: tuple[Any, ...]) -> float:
+    async def _call(self, arguments: tuple[Any, ...]) -> float | None:
         place = await self._turns.get()
         try:
             return await place.call(arguments)
@@ -126,7 +131,7 @@ class _Place:
                 self._child = await Child.begin(self._source)
             return self._child
 
-    async def call(self, arguments: tuple[Any, ...]) -> float:
+    async def call(self, arguments: tuple[Any, ...]) -> float | None:
         return await (await self.child()).call(arguments)
 
     async def close(self) -> None:
@@ -162,7 +167,7 @@ class Child:
         self._limit_s = timeout_s + (CANCEL_GRACE_S if concurrent else 0.0)
         self._timeout_s = timeout_s
         self._numbers = itertools.count()
-        self._pending: dict[int, asyncio.Future[float]] = {}
+        self._pending: dict[int, asyncio.Future[float | None]] = {}
         self._reader = asyncio.create_task(self._read(), name=f"answers of reward child {process.pid}")
 
     @classmethod
@@ -183,13 +188,13 @@ class Child:
             await process.communicate()  # closes its pipes
             raise
 
-    async def call(self, arguments: tuple[Any, ...]) -> float:
-        """The function's number, or CallFailed."""
+    async def call(self, arguments: tuple[Any, ...]) -> float | None:
+        """The function's number, None where it does not apply; or CallFailed."""
         if self.lost:
             raise ChildLost("the process is gone", alone=False)
         number = next(self._numbers)
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[float] = loop.create_future()
+        answer: asyncio.Future[float | None] = loop.create_future()
         self._pending[number] = answer
         alarm = loop.call_later(self._limit_s, self._lose, f"no answer within {self._timeout_s:g} s")
         _send(self._process, {"id": number, "arguments": arguments})
@@ -242,7 +247,7 @@ class Child:
             if message.get("last"):
                 self._lose("the process had used up its memory", culprit_known=True)
         else:
-            answer.set_result(float(message["score"]))
+            answer.set_result(None if message["score"] is None else float(message["score"]))
 
 
 async def _loaded(process: Process) -> bool:

@@ -65,11 +65,12 @@ class MovingLine:
     def show(self, text: str) -> None:
         if sys.stderr.isatty():
             self._is_shown = True
-            click.echo(f"\r{text}   ", nl=False, err=True)
+            click.echo(f"\r\x1b[K{printable(text)}", nl=False, err=True)
 
     def end(self) -> None:
         if self._is_shown:
             click.echo(err=True)
+            self._is_shown = False
 
 
 class OutputFile(click.Path):

@@ -37,5 +37,5 @@ COMMANDS: Mapping[str, Entry] = {
     "record": Entry("streamrl.ops.cli.record:record", "Save the groups of a live run; export what was saved."),
     "config": Entry("streamrl.ops.cli.config:config", "Show or check a configuration."),
     "redis": Entry("streamrl.ops.cli.server:redis", "Users and rights in Redis."),
-    "reward": Entry("streamrl.ops.cli.reward:reward", "Serve a reward model over HTTP, or train one."),
+    "reward": Entry("streamrl.ops.cli.reward:reward", "Try a reward function; serve a reward model, or train one."),
 }

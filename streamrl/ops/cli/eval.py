@@ -4,28 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import numpy as np
 
 from streamrl.config import schema
 from streamrl.config.check import check_config
 from streamrl.config.engines import ENGINES
 from streamrl.config.load import load_config
-from streamrl.config.places import reward_code, reward_hosts
+from streamrl.config.places import LOCAL_REWARD_SERVER, check_files, reward_code, reward_hosts
+from streamrl.data.prompts import read_prompts
 from streamrl.errors import ConfigError, DataError
-from streamrl.extras import need
 from streamrl.files import scratch_folder, write_durably
 from streamrl.ops.cli.arguments import MovingLine, OutputFile, takes_json, takes_overrides, tell
+from streamrl.ops.launch.parts import RewardPart, reward_server
+from streamrl.ops.launch.processes import part_error
+from streamrl.ops.monitor.doctor.musts import check_packages
+from streamrl.tasks import run_beside
 from streamrl.telemetry.logs import configure_logging
+from streamrl.terminal import printable
 
 if TYPE_CHECKING:
     from streamrl.learner.checkpoints.checkpoint import Checkpoint
     from streamrl.permissions import Permissions
+    from streamrl.workers.engines.model import ModelFacts
     from streamrl.workers.evaluate import EvalPrompt, Result
+    from streamrl.workers.rewards.base import Rewards
+
+_LOOK_EVERY_S = 0.2
+_GRACE_S = 5.0  # beside the time that a reward has for a request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +57,15 @@ class _Subject:
 @click.option("--prompts", type=click.Path(), help="Prompts as JSON Lines; by default data.validation.")
 @click.option("--max-prompts", type=click.IntRange(min=1), help="At most so many; by default validation.max_prompts.")
 @click.option("--engine", type=click.Choice(sorted(ENGINES)), default="transformers")
-@click.option("--local-reward-url", metavar="URL", help="The reward server that the configuration calls `local`.")
+@click.option(
+    "--local-reward-url", metavar="URL", help="A server for what the configuration calls `local`; else its own."
+)
+@click.option(
+    "--patience-s",
+    type=click.FloatRange(min=0),
+    default=10.0,
+    help="How long a reward may be out of reach at the start; later it is the source's outage_s.",
+)
 @click.option("--output", type=OutputFile(), help="Write prompts and answers here, JSONL.")
 @takes_json
 def evaluate(
@@ -55,6 +76,7 @@ def evaluate(
     max_prompts: int | None,
     engine: str,
     local_reward_url: str | None,
+    patience_s: float,
     output: Path | None,
     as_json: bool,
 ) -> int:
@@ -69,13 +91,17 @@ def evaluate(
 
     Samples as validation does, by validation.sampling, and scores with the rewards of the configuration: that of the
     run, or --config. Prompts are those of data.validation, or --prompts. KEY.SUB=VALUE changes a setting. It needs no
-    Redis and no workers, and does not touch the run; validation.timeout_s bounds it.
+    Redis and no workers, and does not touch the run; validation.timeout_s bounds it. A reward server of the
+    configuration's own is started for it, and ended with it. Each reward is asked once before the model is loaded.
 
     \b
     --json prints one object:
       checkpoint, step (null: a model), prompts, engine
       num_prompts, num_answered, num_failed (the rest ran out of time), num_samples, num_tokens, duration_s
       reward, reward_error (standard error over prompts), rewards {source: mean}, response_length, finished (share)
+    --output has a line a prompt:
+      prompt, prompt_token_ids, fields, error
+      samples [{completion, token_ids, reward, rewards {source: reward}, finish_reason}]
 
     Exits with 1 when not every prompt was answered.
     """
@@ -88,9 +114,11 @@ def evaluate(
         raise ConfigError(
             "there are no prompts to score it on; name a file with --prompts FILE, or set data.validation"
         )
-    result, asked = _evaluate(subject, local_reward_url)
+    config = _checked(subject.config, local_reward_url)
+    result, asked, model = _evaluate(subject, config, local_reward_url, patience_s)
     if output is not None:
-        lines = (json.dumps(line, ensure_ascii=False) + "\n" for line in _answers(asked, result))
+        answers = _answers(asked, result, model, config.validation.sampling.stop)
+        lines = (json.dumps(line, ensure_ascii=False) + "\n" for line in answers)
         write_durably(output, "".join(lines).encode())
     step = subject.checkpoint.state.step if subject.checkpoint else None
     told = {"checkpoint": subject.name, "step": step, "prompts": texts, "engine": engine, **result.to_json()}
@@ -112,7 +140,8 @@ def _table(name: str, prompts: str, result: Result) -> Iterator[str]:
         "took": f"{result.duration_s:.1f} s, {speed:.0f} tokens/s",
     }
     if result.num_failed:
-        rows["failed"] = f"{result.num_failed} prompts had no sample with a score"
+        first = next(group.header.error for group in result.groups if group is not None and group.header.failed)
+        rows["failed"] = f"{result.num_failed} prompts had no sample with a score; of the first: {first}"
     yield from (f"{key:<18}{value}" for key, value in rows.items())
 
 
@@ -141,34 +170,109 @@ def _is_model(text: str) -> bool:
     return text.count("/") == 1 and "@" not in text and not path.exists() and not path.parent.exists()
 
 
-def _evaluate(subject: _Subject, local_reward_url: str | None) -> tuple[Result, list[EvalPrompt]]:
-    need("an evaluation", "torch", "transformers", "safetensors", extra="learner")
-    from streamrl.learner.checkpoints.export import write_weights
-    from streamrl.workers.engines.model import read_model
+def _checked(config: schema.Config, local_reward_url: str | None) -> schema.Config:
+    """With a reward server only where one is to be started here. Raises UserError for what would fail later, and
+    imports neither torch nor transformers."""
+    check_config(config)
+    urls = [url for one in config.rewards.values() if isinstance(one, schema.HttpReward) for url in one.urls]
+    if local_reward_url is not None or LOCAL_REWARD_SERVER not in urls:
+        config = config.model_copy(update={"reward_server": None})
+    check_packages(config)
+    check_files(config, trains=False)
+    return config
+
+
+def _evaluate(
+    subject: _Subject, config: schema.Config, local_reward_url: str | None, patience_s: float
+) -> tuple[Result, list[EvalPrompt], ModelFacts]:
     from streamrl.workers.evaluate import evaluate as run_evaluation
     from streamrl.workers.rewards.base import build_rewards
 
-    config = subject.config
-    check_config(config)
     configure_logging("eval", None, quiet=True)
-    rewards = build_rewards(config.rewards, permissions(config), local_reward_url)
+    line = _Line()
+    with ExitStack() as stack:
+        stack.callback(line.end)
+        server = None
+        if config.reward_server is not None:
+            server = stack.enter_context(reward_server(config.reward_server, say=line.notice, show=line.show))
+        url = server.url if server is not None else local_reward_url
+        build = partial(build_rewards, config.rewards, permissions(config), url)
+        _try_rewards(config, build(), patience_s, line)
+        line.show("load the model")
+        model, prompts, weights = _load(subject, config, stack.enter_context(scratch_folder()))
+        rewards = build()
+        line.show("start the engine")
+        work = run_evaluation(
+            prompts,
+            config=config,
+            model=model,
+            weights=weights,
+            step=subject.checkpoint.state.step if subject.checkpoint else 0,
+            rewards=rewards,
+            show=line.counter(len(prompts), rewards),
+        )
+        companions = {"reward server": _look_after(server)} if server is not None else {}
+        return asyncio.run(run_beside(work, companions)), prompts, model
+
+
+class _Line:
+    """How far it is, on a terminal; and what anybody must hear, once."""
+
+    def __init__(self) -> None:
+        self._line = MovingLine()
+        self._noticed: set[str] = set()
+        self.show, self.end = self._line.show, self._line.end
+
+    def notice(self, text: str, *, about: str = "") -> None:
+        """`about`: what it stands for, where its words may change."""
+        if (about or text) not in self._noticed:
+            self._noticed.add(about or text)
+            self.end()
+            click.echo(printable(text), err=True)
+
+    def counter(self, num_prompts: int, rewards: Rewards) -> Callable[[int], None]:
+        def show(num_done: int) -> None:
+            self.show(f"{num_done} of {num_prompts} prompts")
+            if (outage := rewards.outage()) is not None:
+                self.notice(f"no score can be had now, and samples wait for one: {outage}", about="outage")
+
+        return show
+
+
+def _try_rewards(config: schema.Config, rewards: Rewards, patience_s: float, line: _Line) -> None:
+    """A first request to each, about the first of the prompts."""
+    from streamrl.workers.evaluate import try_rewards
+    from streamrl.workers.rewards.base import ScoreItem
+
+    assert config.data.validation is not None, "asked before"
+    row = read_prompts(config.data.validation, malformed=config.data.malformed, key="data.validation").rows[0]
+    # Some services refuse an empty completion, and a prompt is a text as well.
+    item = ScoreItem(prompt=row.plain, completion=row.plain, token_ids=np.zeros(1, dtype=np.int32), fields=row.fields)
+    # A function whose process dies is tried once more.
+    limits = [one.timeout_s * (1 + isinstance(one, schema.FunctionReward)) for one in config.rewards.values()]
+    trying = try_rewards(
+        rewards, item, patience_s=patience_s, limit_s=max(limits) + _GRACE_S, show=line.show, notice=line.notice
+    )
+    asyncio.run(trying)
+
+
+async def _look_after(server: RewardPart) -> None:
+    while True:
+        server.look()
+        if server.kept.given_up:
+            raise part_error(server.kept.process)
+        await asyncio.sleep(_LOOK_EVERY_S)
+
+
+def _load(subject: _Subject, config: schema.Config, folder: Path) -> tuple[ModelFacts, list[EvalPrompt], Path]:
+    from streamrl.learner.checkpoints.export import write_weights
+    from streamrl.workers.engines.model import read_model
+
     model = read_model(config.model.path, trust_remote_code=False)
     prompts = _read_prompts(config, model.tokenizer)
-    with scratch_folder() as folder:
-        weights = folder / "weights.safetensors"
-        write_weights(config, weights, checkpoint=subject.checkpoint)
-        step = subject.checkpoint.state.step if subject.checkpoint else 0
-        line = MovingLine()
-
-        def show(num_done: int) -> None:
-            line.show(f"{num_done} of {len(prompts)} prompts")
-
-        work = run_evaluation(
-            prompts, config=config, model=model, weights=weights, step=step, rewards=rewards, show=show
-        )
-        result = asyncio.run(work)
-        line.end()
-    return result, prompts
+    weights = folder / "weights.safetensors"
+    write_weights(config, weights, checkpoint=subject.checkpoint)
+    return model, prompts, weights
 
 
 def _read_prompts(config: schema.Config, tokenizer: Any) -> list[EvalPrompt]:
@@ -188,19 +292,28 @@ def permissions(config: schema.Config) -> Permissions:
     return Permissions(reward_code=tuple(reward_code(config)), hosts=tuple(reward_hosts(config)))
 
 
-def _answers(prompts: Sequence[EvalPrompt], result: Result) -> Iterator[dict[str, Any]]:
+def _answers(
+    prompts: Sequence[EvalPrompt], result: Result, model: ModelFacts, stop: Sequence[str]
+) -> Iterator[dict[str, Any]]:
     for prompt, group in zip(prompts, result.groups, strict=True):
         samples = [
             {
+                "completion": _without_stop(model.decode(sample.token_ids.tolist()), stop),
+                "token_ids": sample.token_ids.tolist(),
                 "reward": sample.reward,
                 "rewards": dict(sample.rewards),
                 "finish_reason": sample.finish_reason,
-                "token_ids": sample.token_ids.tolist(),
             }
             for sample in (group.samples if group is not None else ())
         ]
         error = "not answered in time" if group is None else group.header.error
-        yield {"prompt": prompt.text, "fields": dict(prompt.fields), "error": error, "samples": samples}
+        asked = {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids.tolist(), "fields": dict(prompt.fields)}
+        yield {**asked, "error": error, "samples": samples}
+
+
+def _without_stop(text: str, stop: Sequence[str]) -> str:
+    """As rewards were given it."""
+    return text[: min((text.index(one) for one in stop if one in text), default=len(text))]
 
 
 def _number(value: float | None) -> str:

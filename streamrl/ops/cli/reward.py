@@ -1,4 +1,7 @@
-"""`streamrl reward`: serve a reward model over HTTP, or train one. torch and the server load inside the commands."""
+"""`streamrl reward`: try a function, serve a reward model over HTTP, or train one.
+
+torch and the server load inside the commands.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from streamrl.errors import ConfigError
 from streamrl.extras import need
 from streamrl.files import write_durably
 from streamrl.ops.cli.arguments import OutputFile
+from streamrl.ops.cli.reward_try import try_reward
 from streamrl.process import address_of, bind
 
 _POSITIVE, _ABOVE_0 = click.IntRange(min=1), click.FloatRange(min=0, min_open=True)
@@ -36,7 +40,10 @@ def _numbers(_: click.Context, __: click.Parameter, text: str) -> tuple[float, .
 
 @click.group()
 def reward() -> None:
-    """Serve a reward model over HTTP, or train one."""
+    """Try a reward function, serve a reward model over HTTP, or train one."""
+
+
+reward.add_command(try_reward)
 
 
 @reward.command()

@@ -11,7 +11,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -20,8 +21,9 @@ from streamrl.config import schema
 from streamrl.config.load import dump_config
 from streamrl.config.places import reward_code, reward_hosts
 from streamrl.errors import PartError
-from streamrl.files import write_durably
-from streamrl.ops.launch.processes import Command, Kept, Process
+from streamrl.files import scratch_folder, write_durably
+from streamrl.ops.launch.processes import Command, Kept, Process, end_all, part_error
+from streamrl.process import LOOPBACK
 from streamrl.protocol.transport.connection import check_server, connect
 from streamrl.protocol.transport.embedded import EmbeddedRedis
 from streamrl.protocol.weights.stores import budget_in_redis
@@ -30,6 +32,8 @@ from streamrl.telemetry.progress import Progress
 _REWARD = "reward/0"
 _MAX_RESTARTS = 5  # of the embedded Redis
 _READY_S = 300.0  # a large reward model takes long to load
+_LOOK_EVERY_S = 0.2
+_END_S = 10.0
 # What a rank may take to finish its step and to write a checkpoint before torchrun kills it.
 DRAIN_S = 300
 
@@ -223,3 +227,28 @@ class RewardPart:
             # Workers have this address for good, so another start must come up at the same port.
             self.url = url
             self.kept.command = reward_command(self._server, self._folder, port=urlsplit(url).port or 0)
+
+
+@contextmanager
+def reward_server(
+    server: schema.RewardServer,
+    *,
+    say: Callable[[str], None],
+    show: Callable[[str], None],
+    start: Callable[[Command], Process] = Process,
+) -> Iterator[RewardPart]:
+    """One that no run has: at any free port of this machine, ready here, and ended with the context. `show` hears now
+    and then how long it takes; what it was asked to load and cannot is a UserError, or a PartError."""
+    with scratch_folder() as folder:
+        mine = server.model_copy(update={"host": LOOPBACK[0], "port": 0})
+        part, began = RewardPart(mine, RunFolder(folder), say=say, start=start), time.monotonic()
+        try:
+            while part.url is None:
+                if part.kept.process.poll() is not None:
+                    raise part_error(part.kept.process)
+                part.look()
+                show(f"the reward server loads {server.model}: {time.monotonic() - began:.0f} s")
+                time.sleep(_LOOK_EVERY_S)
+            yield part
+        finally:
+            end_all([part.kept.process], within_s=_END_S)

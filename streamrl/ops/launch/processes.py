@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
+from streamrl.errors import PartError, UserError
 from streamrl.process import dying_with_us
 
 _TAIL_BYTES = 16 << 10
@@ -172,6 +173,19 @@ def end_all(processes: list[Process], *, within_s: float) -> None:
     for process in processes:
         if not process.wait(max(0.0, deadline - time.monotonic())):
             process.kill()
+
+
+def part_error(process: Process) -> UserError | PartError:
+    """Why a part ended, in its own words."""
+    words = process.last_words()
+    said = [line.removeprefix("error: ") for line in words if line.startswith("error: ")]
+    if process.poll() == UserError.exit_code and said:
+        return UserError(f"{process.command.name}: {said[-1]}")
+    tail = "\n".join(f"  {line}" for line in words)
+    return PartError(
+        f"{process.command.name} ended with exit code {process.poll()} and cannot go on; the end of "
+        f"{process.command.log}:\n{tail}"
+    )
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

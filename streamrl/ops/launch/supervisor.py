@@ -24,7 +24,7 @@ from streamrl.errors import PartError, TransportError, UserError
 from streamrl.files import remove_those_of_the_dead
 from streamrl.ops.launch.display import Display, Shown
 from streamrl.ops.launch.parts import DRAIN_S, RedisPart, RewardPart, RunFolder, learner_command, worker_command
-from streamrl.ops.launch.processes import Interrupts, Kept, Process, end_all
+from streamrl.ops.launch.processes import Interrupts, Kept, Process, end_all, part_error
 from streamrl.ops.launch.summary import Loads
 from streamrl.ops.monitor.poller import Watcher
 from streamrl.protocol.transport.address import server_name
@@ -155,11 +155,11 @@ class Supervisor:
 
     def _give_up_where_nothing_helps(self) -> None:
         if self._reward is not None and self._reward.kept.given_up:
-            raise _part_error(self._reward.kept.process)
+            raise part_error(self._reward.kept.process)
         workers = self._workers or []
         lost = [worker for worker in workers if worker.given_up]
         if lost and len(lost) == len(workers):
-            raise _part_error(lost[0].process)
+            raise part_error(lost[0].process)
 
     def _judge_learner(self, learner: Process) -> None:
         """Raise what the learner ended with, unless it was to end."""
@@ -167,7 +167,7 @@ class Supervisor:
             found = json.loads(self._folder.learner_error.read_text())
             raise (UserError if found["exit_code"] == UserError.exit_code else PartError)(found["error"])
         if learner.poll() != 0 and self._drain_by is None:
-            raise _part_error(learner)
+            raise part_error(learner)
 
     def _dismiss_workers(self) -> None:
         """They leave by themselves when the run is over; those that do not are asked, and then made to."""
@@ -216,16 +216,3 @@ class Supervisor:
         except TransportError as error:
             log.warning("redis_does_not_answer", error=str(error))
             self._redis_is_away = True
-
-
-def _part_error(process: Process) -> UserError | PartError:
-    """Why a part ended, in its own words."""
-    words = process.last_words()
-    said = [line.removeprefix("error: ") for line in words if line.startswith("error: ")]
-    if process.poll() == UserError.exit_code and said:
-        return UserError(f"{process.command.name}: {said[-1]}")
-    tail = "\n".join(f"  {line}" for line in words)
-    return PartError(
-        f"{process.command.name} ended with exit code {process.poll()} and cannot go on; the end of "
-        f"{process.command.log}:\n{tail}"
-    )

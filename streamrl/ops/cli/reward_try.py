@@ -1,0 +1,210 @@
+"""`streamrl reward try`: a reward function on some rows, in the process that workers run it in, and what it says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import numpy as np
+
+from streamrl.config import schema
+from streamrl.config.source import parse
+from streamrl.data.prompts import PromptRow, read_prompts
+from streamrl.errors import ConfigError, DataError, RewardError
+from streamrl.extras import need
+from streamrl.ops.cli.arguments import MovingLine, takes_json, tell
+from streamrl.terminal import plural
+
+if TYPE_CHECKING:
+    from streamrl.workers.rewards.functions import FunctionReward
+
+_MAX_SHOWN = 300  # characters of a text
+_FILE = click.Path(path_type=Path)
+_DEFAULTS = schema.FunctionReward.model_fields
+_Encode = Callable[[PromptRow, str], tuple[str, list[int]]]  # a row and a completion: the prompt, the completion's ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tried:
+    line: int  # of --data
+    prompt: str
+    completion: str
+    score: float | None  # None: it does not apply, or there is an error
+    error: str | None
+    seconds: float
+
+
+@click.command("try")
+@click.argument("target", metavar="FILE:FUNCTION")
+@click.option("--data", required=True, type=_FILE, help="Prompts as JSON Lines, as data.train has them.")
+@click.option("--completion", metavar="TEXT", help="Score this for each row.")
+@click.option(
+    "--completions", type=_FILE, help='Score these, JSON Lines: for each row in turn a text, or {"completion": text}.'
+)
+@click.option("--field", metavar="NAME", help="Score what this field of each row holds: the right answer, say.")
+@click.option("--num", "num_rows", type=click.IntRange(min=1), default=5, help="Rows to try, from the first on.")
+@click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="A keyword argument of the function.")
+@click.option("--model", metavar="MODEL", help="Folder or hub name: its chat template, its tokens.")
+@click.option(
+    "--timeout-s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=_DEFAULTS["timeout_s"].default,
+    help="Limit of a call.",
+)
+@click.option(
+    "--memory-mb",
+    type=click.IntRange(min=1),
+    default=_DEFAULTS["memory_mb"].default,
+    help="Limit of the process.",
+)
+@takes_json
+def try_reward(
+    target: str, data: Path, num_rows: int, options: tuple[str, ...], model: str | None, as_json: bool, **chosen: Any
+) -> int:
+    """Run a reward function on some rows, as workers do, and show what it says.
+
+    FILE:FUNCTION is a function of yours in streamrl's form or in TRL's; package.module:function and the name of a
+    built-in will do, too. It runs in a process of its own with a worker's limits; what it prints goes to stderr.
+
+    \b
+        streamrl reward try my_rewards.py:near --data prompts.jsonl --field answer
+        streamrl reward try my_rewards.py:near --data prompts.jsonl --completion 7 --option scale=5
+        streamrl reward try my_rewards.py:near --data prompts.jsonl --completions said.jsonl
+        streamrl reward try numeric_match --data prompts.jsonl --field answer --num 100
+
+    Without --model a chat's prompt is what its messages say, a line each, and each byte of a completion is a token.
+
+    \b
+    --json prints one object:
+      target, num_failed
+      rows [{line, prompt, completion, score, error, seconds}]; without score and error: the function does not apply
+
+    Exits with 1 when a row has an error in place of a score.
+    """
+    limits = {name: chosen.pop(name) for name in ("timeout_s", "memory_mb")}
+    rows = read_prompts(data, malformed="error", key="--data").rows[:num_rows]
+    pairs = list(zip(rows, _completions(rows, data, **chosen), strict=False))
+    source = schema.FunctionReward(type="function", target=target, options=dict(map(_option, options)), **limits)
+    tried = asyncio.run(_try(source, pairs, _as_text if model is None else _encoder(model)))
+    num_failed = sum(one.error is not None for one in tried)
+    told = {"target": target, "num_failed": num_failed, "rows": [asdict(one) for one in tried]}
+    tell(told, _lines(tried), as_json=as_json)
+    return 1 if num_failed else 0
+
+
+def _completions(
+    rows: Sequence[PromptRow], data: Path, *, completion: str | None, completions: Path | None, field: str | None
+) -> list[str]:
+    """One for each row, or fewer where the file holds fewer."""
+    if sum(given is not None for given in (completion, completions, field)) != 1:
+        raise ConfigError("exactly one of --completion, --completions and --field is needed: what shall be scored?")
+    if completion is not None:
+        return [completion] * len(rows)
+    if completions is not None:
+        return list(_read_completions(completions))
+    assert field is not None, "one of the three is given"
+    for row in rows:
+        if field not in row.fields:
+            has = ", ".join(sorted(row.fields)) or "none"
+            raise DataError(f"--field: {data}:{row.line} has no field {field!r}; it has: {has}")
+    return [str(row.fields[field]) for row in rows]
+
+
+def _read_completions(path: Path) -> Iterator[str]:
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--completions: {path} cannot be read: {error}") from None
+    for number, line in enumerate(lines, start=1):
+        try:
+            read = json.loads(line)
+        except ValueError:
+            read = None
+        text = read.get("completion") if isinstance(read, dict) else read
+        if not isinstance(text, str):
+            raise DataError(f'--completions: {path}:{number} must be a JSON text, or {{"completion": text}}')
+        yield text
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not (equals and name.isidentifier()):
+        raise ConfigError(f"--option {text!r}: write NAME=VALUE, such as scale=5")
+    return name, parse(value, name=f"--option {name}", numbered=False).plain()
+
+
+def _as_text(row: PromptRow, completion: str) -> tuple[str, list[int]]:
+    return row.plain, list(completion.encode())
+
+
+def _encoder(model: str) -> _Encode:
+    need("--model", "transformers", extra="learner")
+    from streamrl.learner.groups.prompts import Tokenizer
+    from streamrl.workers.engines.model import read_model
+
+    tokenizer: Tokenizer = read_model(model, trust_remote_code=False).tokenizer
+
+    def encode(row: PromptRow, completion: str) -> tuple[str, list[int]]:
+        if row.messages is not None and not tokenizer.chat_template:
+            raise DataError(f"--model {model}: its tokenizer has no chat template, and line {row.line} is a chat")
+        prompt = row.plain
+        if row.messages is not None:
+            prompt = str(tokenizer.apply_chat_template(list(row.messages), tokenize=False, add_generation_prompt=True))
+        return prompt, tokenizer([completion], add_special_tokens=False)["input_ids"][0]
+
+    return encode
+
+
+async def _try(source: schema.FunctionReward, pairs: Sequence[tuple[PromptRow, str]], encode: _Encode) -> list[_Tried]:
+    from streamrl.workers.rewards.functions import FunctionReward, check_target
+
+    check_target(source.target, key="FILE:FUNCTION")
+    encoded = [encode(row, completion) for row, completion in pairs]
+    line = MovingLine()
+    reward = FunctionReward(source, key=source.target)
+    try:
+        await reward.start()
+        tried: list[_Tried] = []
+        for (row, completion), (prompt, token_ids) in zip(pairs, encoded, strict=True):
+            line.show(f"{len(tried)} of {len(pairs)} rows")
+            tried.append(await _score(reward, row, prompt, completion, token_ids))
+        return tried
+    finally:
+        line.end()
+        await reward.close()
+
+
+async def _score(
+    reward: FunctionReward, row: PromptRow, prompt: str, completion: str, token_ids: Sequence[int]
+) -> _Tried:
+    from streamrl.workers.rewards.base import ScoreItem
+
+    ids = np.asarray(token_ids, dtype=np.int32)
+    item = ScoreItem(prompt=prompt, completion=completion, token_ids=ids, fields=row.fields)
+    score, error, began = None, None, time.monotonic()
+    try:
+        score = await reward.score(item)
+    except RewardError as failed:
+        error = str(failed)
+    seconds = time.monotonic() - began
+    return _Tried(line=row.line, prompt=prompt, completion=completion, score=score, error=error, seconds=seconds)
+
+
+def _lines(tried: Sequence[_Tried]) -> Iterator[str]:
+    for one in tried:
+        said = "the function returned None: it does not apply" if one.score is None else f"{one.score:.6g}"
+        yield f"prompt      {one.prompt[:_MAX_SHOWN]}"
+        yield f"completion  {one.completion[:_MAX_SHOWN]}"
+        yield f"error       {one.error}" if one.error else f"score       {said}"
+        yield f"took        {1000 * one.seconds:.1f} ms"
+        yield ""
+    scores = [one.score for one in tried if one.score is not None]
+    mean = f", {sum(scores) / len(scores):.4g} on average" if scores else ""
+    failed = sum(one.error is not None for one in tried)
+    yield f"{plural(len(tried), 'row')}: {len(scores)} with a score{mean}; {failed} failed"

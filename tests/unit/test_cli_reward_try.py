@@ -1,0 +1,134 @@
+"""`streamrl reward try`: a function on some rows, run as workers run it, and its own line where it fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.ops.cli.main import main
+from tests.tiny_models import make_model
+
+CODE = """
+import json
+
+def near(prompt, completion, token_ids, fields, *, scale=10.0):
+    return 1.0 - abs(float(completion) - float(fields["answer"])) / scale
+
+def of_trl(completions, answer, messages=None, **kwargs):
+    return [None if answer[0] == "7" else float(len(kwargs["completion_ids"][0]))]
+
+def within(prompt, completion, token_ids, fields):
+    return json.loads(completion)["score"]
+
+def greedy(prompt, completion, token_ids, fields):
+    print("it eats")
+    return float(len(bytearray(1 << 30)))
+
+def endless(prompt, completion, token_ids, fields):
+    while True: pass
+
+def echoes(prompt, completion, token_ids, fields):
+    raise ValueError(prompt)
+"""
+ROWS = [
+    {"text": "2+2=", "answer": "4"},
+    {"messages": [{"role": "system", "content": "Add."}, {"role": "user", "content": "3+4="}], "answer": "7"},
+    {"text": "5+5=", "answer": "10"},
+]
+
+
+@pytest.fixture(autouse=True)
+def working_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(CODE)
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+
+
+def tried(capsys: pytest.CaptureFixture[str], *words: str, expect: int = 0) -> list[dict[str, Any]]:
+    assert main(["reward", "try", *words, "--data", "rows.jsonl", "--json"]) == expect, capsys.readouterr().err
+    told = json.loads(capsys.readouterr().out)
+    assert told["num_failed"] == sum(row["error"] is not None for row in told["rows"])
+    rows: list[dict[str, Any]] = told["rows"]
+    return rows
+
+
+def test_completions_are_a_field_one_text_or_a_file_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [row["score"] for row in tried(capsys, "mine.py:near", "--field", "answer")] == [1.0, 1.0, 1.0]
+    scaled = tried(capsys, "mine.py:near", "--completion", "6", "--option", "scale=4", "--num", "2")
+    assert [row["score"] for row in scaled] == [0.5, 0.75]
+    Path("said.jsonl").write_text('"4"\n{"completion": "17", "of": "whom"}\n')
+    said = tried(capsys, "mine.py:near", "--completions", "said.jsonl")
+    assert [(row["line"], row["completion"], row["score"]) for row in said] == [(1, "4", 1.0), (2, "17", 0.0)]
+    assert [row["prompt"] for row in said] == ["2+2=", "Add.\n3+4="]
+    assert all(0 < row["seconds"] < 10 for row in said)
+
+
+def test_a_function_of_trls_form_may_say_that_it_does_not_apply(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tried(capsys, "mine.py:of_trl", "--completion", "four")
+    assert [(row["score"], row["error"]) for row in rows] == [(4.0, None), (None, None), (4.0, None)]
+    assert main(["reward", "try", "mine.py:of_trl", "--data", "rows.jsonl", "--completion", "four"]) == 0
+    shown = capsys.readouterr().out
+    assert "score       the function returned None: it does not apply\n" in shown
+    assert shown.endswith("3 rows: 2 with a score, 4 on average; 0 failed\n")
+
+
+def test_a_built_in_is_tried_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [row["score"] for row in tried(capsys, "exact_match", "--completion", "7")] == [0.0, 1.0, 0.0]
+
+
+def test_an_error_names_the_users_own_line_and_not_the_librarys(capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = tried(capsys, "mine.py:within", "--completion", "{", "--num", "1", expect=1)
+    assert row["error"].startswith("the function failed: JSONDecodeError: ")
+    assert row["error"].endswith('(mine.py:11: return json.loads(completion)["score"])')
+    (row,) = tried(capsys, "numeric_match", "--field", "answer", "--option", "field=level", "--num", "1", expect=1)
+    assert row["error"] == "the function failed: ValueError: the prompt's row has no field 'level'; it has: answer"
+
+
+def test_the_limits_are_those_of_a_worker(capfd: pytest.CaptureFixture[str]) -> None:
+    (row,) = tried(capfd, "mine.py:endless", "--completion", "", "--num", "1", "--timeout-s", "0.3", expect=1)
+    assert row["error"] == "the function failed: no answer within 0.3 s"
+    words = ["reward", "try", "mine.py:greedy", "--data", "rows.jsonl", "--completion", "", "--num", "1"]
+    assert main([*words, "--memory-mb", "256"]) == 1
+    shown = capfd.readouterr()
+    assert "MemoryError" in shown.out
+    assert shown.err == "it eats\n"
+
+
+def test_what_a_row_says_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("rows.jsonl").write_text(json.dumps({"text": "\x1b[2J"}) + "\n")
+    assert main(["reward", "try", "mine.py:echoes", "--data", "rows.jsonl", "--completion", "\x1b[2J"]) == 1
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_a_model_lends_its_template_and_its_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    make_model(Path("model"), hidden=32)
+    words = ["--model", "model", "--completion", "aab"]
+    (row,) = tried(capsys, "mine.py:of_trl", *words, "--num", "1")
+    assert row["score"] == 3.0  # a character is a token
+    assert main(["reward", "try", "mine.py:of_trl", *words, "--data", "rows.jsonl"]) == 2
+    assert "--model model: its tokenizer has no chat template, and line 2 is a chat" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["mine.py:near"], "exactly one of --completion, --completions and --field is needed"),
+        (["mine.py:near", "--field", "a", "--completion", "b"], "exactly one of --completion"),
+        (["mine.py:near", "--field", "right"], "--field: rows.jsonl:1 has no field 'right'; it has: answer"),
+        (["mine.py:near", "--completions", "none.jsonl"], "--completions: none.jsonl cannot be read"),
+        (["mine.py:near", "--completions", "mine.py"], "--completions: mine.py:1 must be a JSON text, or"),
+        (["mine.py:near", "--completion", "", "--option", "scale"], "write NAME=VALUE, such as scale=5"),
+        (["mine.py:near", "--completion", "", "--option", "speed=1"], "unexpected keyword argument 'speed'"),
+        (["mine.py:far", "--completion", ""], "cannot use it: AttributeError: mine.py has no attribute 'far'"),
+        (["no.py:far", "--completion", ""], "cannot use it: FileNotFoundError: no such file: no.py"),
+        (["exact", "--completion", ""], "FILE:FUNCTION: 'exact' is neither built in (exact_match, "),
+    ],
+)
+def test_mistakes_are_one_line(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reward", "try", *words, "--data", "rows.jsonl"]) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.count("\n") == 1
