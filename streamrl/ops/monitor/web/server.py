@@ -32,7 +32,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from streamrl.ops.monitor.charts import Chart, charts_of
+from streamrl.ops.monitor.charts import Chart, Points, charts_of, marks_of, points_of
 from streamrl.ops.monitor.exporter import make_registry
 from streamrl.ops.monitor.history import History, thin
 from streamrl.ops.monitor.poller import Poller, Watcher
@@ -42,6 +42,7 @@ from streamrl.ops.monitor.view import View, Worker
 from streamrl.ops.record.export import to_json
 from streamrl.ops.record.view import TokenDecoder
 from streamrl.process import LOOPBACK
+from streamrl.telemetry.metrics import meaning
 
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
@@ -144,16 +145,26 @@ class Dashboard:
 
 
 def curves(history: History) -> dict[str, Any]:
-    """{charts: [{name, title, unit, stacked, series: {label: [[step, value], ..]}}]}"""
+    """{charts: [{name, title, unit, stacked, series: {label: [[step, value], ..]}, marks: likewise,
+    meanings: {label: [metric, text]}}]}"""
     return {"charts": [_chart(history, chart) for chart in charts_of(history)]}
 
 
 def _chart(history: History, chart: Chart) -> dict[str, Any]:
-    series: dict[str, list[tuple[int, float]]] = {}
-    for label, metric in chart.series.items():
-        points = thin(list(zip(*history.curve(metric), strict=True)))
-        series[label] = [(step, float(f"{value:.6g}")) for step, value in points]
-    return {"name": chart.name, "title": chart.title, "unit": chart.unit, "stacked": chart.is_stacked, "series": series}
+    def shown(found: Mapping[str, Points]) -> dict[str, Points]:
+        return {
+            label: [(step, float(f"{value:.6g}")) for step, value in thin(points)] for label, points in found.items()
+        }
+
+    return {
+        "name": chart.name,
+        "title": chart.title,
+        "unit": chart.unit,
+        "stacked": chart.is_stacked,
+        "series": shown(points_of(chart, history)),
+        "marks": shown(marks_of(chart, history)),
+        "meanings": {label: [name, meaning(name)] for label, name in {**chart.series, **chart.marks}.items()},
+    }
 
 
 def _json(value: Any, *, status: int = 200) -> Response:
