@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from streamrl.extras import need
-from streamrl.ops.monitor.history import History
+from streamrl.ops.monitor.history import History, thin
 from streamrl.protocol.transport.keys import is_validation
 from streamrl.telemetry.metrics import OF_LOSS
 
@@ -144,6 +144,19 @@ def points_of(chart: Chart, history: History) -> Mapping[str, Points]:
 def marks_of(chart: Chart, history: History) -> Mapping[str, Points]:
     """Likewise, where it happened alone."""
     return {label: list(zip(*history.curve(metric), strict=True)) for label, metric in chart.marks.items()}
+
+
+def sketches_of(history: History) -> list[tuple[str, list[float]]]:
+    """Each curve that has values, by its title, thinned: for whoever draws it small."""
+    records = (*thin(history.steps.records), *thin(history.validations.records))
+    found = []
+    for chart in charts_of(history):
+        series = {**chart.series, **chart.marks}
+        for label, metric in series.items():
+            title = chart.title if len(series) == 1 else f"{chart.title}: {label}"
+            if values := [record.values[metric] for record in records if metric in record.values]:
+                found.append((title, values))
+    return found
 
 
 def save_report(path: Path, history: History, *, title: str, charts: Sequence[Chart] | None = None) -> None:
