@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 from streamrl.ops.monitor.alerts import grafana_dashboard
 from streamrl.ops.monitor.charts import CHARTS, charts_of, save_report
 from streamrl.ops.monitor.history import History
-from streamrl.ops.monitor.web.server import curves
-from streamrl.telemetry.metrics import is_metric, meaning
+from streamrl.ops.monitor.web.server import curves, read_page
+from streamrl.telemetry.metrics import METRICS, is_metric, meaning
 from tests.launch_world import make_record, step_record
 
 TIMES = {"timers/rollout": 1.0, "timers/train": 2.0, "timers/publish": 0.5}
@@ -43,6 +44,24 @@ def test_all_layers_of_a_stack_have_the_same_steps_also_where_one_has_no_value()
     series = drawn(History.of(records))["time"]["series"]
     assert len({tuple(step for step, _ in points) for points in series.values()}) == 1
     assert (series["trains"][0], series["trains"][-1]) == ((1, 0.0), (1000, 2.0))
+
+
+def test_who_looks_closer_gets_every_step_of_what_is_looked_at() -> None:
+    found = curves(run_with(), range(301, 501))
+    time = next(chart for chart in found["charts"] if chart["name"] == "time")
+    assert [step for step, _ in time["series"]["trains"]] == list(range(301, 501))
+    assert time["marks"] == {"checkpoint": [(400, 5.0), (500, 5.0)]}
+    assert found["newest"] == 1000
+
+
+def test_the_page_is_one_file_with_its_script_and_the_meanings_of_metrics() -> None:
+    page = read_page()
+    assert "/* " not in page, "a place that was not filled"
+    assert "function chart(series, options)" in page
+    assert METRICS["lag/mean"] in page
+    named = set(re.findall(r'"((?:train|all|val)_rollouts/[a-z_/]+|lag/[a-z]+|stream/[a-z_]+)"', page))
+    assert {name for name in named if not is_metric(name)} == set()
+    assert not re.search(r"(?:src|href)=[^ >]*//|@import|url\(", page)
 
 
 def test_sources_datasets_and_gpu_have_charts_where_the_run_has_them() -> None:
