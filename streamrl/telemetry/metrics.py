@@ -77,7 +77,7 @@ METRICS: Mapping[str, str] = {
     "throughput/tflop_per_s": "the same per second in timers/train, of all ranks together",
     "throughput/mfu": "the same as a share of what the GPUs could do, where that is known",
     "throughput/samples_per_s": "trained samples per second of the whole step",
-    "gpu/use": "share of the time in which rank 0's GPU was at work, as its driver has it of the last moments",
+    "gpu/use": "share of the time in which rank 0's GPU was at work, of the second before the step was recorded",
     "gpu/memory": "share of the memory of rank 0's GPU that is in use, whoever uses it",
     "gpu/peak_memory": "largest share of it that the tensors of rank 0 took during the step",
     "weights/version": "number of the newest version that was out when the step was recorded",

@@ -121,7 +121,7 @@ function line(points, place, space, smoothing) {
   if (points.length > FEW_POINTS)
     return smoothing ? [drawn(points, 0.7, 0.35), drawn(smooth(points, smoothing), 1.8, 1)] : [drawn(points, 1.6, 1)];
   return [drawn(points, 1.6, 1), ...points.map(([x, y]) =>
-    make("svg:circle", {cx: space.x(x), cy: space.y(y), r: 2, style: `fill:${colour(place)}`}))];
+    make("svg:circle", {cx: space.x(x), cy: space.y(y), r: points.length > 10 ? 2 : 3.5, style: `fill:${colour(place)}`}))];
 }
 
 function pin([x], place, space, text) {
