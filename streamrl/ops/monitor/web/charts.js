@@ -38,6 +38,12 @@ function ticks(low, high) {  // round numbers, three to eight
   return Array.from({length: count}, (_, place) => Number(((Math.ceil(low / step - 1e-6) + place) * step).toPrecision(10)));
 }
 
+function tickLabel(value, step) {  // with as many digits as tell it from the next
+  if (value === 0) return "0";
+  if (step >= 1) return short(value);
+  return Math.abs(value) < 0.001 ? value.toExponential(1) : value.toFixed(-Math.floor(Math.log10(step) + 1e-6));
+}
+
 // Points
 
 function smooth(points, share) {  // each the mean of those around it
@@ -102,10 +108,11 @@ function scales(points) {
     y: value => HEIGHT - BOTTOM - (value - low) / (high - low) * (HEIGHT - TOP - BOTTOM)};
 }
 
-function axes({left, right, low, high, y}, {tick, mark = short}) {
-  const lines = ticks(low, high).filter(value => mark(value)).flatMap(value => [
+function axes({left, right, low, high, y}, {tick, mark}) {
+  const values = ticks(low, high), label = mark || (value => tickLabel(value, values[1] - values[0]));
+  const lines = values.filter(label).flatMap(value => [
     make("svg:line", {class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value)}),
-    make("svg:text", {x: LEFT - 5, y: y(value) + 4, "text-anchor": "end"}, mark(value))]);
+    make("svg:text", {x: LEFT - 5, y: y(value) + 4, "text-anchor": "end"}, label(value))]);
   return [...lines, make("svg:text", {x: LEFT, y: HEIGHT - 6}, tick(left)),
     make("svg:text", {x: WIDTH - RIGHT, y: HEIGHT - 6, "text-anchor": "end"}, tick(right))];
 }
