@@ -191,8 +191,8 @@ def _draw(chart: Chart, history: History, axes: Axes) -> None:
             _draw_line(label, of_label, axes, is_held_out=is_validation([chart.series[label]]))
     for label, of_label in marks_of(chart, history).items():
         if of_label:
-            steps, values = zip(*of_label, strict=True)
-            axes.scatter(steps, values, label=label, marker="v", s=14, color="black", zorder=3)
+            at, heights = zip(*of_label, strict=True)
+            axes.scatter(at, heights, label=label, marker="v", s=14, color="black", zorder=3)
     if axes.has_data():
         axes.legend(fontsize=8, frameon=False)
     else:
