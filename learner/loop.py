@@ -29,6 +29,7 @@ from streamrl.learner.checkpoints.save import Saver
 from streamrl.learner.conductor import Conducting
 from streamrl.learner.groups.lag import oldest_trained_step
 from streamrl.learner.groups.plan import Fetched, GroupCheck, Kind, Outcome, Plan, fetch_groups
+from streamrl.learner.metrics.gpu import Gpu
 from streamrl.learner.metrics.tally import Tally
 from streamrl.learner.model.gradients import Batch, Gradients, Update, learning_rate, update
 from streamrl.learner.model.policy import Policy, peak_flops
@@ -69,6 +70,7 @@ class Loop:
             progress=context.progress,
             timers=context.timers,
         )
+        self._gpu = Gpu(context.world.device)
         self._step = parts.start.step  # optimizer steps made
         self._consumed_samples = parts.start.consumed_samples
         self._num_skipped = self._num_skipped_in_row = 0
@@ -242,6 +244,7 @@ class Loop:
                 "train_optim/lr": made.lr,
                 "train_optim/optim_step": self._step,
                 "train_optim/skipped_steps": self._num_skipped,
+                **self._gpu.metrics(),
                 **self._throughput(metrics, train_s=timers["timers/train"], step_s=step_s),
                 "weights/version": latest.version,
                 "weights/num_bytes": latest.num_bytes,

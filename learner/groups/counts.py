@@ -7,6 +7,9 @@ Groups that ended, by the dataset that their prompt came from, where `data.train
 
 What is trained of each need not be what the weights say: groups of prompts that are always solved, or never, are
 dropped. So both are counted, and the rewards of each are shown beside the mean over all.
+
+For the same reason the rewards of trained groups alone say little of how good the model is: of prompts that it always
+solves none is among them. So the mean is told of all that ended while a step was made, too, dropped or trained.
 """
 
 from __future__ import annotations
@@ -14,8 +17,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 
+from streamrl.learner.groups.ledger import DROPPED, TRAINED
 from streamrl.protocol.wire.group import GroupHeader
 
+ALL_REWARDS = "all_rollouts/rewards"
+_NOT_OURS = (f"{DROPPED}malformed", f"{DROPPED}wrong_model")  # what they say of rewards is nothing to this run
 _PARTS = (8, 4, 2, 1)  # buckets end at these parts of the longest response there may be
 
 
@@ -43,26 +49,29 @@ class Lengths:
 
 
 class Datasets:
-    """Counts nothing where there is only one."""
+    """Counts groups only where there are several; rewards always, those of all prompts together first."""
 
     def __init__(self, dataset_of: Callable[[int], str], known: Mapping[str, tuple[int, int]]) -> None:
         """`dataset_of`: by the number of a ticket; empty where there is only one."""
         self._dataset_of = dataset_of
         self._known = dict(known)
         self._step = -1
-        self._rewards: dict[str, list[float]] = {}  # of the samples trained in that step
+        self._rewards: dict[str, tuple[float, int]] = {}  # by metric: sum and number of that step's
 
-    def count(self, header: GroupHeader, *, trained: bool, step: int) -> None:
-        name = self._dataset_of(header.ticket)
-        if not name:
-            return
-        num_trained, num_dropped = self._known.get(name, (0, 0))
-        self._known[name] = (num_trained + trained, num_dropped + (not trained))
-        if not trained:
+    def count(self, header: GroupHeader, *, outcome: str, step: int) -> None:
+        name, trained = self._dataset_of(header.ticket), outcome == TRAINED
+        if name:
+            num_trained, num_dropped = self._known.get(name, (0, 0))
+            self._known[name] = (num_trained + trained, num_dropped + (not trained))
+        if outcome in _NOT_OURS:
             return
         if step != self._step:
             self._step, self._rewards = step, {}
-        self._rewards.setdefault(name, []).extend(header.sample_rewards)
+        self._add(ALL_REWARDS, header)
+        if name:
+            self._add(f"{ALL_REWARDS}_by_dataset/{name}", header)
+        if name and trained:
+            self._add(f"train_rollouts/rewards_by_dataset/{name}", header)
 
     def known(self) -> dict[str, tuple[int, int]]:
         """By name: groups trained and groups dropped."""
@@ -73,6 +82,8 @@ class Datasets:
         for name, (trained, dropped) in self.known().items():
             found[f"stream/trained_by_dataset/{name}"] = float(trained)
             found[f"stream/dropped_by_dataset/{name}"] = float(dropped)
-        for name, rewards in self._rewards.items():
-            found[f"train_rollouts/rewards_by_dataset/{name}"] = sum(rewards) / len(rewards)
-        return found
+        return found | {metric: total / count for metric, (total, count) in self._rewards.items()}
+
+    def _add(self, metric: str, header: GroupHeader) -> None:
+        total, count = self._rewards.get(metric, (0.0, 0))
+        self._rewards[metric] = (total + sum(header.sample_rewards), count + len(header.sample_rewards))

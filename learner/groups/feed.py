@@ -344,4 +344,4 @@ class Feed:
     def _end(self, header: GroupHeader, outcome: str, *, step: int) -> None:
         self._ledger.resolve(header.ticket, outcome, step=step + 1)
         self._lengths.count(header, dropped=outcome != TRAINED)
-        self._datasets.count(header, trained=outcome == TRAINED, step=step)
+        self._datasets.count(header, outcome=outcome, step=step)

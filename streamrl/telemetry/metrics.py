@@ -1,15 +1,9 @@
 """The names of all metrics, in one place: those that users of NeMo-Aligner know, and the asynchronous ones it lacks.
 
-A step's record is a flat map from these names to finite numbers. Rewards of a source are
-`train_rollouts/rewards/<source>`, drops by reason `stream/dropped/<reason>`, messages that decided no ticket
-`stream/ignored/<reason>`. Drops by the longest response of the group, up to so many tokens and beyond the next smaller
-number: `stream/dropped_by_length/<tokens>` counts them, `stream/drop_rate_by_length/<tokens>` is their share.
-Where `data.train` names several datasets, `stream/trained_by_dataset/<name>` and `stream/dropped_by_dataset/<name>`
-count groups since the start of the run, `train_rollouts/rewards_by_dataset/<name>` is the mean reward of those trained.
-`policy/ratio_histogram/<edge>` is the share of tokens whose ratio pi / mu is at most that edge and above the next
-smaller one. What a loss tells of itself is `loss/<name>`, a mean over trained tokens unless it counts something else;
-`loss/weight` of those that come with us is what they made of the ratio. `idle/<wait>` is the share of the step that
-rank 0 spent in that wait.
+A step's record is a flat map from these names to finite numbers. `train_rollouts/` tells of the groups that were
+trained, `all_rollouts/` also of those that were dropped meanwhile, `val_rollouts/` of the prompts that are held out.
+Rewards of a source are told of trained and held-out groups only: the headers of the others have but the sum.
+`loss/weight` of the losses that come with us is what they made of the ratio.
 """
 
 from __future__ import annotations
@@ -21,7 +15,7 @@ METRICS: Mapping[str, str] = {
     "train_rollouts/response_lengths": "mean response tokens",
     "train_rollouts/prompt_lengths": "mean prompt tokens",
     "train_rollouts/generation_length": "mean of prompt plus response tokens",
-    "train_rollouts/rewards": "mean weighted reward",
+    "train_rollouts/rewards": "mean weighted reward of the trained groups: those whose rewards differ, as a rule",
     "train_rollouts/rewards_std": "standard deviation of the weighted reward",
     "train_rollouts/fraction_of_samples_properly_ended": "share of samples that ended by themselves",
     "train_rollouts/init_policy_kl": "mean over tokens of log pi - log pi_ref",
@@ -30,6 +24,7 @@ METRICS: Mapping[str, str] = {
     "train_rollouts/zero_variance_groups": "share of groups whose rewards are all equal",
     "train_rollouts/consumed_samples": "samples trained since the start of the run",
     "train_rollouts/epoch": "passes over the dataset",
+    "all_rollouts/rewards": "mean weighted reward of all groups that ended while the step was made, dropped ones too",
     "val_rollouts/rewards": "mean weighted reward on the validation prompts",
     "val_rollouts/response_lengths": "mean response tokens on the validation prompts",
     "val_rollouts/fraction_of_samples_properly_ended": "share that ended by themselves",
@@ -53,8 +48,8 @@ METRICS: Mapping[str, str] = {
     "policy/fresh_mismatch": "mean over them of |log mu - log pi|, where engine and learner should agree",
     "policy/fresh_mismatch_kl": "mean over them of pi / mu - 1 - log(pi / mu), an estimate of KL(mu, pi)",
     "lag/min": "steps between the version that made a token and the step that trains it: smallest",
-    "lag/mean": "the same: mean over tokens",
-    "lag/max": "the same: largest",
+    "lag/mean": "steps between the version that made a token and the step that trains it: mean over tokens",
+    "lag/max": "steps between the version that made a token and the step that trains it: largest",
     "lag/in_flight": "mean steps that passed while a sample was generated",
     "lag/in_queue": "mean steps that passed between the last token and training",
     "lag/masked_tokens": "tokens that were too old to get a loss",
@@ -77,11 +72,14 @@ METRICS: Mapping[str, str] = {
     "timers/checkpoint": "seconds to write a checkpoint",
     "timers/step": "seconds of the whole step",
     "throughput/tokens": "tokens of the samples trained in the step, prompts included, of every pass",
-    "throughput/tokens_per_s": "the same per second of the whole step",
+    "throughput/tokens_per_s": "tokens of trained samples, prompts included, per second of the whole step",
     "throughput/tflop": "useful 10^12 floating-point operations of the step's forward and backward passes",
     "throughput/tflop_per_s": "the same per second in timers/train, of all ranks together",
     "throughput/mfu": "the same as a share of what the GPUs could do, where that is known",
     "throughput/samples_per_s": "trained samples per second of the whole step",
+    "gpu/use": "share of the time in which rank 0's GPU was at work, of the second before the step was recorded",
+    "gpu/memory": "share of the memory of rank 0's GPU that is in use, whoever uses it",
+    "gpu/peak_memory": "largest share of it that the tensors of rank 0 took during the step",
     "weights/version": "number of the newest version that was out when the step was recorded",
     "weights/num_bytes": "bytes of that version, as a worker that follows fetches them",
     "weights/changed_fraction": "share of elements that changed with it",
@@ -89,21 +87,29 @@ METRICS: Mapping[str, str] = {
 
 OF_LOSS = "loss/"  # what the run's loss tells of itself
 
-_FAMILIES = (
-    "policy/ratio_histogram/",
-    OF_LOSS,
-    "idle/",
-    "train_rollouts/rewards/",
-    "train_rollouts/rewards_by_dataset/",
-    "val_rollouts/rewards/",
-    "stream/dropped/",
-    "stream/dropped_by_length/",
-    "stream/drop_rate_by_length/",
-    "stream/trained_by_dataset/",
-    "stream/dropped_by_dataset/",
-    "stream/ignored/",
-)
+# Names that begin so, and go on with whatever there is in a run.
+FAMILIES: Mapping[str, str] = {
+    "train_rollouts/rewards/": "mean reward of this source in trained groups, before weights",
+    "train_rollouts/rewards_by_dataset/": "mean weighted reward of this dataset's trained groups",
+    "all_rollouts/rewards_by_dataset/": "mean weighted reward of this dataset's groups, the dropped ones included",
+    "val_rollouts/rewards/": "mean reward of this source on the validation prompts, before weights",
+    "policy/ratio_histogram/": "share of tokens whose ratio pi / mu is at most this, and above the next smaller one",
+    OF_LOSS: "told by the loss: a mean over trained tokens, unless it counts something else",
+    "idle/": "share of the step that rank 0 spent in this wait",
+    "stream/dropped/": "groups dropped for this reason since the start of the run",
+    "stream/dropped_by_length/": "groups dropped whose longest response has at most so many tokens, more than the next "
+    "smaller number",
+    "stream/drop_rate_by_length/": "their share of the groups of that length that ended",
+    "stream/trained_by_dataset/": "groups of this dataset trained since the start of the run",
+    "stream/dropped_by_dataset/": "groups of this dataset dropped since the start of the run",
+    "stream/ignored/": "messages that decided no ticket, for this reason",
+}
 
 
 def is_metric(name: str) -> bool:
-    return name in METRICS or name.startswith(_FAMILIES)
+    return bool(meaning(name))
+
+
+def meaning(name: str) -> str:
+    """In a few words; empty where it is no metric."""
+    return METRICS.get(name) or next((text for begin, text in FAMILIES.items() if name.startswith(begin)), "")

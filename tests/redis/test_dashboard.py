@@ -26,9 +26,9 @@ from tests.redis.run_world import RunWorld
 
 NUM_STEPS = 60
 _METRICS = (
-    *("timers/rollout", "timers/train", "timers/publish", "timers/checkpoint", "policy/ratio_mean", "policy/ess"),
+    *("timers/rollout", "timers/train", "timers/publish", "policy/ratio_mean", "policy/ess"),
     *("policy/fresh_mismatch", "policy/fresh_mismatch_kl"),
-    *("train_optim/loss", "train_optim/grad_norm", "lag/mean", "lag/max"),
+    *("train_optim/loss", "train_optim/grad_norm", "train_optim/lr", "policy/entropy", "lag/mean", "lag/max"),
 )
 
 
@@ -45,6 +45,7 @@ async def run(
         learner.step = step
         more = dict.fromkeys(_METRICS, 0.5 + step / 100)
         more |= {"train_rollouts/init_policy_kl": step / 1e3, "throughput/tokens_per_s": 100.0 * step}
+        more |= {"timers/checkpoint": 2.0} if step in (25, 50) else {}
         run.record(**{"train_rollouts/rewards": step / NUM_STEPS, "train_rollouts/response_lengths": 40.0, **more})
     learner.stream.record(30, {"val_rollouts/rewards": 0.4, "val_rollouts/response_lengths": 38.0})
     parts(run)
@@ -142,9 +143,17 @@ _HAS_DATA = """
 [...document.querySelectorAll('#charts section')].length >= 8
   && [...document.querySelectorAll('#charts section')].every(one => one.querySelector('polyline, polygon'))
   && document.querySelectorAll('#workers tbody tr').length === 7
-  && document.querySelectorAll('#versions rect').length >= 6
+  && document.querySelectorAll('#versions polyline').length >= 6
   && document.querySelector('#idle polygon, #idle polyline, #idle svg') !== null
   && document.querySelectorAll('#rollouts button').length > 0
+"""
+
+
+_CUT_OFF = """
+[...document.querySelectorAll('svg text')].filter(one => {
+  const text = one.getBBox(), box = one.ownerSVGElement.viewBox.baseVal;
+  return text.x < 0 || text.y < 0 || text.x + text.width > box.width || text.y + text.height > box.height;
+}).map(one => one.textContent)
 """
 
 
@@ -160,6 +169,8 @@ def test_the_page_shows_the_run_at_any_size(
         page.wait_for(_HAS_DATA)
         assert page.evaluate("document.getElementById('name').textContent") == run.world.keys.name
         assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), "it scrolls sideways"
+        assert "working" in page.evaluate("document.getElementById('facts').textContent")
+        assert page.evaluate(_CUT_OFF) == []
         page.evaluate("document.querySelector('#rollouts button').click()")
         page.wait_for("document.querySelectorAll('#rollout pre').length === 3")
         axe = Path(axe_core_python.__file__).with_name("axe.min.js").read_text()
@@ -169,6 +180,23 @@ def test_the_page_shows_the_run_at_any_size(
         page.screenshot(tmp_path / "page.png")
         assert page.complaints == []
         assert {request for request in page.requests if not request.startswith((url, "data:"))} == set()
+
+
+def test_a_reader_looks_closer_and_is_told_what_is_shown(run: Watched, page: Page) -> None:
+    with run.alive(), dashboard(run) as url:
+        page.open(url)
+        page.wait_for(_HAS_DATA)
+        marks = "document.querySelectorAll('#chart-time path').length"
+        assert page.evaluate(marks) == 2
+        assert "timers/checkpoint" in page.evaluate("document.querySelector('#chart-time details').textContent")
+        assert page.evaluate("document.querySelector('#facts [title*=\"step that trains it\"]') !== null")
+        page.evaluate("lookAt(20, 30)")
+        first = "document.querySelector('#chart-reward svg').textContent.includes('step 20')"
+        page.wait_for(first)
+        assert page.evaluate(marks) == 1
+        page.evaluate("at('range').value = ''; at('range').dispatchEvent(new Event('change'))")
+        page.wait_for(f"!{first}")
+        assert page.complaints == []
 
 
 def test_the_page_says_that_redis_is_gone(run: Watched, page: Page) -> None:

@@ -59,6 +59,7 @@ def parse(told: bytes) -> dict[tuple[str, str], float]:
 async def test_the_text_has_the_run_in_prometheus_words(run: Watched) -> None:
     await run.world.train_steps(1)
     run.record(**{"lag/mean": 1.5})
+    run.world.learner.stream.record(run.world.learner.step, {"val_rollouts/rewards": 0.75})
     run.learner("train", state="working")
     run.worker(detail={"tokens_per_s": 80})
     name = run.world.keys.name
@@ -66,6 +67,7 @@ async def test_the_text_has_the_run_in_prometheus_words(run: Watched) -> None:
     assert found["streamrl_up", f'run="{name}"'] == 1
     assert found["streamrl_health", f'run="{name}"'] == 0
     assert found["streamrl_metric", f'name="lag/mean",run="{name}"'] == 1.5
+    assert found["streamrl_metric", f'name="val_rollouts/rewards",run="{name}"'] == 0.75
     assert found["streamrl_worker_tokens_per_second", f'run="{name}",worker="worker/w"'] == 80
     assert found["streamrl_workers", f'run="{name}",state="working"'] == 1
     assert found["streamrl_groups_trained_total", f'run="{name}"'] == 3

@@ -184,7 +184,7 @@ async def test_it_follows_the_size_of_the_window(run: Watched) -> None:
     with top(run) as program:
         program.shows("host-000")
         program.resize(width=140, height=50)
-        program.shows("host-029", "host   ")
+        program.shows("host-029", "loads host")
         assert max(map(len, program.lines())) <= 140
 
 

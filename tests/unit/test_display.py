@@ -66,7 +66,7 @@ def test_each_part_shows_what_it_does_how_old_that_is_and_how_far_behind_its_wei
     lines = draw(make_shown(busy_view()))
 
     [line] = [line for line in lines if "│ 0 " in line]
-    assert line.strip("│ ").split() == ["0", "generate", "0.0s", "2.57", "3", "4", "321", "120", "-"]
+    assert line.strip("│ ").split() == ["0", "generate", "3", "4", "321", "0.0s", "2.57", "120", "-"]
     assert any("waits for peers" in line for line in lines)
 
 

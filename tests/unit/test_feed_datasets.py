@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 
 from streamrl.learner.groups.ledger import FeedState
-from streamrl.learner.groups.plan import Kind
+from streamrl.learner.groups.plan import GroupCheck, Kind
 from streamrl.learner.groups.prompts import MixedDataset, Prompt, PromptSet
 from streamrl.telemetry.metrics import is_metric
 from tests.feed_world import FeedWorld, make_config, state_of
@@ -106,3 +106,37 @@ def test_a_single_dataset_has_no_counts_of_its_own() -> None:
     world.answer_all()
     a_step(world)
     assert counts(world) == {}
+
+
+def test_rewards_are_told_of_all_groups_too_for_the_filter_leaves_neither_the_solved_nor_the_hopeless() -> None:
+    world = FeedWorld(prompts=two_datasets(), config=make_config(lag={"max_steps": 2}))
+    world.plan()
+    drawn = {number: dataset_of(world, number) for number in sorted(world.tickets())}
+    rewards = {number: (0.0, 1.0) if number % 2 else (1.0, 1.0) for number in drawn}
+    for number in drawn:
+        world.answer(number, rewards=rewards[number])
+    a_step(world)
+    metrics = world.feed.metrics()
+    ended = [number for number in drawn if number <= 3]  # a batch of two, and what was dropped until it was full
+    assert metrics["all_rollouts/rewards"] == 0.75
+    for name in set(drawn.values()):
+        of_name = [sum(rewards[number]) / 2 for number in ended if drawn[number] == name]
+        expected = sum(of_name) / len(of_name) if of_name else None
+        assert metrics.get(f"all_rollouts/rewards_by_dataset/{name}") == expected
+    assert [name for name in metrics if not is_metric(name)] == []
+
+
+def test_what_is_no_answer_of_this_runs_model_says_nothing_of_its_rewards() -> None:
+    world = FeedWorld()
+    world.plan()
+    first, *others = sorted(world.tickets())
+    world.answer(first, rewards=(1e9, 1e9), fingerprint="another")
+    for number in others:
+        world.answer(number)
+    a_step(world)
+    assert world.feed.metrics()["all_rollouts/rewards"] == 0.5
+    world.answer_all()
+    plan = world.plan(timeout_s=5.0)
+    assert plan is not None
+    world.train(plan, [GroupCheck.MALFORMED, GroupCheck.SOUND])
+    assert world.feed.metrics()["all_rollouts/rewards"] == 0.5

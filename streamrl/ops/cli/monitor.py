@@ -52,8 +52,8 @@ def status(target: Target, as_json: bool) -> int:
       run {name uid state control term step max_steps data_epochs created_at eta_s share_done error}
       limits {max_lag_steps groups_per_step max_backlog_bytes idle_timeout_s max_attempts stale arithmetic
         reward_sources}
-      learner {lead {PART} ranks holder lease_left_s metrics {name: value} rewards [..] fresh_mismatch [..]
-        held_out {source: [..]} live {name: value}}
+      learner {lead {PART} ranks holder lease_left_s metrics {name: value} validation {name: value} rewards [..]
+        fresh_mismatch [..] held_out {source: [..]} live {name: value}}
       workers [{part {PART} version step lag tokens_per_s in_flight kv_use leases delivered failed loads
         loads_in_flight rejected rejected_version detail}]
       restarts   others [{PART}]   where PART is {name role host pid state doing doing_s progress_s report_s}

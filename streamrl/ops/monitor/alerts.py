@@ -36,7 +36,8 @@ _OF_THE_STEPS: tuple[Panel, ...] = tuple(
     (
         chart.title,
         "s" if chart.unit == "s" else "short",
-        {f'streamrl_metric{{name="{metric}"}}': label for label, metric in chart.series.items()},
+        {f'streamrl_metric{{name="{metric}"}}': label for label, metric in {**chart.series, **chart.marks}.items()}
+        | {f'streamrl_metric{{name=~"{begin}.+"}}': "{{name}}" for begin in chart.families.values()},
     )
     for chart in CHARTS
 )

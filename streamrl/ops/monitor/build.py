@@ -181,6 +181,7 @@ def _learner(
         holder=snapshot.holder,
         lease_left_s=snapshot.lease_left_s,
         metrics=steps[-1].values if steps else {},
+        validation=history.validations.records[-1].values if history.validations.records else {},
         rewards=tuple(thin(history.curve("train_rollouts/rewards")[1])),
         held_out=_held_out(history),
         fresh_mismatch=tuple(mismatch for mismatch in fresh if mismatch is not None)[-_FRESH_STEPS:],

@@ -7,13 +7,13 @@ and only for it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from streamrl.extras import need
-from streamrl.ops.monitor.history import History
+from streamrl.ops.monitor.history import History, thin
 from streamrl.protocol.transport.keys import is_validation
 from streamrl.telemetry.metrics import OF_LOSS
 
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 _WIDTH, _SHAPE = 10.4, 0.52  # inches, of the whole; height of a chart, as a share of its width
 _SMOOTHING = 0.04  # of the steps: the window of the running mean
+_NEWEST = 50  # records, in which every member of a family shows itself
+
+
+Points = Sequence[tuple[int, float]]  # (step, value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +33,12 @@ class Chart:
     name: str
     title: str
     unit: str
-    series: Mapping[str, str]  # label -> metric
+    series: Mapping[str, str] = field(default_factory=dict)  # label -> metric
     is_stacked: bool = False  # the series are shares of one whole
+    marks: Mapping[str, str] = field(default_factory=dict)  # likewise; of what happens now and then
+    # What labels begin with -> how metrics begin whose names go on as the run has it; they are further series.
+    families: Mapping[str, str] = field(default_factory=dict)
+    min_members: int = 1  # that a family has in a run, for the chart to be worth its place
 
 
 CHARTS = (
@@ -38,9 +46,27 @@ CHARTS = (
         name="reward",
         title="Reward",
         unit="",
-        series={"trained": "train_rollouts/rewards", "held out": "val_rollouts/rewards"},
+        series={
+            "all groups": "all_rollouts/rewards",
+            "trained": "train_rollouts/rewards",
+            "held out": "val_rollouts/rewards",
+        },
+    ),
+    Chart(
+        name="sources",
+        title="Reward by source",
+        unit="",
+        families={"": "train_rollouts/rewards/", "held out, ": "val_rollouts/rewards/"},
+        min_members=2,
+    ),
+    Chart(
+        name="datasets",
+        title="Reward by dataset, of all groups",
+        unit="",
+        families={"": "all_rollouts/rewards_by_dataset/"},
     ),
     Chart(name="kl", title="KL to the reference", unit="nats", series={"KL": "train_rollouts/init_policy_kl"}),
+    Chart(name="entropy", title="Entropy of the next token", unit="nats", series={"entropy": "policy/entropy"}),
     Chart(
         name="lag",
         title="Lag of trained tokens",
@@ -57,13 +83,9 @@ CHARTS = (
         name="time",
         title="Where a step's time goes",
         unit="s",
-        series={
-            "waits for groups": "timers/rollout",
-            "trains": "timers/train",
-            "publishes": "timers/publish",
-            "checkpoints": "timers/checkpoint",
-        },
+        series={"waits for groups": "timers/rollout", "trains": "timers/train", "publishes": "timers/publish"},
         is_stacked=True,
+        marks={"checkpoint": "timers/checkpoint"},
     ),
     Chart(
         name="correction",
@@ -83,20 +105,58 @@ CHARTS = (
         unit="",
         series={"loss": "train_optim/loss", "gradient": "train_optim/grad_norm"},
     ),
+    Chart(name="lr", title="Learning rate", unit="", series={"learning rate": "train_optim/lr"}),
     Chart(
         name="length",
         title="Response length",
         unit="tokens",
         series={"trained": "train_rollouts/response_lengths", "held out": "val_rollouts/response_lengths"},
     ),
+    Chart(name="gpu", title="GPU of rank 0", unit="share", families={"": "gpu/"}),
+    Chart(name="own", title="What the loss tells", unit="", families={"": OF_LOSS}),
 )
 
 
 def charts_of(history: History) -> tuple[Chart, ...]:
-    """With a chart of what the run's loss tells of itself, if it tells anything."""
-    newest = history.steps.records[-1].values if history.steps.records else {}
-    own = {name.removeprefix(OF_LOSS): name for name in sorted(newest) if name.startswith(OF_LOSS)}
-    return (*CHARTS, Chart(name="own", title="What the loss tells", unit="", series=own)) if own else CHARTS
+    """Those with fixed series, and of the others those that the run has metrics for."""
+    newest = (*history.steps.records[-_NEWEST:], *history.validations.records[-_NEWEST:])
+    names = sorted({name for record in newest for name in record.values})
+    found = []
+    for chart in CHARTS:
+        families = [
+            {label + name.removeprefix(begin): name for name in names if name.startswith(begin)}
+            for label, begin in chart.families.items()
+        ]
+        if max(map(len, families), default=chart.min_members) >= chart.min_members:
+            members = {label: name for family in families for label, name in family.items()}
+            found.append(replace(chart, series={**chart.series, **members}))
+    return tuple(found)
+
+
+def points_of(chart: Chart, history: History) -> Mapping[str, Points]:
+    """By label. In a stack a series without a value counts nothing at that step, so that all have the same steps."""
+    if not chart.is_stacked:
+        return {label: list(zip(*history.curve(metric), strict=True)) for label, metric in chart.series.items()}
+    records = [r for r in history.steps.records if any(metric in r.values for metric in chart.series.values())]
+    return {label: [(r.step, r.values.get(metric, 0.0)) for r in records] for label, metric in chart.series.items()}
+
+
+def marks_of(chart: Chart, history: History) -> Mapping[str, Points]:
+    """Likewise, where it happened alone."""
+    return {label: list(zip(*history.curve(metric), strict=True)) for label, metric in chart.marks.items()}
+
+
+def sketches_of(history: History) -> list[tuple[str, list[float]]]:
+    """Each curve that has values, by its title, thinned: for whoever draws it small."""
+    records = (*thin(history.steps.records), *thin(history.validations.records))
+    found = []
+    for chart in charts_of(history):
+        series = {**chart.series, **chart.marks}
+        for label, metric in series.items():
+            title = chart.title if len(series) == 1 else f"{chart.title}: {label}"
+            if values := [record.values[metric] for record in records if metric in record.values]:
+                found.append((title, values))
+    return found
 
 
 def save_report(path: Path, history: History, *, title: str, charts: Sequence[Chart] | None = None) -> None:
@@ -122,30 +182,32 @@ def _draw(chart: Chart, history: History, axes: Axes) -> None:
     axes.set_ylabel(chart.unit, fontsize=8)
     axes.grid(alpha=0.3)
     axes.tick_params(labelsize=8)
-    if chart.is_stacked:
-        _draw_stacked(chart, history, axes)
-    else:
-        for label, metric in chart.series.items():
-            is_held_out = is_validation([metric])
-            steps, values = history.curve(metric)
-            if not steps:
-                continue
-            if is_held_out or len(steps) < 50:
-                axes.plot(steps, values, label=label, marker="o" if is_held_out else None, markersize=3, linewidth=1.2)
-            else:
-                [line] = axes.plot(steps, values, linewidth=0.6, alpha=0.35)
-                axes.plot(steps, running_mean(values), label=label, color=line.get_color(), linewidth=1.4)
+    points = points_of(chart, history)
+    if chart.is_stacked and any(points.values()):
+        steps = [step for step, _ in next(iter(points.values()))]
+        axes.stackplot(steps, [[value for _, value in one] for one in points.values()], labels=list(points), alpha=0.8)
+    elif not chart.is_stacked:
+        for label, of_label in points.items():
+            _draw_line(label, of_label, axes, is_held_out=is_validation([chart.series[label]]))
+    for label, of_label in marks_of(chart, history).items():
+        if of_label:
+            at, heights = zip(*of_label, strict=True)
+            axes.scatter(at, heights, label=label, marker="v", s=14, color="black", zorder=3)
     if axes.has_data():
         axes.legend(fontsize=8, frameon=False)
     else:
         axes.text(0.5, 0.5, "nothing recorded", ha="center", va="center", transform=axes.transAxes, fontsize=8)
 
 
-def _draw_stacked(chart: Chart, history: History, axes: Axes) -> None:
-    records = [r for r in history.steps.records if any(metric in r.values for metric in chart.series.values())]
-    if records:
-        layers = [[record.values.get(metric, 0.0) for record in records] for metric in chart.series.values()]
-        axes.stackplot([record.step for record in records], layers, labels=list(chart.series), alpha=0.8)
+def _draw_line(label: str, points: Points, axes: Axes, *, is_held_out: bool) -> None:
+    if not points:
+        return
+    steps, values = [step for step, _ in points], [value for _, value in points]
+    if is_held_out or len(steps) < 50:
+        axes.plot(steps, values, label=label, marker="o" if is_held_out else None, markersize=3, linewidth=1.2)
+    else:
+        [line] = axes.plot(steps, values, linewidth=0.6, alpha=0.35)
+        axes.plot(steps, running_mean(values), label=label, color=line.get_color(), linewidth=1.4)
 
 
 def running_mean(values: list[float]) -> list[float]:

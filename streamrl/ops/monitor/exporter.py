@@ -1,7 +1,7 @@
 """A run as Prometheus reads it.
 
     streamrl_up                     Redis answers; all that follows is of the last time that it did
-    streamrl_metric{name="lag/mean"} one for every metric of the last step, by its own name (telemetry.metrics)
+    streamrl_metric{name="lag/mean"} one for every metric of the last step and validation (telemetry.metrics)
     streamrl_*                      what a View holds: parts, streams, drops, causes
 
 What is written here and asked for by the alert rules and the Grafana dashboard is held together by a test.
@@ -87,7 +87,8 @@ class _RunFigures(Collector):
         yield self._one("streamrl_weights_age_seconds", "since the newest version", view.weights.age_s)
         yield self._one("streamrl_redis_used_bytes", "memory of Redis", view.redis.used_bytes)
         yield self._one("streamrl_redis_max_bytes", "its limit; 0: none", view.redis.max_bytes)
-        yield self._by("streamrl_metric", "a metric of the last step", "name", view.learner.metrics)
+        metrics = {**view.learner.validation, **view.learner.metrics}
+        yield self._by("streamrl_metric", "a metric of the last step, or validation", "name", metrics)
 
     def _one(self, name: str, help: str, value: float | None) -> Metric:
         return self._family(name, help, {(): value})

@@ -24,7 +24,7 @@ def rows(view: View, *, width: int = WIDTH) -> Iterator[tuple[str, str]]:
         ("run", run_line(view)),
         ("health", health_line(view)),
         ("learner", learner_line(view)),
-        ("", metrics_line(view, width=width)),
+        *(("", line) for line in metrics_lines(view, width=width)),
         ("held out", held_out_line(view)),
         *_labelled("rewards", reward_lines(view)),
         *_labelled("streams", stream_lines(view)),
@@ -106,27 +106,34 @@ def learner_line(view: View) -> str:
     return f"{gone}{activity(lead)}, progress {age(lead.progress_s)} ago{ranks}"
 
 
-_METRICS = (
+_METRICS = (  # what matters most comes first
     ("reward", "train_rollouts/rewards"),
-    ("KL", "train_rollouts/init_policy_kl"),
-    ("loss", "train_optim/loss"),
-    ("ratio", "policy/ratio_mean"),
-    ("ESS", "policy/ess"),
+    ("of all groups", "all_rollouts/rewards"),
     ("lag", "lag/mean"),
     ("max lag", "lag/max"),
     ("tok/s", "throughput/tokens_per_s"),
+    ("KL", "train_rollouts/init_policy_kl"),
+    ("ESS", "policy/ess"),
+    ("entropy", "policy/entropy"),
+    ("loss", "train_optim/loss"),
+    ("ratio", "policy/ratio_mean"),
 )
 
 
-def metrics_line(view: View, *, width: int = WIDTH) -> str:
-    """The metrics of the last step, and the curve of the reward, as long as there is room for."""
+def metrics_lines(view: View, *, width: int = WIDTH) -> list[str]:
+    """The metrics of the last step in at most two lines, and the curve of the reward, as long as there is room for."""
     found = view.learner.metrics
     of_loss = [(printable(metric.removeprefix(OF_LOSS)), metric) for metric in found if metric.startswith(OF_LOSS)]
     words = [f"{name} {number(found[metric])}" for name, metric in (*_METRICS, *of_loss) if metric in found]
     if not words:
-        return "no step has been made yet"
-    room = width - LABEL - sum(len(word) + 2 for word in words)
-    return "  ".join([words[0], sparkline(view.learner.rewards, max(_SHORTEST_CURVE, room)), *words[1:]])
+        return ["no step has been made yet"]
+    room = width - LABEL
+    num_first = 1
+    while num_first < len(words) and len("  ".join(words[: num_first + 1])) + 2 + _SHORTEST_CURVE <= room:
+        num_first += 1
+    curve = sparkline(view.learner.rewards, max(_SHORTEST_CURVE, room - 2 - len("  ".join(words[:num_first]))))
+    lines = ["  ".join([words[0], curve, *words[1:num_first]]), "  ".join(words[num_first:])]
+    return [line for line in lines if line]
 
 
 def held_out_line(view: View) -> str:

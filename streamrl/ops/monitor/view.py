@@ -79,6 +79,7 @@ class Learner:
     holder: str | None  # who holds the run
     lease_left_s: float | None
     metrics: Mapping[str, float]  # of the last step, by their names (telemetry.metrics)
+    validation: Mapping[str, float]  # those of the last validation
     rewards: tuple[float, ...]  # of the steps that were read, oldest first, thinned
     held_out: Mapping[str, tuple[float, ...]]  # by reward source, the means of the validations that were read
     fresh_mismatch: tuple[float, ...]  # of the last steps that had fresh samples, oldest first

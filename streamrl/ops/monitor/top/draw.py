@@ -10,8 +10,11 @@ from rich.text import Text
 from streamrl.ops.monitor import text as words
 from streamrl.ops.monitor.top.screen import HELP, Page, Screen
 from streamrl.ops.monitor.view import View, Worker
-from streamrl.terminal import age, number, printable
+from streamrl.terminal import age, number, printable, sparkline
 
+Curves = Sequence[tuple[str, Sequence[float]]]  # by title
+
+_LEAST_BELOW = 3  # lines
 _STYLES = {"healthy": "bold green", "degraded": "bold yellow", "stalled": "bold red", "ended": "bold red"}
 _KEYS_LINE = "q quit  s sort  r reverse  / filter  f freeze  enter opens  g groups  w why  ?"
 
@@ -23,29 +26,40 @@ class Column(NamedTuple):
     min_screen: int = 0  # columns of the terminal, from which on it is shown
 
 
-COLUMNS = (
+COLUMNS = (  # what matters most comes first: a narrow terminal cuts off what stands last
     Column("worker", 0, lambda w: w.part.name.partition("/")[2] or w.part.name),
-    Column("host", 16, lambda w: w.part.host, 140),
     Column("state", 20, lambda w: _state(w)),
-    Column("progress", 8, lambda w: age(w.part.progress_s)),
-    Column("version", 8, lambda w: w.version or "-"),
     Column("lag", 4, lambda w: number(w.lag)),
     Column("tokens/s", 8, lambda w: number(w.tokens_per_s)),
+    Column("progress", 8, lambda w: age(w.part.progress_s)),
+    Column("version", 8, lambda w: w.version or "-"),
     Column("flight", 6, lambda w: number(w.in_flight)),
     Column("kv", 4, lambda w: f"{w.kv_use:.0%}" if w.kv_use is not None else "-"),
     Column("leases", 6, lambda w: str(w.leases), 100),
     Column("delivered", 9, lambda w: number(w.delivered), 110),
     Column("failed", 6, lambda w: number(w.failed), 110),
+    Column("loads", 6, lambda w: number(w.loads), 130),
+    Column("host", 16, lambda w: w.part.host, 140),
 )
+_LONGEST_NAME = 40
 _OF_TEXT = ("worker", "host", "state")  # the others are numbers
 
 
 def draw(
-    view: View | None, screen: Screen, *, width: int, height: int, error: str = "", server: str = ""
+    view: View | None,
+    screen: Screen,
+    *,
+    width: int,
+    height: int,
+    error: str = "",
+    server: str = "",
+    curves: Curves = (),
 ) -> list[Text]:
     lines = list(_head(view, screen, width=width, error=error, server=server))
     space = max(0, height - len(lines) - 1)
-    body = _PAGES[screen.page](view, screen, width, space) if view is not None else []
+    body = [*_PAGES[screen.page](view, screen, width, space)] if view is not None else []
+    if view is not None and screen.page == "workers" and space - len(body) >= _LEAST_BELOW:
+        body += _below(view, curves, width)
     lines += [*body[:space], *([Text()] * (space - len(body)))]
     return [_fit(line, width) for line in [*lines[: height - 1], _foot(screen)]]
 
@@ -101,11 +115,26 @@ def _workers(view: View, screen: Screen, width: int, space: int) -> list[Text]:
     return [title, Text(printable(f"{sorted_by}{matching}"), style="dim"), *rows]
 
 
+def _below(view: View, curves: Curves, width: int) -> Iterator[Text]:
+    """Where the workers leave room: what holds the run back, and its curves. What has no room is not shown."""
+    yield Text()
+    for cause in view.causes:
+        yield from (Text(line) for line in words.cause_lines(cause, width=width))
+    if not curves:
+        return
+    left = min(width // 2, max(len(title) for title, _ in curves))
+    yield Text("curves, from the first step to the last", style="underline")
+    for title, values in curves:
+        ends = f"{number(values[0])} → {number(values[-1])}"
+        curve = sparkline(values, max(1, width - left - len(ends) - 3))
+        yield Text.assemble((f"{printable(title)[:left]:<{left}} ", "dim"), f"{curve}  {ends}")
+
+
 def draw_workers(workers: Sequence[Worker], *, width: int) -> list[Text]:
     """A title, and a line for each."""
     columns = [column for column in COLUMNS if width >= column.min_screen]
     widths = [column.width for column in columns]
-    widths[0] = max(10, width - sum(widths) - len(widths))
+    widths[0] = max(10, min(_LONGEST_NAME, width - sum(widths) - len(widths)))
     title = " ".join(_cell(c, c.title, w) for c, w in zip(columns, widths, strict=True))
     lines = [Text(title, style="underline")]
     for worker in workers:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import redis
 
+from streamrl.ops.monitor.charts import sketches_of
 from streamrl.ops.monitor.poller import Poller, Seen, Watcher
 from streamrl.ops.monitor.rollouts import find_decoder_of_run, list_rollouts, open_rollout
 from streamrl.ops.monitor.runs import Opened
@@ -19,14 +20,18 @@ _KEYS_EVERY_S = 0.1
 
 def run(there: Opened, *, period_s: float) -> None:
     """Until the user leaves."""
-    poller = Poller(Watcher(there.client, there.keys, server=there.server), period_s=period_s)
-    screen, shown = Screen(), Seen()
+    watcher = Watcher(there.client, there.keys, server=there.server)
+    poller = Poller(watcher, period_s=period_s)
+    screen, shown, curves = Screen(), Seen(), sketches_of(watcher.history)
     with Terminal().opened() as terminal, poller.looking():
         while not screen.has_quit:
-            if not screen.is_frozen:
-                shown = poller.seen
-            width, height = terminal.size
-            terminal.show(draw(shown.view, screen, width=width, height=height, error=shown.error, server=there.server))
+            if not screen.is_frozen and (seen := poller.seen) is not shown:
+                shown, curves = seen, sketches_of(watcher.history)
+            (width, height), error = terminal.size, shown.error
+            frame = draw(
+                shown.view, screen, width=width, height=height, error=error, server=there.server, curves=curves
+            )
+            terminal.show(frame)
             if key := terminal.key(_KEYS_EVERY_S):
                 screen = _serve(screen.press(key, shown.view), there, width=width, colour=terminal.has_colour)
 

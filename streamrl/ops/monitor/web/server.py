@@ -32,7 +32,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from streamrl.ops.monitor.charts import Chart, charts_of
+from streamrl.ops.monitor.charts import Chart, Points, charts_of, marks_of, points_of
 from streamrl.ops.monitor.exporter import make_registry
 from streamrl.ops.monitor.history import History, thin
 from streamrl.ops.monitor.poller import Poller, Watcher
@@ -42,6 +42,7 @@ from streamrl.ops.monitor.view import View, Worker
 from streamrl.ops.record.export import to_json
 from streamrl.ops.record.view import TokenDecoder
 from streamrl.process import LOOPBACK
+from streamrl.telemetry.metrics import FAMILIES, METRICS, meaning
 
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
@@ -62,7 +63,7 @@ class Dashboard:
         self._history: bytes = b"{}"  # as it is sent; encoded when something is new, not for every reader
         self._history_of: tuple[int, str, int] | None = None  # what of the history is in it
         self._decoder: TokenDecoder | None = None
-        self._page = Path(__file__).with_name("index.html").read_text(encoding="utf-8")
+        self._page = read_page()
         self._lock = threading.Lock()
 
     def app(self) -> Starlette:
@@ -111,6 +112,8 @@ class Dashboard:
         return _json({"view": view, "error": seen.error, **self._trace.to_json()})
 
     async def _curves(self, request: Request) -> Response:
+        if (steps := _asked_steps(request)) is not None:
+            return _json(await run_in_threadpool(curves, self._watcher.history, steps))
         records = self._watcher.history.steps.records
         newest = (len(records), records[-1].id if records else "", len(self._watcher.history.validations.records))
         if newest != self._history_of:
@@ -143,23 +146,57 @@ class Dashboard:
         return to_json(*found, self._decoder) if found else None
 
 
-def curves(history: History) -> dict[str, Any]:
-    """{charts: [{name, title, unit, stacked, series: {label: [[step, value], ..]}}]}"""
-    return {"charts": [_chart(history, chart) for chart in charts_of(history)]}
+def read_page() -> str:
+    """One file, which loads nothing: with the script that draws, and what metrics mean."""
+    folder = Path(__file__).parent
+    page = (folder / "index.html").read_text(encoding="utf-8")
+    page = page.replace("/* charts.js */", (folder / "charts.js").read_text(encoding="utf-8"))
+    return page.replace("{/* meanings */}", json.dumps({**FAMILIES, **METRICS}))
 
 
-def _chart(history: History, chart: Chart) -> dict[str, Any]:
-    series: dict[str, list[tuple[int, float]]] = {}
-    for label, metric in chart.series.items():
-        points = thin(list(zip(*history.curve(metric), strict=True)))
-        series[label] = [(step, float(f"{value:.6g}")) for step, value in points]
-    return {"name": chart.name, "title": chart.title, "unit": chart.unit, "stacked": chart.is_stacked, "series": series}
+def _asked_steps(request: Request) -> range | None:
+    """None: all."""
+    asked = request.query_params
+    try:
+        return range(int(asked["from"]), int(asked.get("to") or _NO_STEP)) if "from" in asked else None
+    except ValueError:
+        return None
+
+
+def curves(history: History, steps: range | None = None) -> dict[str, Any]:
+    """{newest: step, charts: [{name, title, unit, stacked, series: {label: [[step, value], ..]}, marks: likewise,
+    meanings: {label: [metric, text]}}]}"""
+    records = history.steps.records
+    charts = [_chart(history, chart, steps) for chart in charts_of(history)]
+    return {"newest": records[-1].step if records else 0, "charts": charts}
+
+
+def _chart(history: History, chart: Chart, steps: range | None) -> dict[str, Any]:
+    def shown(found: Mapping[str, Points]) -> dict[str, Points]:
+        return {
+            label: _rounded([p for p in points if steps is None or p[0] in steps]) for label, points in found.items()
+        }
+
+    return {
+        "name": chart.name,
+        "title": chart.title,
+        "unit": chart.unit,
+        "stacked": chart.is_stacked,
+        "series": shown(points_of(chart, history)),
+        "marks": shown(marks_of(chart, history)),
+        "meanings": {label: [name, meaning(name)] for label, name in {**chart.series, **chart.marks}.items()},
+    }
+
+
+def _rounded(points: Points) -> Points:
+    return [(step, float(f"{value:.6g}")) for step, value in thin(points)]
 
 
 def _json(value: Any, *, status: int = 200) -> Response:
     return Response(json.dumps(value), status_code=status, media_type="application/json")
 
 
+_NO_STEP = 1 << 62  # is beyond it
 _MOST_SAMPLES = 600
 _MOST_CHANGES = 200  # of one worker's version
 _MOST_WORKERS = 60
