@@ -28,15 +28,13 @@ from streamrl.errors import RunGone, StreamrlError, TrainingError, UserError
 from streamrl.learner.assemble import learn
 from streamrl.learner.checkpoints.resume import check_resume
 from streamrl.learner.process.guardian import guarded
-from streamrl.learner.process.ranks import die_with_parent, join_world, show_rank, tell
+from streamrl.learner.process.job import EXIT_TOLD, tell
+from streamrl.learner.process.ranks import die_with_parent, join_world, show_rank
 from streamrl.learner.rank_context import stall_limit_s
 from streamrl.learner.replay import replay
 from streamrl.learner.start import was_restarted
 from streamrl.telemetry.logs import configure_logging
 
-# An agent whose ranks have ended with 0 is done, and would not come to the next rendezvous; and a forked rank with
-# nothing to complain of waits for its agent to hear so, which an agent that is ending never does.
-_EXIT_TOLD = 76
 _STOPPED_LIMIT_S = 10.0  # of a rank that was stopped from outside; longer than any look at a process takes
 
 log = structlog.get_logger("learner")
@@ -50,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     configure_logging(f"learner/{rank}", log_file)
     under_agent = "TORCHELASTIC_RUN_ID" in os.environ
     if under_agent:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until it has joined the others it has nothing to finish
         die_with_parent(parent)
         show_rank(rank)
     try:
@@ -66,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             tell(error.exit_code, os.environ)
             os.kill(_agent(parent), signal.SIGTERM)  # or it would try again, max-restarts times
         return error.exit_code
-    return _EXIT_TOLD if under_agent and was_told else 0
+    return EXIT_TOLD if under_agent and was_told else 0
 
 
 def _agent(parent: int) -> int:
@@ -83,9 +82,9 @@ def _run(options: argparse.Namespace, *, under_agent: bool) -> bool:
     if config.learner.threads:
         torch.set_num_threads(config.learner.threads)
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
     with join_world(os.environ, timeout_s=stall_limit_s(config)) as world:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
         if options.replay is not None:
             state = replay(config=config, folder=options.replay, world=world, stop=stop, environment=os.environ)
         else:

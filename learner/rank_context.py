@@ -18,7 +18,8 @@ from streamrl.learner.metrics.record import Timers
 from streamrl.learner.model.load import TokenizerInfo, load_policy, read_tokenizer_info
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.model.trial import try_out
-from streamrl.learner.process.ranks import World, job_began
+from streamrl.learner.process.job import job_began
+from streamrl.learner.process.ranks import World
 from streamrl.learner.process.watchdog import Watchdog
 from streamrl.telemetry.progress import Progress
 

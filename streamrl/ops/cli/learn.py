@@ -1,7 +1,7 @@
 """`streamrl learn`: the learner alone, under torchrun, on one machine or as one of several.
 
 The torchrun line is all there is to it: what is printed is what runs, in place of this process, so that signals and
-exit codes are torchrun's own. Before that, whatever can be seen to be wrong is. Several machines run the same command,
+exit codes are those of the agent (`learner/process/agent.py`). Before that, whatever can be seen to be wrong is. Several machines run the same command,
 each for itself, with the run's folder on a disk that all of them see.
 """
 
@@ -78,8 +78,9 @@ def learn(
     machine that is told to end (SIGTERM) leaves in good order, after a checkpoint; `streamrl stop` ends the run. The
     machine of --rendezvous must stay.
 
-    The exit code is 0 when the run has ended well, 2 after a mistake that only you can mend, else torchrun's. An error
-    that no restart can mend is in the run's folder, in learner.error.
+    The exit code is 0 when the run has ended or was stopped in order, by SIGTERM too; 76 when this machine was told to
+    leave a run that goes on without it (--nodes MIN:MAX); 2 after a mistake that only you can mend; else torchrun's. An
+    error that no restart can mend is in the run's folder, in learner.error.
     """
     if replay is not None and redis_url is not None:
         raise ConfigError("--replay needs no Redis: give one of --replay and --redis")
