@@ -92,7 +92,10 @@ def _lead(context: RankContext, server: Server) -> RunState:
     validation_prompts = () if path is None else tokenise(path, tokenizer, config.data, key="data.validation")
     policy = load_model_together(context)
     check_server(
-        server.client, max_backlog_bytes=config.redis.max_backlog_bytes, max_store_bytes=budget_in_redis(config.weights)
+        server.client,
+        max_backlog_bytes=config.redis.max_backlog_bytes,
+        max_store_bytes=budget_in_redis(config.weights),
+        give_up_after_s=config.redis.give_up_after_s,
     )
     take = partial(take_lease, config, server)
     take(takeover=server.takeover)

@@ -168,9 +168,9 @@ def _refuse_nothing(numbers: Sequence[int], everything: bool) -> None:
 
 
 def _letters(opened: OpenRun) -> list[DeadLetter]:
-    """This run's; a forged entry without a number is nobody's."""
+    """This run's, as the audit counts them; an entry without a number is nobody's."""
     letters = orders.read_letters(opened.client, opened.keys)
-    return [one for one in letters if one.number >= 0 and (one.ticket is None or one.ticket.run_uid == opened.info.uid)]
+    return [one for one in letters if one.number >= 0 and one.run_uid == opened.info.uid]
 
 
 def _chosen(letters: Sequence[DeadLetter], numbers: Sequence[int]) -> list[DeadLetter]:

@@ -131,9 +131,11 @@ def bounded_block_ms(client: AnyClient, wanted_ms: int) -> int:
     return max(1, min(wanted_ms, longest))
 
 
-def check_server(client: redis.Redis, *, max_backlog_bytes: int = 0, max_store_bytes: int = 0) -> None:
+def check_server(
+    client: redis.Redis, *, max_backlog_bytes: int = 0, max_store_bytes: int = 0, give_up_after_s: float = 0.0
+) -> None:
     """ResourceError when the server is too old, would evict keys of a run, or may not hold what the settings allow."""
-    info = repeat(client, "say what it is", client.info)
+    info = repeat(client, "say what it is", client.info, give_up_after_s=give_up_after_s)
     for fault in server_faults(server_name(client), info, max_backlog_bytes, max_store_bytes).values():
         raise ResourceError(fault)
 

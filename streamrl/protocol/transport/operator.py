@@ -112,6 +112,7 @@ def _sweep(client: redis.Redis, keys: Keys) -> None:
 class DeadLetter:
     entry_id: str
     number: int  # of the ticket; -1 where the entry has none
+    run_uid: str  # by the entry
     purpose: str
     ticket: Ticket | None  # None: it cannot be read
     error: str
@@ -184,6 +185,7 @@ def _to_letter(entry_id: bytes, fields: Mapping[bytes, bytes], requested: Mappin
     return DeadLetter(
         entry_id=entry_id.decode(),
         number=to_number(number),
+        run_uid=fields.get(b"u", b"").decode(errors="replace"),
         purpose=fields.get(b"p", b"").decode(errors="replace"),
         ticket=ticket,
         error=fields.get(b"error", b"").decode(errors="replace"),
