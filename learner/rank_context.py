@@ -5,6 +5,8 @@ tokenizer and configuration of the model ─► RankContext ─► rank 0 reads 
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,6 +68,11 @@ def surround(
 
 def rank_progress(world: World) -> Progress:
     return Progress(part=f"learner/{world.rank}", role="learner")
+
+
+def standby_progress() -> Progress:
+    """Of a rank that waits for another learner's end, whose ranks have the names that it would have."""
+    return Progress(part=f"standby/{socket.gethostname()}-{os.getpid()}", role="learner")
 
 
 def stall_limit_s(config: schema.Config) -> float:

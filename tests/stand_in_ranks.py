@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 from streamrl.learner.process.job import EXIT_TOLD
@@ -58,8 +59,11 @@ def torchrun(_words: Sequence[str]) -> None:
     """It starts its rank again when it fails, and swallows whatever is raised while it logs that."""
     pass_by("rendezvous")
     for restarts in range(2):
-        process = multiprocessing.get_context("forkserver").Process(target=_live, args=(restarts,))
+        context = multiprocessing.get_context("forkserver")
+        is_known = context.Event()
+        process = context.Process(target=_live, args=(restarts, is_known))
         process.start()
+        is_known.set()
         process.join()
         if process.exitcode == 0:
             return pass_by("end")
@@ -70,7 +74,9 @@ def torchrun(_words: Sequence[str]) -> None:
     raise SystemExit(1)
 
 
-def _live(restarts: int) -> None:
+def _live(restarts: int, is_known: Event) -> None:
+    """Faster than any real rank, it could have begun a step before its agent knows of it."""
+    is_known.wait(_HOLD_S)
     sys.exit(rank(restarts=restarts))
 
 

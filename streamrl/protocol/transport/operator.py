@@ -1,8 +1,9 @@
 """What an operator may do to a run from outside: say how it shall go on and hear who follows, or remove it.
 
 The word lies in Redis and stays until another is said or the learner that obeyed it ends the run, so parts that join
-later, or come back, follow it too; but a learner that is started anew forgets a drain or a stop, which were said to the
-one before it. Each part shows in its reports which word it follows; that is the acknowledgement.
+later, or come back, follow it too. A drain or a stop is for every learner that had begun by then: those that wait for
+the run end by themselves, and one that is started anew forgets it. Each part shows in its reports which word it
+follows; that is the acknowledgement.
 
 The dead letters, as an operator has them: tickets that failed too often, with the error of the last attempt.
 
