@@ -42,7 +42,7 @@ def rank(*, restarts: int) -> int:
     if restarts:
         pass_by("restart")
     elif os.environ[HOLD_AT] in ("first failure", "restart"):
-        note("first failure")
+        note(f"failed {os.getpid()}")
         return 1
     pass_by("joining")
     told = threading.Event()

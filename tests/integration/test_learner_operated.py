@@ -17,6 +17,7 @@ from streamrl.ops.cli.main import main
 from streamrl.protocol.transport.embedded import EmbeddedRedis
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.snapshot import snapshot
+from tests.faults.agents import named_ranks
 from tests.helpers import wait_until
 from tests.integration.learner_world import lines, made_up_worker, make_run, output, running_learner
 
@@ -171,10 +172,15 @@ def test_of_two_learners_too_many_one_ends_by_itself_and_a_stop_ends_the_standby
         wait_until(lambda: steps(config), description="steps are made", timeout_s=PATIENCE_S)
         refused = stack.enter_context(running_learner(config, url, processes=1))
         standby = stack.enter_context(running_learner(config, url, "--standby", processes=1))
+        leaver = stack.enter_context(running_learner(config, url, "--standby", processes=2))
         assert refused.wait(PATIENCE_S) == 2, output(config)
         assert output(config).count("learner: run 'wanted' has a learner already") == 1, "it was not tried again"
         assert not (config.folder / "error.json").exists(), "the run is well"
-        wait_until(lambda: shown() == [("standby", "lease")], description="the standby is shown", timeout_s=PATIENCE_S)
+        both = [("standby", "lease")] * 3
+        wait_until(lambda: shown() == both, description="the ranks that stand by are shown", timeout_s=PATIENCE_S)
+        wait_until(lambda: len(named_ranks(leaver)) == 2, description="its ranks are there", timeout_s=PATIENCE_S)
+        leaver.send_signal(signal.SIGTERM)
+        assert leaver.wait(PATIENCE_S) == 0, output(config)
         assert order("stop", config, url) == 0
         assert [one.wait(PATIENCE_S) for one in (first, standby)] == [0, 0], output(config)
     assert client.hget(keys.meta, "state") == b"stopped"

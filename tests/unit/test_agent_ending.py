@@ -68,10 +68,18 @@ def heeds_signals(pid: int) -> bool:
     return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
+def has_died(folder: Path, moment: str) -> bool:
+    """A rank which torchrun does not know of yet, or is about to log."""
+    failed = [line.partition(" ")[2] for line in reached(folder) if line.startswith("failed ")]
+    return moment == "rank has failed" and any(not Path("/proc", pid).exists() for pid in failed)
+
+
 def await_moment(process: subprocess.Popen[str], folder: Path, moment: str) -> None:
     def is_there() -> bool:
         assert process.poll() is None, (folder / "out").read_text()
-        return heeds_signals(process.pid) if moment == "start" else moment in reached(folder)
+        return (
+            heeds_signals(process.pid) if moment == "start" else moment in reached(folder) or has_died(folder, moment)
+        )
 
     wait_until(is_there, description=f"the agent is at: {moment}", timeout_s=60)
 
@@ -121,7 +129,7 @@ def test_a_machine_that_leaves_the_run_to_others_says_so_by_its_exit_code(tmp_pa
 def test_torchs_own_torchrun_ends_ten_times_of_ten_at_any_moment(tmp_path: Path, moment: str) -> None:
     # No second machine comes to its rendezvous. What torchrun does by itself nobody holds: it is met at ten points.
     words = {"rendezvous": ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]}
-    seen_as = {"rendezvous": "start", "end": "finished"}
+    seen_as = {"rendezvous": "start", "first failure": "rank has failed", "end": "finished"}
     for attempt in range(10):
         folder = tmp_path / str(attempt)
         folder.mkdir()
