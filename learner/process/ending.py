@@ -49,9 +49,12 @@ class Ending:
         code = 1
         try:
             ranks = multiprocessing.active_children()
-            _say(f"learner: told to end by {signal.Signals(number).name}{self._outlook(ranks)}")
-            code = self._exit_code(_end_ranks(ranks, within_s=self._grace_s))
-            atexit._run_exitfuncs()  # what is to be removed with the agent
+            if heard(self._verdict) is None:  # else it is a rank that ends us, and has said why
+                _say(f"learner: told to end by {signal.Signals(number).name}{self._outlook(ranks)}")
+            codes = _end_ranks(ranks, within_s=self._grace_s)
+            code = self._exit_code(codes)
+            if None not in codes:  # else they would wait for a rank that hangs in the kernel
+                atexit._run_exitfuncs()  # which remove what is to go with the agent
         finally:
             os._exit(code)
 

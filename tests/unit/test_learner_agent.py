@@ -108,11 +108,11 @@ main(["--nproc-per-node=1", "--", "x"], torchrun=torchrun)
 """
 
 
-@pytest.mark.parametrize(("told", "code"), [(["2"], 2), ([], 0)])
-def test_an_agent_that_its_rank_has_ended_ends_with_the_code_of_the_rank(told: list[str], code: int) -> None:
+@pytest.mark.parametrize(("told", "code", "said"), [(["2"], 2, ""), ([], 0, "learner: told to end by SIGTERM\n")])
+def test_an_agent_that_its_rank_has_ended_ends_with_the_code_of_the_rank(told: list[str], code: int, said: str) -> None:
     words = [sys.executable, "-c", _ENDED, *told]
     ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr) == (code, "learner: told to end by SIGTERM\n")
+    assert (ended.returncode, ended.stderr) == (code, said)
 
 
 def test_an_agent_must_be_told_what_is_its_own() -> None:
