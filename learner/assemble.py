@@ -6,8 +6,8 @@ prompts, tokenizer ─► model ─► lease, term, claim (rank 0) ─► Start 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from streamrl.config import schema
@@ -19,6 +19,7 @@ from streamrl.learner.groups.prompts import Prompt, PromptSet, tokenise
 from streamrl.learner.groups.quarantine import Quarantine
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.process.background import BackgroundThread
+from streamrl.learner.process.job import job_began
 from streamrl.learner.process.lease import LeaseKeeper
 from streamrl.learner.process.ranks import World
 from streamrl.learner.publishing.publish import Publisher
@@ -28,6 +29,7 @@ from streamrl.learner.rank_context import (
     load_model_together,
     rank_progress,
     read_train_prompts,
+    standby_progress,
     surround,
 )
 from streamrl.learner.start import Admitted, Server, Start, admit, holder_name, take_lease, was_restarted
@@ -35,10 +37,15 @@ from streamrl.learner.validation.validation import Validation
 from streamrl.protocol.transport.connection import check_server, connect
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.learner import LearnerStream
+from streamrl.protocol.transport.lease import lease_holder
 from streamrl.protocol.transport.reports import write_reports
 from streamrl.protocol.transport.types import RunState
 from streamrl.protocol.weights.stores import budget_in_redis, open_store
 from streamrl.recipe.algorithms import make_algorithm
+from streamrl.telemetry.progress import Progress, Wait
+
+# What rank 0 says to the others, in the place of a Start, while another learner has the run.
+_WAIT_ON, _LEAVE = b"wait on", b"leave"
 
 
 def learn(
@@ -46,6 +53,7 @@ def learn(
     config: schema.Config,
     url: str,
     takeover: bool,
+    standby: bool = False,
     world: World,
     stop: threading.Event,
     elastic: bool,
@@ -54,48 +62,90 @@ def learn(
     """The whole life of one rank; "running": others go on with the run."""
     progress = rank_progress(world)
     with ExitStack() as stack:
-        server = _connect(config, url, environment, takeover=takeover)
+        server = _connect(config, url, environment, takeover=takeover, standby=standby)
         stack.enter_context(server.client)
         # Before all that may take long: workers wait for a learner which shows itself.
-        stack.enter_context(write_reports(server.client, server.keys, progress))
+        show = stack.enter_context(_showing(config, server, progress))
         context = surround(config, world, progress, stop=stop, environment=environment, elastic=elastic)
-        return _lead(context, server) if world.is_main else _follow(context, server)
+        return _lead(context, server, show) if world.is_main else _follow(context, server, show)
 
 
-def _connect(config: schema.Config, url: str, environment: Mapping[str, str], *, takeover: bool) -> Server:
+@contextmanager
+def _showing(config: schema.Config, server: Server, progress: Progress) -> Iterator[Callable[[], None]]:
+    """Reports what this rank does; while another learner holds the run, that it stands by. What is yielded is to be
+    called when it has the run."""
+    holder = lease_holder(server.client, server.keys, give_up_after_s=config.redis.give_up_after_s)
+    is_shown = holder in (None, server.holder)
+    report = partial(write_reports, server.client, server.keys)
+    with ExitStack() as stack:
+
+        def show() -> None:
+            if not is_shown:
+                stack.close()
+                stack.enter_context(report(progress))
+
+        if is_shown:
+            stack.enter_context(report(progress))
+        else:
+            stack.enter_context(report(standby := standby_progress()))
+            stack.enter_context(standby.waiting(Wait.LEASE))
+        yield show
+
+
+def _connect(
+    config: schema.Config, url: str, environment: Mapping[str, str], *, takeover: bool, standby: bool
+) -> Server:
     """The server of a run that has begun comes back, after a failover or when it has read its file, and is waited for.
     Before that the address may be wrong."""
-    is_restart = was_restarted(environment)
-    has_begun = is_restart or highest_term(config.folder) > 0
+    has_begun = was_restarted(environment) or highest_term(config.folder) > 0
     return Server(
         client=connect(url, config.redis, patience_s=config.redis.give_up_after_s if has_begun else None),
         keys=Keys(config.name),
         holder=holder_name(environment),
         takeover=takeover,
-        is_restart=is_restart,
+        standby=standby,
+        began=job_began(environment),
     )
 
 
-def _follow(context: RankContext, server: Server) -> RunState:
+def _follow(context: RankContext, server: Server, show: Callable[[], None]) -> RunState:
     """Every rank but the first."""
     policy = load_model_together(context)
-    start = Start.from_bytes(context.patient.broadcast(None))
+    while (word := context.patient.broadcast(None)) == _WAIT_ON:
+        pass
+    if word == _LEAVE:
+        return "running"
+    show()
+    start = Start.from_bytes(word)
     stream = server.stream(context.config, run_uid=start.run_uid, term=start.term)
     publisher = _make_publisher(context, server, policy, start, stream)
     return work(context, policy, start, conductor=Follower(context), stream=stream, publisher=publisher)
 
 
-def _lead(context: RankContext, server: Server) -> RunState:
+def _lead(context: RankContext, server: Server, show: Callable[[], None]) -> RunState:
     """Rank 0: become the learner of the run, do the work, and say how it ended."""
     config, prompts = context.config, read_train_prompts(context)
     path, tokenizer = config.data.validation, context.tokenizer_info.tokenizer
     validation_prompts = () if path is None else tokenise(path, tokenizer, config.data, key="data.validation")
     policy = load_model_together(context)
     check_server(
-        server.client, max_backlog_bytes=config.redis.max_backlog_bytes, max_store_bytes=budget_in_redis(config.weights)
+        server.client,
+        max_backlog_bytes=config.redis.max_backlog_bytes,
+        max_store_bytes=budget_in_redis(config.weights),
+        give_up_after_s=config.redis.give_up_after_s,
     )
     take = partial(take_lease, config, server)
-    take(takeover=server.takeover)
+
+    def go_on() -> bool:
+        context.patient.broadcast(_WAIT_ON)
+        return not context.stop.is_set()
+
+    with context.progress.waiting(Wait.LEASE):
+        has_it = take(takeover=server.takeover, standby=server.standby, go_on=go_on)
+    if not has_it:
+        context.patient.broadcast(_LEAVE)
+        return "running"
+    show()
     keeper = LeaseKeeper(take, lease_s=config.learner.lease_s)
     with keeper.keeping():
         admitted = admit(

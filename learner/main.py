@@ -2,9 +2,9 @@
 
 With `--replay DIR` in place of `--redis URL` it learns from a recording.
 
-Exit codes: 0 finished, or stopped by the operator's word or by `training.max_time`, 2 a user's mistake, 76 told to end
-by a signal while under torchrun, 1 all else. Torchrun answers the last two with a restart, unless it is ending itself;
-where a restart would only fail again, it is told to, and ends with the same code.
+Exit codes: 0 finished, or stopped by the operator's word or by `training.max_time`, 2 a user's mistake, or the run is
+another learner's, 76 told to end by a signal while under torchrun, 1 all else. Torchrun answers the last two with a
+restart, unless it is ending itself; where a restart would only fail again, it is told to, and ends with the same code.
 """
 
 from __future__ import annotations
@@ -24,19 +24,17 @@ import structlog
 import torch
 
 from streamrl.config.load import load_config
-from streamrl.errors import RunGone, StreamrlError, TrainingError, UserError
+from streamrl.errors import Ended, Refused, Replaced, RunGone, StreamrlError, TrainingError, UserError
 from streamrl.learner.assemble import learn
 from streamrl.learner.checkpoints.resume import check_resume
 from streamrl.learner.process.guardian import guarded
-from streamrl.learner.process.ranks import die_with_parent, join_world, show_rank, tell
+from streamrl.learner.process.job import EXIT_TOLD, tell
+from streamrl.learner.process.ranks import die_with_parent, join_world, show_rank
 from streamrl.learner.rank_context import stall_limit_s
 from streamrl.learner.replay import replay
 from streamrl.learner.start import was_restarted
 from streamrl.telemetry.logs import configure_logging
 
-# An agent whose ranks have ended with 0 is done, and would not come to the next rendezvous; and a forked rank with
-# nothing to complain of waits for its agent to hear so, which an agent that is ending never does.
-_EXIT_TOLD = 76
 _STOPPED_LIMIT_S = 10.0  # of a rank that was stopped from outside; longer than any look at a process takes
 
 log = structlog.get_logger("learner")
@@ -50,23 +48,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     configure_logging(f"learner/{rank}", log_file)
     under_agent = "TORCHELASTIC_RUN_ID" in os.environ
     if under_agent:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until it has joined the others it has nothing to finish
         die_with_parent(parent)
         show_rank(rank)
     try:
         with guarded(limit_s=_STOPPED_LIMIT_S) if under_agent else nullcontext():
             was_told = _run(options, under_agent=under_agent)
     except StreamrlError as error:
-        hopeless = isinstance(error, UserError | TrainingError | RunGone)
+        is_told = isinstance(error, UserError | TrainingError | RunGone)
+        comes_back = isinstance(error, Replaced) and options.standby
+        hopeless = is_told or (isinstance(error, Replaced | Refused | Ended) and not comes_back)
         log.error(str(error), exc_info=not hopeless)
         if rank == "0":
             print(f"learner: {error}", file=sys.stderr, flush=True)
-        if hopeless and rank == "0" and options.error_file:
+        if is_told and rank == "0" and options.error_file:  # else the run is another learner's, and it is well
             options.error_file.write_text(json.dumps({"error": str(error), "exit_code": error.exit_code}))
         if hopeless and under_agent and os.environ.get("LOCAL_RANK") == "0":
             tell(error.exit_code, os.environ)
             os.kill(_agent(parent), signal.SIGTERM)  # or it would try again, max-restarts times
         return error.exit_code
-    return _EXIT_TOLD if under_agent and was_told else 0
+    return EXIT_TOLD if under_agent and was_told else 0
 
 
 def _agent(parent: int) -> int:
@@ -83,9 +84,9 @@ def _run(options: argparse.Namespace, *, under_agent: bool) -> bool:
     if config.learner.threads:
         torch.set_num_threads(config.learner.threads)
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
     with join_world(os.environ, timeout_s=stall_limit_s(config)) as world:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
         if options.replay is not None:
             state = replay(config=config, folder=options.replay, world=world, stop=stop, environment=os.environ)
         else:
@@ -94,6 +95,7 @@ def _run(options: argparse.Namespace, *, under_agent: bool) -> bool:
                 url=options.redis,
                 # Once: who was itself replaced since must not take the run back when torchrun restarts it.
                 takeover=options.takeover and not was_restarted(os.environ),
+                standby=options.standby,
                 world=world,
                 stop=stop,
                 elastic=options.elastic,
@@ -110,6 +112,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     source.add_argument("--redis", metavar="URL", help="where the run's stream is")
     source.add_argument("--replay", metavar="DIR", type=Path, help="learn from this recording, without Redis")
     parser.add_argument("--takeover", action="store_true", help="replace a learner that still holds the run")
+    parser.add_argument("--standby", action="store_true", help="wait for as long as another learner holds the run")
     parser.add_argument("--elastic", action="store_true", help="when told to end, leave the run to other machines")
     parser.add_argument("--log-file", type=Path, help="write JSON lines here; {rank} in it becomes the rank")
     parser.add_argument("--error-file", type=Path, help="write an error here that no restart can mend, as JSON")

@@ -5,6 +5,8 @@ tokenizer and configuration of the model ─► RankContext ─► rank 0 reads 
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +20,8 @@ from streamrl.learner.metrics.record import Timers
 from streamrl.learner.model.load import TokenizerInfo, load_policy, read_tokenizer_info
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.model.trial import try_out
-from streamrl.learner.process.ranks import World, job_began
+from streamrl.learner.process.job import job_began
+from streamrl.learner.process.ranks import World
 from streamrl.learner.process.watchdog import Watchdog
 from streamrl.telemetry.progress import Progress
 
@@ -65,6 +68,11 @@ def surround(
 
 def rank_progress(world: World) -> Progress:
     return Progress(part=f"learner/{world.rank}", role="learner")
+
+
+def standby_progress() -> Progress:
+    """Of a rank that waits for another learner's end, whose ranks have the names that it would have."""
+    return Progress(part=f"standby/{socket.gethostname()}-{os.getpid()}", role="learner")
 
 
 def stall_limit_s(config: schema.Config) -> float:

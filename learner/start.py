@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import socket
 import time
@@ -54,7 +55,8 @@ class Server:
     keys: Keys
     holder: str
     takeover: bool = False  # replace a learner that holds the run
-    is_restart: bool = False  # this very learner was at it already
+    standby: bool = False  # wait for its end, however long that takes
+    began: float  # this learner did, at the first start of its ranks, on the clock of `time.monotonic`
 
     def stream(self, config: schema.Config, *, run_uid: str, term: int) -> LearnerStream:
         return LearnerStream(
@@ -128,7 +130,7 @@ def admit(
     *, config: schema.Config, server: Server, keeper: LeaseKeeper, prompts: PromptSet, fingerprint: str
 ) -> Admitted:
     """After `take_lease`: claim the term and the run. RunGone where it was removed; `takeover` begins it anew. The
-    operator's word to end, said to a learner that has gone, holds for its restarts only. `fingerprint`: of model and
+    operator's word to end holds for learners that had begun by then, and their restarts. `fingerprint`: of model and
     tokenizer."""
     if (config.folder / REPLAY).exists():
         raise ConfigError(f"{config.folder} is the replay of a recording, which goes on with --replay only")
@@ -148,8 +150,7 @@ def admit(
         wait_s=config.learner.lease_s,
     )
     keeper.renew_with(stream.renew)
-    if not server.is_restart:
-        stream.forget_end()
+    stream.forget_end(began=server.began)
     log.info(
         "learner of the run",
         run_uid=claimed.term.run_uid,
@@ -165,7 +166,7 @@ def claim_folder(
     config: schema.Config,
     prompts: PromptSet,
     *,
-    confirm: Callable[[], None] = lambda: None,
+    confirm: Callable[[], object] = lambda: None,
     known: Callable[[str], int] = lambda run_uid: 0,
 ) -> Claimed:
     """Claim the next term, after the one that is `known` of the run elsewhere; the caller sees to it, and `confirm` by
@@ -232,16 +233,26 @@ def make_start(
     )
 
 
-def take_lease(config: schema.Config, server: Server, *, takeover: bool = False) -> None:
-    """Wait for our turn, at most two leases: who does not renew is gone by then, who does is not to be disturbed."""
-    await_lease(
+def take_lease(
+    config: schema.Config,
+    server: Server,
+    *,
+    takeover: bool = False,
+    standby: bool = False,
+    go_on: Callable[[], bool] = lambda: True,
+) -> bool:
+    """Wait for our turn, at most two leases: who does not renew is gone by then, who does is not to be disturbed; a
+    `standby` waits as long as it is to `go_on`. Whether it came."""
+    return await_lease(
         server.client,
         server.keys,
         holder=server.holder,
         lease_s=config.learner.lease_s,
-        wait_s=2 * config.learner.lease_s,
+        wait_s=math.inf if standby else 2 * config.learner.lease_s,
         takeover=takeover,
+        began=server.began,
         give_up_after_s=config.redis.give_up_after_s,
+        go_on=go_on,
     )
 
 

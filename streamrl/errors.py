@@ -8,6 +8,9 @@ StreamrlError
 ├── WireError            a message that does not follow the schema or exceeds a limit
 ├── TransportError       Redis, or the store of weights, did not answer within its bounds
 │   ├── Fenced           a newer learner term exists; this process must stop at once
+│   │   └── Replaced     another learner has taken the run over: this one does not come back
+│   ├── Refused          another learner holds the run
+│   ├── Ended            an operator has ended the run since this learner began
 │   ├── RunGone          the run's tombstone is there: it was removed, leave
 │   └── ServerFull       Redis takes no more until there is room (maxmemory, its disk); nothing was written
 ├── WeightsError         a blob, manifest, or digest is missing or wrong
@@ -55,6 +58,18 @@ class TransportError(StreamrlError):
 
 class Fenced(TransportError):
     pass
+
+
+class Replaced(Fenced):
+    exit_code = UserError.exit_code  # as what a restart does not change
+
+
+class Refused(TransportError):
+    exit_code = UserError.exit_code
+
+
+class Ended(TransportError):
+    exit_code = 0  # as it was told
 
 
 class RunGone(TransportError):

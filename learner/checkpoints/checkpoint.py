@@ -101,7 +101,7 @@ class CheckpointRoot:
         self.root = root
         self._folder = root / "checkpoints"
 
-    def claim_term(self, run_uid: str, *, confirm: Callable[[], None] = lambda: None, known: int = 0) -> Term:
+    def claim_term(self, run_uid: str, *, confirm: Callable[[], object] = lambda: None, known: int = 0) -> Term:
         """Claim the next term, going on from the newest complete checkpoint of the surviving lineage."""
 
         def newest(lineage: Lineage) -> CheckpointName | None:

@@ -91,7 +91,7 @@ def claim_term(
     *,
     run_uid: str,
     newest: Callable[[Lineage], CheckpointName | None],
-    confirm: Callable[[], None] = lambda: None,
+    confirm: Callable[[], object] = lambda: None,
     known: int = 0,
 ) -> Term:
     """Claim the next term; `newest` finds the newest complete checkpoint of a lineage, which may take long, and

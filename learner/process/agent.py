@@ -6,8 +6,10 @@
                                     └──► rank 1     after a death: all of them again
 
 A rank that is started as a new program imports for seconds, all ranks of a machine at the same time; after a death that
-is most of what the run waits for. torchrun's options, rendezvous, restarts and exit codes are as they are, but where a
-rank says that no restart would help: then the agent ends with that rank's code (`learner.process.ranks`).
+is most of what the run waits for. torchrun's options, rendezvous, restarts and exit codes are as they are, but for two:
+told to end by a signal, the agent ends in order at any moment (`ending`), with 0, or with 76 where it leaves the run to
+other machines (`--elastic`) and is to come back; and where a rank says that no restart would help, it ends with that
+rank's code (`job`).
 
 torchrun and multiprocessing keep files and sockets in the folder for temporary files, and leave some of them there: the
 agent has one of its own (`streamrl.files`), which goes with it. Its ranks use the common one.
@@ -15,42 +17,60 @@ agent has one of its own (`streamrl.files`), which goes with it. Its ranks use t
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from torch.distributed import run
-from torch.distributed.elastic.multiprocessing.api import SignalException
-
 from streamrl.files import scratch_folder
-from streamrl.learner.process.ranks import heard, listen, note_job_began
+from streamrl.learner.process.ending import Ending
+from streamrl.learner.process.job import EXIT_TOLD, listen, note_job_began
 
 _RANK = Path(__file__).parents[1] / "__main__.py"
 # All that a rank needs, then how the server behaves.
 PRELOADED = ["streamrl.learner.main", "streamrl.learner.process.fork_server"]
 _SEPARATOR = "--"
 _AFTER_MULTIPROCESSING = -200  # which removes what is its own at -100
+_GRACE_S = 30  # torchrun's own
+# torch's own format imports its compiler to show an exception, for ten seconds and more: at each death of a rank.
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str], *, torchrun: Callable[[list[str]], object] | None = None) -> None:
+    """`torchrun`: by default, torch's."""
     if _SEPARATOR not in arguments:
         sys.exit(f"usage: python -m streamrl.learner.process.agent TORCHRUN_OPTIONS {_SEPARATOR} LEARNER_OPTIONS")
     split = list(arguments).index(_SEPARATOR)
+    options, ranks = arguments[:split], arguments[split + 1 :]
     note_job_began(os.environ)
-    told = listen(_keep_temporary_files_apart(), os.environ)
+    Ending(
+        grace_s=_grace_s(options),
+        verdict=listen(_keep_temporary_files_apart(), os.environ),
+        code_when_told=EXIT_TOLD if "--elastic" in ranks else 0,
+    ).heed()
+    os.environ.setdefault("TORCH_LOGS_FORMAT", _LOG_FORMAT)
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
-    forked = ["--start-method=forkserver", "--run-path", *arguments[:split]]
-    try:
-        run.main([*forked, str(_RANK), *arguments[split + 1 :]])
-    except SignalException:
-        if (code := heard(told)) is None:
-            raise
-        sys.exit(code)
+    # It must have a signal of its own; those that ask to end are ours.
+    own = ["--start-method=forkserver", "--run-path", "--signals-to-handle=SIGQUIT"]
+    (torchrun or _torchrun)([*own, *options, str(_RANK), *ranks])
+
+
+def _torchrun(words: list[str]) -> None:
+    from torch.distributed import run  # for seconds, in which signals are heeded already
+
+    run.main(words)
+
+
+def _grace_s(options: Sequence[str]) -> float:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--shutdown-timeout", type=float, default=_GRACE_S)
+    grace_s: float = parser.parse_known_args(options)[0].shutdown_timeout
+    return grace_s
 
 
 def _keep_temporary_files_apart() -> Path:

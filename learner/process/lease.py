@@ -21,13 +21,13 @@ log = structlog.get_logger(__name__)
 
 
 class LeaseKeeper:
-    def __init__(self, renew: Callable[[], None], *, lease_s: float) -> None:
+    def __init__(self, renew: Callable[[], object], *, lease_s: float) -> None:
         self._renew = renew
         self._every_s = lease_s / _RENEWALS_PER_LEASE
         self._error: StreamrlError | None = None
         self._stopped = threading.Event()
 
-    def renew_with(self, renew: Callable[[], None]) -> None:
+    def renew_with(self, renew: Callable[[], object]) -> None:
         """From now on another way to renew: once the term is claimed, renewals are fenced."""
         self._renew = renew
 

@@ -3,22 +3,13 @@
 Numbers travel as tensors and texts as bytes in tensors, never as pickles. Collectives of control run on the CPU (gloo)
 so that they cost a GPU nothing; those of the model run where the model is. Each blocks until all ranks have come, at
 most for the group's timeout; with one rank there is no group and nothing blocks.
-
-To its agent a rank says one thing, when no restart would help: end, and with which exit code. torchrun knows no such
-word, and an agent that is ended by a signal ends with 1 whatever its ranks know. So the code lies in a file of the
-agent's own, whose path its ranks have from it, and the signal comes after.
-
-From its agent a rank has the time when this job began: `training.max_time` bounds a job in a queue, and the next one
-goes on with the run. A job is what one torchrun runs, ranks that it starts again included. The clock is the machine's:
-all its processes share it, and nobody sets it.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import time
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -32,9 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from streamrl import process
 from streamrl.errors import TrainingError
-
-# Of the environment that ranks have from their agent.
-_VERDICT, JOB_BEGAN = "STREAMRL_AGENT_VERDICT", "STREAMRL_JOB_BEGAN"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,31 +133,3 @@ def show_rank(rank: str) -> None:
     """In `ps` and `top`, where all ranks of a machine look alike."""
     if sys.platform == "linux":
         Path("/proc/self/comm").write_text(f"rank-{rank}")
-
-
-def listen(folder: Path, environment: MutableMapping[str, str]) -> Path:
-    """By an agent, before it starts its ranks: where the word will be."""
-    file = folder / "verdict"
-    environment[_VERDICT] = str(file)
-    return file
-
-
-def heard(file: Path) -> int | None:
-    """The code that a rank has told; None: none has."""
-    return int(file.read_text()) if file.exists() else None
-
-
-def tell(exit_code: int, environment: Mapping[str, str]) -> None:
-    """By a rank; whoever runs ranks under another agent than ours does without."""
-    if _VERDICT in environment:
-        Path(environment[_VERDICT]).write_text(str(exit_code))
-
-
-def note_job_began(environment: MutableMapping[str, str]) -> None:
-    """Now, whatever the job before has left there."""
-    environment[JOB_BEGAN] = repr(time.monotonic())
-
-
-def job_began(environment: Mapping[str, str]) -> float:
-    """On the clock of `time.monotonic`; without an agent, now."""
-    return float(environment.get(JOB_BEGAN, time.monotonic()))

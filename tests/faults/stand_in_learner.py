@@ -94,7 +94,7 @@ def learn(place: Place, *, holder: str, takeover: bool) -> None:
     config, prompts = place.config(), make_prompts(place.num_prompts)
     with connect(place.url, config.redis) as client:
         keys = Keys(config.name)
-        server = Server(client=client, keys=keys, holder=holder)
+        server = Server(client=client, keys=keys, holder=holder, began=time.monotonic())
         take = partial(take_lease, config, server)
         take(takeover=takeover)
         keeper = LeaseKeeper(take, lease_s=config.learner.lease_s)

@@ -64,19 +64,22 @@ def make_run(folder: Path, *, name: str, num_prompts: int = 400, **sections: Any
     return config
 
 
-def learner_command(config: schema.Config, url: str, *, processes: int = 0, max_restarts: int = 3) -> list[str]:
+def learner_command(
+    config: schema.Config, url: str, *more: str, processes: int = 0, max_restarts: int = 3
+) -> list[str]:
     """Under torchrun with so many ranks; 0: alone, without it."""
     agent = ["-m", "streamrl.learner.process.agent", "--standalone", f"--nproc-per-node={processes}"]
     program = [*agent, f"--max-restarts={max_restarts}", "--"] if processes else ["-m", "learner"]
     arguments = ["--config", str(config.folder / "config.yaml"), "--redis", url]
     arguments += ["--error-file", str(config.folder / "error.json")]
-    return [sys.executable, *program, *arguments]
+    return [sys.executable, *program, *arguments, *more]
 
 
 @contextmanager
 def running_learner(
-    config: schema.Config, url: str, *, processes: int = 0, max_restarts: int = 3
+    config: schema.Config, url: str, *more: str, processes: int = 0, max_restarts: int = 3
 ) -> Iterator[subprocess.Popen[str]]:
+    """`more`: of the learner's words."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -85,7 +88,7 @@ def running_learner(
     }
     with (config.folder / "learner.out").open("a") as out:
         process = subprocess.Popen(
-            learner_command(config, url, processes=processes, max_restarts=max_restarts),
+            learner_command(config, url, *more, processes=processes, max_restarts=max_restarts),
             cwd=ROOT,
             env=environment,
             stdout=out,

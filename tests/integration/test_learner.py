@@ -110,7 +110,7 @@ def test_a_run_interrupted_at_one_two_and_one_ranks_learns_what_the_whole_one_le
     with made_up_worker(config, url):
         assert run_until_step(config, url, 1) == 0, output(config)
         assert client.hget(Keys(config.name).meta, "state") == b"stopped"
-        run_until_step(config, url, 3, processes=2)  # torchrun itself always fails on SIGTERM
+        assert run_until_step(config, url, 3, processes=2) == 0, output(config)
         assert client.hget(Keys(config.name).meta, "state") == b"stopped", output(config)
         assert run_to_end(config, url) == 0, output(config)
     assert steps(config) == [1, 2, 3, 4, 5, 6]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from streamrl.ops.cli.main import main
 from streamrl.protocol.transport.embedded import EmbeddedRedis
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.snapshot import snapshot
+from tests.faults.agents import named_ranks
 from tests.helpers import wait_until
 from tests.integration.learner_world import lines, made_up_worker, make_run, output, running_learner
 
@@ -147,3 +150,66 @@ def test_a_learner_shows_itself_before_it_has_read_and_loaded_anything(
         )
         assert (report.part, report.state) == ("learner/0", "starting")
         assert snapshot(client, Keys(config.name)).run is None
+
+
+def test_of_two_learners_too_many_one_ends_by_itself_and_a_stop_ends_the_standby_too(
+    url: str, tmp_path: Path, client: redis.Redis
+) -> None:
+    config = make_run(
+        tmp_path,
+        name="wanted",
+        training=schema.Training(groups_per_step=4, max_steps=10_000, max_epochs=100),
+        learner=schema.Learner(threads=1, lease_s=2.0),
+    )
+    keys = Keys(config.name)
+
+    def shown() -> list[tuple[str, str]]:
+        reports = snapshot(client, keys).reports
+        return [(r.part.partition("/")[0], r.doing) for r in reports if not r.part.startswith("learner/0")]
+
+    with made_up_worker(config, url), ExitStack() as stack:
+        first = stack.enter_context(running_learner(config, url, processes=1))
+        wait_until(lambda: steps(config), description="steps are made", timeout_s=PATIENCE_S)
+        refused = stack.enter_context(running_learner(config, url, processes=1))
+        standby = stack.enter_context(running_learner(config, url, "--standby", processes=1))
+        leaver = stack.enter_context(running_learner(config, url, "--standby", processes=2))
+        assert refused.wait(PATIENCE_S) == 2, output(config)
+        assert output(config).count("learner: run 'wanted' has a learner already") == 1, "it was not tried again"
+        assert not (config.folder / "error.json").exists(), "the run is well"
+        both = [("standby", "lease")] * 3
+        wait_until(lambda: shown() == both, description="the ranks that stand by are shown", timeout_s=PATIENCE_S)
+        wait_until(lambda: len(named_ranks(leaver)) == 2, description="its ranks are there", timeout_s=PATIENCE_S)
+        leaver.send_signal(signal.SIGTERM)
+        assert leaver.wait(PATIENCE_S) == 0, output(config)
+        assert order("stop", config, url) == 0
+        assert [one.wait(PATIENCE_S) for one in (first, standby)] == [0, 0], output(config)
+    assert client.hget(keys.meta, "state") == b"stopped"
+    assert [path.name for path in (config.folder / "terms").iterdir()] == ["000001"]
+
+
+def test_a_learner_that_is_replaced_ends_by_itself_and_a_standby_waits_again(
+    url: str, tmp_path: Path, client: redis.Redis
+) -> None:
+    config = make_run(
+        tmp_path,
+        name="taken",
+        training=schema.Training(groups_per_step=4, max_steps=10_000, max_epochs=100),
+        learner=schema.Learner(threads=1, lease_s=2.0),
+    )
+    keys = Keys(config.name)
+
+    def at_work(term: int) -> bool:
+        return [line["term"] for line in lines(config.folder / "metrics.jsonl")][-1:] == [term]
+
+    with made_up_worker(config, url), ExitStack() as stack:
+        agents = []
+        for term, words in enumerate([["--standby"], ["--takeover"], ["--takeover"]], 1):
+            agents.append(stack.enter_context(running_learner(config, url, *words, processes=1)))
+            wait_until(lambda: at_work(term), description=f"term {term} is at work", timeout_s=PATIENCE_S)  # noqa: B023
+        assert agents[1].wait(PATIENCE_S) == 2, output(config)
+        agents[2].send_signal(signal.SIGTERM)
+        assert agents[2].wait(PATIENCE_S) == 0, output(config)
+        wait_until(lambda: at_work(4), description="the standby goes on", timeout_s=PATIENCE_S)
+        assert order("stop", config, url) == 0
+        assert agents[0].wait(PATIENCE_S) == 0, output(config)
+    assert client.hget(keys.meta, "state") == b"stopped"

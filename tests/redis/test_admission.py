@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import redis
 
 from streamrl.config import schema
 from streamrl.config.load import load_config
-from streamrl.errors import RunGone
+from streamrl.errors import Ended, Fenced, Refused, Replaced, RunGone
 from streamrl.learner.process.lease import LeaseKeeper
 from streamrl.learner.start import Admitted, Server, admit, take_lease, was_restarted
 from streamrl.protocol.transport.keys import Keys
@@ -20,6 +21,7 @@ from streamrl.protocol.transport.types import Control
 from tests.feed_world import MODEL, make_config, make_prompts
 
 Come = Callable[..., Admitted]
+_LONG_S = 3600.0
 
 
 @pytest.fixture
@@ -31,8 +33,11 @@ def config(tmp_path: Path, keys: Keys) -> schema.Config:
 def come(config: schema.Config, learner_client: redis.Redis, keys: Keys) -> Come:
     """Be admitted, as one rank 0 after the other under the same agent."""
 
-    def come(*, takeover: bool = False, is_restart: bool = False, wanted: schema.Config = config) -> Admitted:
-        server = Server(client=learner_client, keys=keys, holder="job", takeover=takeover, is_restart=is_restart)
+    def come(
+        *, takeover: bool = False, ago_s: float = 0.0, wanted: schema.Config = config, holder: str = "job"
+    ) -> Admitted:
+        began = time.monotonic() - ago_s
+        server = Server(client=learner_client, keys=keys, holder=holder, takeover=takeover, began=began)
         take_lease(wanted, server, takeover=takeover)
         return admit(
             config=wanted,
@@ -100,12 +105,96 @@ def test_a_learner_that_is_started_anew_does_not_end_by_a_word_to_the_one_before
     come()  # and dies
     set_control(client, keys, word, by="the test")
 
-    assert come(is_restart=True).stream.orders().control == word
+    assert come(ago_s=_LONG_S).stream.orders().control == word, "its ranks have been started again"
     assert come().stream.orders().control == "run"
     journal = [(event.kind, dict(event.detail)) for event in snapshot(client, keys).events]
     assert journal == [("control", {"mode": word, "by": "the test"}), ("forgets", {"control": word})]
     set_control(client, keys, word, by="the test")
-    assert come(is_restart=True).stream.orders().control == word
+    assert come(ago_s=_LONG_S).stream.orders().control == word
+
+
+@pytest.mark.parametrize("word", ["stop", "drain"])
+def test_a_word_that_ends_the_run_is_for_every_learner_that_had_begun_by_then(
+    come: Come, config: schema.Config, client: redis.Redis, keys: Keys, word: Control
+) -> None:
+    first = come(holder="the first")
+    set_control(client, keys, word, by="the test")
+    with pytest.raises(Ended, match="was told to end since this learner began: start one anew"):
+        come(ago_s=_LONG_S, holder="waiting")  # while the first still obeys
+    first.stream.release("stopped")
+    for holder, takeover in (("waiting", False), ("waiting", True), ("the first", False)):
+        with pytest.raises(Ended):
+            come(ago_s=_LONG_S, holder=holder, takeover=takeover)
+    assert terms(config) == ["000001"], "who ends leaves no trace"
+    assert client.exists(keys.lease) == 0
+
+    second = come(holder="started after it")
+    assert (second.start.term, second.stream.orders().control) == (2, "run")
+    with pytest.raises(Ended):
+        come(ago_s=_LONG_S, holder="waiting")
+    second.stream.release("finished")
+    with pytest.raises(Ended):
+        come(ago_s=_LONG_S, holder="waiting")
+
+
+def test_a_word_that_nobody_is_left_to_obey_is_obeyed_by_whoever_had_begun(
+    come: Come, client: redis.Redis, keys: Keys
+) -> None:
+    come(holder="dead")
+    client.delete(keys.lease)
+    set_control(client, keys, "stop", by="the test")
+    assert come(ago_s=_LONG_S, holder="waiting").stream.orders().control == "stop"
+
+
+def test_a_word_that_was_taken_back_ends_nobody(come: Come, client: redis.Redis, keys: Keys) -> None:
+    first = come(holder="the first")
+    set_control(client, keys, "drain", by="the test")
+    set_control(client, keys, "run", by="the test")
+    first.stream.release("finished")
+    assert come(ago_s=_LONG_S, holder="waiting").start.term == 2
+
+
+def test_a_stop_of_a_run_that_has_ended_ends_those_that_would_take_it_up(
+    come: Come, client: redis.Redis, keys: Keys
+) -> None:
+    come().stream.release("stopped")
+    assert not set_control(client, keys, "stop", by="the test")
+    with pytest.raises(Ended):
+        come(ago_s=_LONG_S)
+    assert come().stream.orders().control == "run"
+
+
+def test_a_word_that_is_said_again_counts_from_then_on(come: Come, client: redis.Redis, keys: Keys) -> None:
+    come()
+    set_control(client, keys, "stop", by="the test")
+    client.hset(keys.control, "end_at", (time.time() - _LONG_S) * 1000)
+    assert not set_control(client, keys, "stop", by="the test")
+    assert come(ago_s=_LONG_S / 2).stream.orders().control == "stop"
+
+
+def test_a_learner_that_meets_another_one_is_refused_and_told_what_it_may_do(
+    come: Come, config: schema.Config, learner_client: redis.Redis, keys: Keys
+) -> None:
+    come(holder="the first")
+    hasty = config.model_copy(update={"learner": schema.Learner(lease_s=0.01)})
+    with pytest.raises(Refused, match=r"the first holds its lease.*--takeover.*--standby") as refused:
+        come(holder="another", wanted=hasty)
+    assert refused.value.exit_code == 2
+    waited: list[None] = []
+    server = Server(client=learner_client, keys=keys, holder="another", began=time.monotonic())
+    assert not take_lease(hasty, server, standby=True, go_on=lambda: waited.append(None) or len(waited) < 3)
+    assert len(waited) == 3
+
+
+def test_a_learner_that_was_replaced_is_told_apart_from_one_whose_own_ranks_were_started_again(come: Come) -> None:
+    first = come(holder="the first")
+    come(holder="the first")
+    with pytest.raises(Fenced) as fenced:
+        first.stream.renew()
+    assert not isinstance(fenced.value, Replaced)
+    come(holder="another", takeover=True)
+    with pytest.raises(Replaced, match="since another has taken over"):
+        first.stream.renew()
 
 
 def test_a_pause_is_for_whoever_comes(come: Come, client: redis.Redis, keys: Keys) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from streamrl.errors import ConfigError, Fenced, ResourceError
 from streamrl.learner.groups.ledger import Ending
 from streamrl.ops.audit import Audit, audit_folder
 from streamrl.ops.audit.streams import read_streams
+from streamrl.ops.cli.main import main
 from streamrl.protocol.transport.keys import Keys
 from tests.feed_world import encode_answer
 from tests.helpers import make_ticket
@@ -290,6 +292,37 @@ async def test_evaluation_is_counted_apart(world: RunWorld) -> None:
     world.learner.stream.issue([make_ticket(n, run_uid=world.learner.uid, purpose="eval") for n in range(3)])
     audit = found_clean(world.audit())
     assert (audit.issued, audit.eval_tickets, audit.eval_groups) == (0, 3, 0)
+
+
+async def test_junk_is_no_letter_and_no_answer_whoever_counts(
+    world: RunWorld, redis_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    learner, keys = world.learner, world.keys
+    uid, asked = learner.uid, make_ticket(0, run_uid=learner.uid, purpose="eval")
+    learner.stream.issue([asked])
+    learner.stream.dead(make_ticket(3, run_uid=uid), error="x")
+    header, body = encode_answer(asked)
+    world.client.xadd(keys.groups("eval"), {"n": "0", "u": uid, "h": header, "b": body})
+    world.client.xadd(keys.dead, {"p": "train", "n": "4", "u": uid, "b": "rubbish"})  # of ours once, and damaged
+    junk: list[dict[str, str | bytes]] = [
+        {"what": "ever"},
+        {"n": "many", "u": uid},
+        {"n": "7", "u": "another", "h": header, "b": body},
+    ]
+    for fields in junk:
+        for stream in (keys.dead, keys.groups("eval"), keys.tickets("eval")):
+            world.client.xadd(stream, fields)
+    world.client.xadd(keys.groups("eval"), {"n": "0", "u": uid, "h": b"rubbish", "b": body})
+
+    audit = found_clean(world.audit())
+
+    assert (audit.dead_letters, audit.eval_tickets, audit.eval_groups) == (2, 1, 1)
+    each = {"wrong_run": 2, "no_number": 1}
+    kinds = {f"{what}/{flaw}": n for what in ("dead", "eval_groups", "eval_tickets") for flaw, n in each.items()}
+    assert audit.malformed == {**kinds, "dead/body": 1, "eval_groups/header": 1}
+    capsys.readouterr()
+    assert main(["dead", "ls", "--json", "--redis", redis_url, "--run", keys.name]) == 0
+    assert [letter["ticket"] for letter in json.loads(capsys.readouterr().out)] == [3, 4]
 
 
 async def test_a_server_that_was_emptied_does_not_hold_the_run_until_the_learner_has_put_it_right(

@@ -11,7 +11,7 @@ import redis.asyncio
 
 from streamrl.config import schema
 from streamrl.errors import TransportError
-from streamrl.protocol.transport.connection import connect, connect_async
+from streamrl.protocol.transport.connection import check_server, connect, connect_async
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.learner import LearnerStream
 from streamrl.protocol.transport.types import START, Announcement
@@ -206,6 +206,16 @@ def test_a_server_that_stays_away_is_named_and_given_up(proxy: Proxy, lossy: red
     proxy.drop_reply_to(b"HGET", times=1000)
     with pytest.raises(TransportError, match=r"Redis at unix://.* could not read the operator's orders within 0.3 s"):
         stream.orders()
+
+
+def test_a_server_that_is_away_for_a_moment_is_waited_for_when_it_is_looked_at(
+    proxy: Proxy, lossy: redis.Redis
+) -> None:
+    proxy.drop_reply_to(b"INFO", times=3)
+    check_server(lossy, give_up_after_s=10.0)
+    proxy.drop_reply_to(b"INFO", times=1000)
+    with pytest.raises(TransportError, match=r"could not say what it is within 0.3 s"):
+        check_server(lossy, give_up_after_s=0.3)
 
 
 def test_connections_that_ended_while_nobody_spoke_are_made_again(learner: LearnerStream, proxy: Proxy) -> None:

@@ -141,7 +141,7 @@ def test_a_run_that_has_ended_is_told_nothing(
     shown = capsys.readouterr()
     assert shown.out == f"run {keys.name}: finished\n"
     assert "has ended (finished)" in shown.err
-    assert client.exists(keys.control) == 0, "the learner that takes the run up would stop at once"
+    assert learner.orders().control == "run", "the learner that takes the run up would stop at once"
 
 
 def test_a_run_is_found_by_its_folder_by_the_environment_or_by_name(

@@ -37,7 +37,7 @@ WRITES: dict[str, Callable[[LearnerStream], None]] = {
     ),
     "record": lambda learner: learner.record(1, {"train_optim/loss": 1.0}),
     "event": lambda learner: learner.event("x"),
-    "forget_end": lambda learner: learner.forget_end(),
+    "forget_end": lambda learner: learner.forget_end(began=time.monotonic()),
     "release": lambda learner: learner.release("stopped"),
 }
 

@@ -86,6 +86,7 @@ def test_where_machines_may_leave_the_learner_is_told_so(nodes: str, elastic: bo
 def test_a_learner_replaces_another_only_when_told_to() -> None:
     assert "--takeover" not in learner_command(make_config(), FOLDER, redis_url="x").arguments
     assert "--takeover" in learner_command(make_config(), FOLDER, redis_url="x", takeover=True).arguments
+    assert "--standby" in learner_command(make_config(), FOLDER, redis_url="x", standby=True).arguments
 
 
 def test_a_learner_of_the_same_folder_is_the_same_to_others_so_that_it_takes_over_at_once(tmp_path: Path) -> None:

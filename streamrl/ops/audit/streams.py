@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import redis
@@ -81,8 +82,9 @@ def read_streams(client: redis.Redis, keys: Keys, *, run_uid: str) -> Streams:
             f"and that of the folder is {run_uid}"
         )
     malformed: Counter[str] = Counter()
-    tickets = [number for _, number in _read(client, keys.tickets("train"), "tickets", run_uid, malformed)]
-    groups = list(_read(client, keys.groups("train"), "groups", run_uid, malformed))
+    read = partial(_read, client, run_uid=run_uid, malformed=malformed)
+    tickets = [one.number for one in read(keys.tickets("train"), "tickets")]
+    groups = [(one.id, one.number) for one in read(keys.groups("train"), "groups")]
     issued, issued_since = _read_counters(meta, read_meta(client, keys), malformed)
     return Streams(
         server=server_name(client),
@@ -92,22 +94,35 @@ def read_streams(client: redis.Redis, keys: Keys, *, run_uid: str) -> Streams:
         window=_window(meta.get(b"config", b"")),
         tickets=tuple(tickets),
         groups=tuple(groups),
+        dead_letters=len(list(read(keys.dead, "dead"))),
+        eval_tickets=sum(one.is_sound for one in read(keys.tickets("eval"), "eval_tickets")),
+        eval_groups=sum(one.is_sound for one in read(keys.groups("eval"), "eval_groups")),
         malformed=malformed,
-        dead_letters=client.xlen(keys.dead),
-        eval_tickets=client.xlen(keys.tickets("eval")),
-        eval_groups=client.xlen(keys.groups("eval")),
     )
 
 
-def _read(
-    client: redis.Redis, stream: str, what: str, run_uid: str, malformed: Counter[str]
-) -> Iterator[tuple[EntryId, int]]:
-    """The entries about tickets of this run, with the numbers of these."""
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    id: EntryId
+    number: int  # of the ticket that it is about
+    is_sound: bool
+
+
+def _read(client: redis.Redis, stream: str, what: str, *, run_uid: str, malformed: Counter[str]) -> Iterator[_Entry]:
+    """The entries about tickets of this run. Damaged ones, too, whose tickets are there all the same."""
+    find_flaw = _group_flaw if what.endswith("groups") else _ticket_flaw
     for entry_id, fields in _entries(client, stream):
         number = flaw = _number(fields, run_uid)
         if isinstance(number, int):
-            yield entry_id, number
-            flaw = (_ticket_flaw if what == "tickets" else _group_flaw)(fields, (number, run_uid, "train"))
+            purpose = (
+                fields.get(b"p", b"").decode(errors="replace")
+                if what == "dead"
+                else "eval"
+                if what.startswith("eval")
+                else "train"
+            )
+            flaw = find_flaw(fields, (number, run_uid, purpose))
+            yield _Entry(entry_id, number, is_sound=not flaw)
         if flaw:
             malformed[f"{what}/{flaw}"] += 1
 

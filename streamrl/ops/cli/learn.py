@@ -1,8 +1,8 @@
 """`streamrl learn`: the learner alone, under torchrun, on one machine or as one of several.
 
 The torchrun line is all there is to it: what is printed is what runs, in place of this process, so that signals and
-exit codes are torchrun's own. Before that, whatever can be seen to be wrong is. Several machines run the same command,
-each for itself, with the run's folder on a disk that all of them see.
+exit codes are those of the agent (`learner/process/agent.py`). Before that, whatever can be seen to be wrong is.
+Several machines run the same command, each for itself, with the run's folder on a disk that all of them see.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ _ENDPOINT = re.compile(r"[^:\s/]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
 @click.option("--nodes", default="1", metavar="N|MIN:MAX", help="Machines that train together.")
 @click.option("--rendezvous", metavar="HOST:PORT", help="Where these machines meet: one of them, any free port.")
 @click.option("--takeover", is_flag=True, help="Replace a learner that still holds the run.")
+@click.option("--standby", is_flag=True, help="Wait while another learner holds the run, and go on with it then.")
 @click.option("--replay", type=click.Path(path_type=Path), metavar="DIR", help="Learn from a recording, without Redis.")
 @click.option("--fork", "source", metavar="RUN[@STEP]", help="Begin this run with a checkpoint of another one.")
 @click.option("--new-data", is_flag=True, help="With --fork: begin data.train, and the learning rate's schedule.")
@@ -56,6 +57,7 @@ def learn(
     nodes: str,
     rendezvous: str | None,
     takeover: bool,
+    standby: bool,
     replay: Path | None,
     source: str | None,
     new_data: bool,
@@ -78,18 +80,25 @@ def learn(
     machine that is told to end (SIGTERM) leaves in good order, after a checkpoint; `streamrl stop` ends the run. The
     machine of --rendezvous must stay.
 
-    The exit code is 0 when the run has ended well, 2 after a mistake that only you can mend, else torchrun's. An error
-    that no restart can mend is in the run's folder, in learner.error.
+    A run has one learner. Another one waits for two lease times and ends, if the first still holds the run then; with
+    --standby it waits on, and goes on with the run when that one is gone. `streamrl stop` ends both. A learner that is
+    replaced (--takeover) ends, too; with --standby it waits again.
+
+    The exit code is 0 when the run has ended or was stopped in order, by SIGTERM too; 76 when this machine was told to
+    leave a run that goes on without it (--nodes MIN:MAX); 2 after a mistake that only you can mend; else torchrun's. An
+    error that no restart can mend is in the run's folder, in learner.error.
     """
     if replay is not None and redis_url is not None:
         raise ConfigError("--replay needs no Redis: give one of --replay and --redis")
     if replay is not None and source is not None:
         raise ConfigError("--fork begins a run that asks for groups of its own; a --replay begins with its recording")
+    if standby and takeover:
+        raise ConfigError("--takeover replaces the learner that --standby waits for: give one of them")
     if new_data and source is None:
         raise ConfigError("--new-data is for a --fork; a run that goes on keeps its data")
     loaded = load_config(file, overrides)
     config, cluster = loaded.config, _cluster(nodes, rendezvous)
-    command = _build(loaded, redis_url=redis_url, replay=replay, cluster=cluster, takeover=takeover)
+    command = _build(loaded, redis_url=redis_url, replay=replay, cluster=cluster, takeover=takeover, standby=standby)
     if source is not None:
         _fork(config, source, new_data=new_data, dry_run=dry_run)
     else:
@@ -129,7 +138,13 @@ def _fork(config: Config, source: str, *, new_data: bool, dry_run: bool) -> None
 
 
 def _build(
-    loaded: Loaded, *, redis_url: str | None, replay: Path | None, cluster: Cluster | None, takeover: bool
+    loaded: Loaded,
+    *,
+    redis_url: str | None,
+    replay: Path | None,
+    cluster: Cluster | None,
+    takeover: bool,
+    standby: bool,
 ) -> Command:
     """The line, after everything that can be looked at was; UserError for the first thing that is not right. The groups
     come from `replay`, a recording, or from `redis_url`, by default the configuration's."""
@@ -148,6 +163,7 @@ def _build(
         redis_url=address,
         replay=replay,
         takeover=takeover,
+        standby=standby,
         cluster=cluster,
         # Another one on this machine is a stranger, and waits or is refused; machines of one cluster are one learner.
         holder=None if cluster else f"learn-{uuid.uuid4().hex[:16]}",

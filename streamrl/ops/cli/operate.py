@@ -52,8 +52,9 @@ def resume(target: Target, timeout_s: float, as_json: bool) -> int:
 def drain(target: Target, timeout_s: float, as_json: bool) -> int:
     """Send out no more tickets, train what is under way, write a checkpoint, and stop.
 
-    Exits with 0 when the learner follows or the run has ended, with 1 when it does not in time: the word stands, for
-    this learner and its restarts by torchrun. One that is started after it goes on.
+    Exits with 0 when the learner follows or the run has ended, with 1 when it does not in time: the word stands. It is
+    for all learners that have begun by now: their restarts by torchrun, those that wait, and standbys. One that is
+    started after it goes on.
     """
     return _order(target, "drain", timeout_s=timeout_s, as_json=as_json)
 
@@ -62,8 +63,9 @@ def drain(target: Target, timeout_s: float, as_json: bool) -> int:
 def stop(target: Target, timeout_s: float, as_json: bool) -> int:
     """Finish the step, write a checkpoint, and stop; what is under way waits in Redis for the next start.
 
-    Exits with 0 when the learner follows or the run has ended, with 1 when it does not in time: the word stands, for
-    this learner and its restarts by torchrun. One that is started after it goes on.
+    Exits with 0 when the learner follows or the run has ended, with 1 when it does not in time: the word stands. It is
+    for all learners that have begun by now: their restarts by torchrun, those that wait, and standbys. One that is
+    started after it goes on.
     """
     return _order(target, "stop", timeout_s=timeout_s, as_json=as_json)
 
@@ -74,8 +76,7 @@ def _order(target: Target, mode: Control, *, timeout_s: float, as_json: bool) ->
         running = state == "running"
         if not running and mode not in _ENDS_A_RUN:
             raise ResourceError(f"run {opened.info.name!r} has ended ({state}); `streamrl up` takes it up again")
-        # A word to a run that has ended would meet the learner that takes it up again.
-        changed = running and orders.set_control(opened.client, opened.keys, mode, by=operator())
+        changed = orders.set_control(opened.client, opened.keys, mode, by=operator())
         found = orders.await_obedience(opened.client, opened.keys, mode, timeout_s=timeout_s)
     told = {"run": target.run, "mode": mode, "changed": changed, "state": found.state}
     told |= {"acknowledged": found.complete, "obeying": found.obeying, "waiting_for": dict(found.waiting_for)}
@@ -168,9 +169,9 @@ def _refuse_nothing(numbers: Sequence[int], everything: bool) -> None:
 
 
 def _letters(opened: OpenRun) -> list[DeadLetter]:
-    """This run's; a forged entry without a number is nobody's."""
+    """This run's, as the audit counts them; an entry without a number is nobody's."""
     letters = orders.read_letters(opened.client, opened.keys)
-    return [one for one in letters if one.number >= 0 and (one.ticket is None or one.ticket.run_uid == opened.info.uid)]
+    return [one for one in letters if one.number >= 0 and one.run_uid == opened.info.uid]
 
 
 def _chosen(letters: Sequence[DeadLetter], numbers: Sequence[int]) -> list[DeadLetter]:

@@ -110,6 +110,7 @@ def learner_command(
     redis_url: str | None = None,
     replay: Path | None = None,
     takeover: bool = False,
+    standby: bool = False,
     cluster: Cluster | None = None,
     holder: str | None = None,
 ) -> Command:
@@ -132,6 +133,7 @@ def learner_command(
     program = ["--config", str(folder.asked)]
     program += ["--redis", redis_url] if redis_url is not None else ["--replay", str(replay)]
     program += ["--takeover"] if takeover else []
+    program += ["--standby"] if standby else []
     program += ["--elastic"] if cluster and cluster.is_elastic else []
     program += ["--log-file", str(folder.logs / "learner-{rank}.log"), "--error-file", str(folder.learner_error)]
     # A store shared between rounds makes ranks read addresses of peers that are gone, and wait for them for ever.

@@ -172,7 +172,7 @@ def _part(report: Report, *, at: float, age_s: float | None, silent_s: float) ->
 def _learner(
     snapshot: Snapshot, parts: Mapping[str, view.Part], history: History, steps: Sequence[Record]
 ) -> view.Learner:
-    ranks = [part for part in parts.values() if part.role == "learner" and part.alive]
+    ranks = [part for part in parts.values() if part.name.startswith("learner/") and part.alive]
     details = (report.detail for report in snapshot.reports if report.part == LEADER)
     fresh = (record.values.get("policy/fresh_mismatch") for record in steps)
     return view.Learner(

@@ -5,9 +5,9 @@ nobody. Here the caller says what is safe to repeat, through `repeat`; each repe
 Blocks at most `give_up_after_s`, then raises TransportError with the server's name (never its password).
 
 A script runs by its digest, and by its text when the server does not know it (yet, or any more). It answers
-[status, ...]: OK; of a script of the learner, past the fence, also FENCED: another learner is there; LOST: Redis knows
-of no claim of ours: it was emptied, went back in time, or the run was removed, and claiming again tells which; GONE:
-another run has the name, or the tombstone is ours.
+[status, ...]: OK; of a script of the learner, past the fence, also FENCED: another learner is there, and who; LOST:
+Redis knows of no claim of ours: it was emptied, went back in time, or the run was removed, and claiming again tells
+which; GONE: another run has the name, or the tombstone is ours.
 """
 
 from __future__ import annotations
@@ -131,9 +131,11 @@ def bounded_block_ms(client: AnyClient, wanted_ms: int) -> int:
     return max(1, min(wanted_ms, longest))
 
 
-def check_server(client: redis.Redis, *, max_backlog_bytes: int = 0, max_store_bytes: int = 0) -> None:
+def check_server(
+    client: redis.Redis, *, max_backlog_bytes: int = 0, max_store_bytes: int = 0, give_up_after_s: float = 0.0
+) -> None:
     """ResourceError when the server is too old, would evict keys of a run, or may not hold what the settings allow."""
-    info = repeat(client, "say what it is", client.info)
+    info = repeat(client, "say what it is", client.info, give_up_after_s=give_up_after_s)
     for fault in server_faults(server_name(client), info, max_backlog_bytes, max_store_bytes).values():
         raise ResourceError(fault)
 
@@ -315,5 +317,5 @@ local function fence()
   if ahead > 0 or (current and current ~= holder) then return 'FENCED' end
 end
 local refused = fence()
-if refused then return {refused} end
+if refused then return {refused, redis.call('GET', lease) or ''} end
 """

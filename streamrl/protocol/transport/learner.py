@@ -20,7 +20,7 @@ import structlog
 from redis.client import Pipeline
 
 from streamrl.crashpoints import crashpoint
-from streamrl.errors import Fenced, RunGone, ServerFull, StreamrlError, TransportError
+from streamrl.errors import Fenced, Replaced, RunGone, ServerFull, StreamrlError, TransportError
 from streamrl.protocol.transport import learner_scripts as scripts
 from streamrl.protocol.transport.connection import (
     Argument,
@@ -103,11 +103,11 @@ class LearnerStream:
         self._write("renew the learner's lease", scripts.RENEW, [], self._lease_ms)
         self._note_server()
 
-    def forget_end(self) -> None:
-        """A drain or a stop that was said before this learner began is not for it, or it would end at once."""
-        if (word := self.orders().control) in ("drain", "stop"):
-            self.event("forgets", control=word)
-        self._write("forget what an earlier learner was told", scripts.FORGET_END, [self._keys.control])
+    def forget_end(self, *, began: float) -> None:
+        """A drain or a stop from before this learner began (`time.monotonic`) is not for it: it would end at once."""
+        what, age_ms = "forget what an earlier learner was told", int(1000 * (time.monotonic() - began))
+        for word in self._write(what, scripts.FORGET_END, [self._keys.control], age_ms):
+            self.event("forgets", control=word.decode())
 
     def release(self, state: RunState) -> None:
         """Last act: the run is finished, stopped or failed, and another learner may begin at once."""
@@ -179,8 +179,7 @@ class LearnerStream:
     def commit(self, *, step: int, cursor: str, trim_below: str, ended: Sequence[str] = ()) -> None:
         """After the checkpoint's rename: groups before `trim_below`, and the `ended` ones beyond it, are no longer
         needed by anybody."""
-        keys = [self._keys.groups("train")]
-        self._write("commit a step", scripts.COMMIT, keys, step, cursor, trim_below, *ended)
+        self._write("commit a step", scripts.COMMIT, [self._keys.groups("train")], step, cursor, trim_below, *ended)
         crashpoint("commit.written")
 
     def trim_eval(self, *, below: str) -> None:
@@ -296,8 +295,8 @@ class LearnerStream:
 
     def _write(
         self, what: str, script: Script, keys: Sequence[str], *args: Argument, **patience: Unpack[Patience]
-    ) -> None:
-        """Run a fenced script, which must be safe to repeat. ServerFull at once unless it shall wait for room."""
+    ) -> list[Any]:
+        """What a fenced script, safe to repeat, says beside OK. ServerFull at once unless it shall wait for room."""
         ask = partial(self._ask, what, partial(run, self._client, self._fence.call(script, self._keys, keys, *args)))
         reply = ask(**patience)
         if reply[0] == b"LOST":
@@ -305,6 +304,7 @@ class LearnerStream:
             reply = ask(**patience)
         if reply[0] != b"OK":
             raise self._refusal(what, reply)
+        return list(reply[1:])
 
     def _try_claim(self, *, takeover: bool = False) -> str | None:
         """None: it is ours. Otherwise who holds it."""
@@ -320,10 +320,10 @@ class LearnerStream:
         """Redis knows nothing of our claim: it was emptied, or came back from an older copy."""
         self.disturbed = True
         if (other := self._try_claim()) is not None:
-            raise Fenced(f"run {self._keys.name!r} was lost from Redis, and {other} has taken its lease")
+            raise Replaced(f"run {self._keys.name!r} was lost from Redis, and {other} has taken its lease")
 
     def _refusal(self, what: str, reply: list[Any]) -> StreamrlError:
-        return refusal(self._client, self._keys, term=self._fence.term, what=what, reply=reply)
+        return refusal(self._client, self._keys, self._fence, what=what, reply=reply)
 
     def _note_trouble(self, error: redis.RedisError) -> None:
         # A server that is merely full has lost nothing.

@@ -188,14 +188,38 @@ return {'OK'}
 """
 )
 
-# OK, or HELD by another holder.
-TAKE_LEASE = Script("""
-local current = redis.call('GET', KEYS[1])
-if current and current ~= ARGV[1] and ARGV[3] ~= '1' then return {'HELD', current} end
-redis.call('DEL', KEYS[1])
-redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+# An order to end carries when it was given, by the server's clock. It is for every learner that had begun by then: its
+# age is compared, so that no other clock matters. Obeyed, it leaves that time beside the run's state.
+_ORDERS = """
+local function is_end(word) return word == 'drain' or word == 'stop' end
+local function ended_since(meta, control, age_ms)
+  local function at(key) return tonumber(redis.call('HGET', key, 'end_at') or 0) or 0 end
+  local now = redis.call('TIME')
+  return math.max(at(meta), at(control)) > now[1] * 1000 + now[2] / 1000 - age_ms
+end
+local function take_word_away(meta, control)
+  local at = redis.call('HGET', control, 'end_at')
+  redis.call('DEL', control)
+  if at then redis.call('HSET', meta, 'end_at', at) end
+end
+"""
+
+# OK, HELD by another holder, or ENDED: a learner so old was told to end. One that holds the run obeys in good order,
+# and so does, where nobody is left who does, whoever comes first.
+TAKE_LEASE = Script(
+    _ORDERS
+    + """
+local lease, meta, control = unpack(KEYS)
+local holder, lease_ms, takeover, age_ms = unpack(ARGV)
+local current = redis.call('GET', lease)
+local is_obeyed = current or not is_end(redis.call('HGET', control, 'mode'))
+if current ~= holder and is_obeyed and ended_since(meta, control, age_ms) then return {'ENDED'} end
+if current and current ~= holder and takeover ~= '1' then return {'HELD', current} end
+redis.call('DEL', lease)
+redis.call('SET', lease, holder, 'PX', lease_ms)
 return {'OK'}
-""")
+"""
+)
 
 # From here on this term learns the run: OK, HELD by another holder, TAKEN by another run's uid, FENCED, GONE. Only a
 # takeover begins a removed run anew.
@@ -228,16 +252,26 @@ redis.call('SET', lease, holder, 'PX', ARGV[1])
 return {'OK'}
 """)
 
-# A word that ends a run is not for the learner that begins after it; a pause is for whoever comes.
-FORGET_END = fenced("""
-local word = redis.call('HGET', KEYS[1], 'mode')
-if word == 'drain' or word == 'stop' then redis.call('DEL', KEYS[1]) end
-return {'OK'}
-""")
+# A word that ends a run is not for the learner that begins after it; a pause is for whoever comes. The word goes along
+# where there was one.
+FORGET_END = fenced(
+    _ORDERS
+    + """
+local control, age_ms = KEYS[1], ARGV[1]
+local word = redis.call('HGET', control, 'mode')
+if not is_end(word) or ended_since(meta, control, age_ms) then return {'OK'} end
+take_word_away(meta, control)
+return {'OK', word}
+"""
+)
 
 # The operator's word ends with the learner that obeyed it: a stopped run can be resumed.
-RELEASE = fenced("""
-redis.call('DEL', lease, KEYS[1])
+RELEASE = fenced(
+    _ORDERS
+    + """
+redis.call('DEL', lease)
+take_word_away(meta, KEYS[1])
 redis.call('HSET', meta, 'state', ARGV[1])
 return {'OK'}
-""")
+"""
+)

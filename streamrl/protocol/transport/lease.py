@@ -18,10 +18,10 @@ from typing import Any
 import redis
 
 from streamrl.crashpoints import crashpoint
-from streamrl.errors import Fenced, ResourceError, RunGone, StreamrlError, TransportError
+from streamrl.errors import Ended, Fenced, Refused, Replaced, ResourceError, RunGone, StreamrlError, TransportError
 from streamrl.protocol.transport import learner_scripts as scripts
 from streamrl.protocol.transport.address import server_name
-from streamrl.protocol.transport.connection import Call, repeat, run
+from streamrl.protocol.transport.connection import Call, Fence, repeat, run
 from streamrl.protocol.transport.keys import Keys
 
 _CLAIM_PAUSE_S = 0.1
@@ -35,18 +35,27 @@ def await_lease(
     lease_s: float,
     wait_s: float,
     takeover: bool = False,
+    began: float | None = None,
     give_up_after_s: float = 120.0,
-) -> None:
-    """Take the run's lease, now if nobody or this very holder has it, or with `takeover`; else wait for its end.
-    TransportError names the holder who still renews it after `wait_s`."""
-    call = Call(scripts.TAKE_LEASE, (keys.lease,), (holder, int(lease_s * 1000), int(takeover)))
+    go_on: Callable[[], bool] = lambda: True,
+) -> bool:
+    """Take the run's lease, now if nobody or this very holder has it, or with `takeover`; else wait for its end, as
+    long as it is to `go_on`. Whether it was taken. Refused names the holder who still renews it after `wait_s`. Ended:
+    an operator has said so since this learner `began`, on the clock of `time.monotonic`; by default now."""
 
     def try_once() -> str | None:
+        age_ms = 0 if began is None else int(1000 * (time.monotonic() - began))
+        args = (holder, int(lease_s * 1000), int(takeover), age_ms)
+        call = Call(scripts.TAKE_LEASE, (keys.lease, keys.meta, keys.control), args)
         reply = repeat(client, "take the run's lease", partial(run, client, call), give_up_after_s=give_up_after_s)
+        if reply[0] == b"ENDED":
+            raise Ended(f"run {keys.name!r} was told to end since this learner began: start one anew, and it goes on")
         return other_holder(reply)
 
-    wait_out(try_once, keys, wait_s)
+    if not wait_out(try_once, keys, wait_s, go_on=go_on):
+        return False
     crashpoint("lease.taken")
+    return True
 
 
 def lease_holder(client: redis.Redis, keys: Keys, *, give_up_after_s: float) -> str | None:
@@ -72,28 +81,36 @@ def known_term(client: redis.Redis, keys: Keys, run_uid: str, *, takeover: bool 
     return int(term) if uid == run_uid.encode() and term else 0
 
 
-def wait_out(try_once: Callable[[], str | None], keys: Keys, wait_s: float) -> None:
-    """Until nobody else holds the lease; `try_once` says who does."""
+def wait_out(
+    try_once: Callable[[], str | None], keys: Keys, wait_s: float, *, go_on: Callable[[], bool] = lambda: True
+) -> bool:
+    """Whether nobody else holds the lease any more; `try_once` says who does."""
     deadline = time.monotonic() + wait_s
     while (other := try_once()) is not None:
         if time.monotonic() >= deadline:
-            raise TransportError(
-                f"run {keys.name!r} has a learner already: {other} holds its lease. Stop it, or take over explicitly"
+            raise Refused(
+                f"run {keys.name!r} has a learner already: {other} holds its lease. Stop it, take over explicitly "
+                "(--takeover), or wait for its end (--standby)"
             )
+        if not go_on():
+            return False
         time.sleep(_CLAIM_PAUSE_S)
+    return True
 
 
 def other_holder(reply: list[Any]) -> str | None:
     return str(reply[1].decode(errors="replace")) if reply[0] == b"HELD" else None
 
 
-def refusal(client: redis.Redis, keys: Keys, *, term: int, what: str, reply: list[Any]) -> StreamrlError:
-    """Why a script of the learner of this term did not do `what`."""
+def refusal(client: redis.Redis, keys: Keys, fence: Fence, *, what: str, reply: list[Any]) -> StreamrlError:
+    """Why a script of the learner with this fence did not do `what`."""
     status, *rest = reply
     name = keys.name
     match status:
         case b"FENCED":
-            return Fenced(f"run {name!r} has another learner than this one of term {term}: it may not {what}")
+            other = rest[0].decode(errors="replace") if rest else ""
+            told = f"run {name!r} has another learner than this one of term {fence.term}: it may not {what}"
+            return Fenced(told) if other in ("", fence.holder) else Replaced(f"{told}, since {other} has taken over")
         case b"GONE":
             return RunGone(f"run {name!r} was removed from Redis, or another took its name: could not {what}")
         case b"TAKEN":

@@ -1,8 +1,9 @@
 """What an operator may do to a run from outside: say how it shall go on and hear who follows, or remove it.
 
 The word lies in Redis and stays until another is said or the learner that obeyed it ends the run, so parts that join
-later, or come back, follow it too; but a learner that is started anew forgets a drain or a stop, which were said to the
-one before it. Each part shows in its reports which word it follows; that is the acknowledgement.
+later, or come back, follow it too. A drain or a stop is for every learner that had begun by then: those that wait for
+the run end by themselves, and one that is started anew forgets it. Each part shows in its reports which word it
+follows; that is the acknowledgement.
 
 The dead letters, as an operator has them: tickets that failed too often, with the error of the last attempt.
 
@@ -112,6 +113,7 @@ def _sweep(client: redis.Redis, keys: Keys) -> None:
 class DeadLetter:
     entry_id: str
     number: int  # of the ticket; -1 where the entry has none
+    run_uid: str  # by the entry
     purpose: str
     ticket: Ticket | None  # None: it cannot be read
     error: str
@@ -184,6 +186,7 @@ def _to_letter(entry_id: bytes, fields: Mapping[bytes, bytes], requested: Mappin
     return DeadLetter(
         entry_id=entry_id.decode(),
         number=to_number(number),
+        run_uid=fields.get(b"u", b"").decode(errors="replace"),
         purpose=fields.get(b"p", b"").decode(errors="replace"),
         ticket=ticket,
         error=fields.get(b"error", b"").decode(errors="replace"),

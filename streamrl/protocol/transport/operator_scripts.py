@@ -31,13 +31,24 @@ local function note(kind, detail)
 end
 """
 
-# 1: the word has changed.
+# 1: the word has changed. What ends a run carries when it was last said, for learners that had begun by then; to a run
+# that has ended nothing but that time is told, or the learner that takes it up would end at once.
 SET_CONTROL = Script(
     _NOTE
     + """
-if (redis.call('HGET', KEYS[1], 'mode') or 'run') == ARGV[1] then return 0 end
-redis.call('HSET', KEYS[1], 'mode', ARGV[1])
-note('control', {mode = ARGV[1]})
+local control, mode = KEYS[1], ARGV[1]
+local function is_end(word) return word == 'drain' or word == 'stop' end
+local word, state = redis.call('HGET', control, 'mode') or 'run', redis.call('HGET', meta, 'state')
+if is_end(mode) then
+  local time = redis.call('TIME')
+  redis.call('HSET', control, 'end_at', time[1] * 1000 + math.floor(time[2] / 1000))
+  if state and state ~= 'running' then return 0 end
+elseif is_end(word) then
+  redis.call('HSET', control, 'end_at', 0)  -- taken back
+end
+if word == mode then return 0 end
+redis.call('HSET', control, 'mode', mode)
+note('control', {mode = mode})
 return 1
 """
 )

@@ -1,0 +1,84 @@
+"""What an agent runs when its ends are tested: a rank that learns nothing, at once, and a torchrun that runs only it.
+
+Both hold at the moment that the environment names, until they are told to end, and say in a file where they are. A rank
+that is told finishes its step, as a real one does.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+from streamrl.learner.process.job import EXIT_TOLD
+
+FOLDER, HOLD_AT = "STAND_IN_FOLDER", "STAND_IN_HOLD_AT"
+OF_A_RANK = ("joining", "step", "save", "publish", "drain")  # in this order
+OF_TORCHRUN = ("rendezvous", "first failure", "restart", "end")
+_HOLD_S = 60.0
+_STEP_S = 0.1
+
+
+def note(moment: str) -> None:
+    with (Path(os.environ[FOLDER]) / "reached").open("a") as file:
+        file.write(f"{moment}\n")
+
+
+def pass_by(moment: str, *, told: threading.Event | None = None) -> None:
+    note(moment)
+    if os.environ[HOLD_AT] == moment:
+        (told or threading.Event()).wait(_HOLD_S)
+
+
+def rank(*, restarts: int) -> int:
+    """Its exit code."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if restarts:
+        pass_by("restart")
+    elif os.environ[HOLD_AT] in ("first failure", "restart"):
+        note(f"failed {os.getpid()}")
+        return 1
+    pass_by("joining")
+    told = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: told.set())
+    for moment in OF_A_RANK[1:]:
+        if not told.is_set():
+            pass_by(moment, told=told)
+    time.sleep(_STEP_S)  # the step that is under way
+    note("finished")
+    return EXIT_TOLD if told.is_set() else 0
+
+
+def torchrun(_words: Sequence[str]) -> None:
+    """It starts its rank again when it fails, and swallows whatever is raised while it logs that."""
+    pass_by("rendezvous")
+    for restarts in range(2):
+        context = multiprocessing.get_context("forkserver")
+        is_known = context.Event()
+        process = context.Process(target=_live, args=(restarts, is_known))
+        process.start()
+        is_known.set()
+        process.join()
+        if process.exitcode == 0:
+            return pass_by("end")
+        try:
+            pass_by("first failure")
+        except Exception as error:  # noqa: BLE001 - as `logging` does
+            print("--- Logging error ---", error, file=sys.stderr)
+    raise SystemExit(1)
+
+
+def _live(restarts: int, is_known: Event) -> None:
+    """Faster than any real rank, it could have begun a step before its agent knows of it."""
+    is_known.wait(_HOLD_S)
+    sys.exit(rank(restarts=restarts))
+
+
+if __name__ == "__main__":  # under torch's own torchrun
+    sys.exit(rank(restarts=int(os.environ["TORCHELASTIC_RESTART_COUNT"])))
