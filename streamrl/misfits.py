@@ -1,6 +1,6 @@
 """Packages that were built for another torch than the one beside them; to streamrl they are as if not installed.
 
-vLLM's build for CPUs asks for torchvision and torchaudio, for inputs that are not text. Where an index has only their
+vLLM's build for CPUs asks for torchvision and two more, for inputs that are not text. Where an index has only their
 builds for CUDA, pip takes those beside a torch for CPUs. Then transformers, which imports what it finds of them, dies:
 "operator torchvision::nms does not exist". Nothing here uses them. They are told by their files; nothing is imported.
 """
@@ -15,7 +15,7 @@ from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
-_NAMES = ("torchvision", "torchaudio")
+_NAMES = ("torchvision", "torchaudio", "torchcodec")
 _BUILD = re.compile(r"\+(cpu|rocm|xpu|cu\d\d)")  # of CUDA the major version: the minor ones fit each other
 _PIN = re.compile(r"torch\s*\(?==\s*([\d.]+)")
 
