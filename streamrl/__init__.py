@@ -5,3 +5,7 @@ line. It imports neither torch nor vLLM nor transformers; `workers` and `learner
 """
 
 __version__ = "0.1.0"
+
+from streamrl.misfits import do_without
+
+do_without()  # here, for every program of ours begins with this package, those that others fork or spawn too

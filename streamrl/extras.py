@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from streamrl.errors import ResourceError
 
@@ -11,9 +16,32 @@ def need(what: str, *packages: str, extra: str, or_extra: str | None = None) -> 
     """ResourceError when one of the packages is not installed; nothing is imported."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
-        remedy = " or ".join(f"`pip install 'streamrl[{one}]'`" for one in (extra, or_extra) if one)
+        remedy = " or ".join(f"`{install(one)}`" for one in (extra, or_extra) if one)
         raise ResourceError(f"{what} needs {' and '.join(missing)}, not installed here: {remedy}")
 
 
 def check_learner() -> None:
     need("the learner", "torch", "transformers", extra="learner")
+
+
+def install(extra: str) -> str:
+    """The command that adds an extra to this installation: no registry has streamrl, so from where it came."""
+    return installs(_origin(), extra)
+
+
+def installs(origin: str | None, extra: str) -> str:
+    """By what the installer noted of the origin (`direct_url.json`, PEP 610); None: it was taken from an index."""
+    if origin is None:
+        return f"pip install 'streamrl[{extra}]'"
+    noted = json.loads(origin)
+    if noted.get("dir_info", {}).get("editable"):
+        return f"pip install -e '{url2pathname(urlsplit(noted['url']).path)}[{extra}]'"
+    system = f"{noted['vcs_info']['vcs']}+" if "vcs_info" in noted else ""
+    return f"pip install 'streamrl[{extra}] @ {system}{noted['url']}'"
+
+
+def _origin() -> str | None:
+    try:
+        return distribution("streamrl").read_text("direct_url.json")
+    except PackageNotFoundError:  # a checkout on the path, which nobody has installed
+        return json.dumps({"url": Path(__file__).parents[1].as_uri(), "dir_info": {"editable": True}})

@@ -20,6 +20,7 @@ import structlog
 from streamrl.config import schema
 from streamrl.config.load import dump_config
 from streamrl.errors import ConfigError
+from streamrl.extras import install
 
 _MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}  # by key within `metrics`
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 300.0, 3600.0
@@ -115,7 +116,7 @@ def check_exporters(settings: schema.Config, *, load: Importer = import_module) 
         except ImportError as error:
             raise ConfigError(
                 f"metrics.{key}: not installed here ({error}); "
-                f"pip install 'streamrl[trackers]', or take metrics.{key} out of the configuration"
+                f"`{install('trackers')}`, or take metrics.{key} out of the configuration"
             ) from error
 
 

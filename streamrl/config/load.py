@@ -6,7 +6,8 @@ JSON for the stream.
 Maps merge key by key; lists and scalars replace what they meet; `null` over a map takes it away, so that its default
 holds again. Nothing is coerced: a number in quotes is text. Relative paths *in* a configuration (data, models, run
 folder) are relative to the directory in which the command runs; `extends` to the file in which it stands; a recipe's
-own code is looked for in the one, then beside the other.
+own code is looked for in the one, then beside the other. A name at which no file lies may be that of a configuration
+that streamrl ships.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pydantic import ValidationError
 
 from streamrl.config.explain import explain, show
 from streamrl.config.schema import Config
+from streamrl.config.shipped import find_shipped, told_shipped
 from streamrl.config.source import Node, parse
 from streamrl.errors import ConfigError
 from streamrl.protocol.transport.address import masked
@@ -46,7 +48,8 @@ class Loaded:
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     """Read a file, what it extends and the overrides; ConfigError names every mistake with its place."""
-    tree = _read(Path(path), chain=())
+    path = Path(path)
+    tree = _read(path if path.exists() else find_shipped(path) or path, chain=())
     for text in overrides:
         tree = merge(tree, _override(text))
     return Loaded(config=_validate(tree), tree=tree)
@@ -85,8 +88,10 @@ def _read(path: Path, chain: tuple[Path, ...]) -> Node:
     seen = [*chain, path]
     if base.resolve() in [file.resolve() for file in seen]:
         raise ConfigError(f"{extends.origin}: extends in a circle: {' -> '.join(map(str, [*seen, base]))}")
+    if not base.is_file() and (shipped := find_shipped(extends.value)):
+        base = shipped
     if not base.is_file():
-        raise ConfigError(f"{extends.origin}: extends = {extends.value!r}: there is no file {base}")
+        raise ConfigError(f"{extends.origin}: extends = {extends.value!r}: there is no file {base}; {told_shipped()}")
     merged = merge(_read(base, chain=tuple(seen)), tree)
     return Node(value=merged.value, origin=str(path))
 
@@ -110,8 +115,8 @@ def _text(path: Path) -> str:
         folder = path.parent
         names = [file.name for file in folder.glob("*.yaml")] if folder.is_dir() else []
         near = get_close_matches(path.name, names, n=1)
-        hint = f"; did you mean {folder / near[0]}?" if near else ""
-        raise ConfigError(f"there is no configuration file {path}{hint}") from None
+        hint = f"did you mean {folder / near[0]}?" if near else told_shipped()
+        raise ConfigError(f"there is no configuration file {path}; {hint}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from error
     except OSError as error:

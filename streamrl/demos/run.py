@@ -26,13 +26,14 @@ from rich.console import Console
 
 from streamrl.config.check import check_config
 from streamrl.config.load import Loaded, load_config
+from streamrl.config.shipped import shipped_config
 from streamrl.demos.report import Showcase, make_report, report_lines
 from streamrl.errors import ConfigError, PartError
 from streamrl.extras import need
 from streamrl.files import LOCK, only_one
 from streamrl.ops.launch.display import Display, spinner
 from streamrl.ops.launch.processes import Command, Process, end_all
-from streamrl.ops.launch.up import shipped_config, up
+from streamrl.ops.launch.up import up
 from streamrl.ops.monitor.doctor.musts import check_packages
 
 

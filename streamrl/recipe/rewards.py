@@ -45,7 +45,7 @@ def math_equal(
     try:
         import math_verify  # it brings sympy, which takes a second to import
     except ImportError:
-        raise ValueError("math_equal needs math-verify: pip install 'streamrl[rewards]'") from None
+        raise ValueError("math_equal needs math-verify: `pip install math-verify`") from None
     right = str(_field(fields, field))
     # What stands bare is read as a formula too: answers often come without their dollar signs.
     gold = math_verify.parse(right) or math_verify.parse(f"${right}$")

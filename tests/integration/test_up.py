@@ -111,7 +111,7 @@ def worker_pid(folder: Path) -> int | None:
             words = path.read_bytes().split(b"\0")
         except OSError:  # it has just ended
             continue
-        if b"workers" in words and str(folder).encode() in b" ".join(words):
+        if b"worker" in words and str(folder).encode() in b" ".join(words):
             return int(path.parent.name)
     return None
 

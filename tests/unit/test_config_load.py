@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)  # so that errors show short paths
     (tmp_path / "base.yaml").write_text(BASE)
     return tmp_path
+
+
+SHIPPED = (
+    "streamrl ships demo.yaml, gpu_qwen_1.5b.yaml, gpu_qwen_7b_lora.yaml, pretrained.yaml, quickstart.yaml, "
+    "reinforce.yaml, rejection_sampling.yaml"
+)
 
 
 def error_of(path: str, *overrides: str) -> str:
@@ -85,7 +92,7 @@ def test_extending_in_a_circle_is_refused(folder: Path) -> None:
 def test_a_missing_base_is_named_with_the_line_that_asks_for_it(folder: Path) -> None:
     (folder / "a.yaml").write_text("name: a\nextends: nowhere.yaml\n")
 
-    assert error_of("a.yaml") == "a.yaml:2: extends = 'nowhere.yaml': there is no file nowhere.yaml"
+    assert error_of("a.yaml") == f"a.yaml:2: extends = 'nowhere.yaml': there is no file nowhere.yaml; {SHIPPED}"
 
 
 def test_extends_takes_one_name(folder: Path) -> None:
@@ -96,7 +103,40 @@ def test_extends_takes_one_name(folder: Path) -> None:
 
 def test_a_missing_file_is_named_with_the_nearest_one(folder: Path) -> None:
     assert error_of("bse.yaml") == "there is no configuration file bse.yaml; did you mean base.yaml?"
-    assert error_of("nowhere/else.yaml") == "there is no configuration file nowhere/else.yaml"
+    assert error_of("nowhere/else.yaml") == f"there is no configuration file nowhere/else.yaml; {SHIPPED}"
+
+
+@pytest.mark.parametrize("name", ["reinforce.yaml", "conf/reinforce.yaml"])
+def test_a_shipped_configuration_is_found_by_its_name_from_any_folder(folder: Path, name: str) -> None:
+    (folder / "mine").mkdir()
+    (folder / "mine" / "own.yaml").write_text(f"extends: {name}\nseed: 7\n")
+
+    config = load_config("mine/own.yaml").config
+
+    assert config.seed == 7
+    assert config == load_config(name, ["seed=7"]).config
+    assert load_config("gpu_qwen_7b_lora.yaml").config.model.lora is not None  # by way of two others
+
+
+def test_an_own_file_wins_over_a_shipped_one_of_its_name(folder: Path) -> None:
+    (folder / "reinforce.yaml").write_text(BASE)
+    (folder / "own.yaml").write_text("extends: reinforce.yaml\n")
+
+    assert load_config("reinforce.yaml").config.model.path == "base"
+    assert load_config("own.yaml").config.model.path == "base"
+    assert load_config("conf/reinforce.yaml").config.model.path != "base"
+
+
+def test_a_shipped_setting_says_the_file_where_it_was_written(folder: Path) -> None:
+    (folder / "own.yaml").write_text("extends: reinforce.yaml\nseed: 7\n")
+    loaded = load_config("own.yaml")
+
+    assert loaded.origin("seed") == "own.yaml:2"
+    assert re.fullmatch(r"/.*/conf/reinforce\.yaml:\d+", loaded.origin("model.path") or "")
+
+
+def test_a_name_in_another_folder_is_not_a_shipped_one(folder: Path) -> None:
+    assert error_of("other/reinforce.yaml").startswith("there is no configuration file other/reinforce.yaml; ")
 
 
 def test_a_folder_an_empty_file_and_a_list_are_no_configuration(folder: Path) -> None:

@@ -17,13 +17,13 @@ import transformers
 
 from streamrl.config.load import load_config
 from streamrl.config.schema import FunctionReward
+from streamrl.config.shipped import shipped_config
 from streamrl.demos import sums
 from streamrl.demos.pretrained import NAME, check_gguf, make_model, write_data
 from streamrl.demos.sums import right
 from streamrl.errors import PartError, ResourceError
 from streamrl.learner.model import from_gguf
 from streamrl.ops.cli.main import main
-from streamrl.ops.launch.up import shipped_config
 from streamrl.recipe.rewards import REWARDS
 
 # As the real one, of which only this module may be imported.

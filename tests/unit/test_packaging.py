@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.wheels import built
+
 ROOT = Path(__file__).parents[2]
 PARTS = ("streamrl", "learner", "workers", "conf", "k8s", "README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml")
 
@@ -26,15 +28,6 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         else:
             shutil.copy(ROOT / name, folder / name)
     return folder
-
-
-def built(source: Path, into: Path, what: str) -> Path:
-    """hatchling builds what is in the working directory, and another process has one of its own."""
-    program = f"from hatchling import build; print(build.build_{what}({str(into)!r}))"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=source, capture_output=True, text=True, timeout=120, check=True
-    )
-    return into / done.stdout.split()[-1]
 
 
 def modules(wheel: Path) -> set[str]:
@@ -54,7 +47,7 @@ def test_a_wheel_has_all_sources_in_one_package(checkout: Path, tmp_path: Path) 
 
     assert {name.partition("/")[0] for name in names} == {"streamrl"}
     assert {name for name in names if name.endswith(".py")} == set(expected())
-    assert "streamrl/conf/quickstart.yaml" in names
+    assert {"streamrl/conf/quickstart.yaml", "streamrl/ops/monitor/prometheus-rules.yaml"} <= names
 
 
 def test_the_wheel_of_a_source_distribution_is_the_same(checkout: Path, tmp_path: Path) -> None:

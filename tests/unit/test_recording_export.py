@@ -12,6 +12,7 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
+from streamrl.extras import install
 from streamrl.ops.cli.main import main
 from streamrl.ops.record.recording import Origin
 from streamrl.ops.record.write import RecordingWriter
@@ -93,7 +94,7 @@ def test_parquet_without_its_package_says_what_to_install(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pyarrow" else find(name))
 
     assert main(["record", "export", str(folder), "--format", "parquet", "--output", str(tmp_path / "x")]) == 2
-    assert "pip install 'streamrl[parquet]'" in capsys.readouterr().err
+    assert f"`{install('parquet')}`" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
 
 

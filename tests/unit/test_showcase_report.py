@@ -8,9 +8,9 @@ from typing import Any
 
 from streamrl.config.load import load_config
 from streamrl.config.schema import Config
+from streamrl.config.shipped import shipped_config
 from streamrl.demos.quickstart import QUICKSTART
 from streamrl.demos.report import HELD_OUT_MARK, TRAIN_MARK, count_prompts, make_report, report_lines, terminal_plot
-from streamrl.ops.launch.up import shipped_config
 from streamrl.ops.monitor.charts import running_mean
 from tests.unit.test_summary import make_summary, step, validation, write
 

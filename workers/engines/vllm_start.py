@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
@@ -21,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError, EngineError, ResourceError
+from streamrl.extras import install
+from streamrl.misfits import misfits
 from streamrl.workers.engines.base import EngineSettings
 from streamrl.workers.engines.vllm_plugin import (
     OWNER_VARIABLE,
@@ -35,6 +38,10 @@ if TYPE_CHECKING:
 
 _CPU_KV_CACHE_BYTES = 1 << 30  # vLLM's own default on a CPU is nearly all memory
 _MAX_SEQUENCES = 1024
+_MODELS = "vllm.model_executor.models.registry"
+# vLLM looks at a model's class in a process of its own. It may be started by another command, and with this one it too
+# does without the packages that do not fit.
+_LOOK_AT_MODEL = [sys.executable, "-c", f"import runpy, streamrl; runpy.run_module('{_MODELS}', run_name='__main__')"]
 _PROOF_LENGTH = 65  # what proves a load (`workers.proofs.proving`), and the token that vLLM adds
 
 
@@ -44,7 +51,7 @@ def check_installed(
     """ResourceError without vLLM, or where vLLM would not find our part of it."""
     if find("vllm") is None:
         raise ResourceError(
-            "worker.engine=vllm but vLLM is not installed: pip install 'streamrl[worker-cpu]' (or worker-gpu), "
+            f"worker.engine=vllm but vLLM is not installed: `{install('worker-cpu')}` (or worker-gpu), "
             "or set worker.engine=transformers"
         )
     if plugins is None:
@@ -62,12 +69,15 @@ def build_llm(settings: EngineSettings, scratch: Path) -> tuple[AsyncLLM, StepWa
     os.environ.update(_environment(settings.config.worker, scratch))
     try:
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.model_executor.models import registry
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.executor.abstract import Executor
     except ImportError as error:
         raise ResourceError(f"worker.engine=vllm, but vLLM cannot be imported: {error}") from error
 
+    if misfits():
+        registry._SUBPROCESS_COMMAND = _LOOK_AT_MODEL
     arguments = engine_args(settings, on_cpu=current_platform.is_cpu())
     refuse_unknown(arguments, [field.name for field in dataclasses.fields(AsyncEngineArgs)])
     os.environ.update(_platform_environment(arguments, settings.config.worker, on_cpu=current_platform.is_cpu()))

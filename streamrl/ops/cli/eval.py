@@ -157,7 +157,7 @@ def _find(text: str, file: Path | None, overrides: Sequence[str]) -> _Subject:
         return _Subject(name=text, config=config, checkpoint=None)
     found = find_checkpoint(text)
     path = file or found.folder.parent.parent / "config.yaml"
-    if not path.is_file():
+    if file is None and not path.is_file():
         raise DataError(f"{path}: the run's configuration is not there; give one with --config FILE")
     config = load_config(path, overrides).config
     return _Subject(name=f"{text} (step {found.state.step})", config=config, checkpoint=found)

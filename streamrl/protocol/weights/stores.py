@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from streamrl.config.places import is_object_store
 from streamrl.crashpoints import crashpoint
 from streamrl.errors import ConfigError, ResourceError, TransportError, WeightsError
+from streamrl.extras import install
 from streamrl.files import fsync_folder
 from streamrl.protocol.weights.format import check_blob_name
 from streamrl.protocol.weights.redis_store import RedisStore
@@ -212,7 +213,7 @@ class ObjectStore:
         except ImportError as error:
             raise ResourceError(
                 f"weights.store = {url!r} needs a package that is not installed, on the learner's machines and on the "
-                f"workers': `pip install 'streamrl[{extra}]'` ({error})"
+                f"workers': `{install(extra)}` ({error})"
             ) from None
         except ValueError as error:
             raise ConfigError(f"weights.store = {url!r}: {error}") from None

@@ -25,6 +25,7 @@ def _sound(name: str, must: Callable[[Loaded], object]) -> Check:
 
 CHECKS: Mapping[str, Check] = {
     **{name: _sound(name, must) for name, must in MUSTS.items()},
+    "torch": machine.check_torch,
     "redis": services.check_redis,
     "model": machine.check_models,
     "rewards": services.check_rewards,

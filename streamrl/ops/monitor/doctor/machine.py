@@ -19,6 +19,7 @@ from typing import Any
 
 from streamrl.config.load import Loaded
 from streamrl.config.schema import Config
+from streamrl.misfits import misfits, version
 from streamrl.ops.monitor.doctor.finding import Finding, error, ok, warning
 from streamrl.terminal import plural, size
 
@@ -28,6 +29,14 @@ _MASTER_BYTES = 4 + 4 + 8  # fp32 weights, gradients, and AdamW's two moments
 _CHECKPOINT_BYTES = 4 + 8  # fp32 weights and the moments
 _FEWEST_FILES = 4096
 _TIMEOUT_S = 15.0
+
+
+def check_torch(loaded: Loaded) -> Iterator[Finding]:
+    """What was built for another torch; other programs that import transformers die of it."""
+    for name, told in misfits().items():
+        yield warning("torch", f"{told}: streamrl does without it", f"`pip uninstall {name}`, which nothing here uses")
+    if not misfits():
+        yield ok("torch", version("torch") or "not installed")
 
 
 def check_models(loaded: Loaded) -> Iterator[Finding]:

@@ -1,0 +1,31 @@
+"""The configurations that come with streamrl: inside the installed package, or beside it in a checkout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def shipped_config(name: str) -> Path:
+    return _folder() / name
+
+
+def find_shipped(path: str | Path) -> Path | None:
+    """What `quickstart.yaml` or `conf/quickstart.yaml` means where no such file lies; None when there is none."""
+    path = Path(path)
+    means_one = path.parent in (Path(), Path("conf")) and path.name in _names()
+    return shipped_config(path.name) if means_one else None
+
+
+def told_shipped() -> str:
+    """Which there are, for the error that names one that is not."""
+    return f"streamrl ships {', '.join(_names())}"
+
+
+def _names() -> list[str]:
+    return sorted(file.name for file in _folder().glob("*.yaml"))
+
+
+def _folder() -> Path:
+    package = Path(__file__).parents[1]
+    installed = package / "conf"
+    return installed if installed.is_dir() else package.parent / "conf"
