@@ -94,7 +94,7 @@ async def try_rewards(
                 raise RewardOutage(f"reward {names} has not answered a first request within {limit_s:g} s")
             show(f"waiting for a first score of {names}: {waited_s:.0f} s")
             if waited_s > _NOTICE_AFTER_S:
-                notice(f"waiting for a first score of {names}: it has {limit_s:g} s to answer")
+                notice(f"still waiting for a first score of {names}")
         scoring.result()
     except RewardOutage:
         raise
