@@ -45,6 +45,7 @@ def test_a_small_terminal_shows_the_lag_and_every_other_metric_of_ours() -> None
     text = "\n".join(lines)
     for told in ("reward 0.540", "of all groups 0.710", "lag 1.400", "max lag 3", "KL 0.012", "loss -0.046"):
         assert told in text, text
+    assert not any("\N{HORIZONTAL ELLIPSIS}" in line for line in lines if "loss" in line), "what has no room is out"
     assert sum(line.startswith(tuple("0123456789")) for line in lines) >= 4, "workers are on the screen, too"
 
 

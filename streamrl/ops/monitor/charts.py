@@ -171,8 +171,11 @@ def save_report(path: Path, history: History, *, title: str, charts: Sequence[Ch
     figure = Figure(figsize=(_WIDTH, height), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title)
-    for chart, axes in zip(charts, figure.subplots(num_rows, num_columns, squeeze=False).flat, strict=False):
+    places = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
+    for chart, axes in zip(charts, places, strict=False):
         _draw(chart, history, axes)
+    for unused in places[len(charts) :]:
+        unused.remove()
     figure.savefig(path)
 
 

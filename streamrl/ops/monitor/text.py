@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from textwrap import wrap
 
 from streamrl.ops.monitor.evidence import alive
@@ -128,12 +129,16 @@ def metrics_lines(view: View, *, width: int = WIDTH) -> list[str]:
     if not words:
         return ["no step has been made yet"]
     room = width - LABEL
-    num_first = 1
-    while num_first < len(words) and len("  ".join(words[: num_first + 1])) + 2 + _SHORTEST_CURVE <= room:
-        num_first += 1
-    curve = sparkline(view.learner.rewards, max(_SHORTEST_CURVE, room - 2 - len("  ".join(words[:num_first]))))
-    lines = ["  ".join([words[0], curve, *words[1:num_first]]), "  ".join(words[num_first:])]
-    return [line for line in lines if line]
+    first = _fitting(words, room - 2 - _SHORTEST_CURVE)
+    second = _fitting(words[len(first) :], room)
+    curve = sparkline(view.learner.rewards, max(_SHORTEST_CURVE, room - 2 - len("  ".join(first))))
+    return ["  ".join([first[0], curve, *first[1:]]), *(["  ".join(second)] if second else [])]
+
+
+def _fitting(words: Sequence[str], room: int) -> Sequence[str]:
+    """As many of the first as a line has room for, and one in any case."""
+    lengths = accumulate(len(word) + 2 for word in words)
+    return words[: max(1, sum(length - 2 <= room for length in lengths))]
 
 
 def held_out_line(view: View) -> str:
