@@ -187,6 +187,7 @@ def test_of_two_learners_too_many_one_ends_by_itself_and_a_stop_ends_the_standby
     assert [path.name for path in (config.folder / "terms").iterdir()] == ["000001"]
 
 
+@pytest.mark.long
 def test_a_learner_that_is_replaced_ends_by_itself_and_a_standby_waits_again(
     url: str, tmp_path: Path, client: redis.Redis
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import redis.asyncio
 from streamrl.config import schema
 from streamrl.learner.groups.plan import Kind
 from streamrl.ops.monitor.causes import TABLE
+from streamrl.ops.monitor.text import status_lines
 from streamrl.protocol.transport.connection import connect, connect_async
 from streamrl.protocol.transport.embedded import EmbeddedRedis
 from streamrl.protocol.transport.keys import Keys
@@ -148,6 +150,19 @@ def test_a_learner_whose_lease_has_run_out_is_gone(run: Watched) -> None:
     run.worker("tickets", state="waiting")
     run.world.client.delete(run.world.keys.lease)
     assert run.first() == ("learner_gone", "stalled")
+
+
+def test_a_standby_is_shown_beside_a_learner_at_work_and_told_of_when_that_one_has_died(run: Watched) -> None:
+    standby = partial(run.report, "standby/host-7", "lease", state="waiting", for_s=5, role="learner")
+    standby()
+    run.healthy()
+    assert (run.causes(), run.view().verdict, run.view().learner.ranks) == ([], "healthy", 1)
+    assert "others   standby/host-7 waits for lease" in "\n".join(status_lines(run.view()))
+    run.learner(ago_s=40)
+    run.worker("tickets", state="waiting")
+    standby()
+    [cause] = [cause for cause in run.view().causes if cause.name == "lease_held"]
+    assert "standby/host-7" in cause.evidence
 
 
 def test_a_learner_that_holds_its_lease_in_silence_is_restarting(run: Watched) -> None:

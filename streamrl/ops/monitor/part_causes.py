@@ -41,7 +41,8 @@ def learner_restarting(view: View) -> Iterator[Cause]:
 
 
 def lease_held(view: View) -> Iterator[Cause]:
-    if part := lead_waiting(view, Wait.LEASE):
+    waiting = (part for part in view.others if part.alive and part.doing == Wait.LEASE)
+    if part := lead_waiting(view, Wait.LEASE) or (None if lead(view) else next(waiting, None)):
         yield blocking(
             title="another learner holds the run",
             evidence=f"{part.name} on {part.host} has waited for {age(part.doing_s)}; "
