@@ -14,6 +14,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -35,7 +36,11 @@ def load_function(target: str, known: Mapping[str, Callable[..., Any]]) -> Calla
     place, _, name = target.rpartition(":")
     if not place:
         return known[name]
-    function = getattr(_load_file(Path(place)) if place.endswith(".py") else _load_module(place), name)
+    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    function = getattr(module, name, None)
+    if function is None:
+        nearest = get_close_matches(name, vars(module), n=1, cutoff=0.75)
+        raise AttributeError(f"{place} has no {name!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else ""))
     if not callable(function):
         raise TypeError(f"{target} is a {type(function).__name__}, not a function")
     return function  # type: ignore[no-any-return]
@@ -52,9 +57,9 @@ def bind(function: Callable[..., Any], arguments: Mapping[str, Any], *given: str
 
 
 def describe(error: BaseException) -> str:
-    """What user code raised, and where."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    """What user code raised, and where; what is raised here says itself what is wrong with the code."""
+    *_, last = [None, *traceback.extract_tb(error.__traceback__)]
+    place = "" if last is None or last.filename == __file__ else f" ({Path(last.filename).name}:{last.lineno})"
     return f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS] + place
 
 
