@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -12,12 +13,21 @@ from urllib.request import url2pathname
 from streamrl.errors import ResourceError
 
 
+def is_installed(*packages: str) -> bool:
+    """All of them; nothing is imported."""
+    return not _missing(packages)
+
+
 def need(what: str, *packages: str, extra: str, or_extra: str | None = None) -> None:
     """ResourceError when one of the packages is not installed; nothing is imported."""
-    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    missing = _missing(packages)
     if missing:
         remedy = " or ".join(f"`{install(one)}`" for one in (extra, or_extra) if one)
         raise ResourceError(f"{what} needs {' and '.join(missing)}, not installed here: {remedy}")
+
+
+def _missing(packages: Sequence[str]) -> list[str]:
+    return [package for package in packages if importlib.util.find_spec(package) is None]
 
 
 def check_learner() -> None:

@@ -41,6 +41,19 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # what NFS and old kernels answer
 
 
+def first_there(path: Path) -> Path:
+    """It, or the nearest folder above it that is there."""
+    return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+
+
+def check_writable(folder: Path, *, what: str) -> None:
+    """ResourceError where it is neither a folder that can be written to nor can be made one; nothing is made."""
+    there = first_there(folder)
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        reason = "cannot be written to" if there.is_dir() else "is no folder"
+        raise ResourceError(f"{what}: {there} {reason}; choose another place, or mend its permissions")
+
+
 def fsync_file(path: Path) -> None:
     """Wait until the file's contents are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)

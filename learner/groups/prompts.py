@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import gc
 import json
+import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -85,10 +87,12 @@ class PromptSet:
         self._mixture = Mixture(parts or [MixedDataset(num_rows=len(rows))], seed=seed, shuffle=shuffle)
 
     @classmethod
-    def load(cls, *, tokenizer: Tokenizer, data: schema.Data, seed: int) -> PromptSet:
-        """What `data.train` names: a file, or several."""
+    def load(cls, *, tokenizer: Tokenizer, data: schema.Data, seed: int, at_most_s: float | None = None) -> PromptSet:
+        """What `data.train` names: a file, or several. `at_most_s` as in `tokenise`."""
         sets = data.train_sets()
-        found = [tokenise(one.path, tokenizer, data, key=one.key, dataset=one.name) for one in sets]
+        found = [
+            tokenise(one.path, tokenizer, data, key=one.key, dataset=one.name, at_most_s=at_most_s) for one in sets
+        ]
         parts = [MixedDataset(num_rows=len(rows), weight=one.weight) for one, rows in zip(sets, found, strict=True)]
         for one, part in zip(sets, parts, strict=True):
             log.info("dataset", name=one.name, rows=part.num_rows, weight=one.weight, in_each_pass=part.num_places)
@@ -115,13 +119,20 @@ class PromptSet:
 
 
 def tokenise(
-    path: str | Path, tokenizer: Tokenizer, data: schema.Data, *, key: str, dataset: str = ""
+    path: str | Path,
+    tokenizer: Tokenizer,
+    data: schema.Data,
+    *,
+    key: str,
+    dataset: str = "",
+    at_most_s: float | None = None,
 ) -> Sequence[Prompt]:
-    """Read one file; `key` is the setting that names it, for errors."""
+    """Read one file; `key` is the setting that names it, for errors. After `at_most_s` those read so far are enough."""
     with _uncollected():
         file = read_prompts(path, malformed=data.malformed, key=key)
         reader = _Reader(file.path, tokenizer, data, dataset)
-        rows = list(reader.read(file.rows))
+        enough_at = math.inf if at_most_s is None else time.monotonic() + at_most_s
+        rows = list(reader.read(file.rows, enough_at=enough_at))
     num_malformed = file.num_skipped + reader.num_malformed
     if not rows:
         raise DataError(
@@ -162,8 +173,11 @@ class _Reader:
         self.num_overlong = 0
         self.num_truncated = 0
 
-    def read(self, rows: Sequence[PromptRow]) -> Iterator[Prompt]:
+    def read(self, rows: Sequence[PromptRow], *, enough_at: float) -> Iterator[Prompt]:
+        """To the end, or until this time by `time.monotonic`; a first batch at least."""
         for start in range(0, len(rows), _BATCH):
+            if start and time.monotonic() > enough_at:
+                return
             batch = [(row, text) for row in rows[start : start + _BATCH] if (text := self._text(row)) is not None]
             # A chat template has written the special tokens already.
             plain = self._encode([text for row, text in batch if row.messages is None], add_special_tokens=True)

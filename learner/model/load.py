@@ -37,7 +37,7 @@ from transformers.utils.hub import cached_file
 from streamrl.config import schema
 from streamrl.errors import ConfigError, DataError
 from streamrl.learner.model.logprobs import Head
-from streamrl.learner.model.lora import base_name, inject_adapters
+from streamrl.learner.model.lora import base_name, inject_adapters, place_adapters
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.model.settle import settle
 from streamrl.learner.model.tensors import held_rows
@@ -78,6 +78,17 @@ def load_policy(config: schema.Config, world: World, end_ids: tuple[int, ...]) -
     policy = fill(shard(make_policy(model, config, end_ids).train(), world), sources, world.device)
     settle(policy, world, wished=attention)
     return policy
+
+
+def outline(config: schema.Config) -> None:
+    """Refuse what can be known to be wrong without weights or memory for them, as `load_policy` would."""
+    device = torch.device("cpu")
+    model = _build(config.model.path, choose(config.model, device))
+    refuse_long(model, config.data.max_prompt_tokens + config.sampling.max_tokens)
+    if config.model.gradient_checkpointing:
+        _checkpoint(model)
+    if config.model.lora is not None:
+        place_adapters(model, config.model.lora)
 
 
 def _checkpoint(model: transformers.PreTrainedModel) -> None:

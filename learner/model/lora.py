@@ -30,6 +30,17 @@ _BASE = "base_layer."  # of a parameter's name, where its layer has an adapter
 
 def inject_adapters(model: transformers.PreTrainedModel, settings: schema.Lora, device: torch.device) -> None:
     """The base may still be on `meta`. Adapters begin on the device, with values drawn on the host: all ranks alike."""
+    for layer in place_adapters(model, settings).values():
+        own = [parameter for name, parameter in layer.named_parameters() if not name.startswith(_BASE)]
+        for parameter in own:
+            swap_tensors(parameter, nn.Parameter(torch.empty_like(parameter, device="cpu")))
+        layer.reset_lora_parameters(_ADAPTER, init_lora_weights=True)
+        for parameter in own:
+            swap_tensors(parameter, nn.Parameter(parameter.detach().to(device)))
+
+
+def place_adapters(model: transformers.PreTrainedModel, settings: schema.Lora) -> dict[str, Any]:
+    """The layers that have one now, without values in it; ConfigError for targets that can have none."""
     import peft  # as the module says
 
     head = getattr(model.get_output_embeddings(), "weight", None)
@@ -44,18 +55,16 @@ def inject_adapters(model: transformers.PreTrainedModel, settings: schema.Lora, 
         targets = ", ".join(settings.targets)
         if any(name.endswith(settings.targets) for name, _ in model.named_modules()):
             raise ConfigError(f"model.lora.targets: {targets}: {str(error).splitlines()[0]}") from error
-        raise ConfigError(f"model.lora.targets: no layer of the model is called any of {targets}") from error
-    for name, layer in _adapted(model).items():
+        linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        remedy = f"; it has {', '.join(sorted(linear))}" if linear else ""
+        raise ConfigError(f"model.lora.targets: no layer of the model is called any of {targets}{remedy}") from error
+    adapted = _adapted(model)
+    for name, layer in adapted.items():
         if isinstance(layer, peft.tuners.lora.ParamWrapper):
             raise ConfigError(
                 f"model.lora.targets: {name} is experts in one parameter, which have no adapters; name others"
             )
-        own = [parameter for name, parameter in layer.named_parameters() if not name.startswith(_BASE)]
-        for parameter in own:
-            swap_tensors(parameter, nn.Parameter(torch.empty_like(parameter, device="cpu")))
-        layer.reset_lora_parameters(_ADAPTER, init_lora_weights=True)
-        for parameter in own:
-            swap_tensors(parameter, nn.Parameter(parameter.detach().to(device)))
+    return adapted
 
 
 def _as_peft_says(settings: schema.Lora, *, base: str | None = None) -> peft.LoraConfig:

@@ -132,11 +132,14 @@ def _locate(loc: Sequence[int | str], tree: Node, *, missing: bool) -> tuple[lis
     return ([*path, str(loc[-1])] if missing else path), node
 
 
+_ALL_KEYS = "; `streamrl config show` prints all that there are"
+
+
 def _describe(finding: Any, path: list[str], node: Node) -> tuple[str, str]:
     key, kind, message = ".".join(path), finding["type"], finding["msg"]
     if kind == "extra_forbidden":
         nearest = nearest_key(path)
-        return f"unknown key {key!r}", f"; did you mean {nearest!r}?" if nearest else ""
+        return f"unknown key {key!r}", f"; did you mean {nearest!r}?" if nearest else _ALL_KEYS
     if kind == "missing":
         keys = required_keys(path)
         return f"{' and '.join(keys)} is not set", f"; set it in the file, or with the override {keys[0]}=VALUE"

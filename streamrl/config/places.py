@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
@@ -19,11 +20,15 @@ from streamrl.config.schema import Config, FunctionReward, HttpReward
 from streamrl.data.prompts import read_prompts
 from streamrl.errors import DataError
 from streamrl.protocol.transport.address import FORMS, PASSWORD, SCHEMES, masked, split_password
+from streamrl.recipe.own import FORMS as CODE_FORMS
+from streamrl.recipe.own import is_own
+from streamrl.recipe.rewards import REWARDS
 
 LOCAL_REWARD_SERVER = "local"  # the url of an http source that means the run's own reward_server
 EMBEDDED_REDIS = "embedded"
 
 _SENTINELS = re.compile(r"(?P<scheme>[a-z]+\+sentinel)://[^/]+/+[^/]")  # several hosts, and a service
+_SOCKET = re.compile(r"unix://([^/@]+@)?/")
 _NO_PASSWORD = "a configuration is written to disk and into Redis, so it must not hold a password"
 _OBJECT_STORE = re.compile(r"(?P<scheme>[a-z][a-z0-9+-]*)://[^/\s]\S*\Z")
 
@@ -50,8 +55,10 @@ def check_rewards(config: Config) -> Iterator[Problem]:
     for name, source in config.rewards.items():
         if isinstance(source, HttpReward):
             yield from _check_service(config, name, source)
-        elif ":" not in source.target and not source.target.isidentifier():
-            remedy = "must be the name of a built-in, package.module:function or path/to/file.py:function"
+        elif source.target not in REWARDS and not is_own(source.target):
+            nearest = get_close_matches(source.target, REWARDS, n=1)
+            remedy = f"must be one of {', '.join(REWARDS)}, or code of yours as {CODE_FORMS}"
+            remedy += f"; did you mean {nearest[0]!r}?" if nearest else ""
             yield Problem(key=f"rewards.{name}.target", value=source.target, remedy=remedy)
     if config.reward_server is not None and not any(isinstance(r, HttpReward) for r in config.rewards.values()):
         remedy = f"no reward source asks this server; add one of type http with url: {LOCAL_REWARD_SERVER}"
@@ -99,7 +106,7 @@ def check_store(config: Config) -> Iterator[Problem]:
 
 
 def _is_server(url: str) -> bool:
-    if url.startswith("unix:///"):
+    if _SOCKET.match(url):
         return True
     if match := _SENTINELS.match(url):
         return match["scheme"] in SCHEMES
@@ -115,6 +122,7 @@ def _split(text: str, schemes: tuple[str, ...]) -> SplitResult | None:
         return None
 
 
+_LFS_POINTER = b"version https://git-lfs"
 # One of these makes a folder a tokenizer's.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
@@ -151,6 +159,21 @@ def _model(key: str, path: str) -> Iterator[str]:
         yield f"{key} = {path!r}: the folder holds no model (config.json)"
     elif not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         yield f"{key} = {path!r}: the folder holds no tokenizer ({', '.join(_TOKENIZER_FILES[:3])}, ...)"
+    else:
+        yield from _weights(key, folder)
+
+
+def _weights(key: str, folder: Path) -> Iterator[str]:
+    files = [file for kind in ("*.safetensors", "*.bin") for file in sorted(folder.glob(kind))]
+    if not files:
+        yield f"{key} = {str(folder)!r}: the folder holds no weights (model.safetensors, ...)"
+    elif pointers := [file.name for file in files if _is_pointer(file)]:
+        yield f"{key} = {str(folder)!r}: {pointers[0]} is git's pointer to a large file; `git lfs pull` brings it here"
+
+
+def _is_pointer(file: Path) -> bool:
+    with file.open("rb") as stream:
+        return stream.read(len(_LFS_POINTER)) == _LFS_POINTER
 
 
 def _may_be_hub_name(path: str) -> bool:

@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -39,9 +40,10 @@ def load_function(target: str, known: Mapping[str, Callable[..., Any]]) -> Calla
     if not place:
         return known[name]
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
-    if not hasattr(module, name):  # whose own words would name it as we do
-        raise AttributeError(f"{place} has no attribute {name!r}")
-    function = getattr(module, name)
+    function = getattr(module, name, None)
+    if function is None:  # whose own words would name it as we do
+        nearest = get_close_matches(name, vars(module), n=1, cutoff=0.75)
+        raise AttributeError(f"{place} has no {name!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else ""))
     if not callable(function):
         raise TypeError(f"{target} is a {type(function).__name__}, not a function")
     return function  # type: ignore[no-any-return]

@@ -14,9 +14,9 @@ import pytest
 import redis
 
 from streamrl.config.load import Loaded, load_config
+from streamrl.finding import Finding
 from streamrl.ops.cli.main import main
-from streamrl.ops.monitor.doctor import examine, machine
-from streamrl.ops.monitor.doctor.finding import Finding
+from streamrl.ops.monitor.doctor import look, machine
 from streamrl.ops.monitor.doctor.machine import count_parameters, worker_bytes
 from streamrl.terminal import size
 
@@ -63,7 +63,7 @@ def load(model: Path, url: str, *overrides: str) -> Loaded:
 
 
 def found(model: Path, url: str, *overrides: str) -> dict[str, Finding]:
-    return {finding.name: finding for finding in examine(load(model, url, *overrides))}
+    return {finding.name: finding for _, finding in look(load(model, url, *overrides))}
 
 
 def test_a_sound_configuration_has_no_error(model: Path, redis_url: str) -> None:
@@ -149,8 +149,6 @@ def test_reward_sources_are_asked_whether_they_are_there(model: Path, redis_url:
     assert found(model, redis_url, *reward(reward_server))["reward judge"].level == "ok"
     assert found(model, redis_url, *reward(f"{reward_server}/deeper"))["reward judge"].level == "warning"
     assert found(model, redis_url, *reward("http://127.0.0.1:9"))["reward judge"].level == "error"
-    function = ("rewards.mine.type=function", "rewards.mine.target=no_such_package.rewards:score")
-    assert found(model, redis_url, *function)["reward mine"].level == "error"
 
 
 def test_gpus_are_listed_and_counted(
@@ -177,12 +175,12 @@ def test_the_estimate_grows_with_the_reference_and_shrinks_with_ranks(model: Pat
     assert machine.learner_bytes(load(model, redis_url, "learner.processes=4").config, 1000) == 5_000
 
 
-def test_the_exit_code_says_how_bad_it_is(model: Path, redis_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_files_are_wrong_nothing_is_tried_with_them(
+    model: Path, redis_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write_config(model, redis_url)
-    code = main(["doctor", path, "--json"])
-    told: Any = json.loads(capsys.readouterr().out)
-    assert code == {"ok": 0, "warning": 3}[told["worst"]]
-    assert set(told["findings"][0]) == {"name", "level", "evidence", "remedy"}
     (model / "config.json").unlink()
     assert main(["doctor", path]) == 2
-    assert "ERROR    files" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "ERROR    files" in told
+    assert "rewards, prompts and model were not tried" in told

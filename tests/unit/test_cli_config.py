@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,14 +24,10 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     Path("model").mkdir()
     Path("model/config.json").write_text("{}")
     Path("model/tokenizer.json").write_text("{}")
+    Path("model/model.safetensors").touch()
     Path("train.jsonl").write_text('{"text": "2+3="}\n')
     Path("x.yaml").write_text(CONFIG)
     return "x.yaml"
-
-
-def test_a_good_configuration_is_called_so(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "check", config, "seed=3"]) == 0
-    assert capsys.readouterr().out == "x.yaml: good\n"
 
 
 @pytest.mark.parametrize(
@@ -80,14 +74,6 @@ def test_show_prints_json_for_programs(config: str, capsys: pytest.CaptureFixtur
     shown = json.loads(capsys.readouterr().out)
     assert shown["seed"] == 3
     assert shown["optimizer"]["lr"] == 9e-7
-
-
-def test_checking_a_configuration_imports_no_torch(config: str) -> None:
-    code = (
-        f"import sys; from streamrl.ops.cli.main import main; code = main(['config', 'check', {config!r}]); "
-        "sys.exit(code or any(name in sys.modules for name in ('torch', 'vllm', 'transformers')))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])

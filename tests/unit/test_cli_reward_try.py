@@ -122,7 +122,7 @@ def test_a_model_lends_its_template_and_its_tokens(capsys: pytest.CaptureFixture
         (["mine.py:near", "--completions", "mine.py"], "--completions: mine.py:1 must be a JSON text, or"),
         (["mine.py:near", "--completion", "", "--option", "scale"], "write NAME=VALUE, such as scale=5"),
         (["mine.py:near", "--completion", "", "--option", "speed=1"], "unexpected keyword argument 'speed'"),
-        (["mine.py:far", "--completion", ""], "cannot use it: AttributeError: mine.py has no attribute 'far'"),
+        (["mine.py:far", "--completion", ""], "cannot use it: AttributeError: mine.py has no 'far'"),
         (["no.py:far", "--completion", ""], "cannot use it: FileNotFoundError: no such file: no.py"),
         (["exact", "--completion", ""], "FILE:FUNCTION: 'exact' is neither built in (exact_match, "),
     ],

@@ -26,6 +26,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     model.mkdir()
     (model / "config.json").write_text("{}")
     (model / "tokenizer.json").write_text("{}")
+    (model / "model.safetensors").touch()
     (tmp_path / "train.jsonl").write_text('{"text": "2+3=", "answer": "5"}\n')
     path = tmp_path / "x.yaml"
     path.write_text(CONFIG)
@@ -99,6 +100,15 @@ def test_a_folder_without_a_model_is_refused(config: Path) -> None:
     Path("model/config.json").unlink()
 
     assert problems(config) == ["model.path = 'model': the folder holds no model (config.json)"]
+
+
+def test_a_folder_without_weights_is_refused(config: Path) -> None:
+    Path("model/model.safetensors").unlink()
+    assert problems(config) == ["model.path = 'model': the folder holds no weights (model.safetensors, ...)"]
+
+    Path("model/pytorch_model.bin").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    [problem] = problems(config)
+    assert problem.endswith("pytorch_model.bin is git's pointer to a large file; `git lfs pull` brings it here")
 
 
 @pytest.mark.parametrize("path", ["nowhere", "./nowhere", "a/b/c", "/a/b", "../b", "~/b", "model/other"])

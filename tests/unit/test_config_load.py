@@ -161,8 +161,8 @@ def test_a_folder_an_empty_file_and_a_list_are_no_configuration(folder: Path) ->
             "validation.sampling.topp=1",
             "unknown key 'validation.sampling.topp'; did you mean 'validation.sampling.top_p'?",
         ),
-        ("qqqq=1", "unknown key 'qqqq'"),
-        ("extends=base.yaml", "unknown key 'extends'"),
+        ("qqqq=1", "unknown key 'qqqq'; `streamrl config show` prints all that there are"),
+        ("extends=base.yaml", "unknown key 'extends'; `streamrl config show` prints all that there are"),
         ("optimizer.lr=fast", "optimizer.lr = 'fast': must be a valid number"),
         ("optimizer.lr='1e-6'", "optimizer.lr = '1e-6': must be a valid number"),
         ("optimizer.lr=.nan", "optimizer.lr = nan: must be a finite number"),
@@ -208,7 +208,8 @@ def test_a_key_named_like_the_type_of_its_source_confuses_nobody(folder: Path) -
     assert error_of("base.yaml", override).splitlines() == [
         f"override '{override}': rewards.other.target is not set; "
         "set it in the file, or with the override rewards.other.target=VALUE",
-        f"override '{override}': unknown key 'rewards.other.function'",
+        f"override '{override}': unknown key 'rewards.other.function'"
+        "; `streamrl config show` prints all that there are",
     ]
 
 

@@ -59,9 +59,9 @@ def test_every_command_shows_its_help() -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "model").mkdir()
-    for name in ("config.json", "tokenizer.json"):
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
         (tmp_path / "model" / name).write_text("{}")
-    (tmp_path / "prompts.jsonl").write_text('{"text": "say a"}\n')
+    (tmp_path / "prompts.jsonl").write_text('{"text": "say a", "answer": "a"}\n')
     (tmp_path / "run.yaml").write_text(
         "model: {path: ./model}\ndata: {train: prompts.jsonl, validation: prompts.jsonl}\n"
         "rewards: {exact: {type: function, target: exact_match}}\n"

@@ -113,7 +113,7 @@ def refusal(**settings: Any) -> str:
             "cannot use it: TypeError: two(batch, **options) cannot be called: missing a required argument: 'other'",
         ),
         ("number", "cannot use it: TypeError: "),
-        ("absent", "has no attribute 'absent'"),
+        ("absent", "own.py has no 'absent'"),
     ],
 )
 def test_a_loss_that_cannot_be_used_is_one_line_that_names_the_setting(code: str, name: str, words: str) -> None:

@@ -192,7 +192,7 @@ async def test_closing_ends_the_child_processes(start: Start) -> None:
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        ("nothing", "has no attribute 'nothing'"),
+        ("nothing", "has no 'nothing'"),
         ("three", "cannot be called: too many positional arguments"),
         ("neighbour", "is a module, not a function"),
         ("no.such.module:f", "No module named 'no'"),

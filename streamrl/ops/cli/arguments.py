@@ -34,6 +34,7 @@ from streamrl.telemetry.progress import Report
 from streamrl.terminal import printable
 
 if TYPE_CHECKING:
+    from streamrl.config.load import Loaded
     from streamrl.config.schema import Config
 
 # The command is called with `overrides`, `as_json` and `timeout_s`.
@@ -71,6 +72,22 @@ class MovingLine:
         if self._is_shown:
             click.echo(err=True)
             self._is_shown = False
+
+
+def try_out(loaded: Loaded, *, workers_are_here: bool = True) -> None:
+    """UserError for what would not work in the run; what is only doubtful is a line on stderr."""
+    from streamrl.ops.monitor.doctor.trials import undergo
+
+    line = MovingLine()
+    try:
+        undergo(
+            loaded,
+            say=line.show,
+            warn=lambda text: click.echo(f"warning: {printable(text)}", err=True),
+            workers_are_here=workers_are_here,
+        )
+    finally:
+        line.end()
 
 
 class OutputFile(click.Path):

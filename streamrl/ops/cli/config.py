@@ -1,4 +1,4 @@
-"""`streamrl config show|check`: what a configuration amounts to, and whether it can run; without torch or Redis.
+"""`streamrl config show|check`: what a configuration amounts to, and whether it can run; without Redis.
 `streamrl doctor`: whether it can run here, and what would make it slow."""
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import click
 from streamrl.config.check import check_config
 from streamrl.config.load import dump_config, load_config
 from streamrl.config.places import check_files
-from streamrl.ops.cli.arguments import takes_config, takes_json
+from streamrl.extras import is_installed
+from streamrl.ops.cli.arguments import takes_config, takes_json, try_out
 from streamrl.protocol.transport.address import masked
 from streamrl.terminal import printable
 
@@ -36,11 +37,20 @@ def show(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
 @takes_config
 @click.option("--no-files", is_flag=True, help="Check settings only, not that data and models are there.")
 def check(file: str, overrides: tuple[str, ...], no_files: bool) -> None:
-    """Check settings against each other, read the prompts, look for the models: as `up` does before it starts."""
+    """Check settings against each other, then files, then whether rewards can score and the learner can read them.
+
+    As `up` does before it starts. What needs no model takes no second. Then each reward function scores a row of the
+    data, within the limits that workers give it, and prompts are read with the model's tokenizer: some seconds more.
+    """
     loaded = load_config(file, overrides)
     check_config(loaded.config, loaded.origin)
     if not no_files:
         check_files(loaded.config)
+        if is_installed("torch", "transformers"):  # else the learner is elsewhere, and what it needs too
+            from streamrl.ops.monitor.doctor.musts import check_learning
+
+            check_learning(loaded.config)
+        try_out(loaded)
     click.echo(f"{file}: good" + (" (files were not looked at)" if no_files else ""))
 
 
@@ -50,7 +60,8 @@ _LEVELS = {"ok": ("ok     ", 0), "warning": ("warning", 3), "error": ("ERROR  ",
 @click.command()
 @takes_config
 @takes_json
-def doctor(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
+@click.option("--ask-services", is_flag=True, help="Ask reward services for a score, too, which may cost money.")
+def doctor(file: str, overrides: tuple[str, ...], as_json: bool, ask_services: bool) -> int:
     """Look at everything that a run needs before it is started; change nothing.
 
     \b
@@ -59,7 +70,9 @@ def doctor(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
 
     \b
     Settings and files; Redis: version, policy, memory, durability, latency; model, tokenizer and vocabulary;
-    reward sources; packages, GPUs and drivers; memory of learner and worker (estimated), shared memory, disk, limits.
+    reward services; packages, GPUs and drivers; memory of learner and worker (estimated), shared memory, disk, limits.
+    Last, in some seconds: each reward function on a row of the data; losses of yours; all prompts with the model's own
+    tokenizer; the model without its weights, and its LoRA targets.
 
     \b
     Exits with 0 when nothing is wrong, 2 with an error, 3 with warnings only.
@@ -69,7 +82,7 @@ def doctor(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
 
     worst = "ok"
     told = []
-    for finding in examine(load_config(file, overrides)):
+    for finding in examine(load_config(file, overrides), ask_services=ask_services):
         told.append(asdict(finding))
         worst = max(worst, finding.level, key=list(_LEVELS).index)
         if not as_json:

@@ -23,11 +23,11 @@ from streamrl.config.load import Loaded, load_config
 from streamrl.config.places import EMBEDDED_REDIS, check_files
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError, ResourceError
-from streamrl.extras import check_learner
 from streamrl.learner.checkpoints import resume
-from streamrl.ops.cli.arguments import takes_config
+from streamrl.ops.cli.arguments import takes_config, try_out
 from streamrl.ops.launch.parts import Cluster, RunFolder, check_redis, holder_of_all, learner_command
 from streamrl.ops.launch.processes import Command
+from streamrl.ops.monitor.doctor.musts import check_learning
 from streamrl.protocol.transport.address import PASSWORD, split_password
 from streamrl.protocol.transport.connection import connect
 from streamrl.protocol.transport.embedded import serving
@@ -105,6 +105,7 @@ def learn(
         _check_resume(config, None if replay is not None else cluster, redis_url)
         _show_changes(config)
     if not dry_run:
+        try_out(loaded, workers_are_here=False)
         _prepare(config)
     click.echo(_shown(command))
     if not dry_run:
@@ -155,7 +156,7 @@ def _build(
         url = _url(config, redis_url)
         check_redis(url, config)
         address, password = split_password(url)
-    check_learner()
+    check_learning(config)
     check_files(config)
     command = learner_command(
         config,

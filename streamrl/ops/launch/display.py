@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self
@@ -62,6 +62,10 @@ class Display:
     def say(self, text: str) -> None:
         """A line that stays."""
         self._console.print(Text(printable(text)), soft_wrap=True)
+
+    def checking(self) -> AbstractContextManager[Callable[[str], None]]:
+        """Shows what is tried before the run, in place of what `show` will."""
+        return spinner(self._console)
 
     def __enter__(self) -> Self:
         if self._live is not None:

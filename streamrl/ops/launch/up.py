@@ -25,6 +25,7 @@ from streamrl.ops.launch.processes import Interrupts
 from streamrl.ops.launch.summary import Summary, summarise
 from streamrl.ops.launch.supervisor import Supervisor
 from streamrl.ops.monitor.doctor.musts import MUSTS
+from streamrl.ops.monitor.doctor.trials import undergo
 from streamrl.protocol.transport.connection import check_server, connect
 from streamrl.protocol.transport.embedded import find_server
 from streamrl.telemetry.logs import configure_logging
@@ -39,7 +40,7 @@ class Outcome:
 def up(loaded: Loaded, *, display: Display, takeover: bool = False) -> Outcome:
     """`takeover` replaces a learner elsewhere that holds the run. Raises UserError when something is not as it must be,
     PartError when a part of the run cannot go on, and KeyboardInterrupt when asked twice to end."""
-    _check(loaded)
+    _check(loaded, display)
     config, folder = loaded.config, RunFolder(loaded.config.folder)
     began = time.monotonic()
     with only_one(folder.path, config.name), Interrupts() as interrupts, display, ExitStack() as stack:
@@ -67,15 +68,17 @@ def up(loaded: Loaded, *, display: Display, takeover: bool = False) -> Outcome:
         return Outcome(summary=summary, exit_code=interrupts.exit_code)
 
 
-def _check(loaded: Loaded) -> None:
-    """One UserError for the first thing that is not as the run needs it, so that a mistake costs a second and leaves
-    nothing. Imports neither torch nor vLLM."""
+def _check(loaded: Loaded, display: Display) -> None:
+    """One UserError for the first thing that is not as the run needs it, so that a mistake costs seconds and leaves
+    nothing. Imports neither torch nor vLLM: what does is tried in processes of its own, last."""
     for check in MUSTS.values():
         check(loaded)
     if loaded.config.redis.url == EMBEDDED_REDIS:
         find_server()
     else:
         check_redis(loaded.config.redis.url, loaded.config)
+    with display.checking() as say:
+        undergo(loaded, say=say, warn=lambda text: display.say(f"warning: {text}"))
 
 
 def _summarise(

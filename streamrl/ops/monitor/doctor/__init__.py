@@ -1,18 +1,23 @@
 """`streamrl doctor`: what can be known to go wrong, or slowly, before a run: each line ok, warning or error, with the
-remedy. Nothing is started, nothing is written, no model is loaded; each check has a bound of some seconds.
+remedy. Nothing of the run is started, nothing is written, no weights are loaded; each check has a bound. What takes
+seconds comes last, and only where nothing that it needs is wrong.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 
 from streamrl.config.load import Loaded
 from streamrl.errors import UserError
+from streamrl.finding import Finding, error, ok, warning
 from streamrl.ops.monitor.doctor import machine, services
-from streamrl.ops.monitor.doctor.finding import Finding, error, ok
 from streamrl.ops.monitor.doctor.musts import MUSTS
+from streamrl.ops.monitor.doctor.trials import try_learner, try_rewards
 
 Check = Callable[[Loaded], Iterable[Finding]]
+_AS_IT_SAYS = "mend it as it says"
 
 
 def _sound(name: str, must: Callable[[Loaded], object]) -> Check:
@@ -28,21 +33,40 @@ CHECKS: Mapping[str, Check] = {
     "torch": machine.check_torch,
     "redis": services.check_redis,
     "model": machine.check_models,
-    "rewards": services.check_rewards,
+    "reward services": services.check_rewards,
     "gpu": machine.check_gpus,
     "memory": machine.check_memory,
     "shared memory": machine.check_shared_memory,
     "disk": machine.check_disk,
     "limits": machine.check_limits,
 }
+_NEEDED = {"settings", "packages", "files", "model"}  # by what is tried
 
 
-def examine(loaded: Loaded) -> Iterator[Finding]:
-    """One by one, as they are found."""
+def examine(loaded: Loaded, *, ask_services: bool = False) -> Iterator[Finding]:
+    """One by one, as they are found. `ask_services`: reward services for a score, too."""
+    wrong = set()
+    for name, finding in look(loaded):
+        wrong |= {name} if finding.level == "error" else set()
+        yield finding
+    if wrong & _NEEDED:
+        yield warning("trials", "rewards, prompts and model were not tried", "mend the errors first, and look again")
+        return
+    yield from _made("rewards", partial(try_rewards, ask_services=ask_services), loaded)
+    yield from _made("learner", try_learner, loaded)
+
+
+def look(loaded: Loaded) -> Iterator[tuple[str, Finding]]:
+    """What takes no seconds, each with the name of its check."""
     for name, check in CHECKS.items():
-        try:
-            yield from check(loaded)
-        except UserError as mistake:
-            yield from (error(name, line, "mend it as it says") for line in str(mistake).splitlines())
-        except OSError as refused:
-            yield error(name, str(refused), "see to what the machine refuses")
+        yield from ((name, finding) for finding in _made(name, check, loaded))
+
+
+def _made(name: str, check: Check, loaded: Loaded) -> Iterator[Finding]:
+    try:
+        for finding in check(loaded):
+            yield finding if finding.level == "ok" or finding.remedy else replace(finding, remedy=_AS_IT_SAYS)
+    except UserError as mistake:
+        yield from (error(name, line, _AS_IT_SAYS) for line in str(mistake).splitlines())
+    except OSError as refused:
+        yield error(name, str(refused), "see to what the machine refuses")

@@ -7,7 +7,6 @@ headers and JSON alone; no tensor is loaded, and no code of a model runs.
 from __future__ import annotations
 
 import json
-import os
 import resource
 import shutil
 import struct
@@ -19,8 +18,9 @@ from typing import Any
 
 from streamrl.config.load import Loaded
 from streamrl.config.schema import Config
+from streamrl.files import first_there
+from streamrl.finding import Finding, error, ok, warning
 from streamrl.misfits import misfits, version
-from streamrl.ops.monitor.doctor.finding import Finding, error, ok, warning
 from streamrl.terminal import plural, size
 
 _MAX_HEADER_BYTES = 100 << 20
@@ -41,12 +41,12 @@ def check_torch(loaded: Loaded) -> Iterator[Finding]:
 
 def check_models(loaded: Loaded) -> Iterator[Finding]:
     config = loaded.config
-    yield from _check_model("model", config.model.path, needs_end=True)
+    yield from _check_model("model", config.model.path, key="model.path")
     if config.reward_server is not None:
-        yield from _check_model("reward model", config.reward_server.model, needs_end=False)
+        yield from _check_model("reward model", config.reward_server.model, key="reward_server.model")
 
 
-def _check_model(name: str, path: str, *, needs_end: bool) -> Iterator[Finding]:
+def _check_model(name: str, path: str, *, key: str) -> Iterator[Finding]:
     folder = Path(path)
     if not folder.is_dir():
         yield warning(name, f"{path} is not a folder here: a hub's name is not looked at", "give a local folder")
@@ -56,10 +56,10 @@ def _check_model(name: str, path: str, *, needs_end: bool) -> Iterator[Finding]:
     count = count_parameters(folder)
     told = f"{count / 1e6:,.1f} million parameters" if count else "no safetensors to count parameters in"
     yield ok(name, f"{settings.get('model_type', 'unknown type')}, {told}")
-    yield from _check_vocabulary(name, folder, settings, needs_end=needs_end)
+    yield from _check_vocabulary(name, folder, settings, key=key)
 
 
-def _check_vocabulary(name: str, folder: Path, settings: dict[str, Any], *, needs_end: bool) -> Iterator[Finding]:
+def _check_vocabulary(name: str, folder: Path, settings: dict[str, Any], *, key: str) -> Iterator[Finding]:
     tokenizer, outputs = _read_json(folder / "tokenizer.json"), settings.get("vocab_size")
     vocabulary = tokenizer.get("model", {}).get("vocab", {})
     pieces = vocabulary if isinstance(vocabulary, dict) else {piece[0]: at for at, piece in enumerate(vocabulary)}
@@ -71,15 +71,16 @@ def _check_vocabulary(name: str, folder: Path, settings: dict[str, Any], *, need
     if highest >= outputs:
         yield error(
             f"{name} vocabulary",
-            f"the tokenizer has ids up to {highest}, the model only {outputs} outputs",
+            f"{key} = {str(folder)!r}: the tokenizer has ids up to {highest}, the model only {outputs} outputs",
             "model and tokenizer are of different models, or tokens were added without resizing the model",
         )
         return
     yield ok(f"{name} vocabulary", f"{len(ids)} tokens, {outputs} outputs")
     end = _read_json(folder / "tokenizer_config.json").get("eos_token")
     end = end.get("content") if isinstance(end, dict) else end
-    if needs_end and end is not None and end not in ids:
-        yield error(f"{name} end token", f"eos_token {end!r} is not in the vocabulary", "mend tokenizer_config.json")
+    if name == "model" and end is not None and end not in ids:
+        told = f"{key} = {str(folder)!r}: eos_token {end!r} is not in the vocabulary"
+        yield error(f"{name} end token", told, "mend tokenizer_config.json")
 
 
 def count_parameters(folder: Path) -> int:
@@ -185,10 +186,7 @@ def check_shared_memory(loaded: Loaded) -> Iterator[Finding]:
 
 def check_disk(loaded: Loaded) -> Iterator[Finding]:
     config = loaded.config
-    folder = next(one for one in (config.folder.absolute(), *config.folder.absolute().parents) if one.is_dir())
-    if not os.access(folder, os.W_OK):
-        yield error("disk", f"{folder} cannot be written", "choose another `dir`, or mend its permissions")
-        return
+    folder = first_there(config.folder)
     keep = config.checkpoint.keep_last + config.checkpoint.keep_best + 1  # the one that is being written
     needed = keep * count_parameters(Path(config.model.path)) * _CHECKPOINT_BYTES
     remedy = "make room, choose another `dir`, or lower checkpoint.keep_last and keep_best"

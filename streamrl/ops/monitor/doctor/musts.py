@@ -6,6 +6,7 @@ Each raises UserError with the remedy. What must hold of Redis is `transport.con
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from streamrl.config.check import check_config
 from streamrl.config.engines import ENGINES
@@ -13,13 +14,22 @@ from streamrl.config.load import Loaded
 from streamrl.config.places import check_files, is_object_store
 from streamrl.config.schema import Config
 from streamrl.extras import check_learner, need
+from streamrl.files import check_writable
 from streamrl.process import bind
 from streamrl.protocol.weights.stores import ObjectStore
 
 
+def check_learning(config: Config) -> None:
+    """That what the learner of this configuration needs is installed."""
+    check_learner()
+    for name, package in (("tensorboard", "tensorboard"), ("wandb", "wandb")):
+        if getattr(config.metrics, name):
+            need(f"metrics.{name} (or take it out)", package, extra="trackers")
+
+
 def check_packages(config: Config) -> None:
     """That what this configuration needs is installed."""
-    check_learner()
+    check_learning(config)
     engine = ENGINES[config.worker.engine]
     if config.worker.count and engine.package:
         need(f"worker.engine = {config.worker.engine!r}", engine.package, extra=engine.extra, or_extra=engine.or_extra)
@@ -31,6 +41,8 @@ def _store(loaded: Loaded) -> None:
     store = loaded.config.weights.store
     if is_object_store(store):
         ObjectStore.open(store)
+    elif store.startswith("file:"):
+        check_writable(Path(store.removeprefix("file:")), what=f"weights.store = {store!r}")
 
 
 def _port(loaded: Loaded) -> None:
@@ -43,6 +55,7 @@ MUSTS: Mapping[str, Callable[[Loaded], object]] = {
     "settings": lambda loaded: check_config(loaded.config, loaded.origin),
     "packages": lambda loaded: check_packages(loaded.config),
     "weights store": _store,
+    "run folder": lambda loaded: check_writable(loaded.config.folder, what=f"dir = {str(loaded.config.dir)!r}"),
     "files": lambda loaded: check_files(loaded.config),
     "reward port": _port,
 }

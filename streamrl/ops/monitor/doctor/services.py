@@ -1,12 +1,11 @@
 """What the run asks of others.
 
 Its Redis: there, new enough, keeping what it is given, quick.
-Its reward sources: servers answer, functions can be found.
+Its reward services answer.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import time
 import timeit
 import urllib.error
@@ -19,8 +18,8 @@ import redis
 
 from streamrl.config.load import Loaded
 from streamrl.config.places import EMBEDDED_REDIS, LOCAL_REWARD_SERVER
-from streamrl.config.schema import FunctionReward
-from streamrl.ops.monitor.doctor.finding import Finding, error, ok, warning
+from streamrl.config.schema import HttpReward
+from streamrl.finding import Finding, error, ok, warning
 from streamrl.protocol.transport.address import server_name
 from streamrl.protocol.transport.connection import connect, needed_memory, server_faults
 from streamrl.protocol.transport.embedded import find_server
@@ -93,28 +92,10 @@ def _latency(client: redis.Redis) -> Finding:
 
 
 def check_rewards(loaded: Loaded) -> Iterator[Finding]:
+    """Whether services are there; functions are tried."""
     for name, source in loaded.config.rewards.items():
-        label = f"reward {name}"
-        if isinstance(source, FunctionReward):
-            yield _reward_function(label, source)
-        else:
-            yield from (_reward_server(label, url) for url in source.urls)
-
-
-def _reward_function(label: str, source: FunctionReward) -> Finding:
-    """A module is looked for and not imported: whether its code may run is for the workers to say."""
-    module, colon, _ = source.target.rpartition(":")
-    if not colon:
-        return ok(label, f"built in: {source.target}")
-    if module.endswith(".py"):
-        return ok(label, f"function in {module}")  # `files` has seen to it
-    try:
-        there = importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        there = False
-    if not there:
-        return error(label, f"no module {module!r} here", "install it where workers run, or give a path to a .py file")
-    return ok(label, f"function in module {module}")
+        if isinstance(source, HttpReward):
+            yield from (_reward_server(f"reward {name}", url) for url in source.urls)
 
 
 def _reward_server(label: str, address: str) -> Finding:

@@ -1,0 +1,92 @@
+"""Before a run: can the learner read what it is given? `python -m streamrl.learner.preflight`, configuration on stdin.
+
+    own loss and advantages ─► tokenizer ─► prompts, by the run's own reader ─► the model on `meta`, its LoRA targets
+
+It stops at the first mistake, with the words that the learner would end with some minutes later. No weights are loaded
+and nothing is downloaded: a model that is only on a hub is left to the learner. Blocks on the disk.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from streamrl.config import schema
+from streamrl.config.load import config_from_json
+from streamrl.errors import DataError, UserError
+from streamrl.finding import Finding, error, ok, take_stdout, warning
+
+if TYPE_CHECKING:
+    from streamrl.learner.model.load import TokenizerInfo
+
+_READ_S = 10.0  # for so long prompts are tokenised; the learner reads the rest
+
+
+def main() -> int:
+    write = take_stdout()
+    try:
+        for finding in examine(config_from_json(sys.stdin.read())):
+            write(finding)
+    except UserError as mistake:
+        write(error("learner", str(mistake), ""))
+    return 0
+
+
+def examine(config: schema.Config) -> Iterator[Finding]:
+    """UserError for what no learner could go on with."""
+    from streamrl.learner.model.trial import try_out  # torch alone, half of what transformers take to import
+
+    try_out(config.algorithm)
+    yield ok("algorithm", f"{config.algorithm.name} goes through made-up groups")
+    if not _is_here(config.model.path):
+        yield warning(
+            "model",
+            f"model.path = {config.model.path!r} is not on this machine yet: neither it nor the prompts were tried",
+            "the learner tries both once it is downloaded",
+        )
+        return
+    from streamrl.learner.model.load import outline, read_tokenizer_info
+
+    info = read_tokenizer_info(config.model.path)
+    yield from _prompts(config, info)
+    outline(config)
+    yield ok("model without weights", "it is a causal language model with room for the longest sequence")
+
+
+def _is_here(path: str) -> bool:
+    """A folder, or in the hub's cache."""
+    if Path(path).is_dir():
+        return True
+    from transformers.utils.hub import cached_file
+
+    with suppress(OSError):
+        return cached_file(path, "config.json", local_files_only=True) is not None
+    return False
+
+
+def _prompts(config: schema.Config, info: TokenizerInfo) -> Iterator[Finding]:
+    from streamrl.learner.groups.prompts import PromptSet, tokenise
+
+    data, training = config.data, config.training
+    prompts = PromptSet.load(tokenizer=info.tokenizer, data=data, seed=config.seed, at_most_s=_READ_S)
+    rows = list(prompts.rows)
+    if data.validation is not None:
+        rows += tokenise(data.validation, info.tokenizer, data, key="data.validation", at_most_s=_READ_S)
+    longest = max(rows, key=lambda row: len(row.token_ids))
+    highest = max(int(row.token_ids.max()) for row in rows)
+    if highest >= info.vocabulary:
+        told = f"a prompt has the token {highest}, and the model {info.vocabulary} outputs"
+        raise DataError(f"model.path = {config.model.path!r}: {told}: model and tokenizer are of different models")
+    yield ok("prompts", f"{len(rows)} tokenised, {len(longest.token_ids)} tokens at most")
+    num_tickets, wanted = prompts.num_tickets(training.max_epochs), training.groups_per_step
+    if num_tickets < wanted:
+        told = f"data.train gives {num_tickets} prompts in training.max_epochs = {training.max_epochs}"
+        told += f", and training.groups_per_step = {wanted} want more: the run is a single step, of fewer"
+        yield warning("number of prompts", told, "lower training.groups_per_step, or raise training.max_epochs")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""What was found out before a run: one line of the doctor. Processes that try something write theirs as JSON lines."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+Level = Literal["ok", "warning", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    name: str  # what was looked at
+    level: Level
+    evidence: str
+    remedy: str = ""  # empty in an error whose evidence says what to do
+
+
+def ok(name: str, evidence: str) -> Finding:
+    return Finding(name=name, level="ok", evidence=evidence)
+
+
+def warning(name: str, evidence: str, remedy: str) -> Finding:
+    return Finding(name=name, level="warning", evidence=evidence, remedy=remedy)
+
+
+def error(name: str, evidence: str, remedy: str) -> Finding:
+    return Finding(name=name, level="error", evidence=evidence, remedy=remedy)
+
+
+def take_stdout() -> Callable[[Finding], None]:
+    """Findings go to whoever started this process; what else is printed, by user code too, goes to stderr."""
+    lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def write(finding: Finding) -> None:
+        lines.write(json.dumps(asdict(finding)) + "\n")
+        lines.flush()
+
+    return write

@@ -1,0 +1,105 @@
+"""What is tried before a run starts anything, so that a mistake costs seconds: `up`, `learn` and `config check` stop at
+the first trial that fails, `doctor` tells all.
+
+    python -m streamrl.workers.preflight   each reward function scores made-up completions of each file's first row
+    python -m streamrl.learner.preflight   own losses, tokenizer, prompts, and the model without its weights
+
+Both are processes that get the configuration and write findings; so nothing here imports torch or code of the user's,
+and memory and time that they take end with them. Cheap trials come first. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from streamrl.config.load import Loaded
+from streamrl.config.schema import FunctionReward
+from streamrl.errors import DataError
+from streamrl.extras import is_installed
+from streamrl.finding import Finding, warning
+from streamrl.ops.monitor.doctor.machine import check_models
+from streamrl.process import dying_with_us
+
+_LOAD_S = 150.0  # a worker's child may take two minutes to load a function
+_LEARNER_S = 120.0
+
+Trial = Callable[[Loaded], Iterable[Finding]]
+
+
+def try_rewards(loaded: Loaded, *, ask_services: bool = False) -> Iterator[Finding]:
+    """`ask_services`: also for a score of theirs, which may cost money."""
+    sources = loaded.config.rewards.values()
+    if not ask_services and not any(isinstance(source, FunctionReward) for source in sources):
+        return iter(())
+    limit_s = _LOAD_S + 2 * max(source.timeout_s for source in sources)
+    words = ["--ask-services"] if ask_services else []
+    return _run("rewards", "streamrl.workers.preflight", *words, loaded=loaded, limit_s=limit_s)
+
+
+def try_learner(loaded: Loaded) -> Iterator[Finding]:
+    if not is_installed("torch", "transformers"):
+        remedy = "look again where the learner runs, or `pip install 'streamrl[learner]'`"
+        return iter(
+            [warning("learner", "torch and transformers are not here: model and prompts were not tried", remedy)]
+        )
+    return _run("learner", "streamrl.learner.preflight", loaded=loaded, limit_s=_LEARNER_S)
+
+
+# By what they are called while they last.
+TRIALS: Mapping[str, Trial] = {
+    "vocabulary": check_models,
+    "reward functions": try_rewards,
+    "prompts and model": try_learner,
+}
+
+
+def undergo(
+    loaded: Loaded, *, say: Callable[[str], None], warn: Callable[[str], None], workers_are_here: bool = True
+) -> None:
+    """UserError with what the first failing trial has found. Where workers are elsewhere, what rewards lack here is a
+    warning."""
+    for name, trial in TRIALS.items():
+        say(f"trying {name} ...")
+        findings = list(trial(loaded))
+        lines = [told(finding) for finding in findings if finding.level == "error"]
+        if lines and (workers_are_here or trial is not try_rewards):
+            raise DataError("\n".join(lines))
+        for line in lines:
+            warn(f"{line} (here; workers may be elsewhere)")
+        if trial is not check_models:  # which cannot look at what the others do
+            for finding in findings:
+                if finding.level == "warning":
+                    warn(told(finding))
+
+
+def told(finding: Finding) -> str:
+    """In one line."""
+    return f"{finding.evidence}; {finding.remedy}" if finding.remedy else finding.evidence
+
+
+def _run(name: str, module: str, *words: str, loaded: Loaded, limit_s: float) -> Iterator[Finding]:
+    """A process that fails by itself, or takes too long, proves nothing of the run: a warning."""
+    command = dying_with_us([sys.executable, "-m", module, *words], by=signal.SIGKILL)
+    remedy = "the run itself will show it"
+    try:
+        done = subprocess.run(
+            command,
+            input=loaded.config.model_dump_json(),
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            check=False,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        )
+    except subprocess.TimeoutExpired:
+        yield warning(name, f"not tried to the end: it took more than {limit_s:g} s", remedy)
+        return
+    yield from (Finding(**json.loads(line)) for line in done.stdout.splitlines())
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1]
+        yield warning(name, f"not tried to the end: {last}", remedy)

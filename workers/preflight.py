@@ -1,0 +1,139 @@
+"""Before a run: can its rewards score what the data hold? `python -m streamrl.workers.preflight`, the configuration on
+stdin.
+
+Each source scores made-up completions of the first row of each prompt file, as a worker would have it done: functions
+in a child process with its limits, sources side by side. One that fails with every completion would fail in the run,
+too. What an answer takes is bounded by the source's own `timeout_s`. Reward services cost money, maybe, and are asked
+only with `--ask-services`; the run's own reward server is not there yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from streamrl.config import schema
+from streamrl.config.load import config_from_json
+from streamrl.config.places import LOCAL_REWARD_SERVER, reward_code, reward_hosts
+from streamrl.data.prompts import PromptRow, read_prompts
+from streamrl.errors import RewardError, UserError
+from streamrl.finding import Finding, error, ok, take_stdout, warning
+from streamrl.permissions import Permissions
+from streamrl.recipe.rewards import REWARDS
+from streamrl.terminal import plural
+from streamrl.workers.rewards.base import Rewards, ScoreItem, Scores, build_rewards
+
+_COMPLETIONS = ("The answer is 42.", "")  # a function may refuse what it cannot read
+
+
+def main() -> int:
+    write = take_stdout()
+    config = config_from_json(sys.stdin.read())
+    asyncio.run(_try_all(config, write, ask_services="--ask-services" in sys.argv[1:]))
+    return 0
+
+
+Files = Mapping[str, Sequence[PromptRow]]  # by path
+
+
+async def _try_all(config: schema.Config, write: Callable[[Finding], None], *, ask_services: bool) -> None:
+    data = config.data
+    paths = [*(one.path for one in data.train_sets()), *filter(None, [data.validation])]
+    files = {path: read_prompts(path, malformed=data.malformed).rows for path in paths}
+    allowed = Permissions(reward_code=tuple(reward_code(config)), hosts=tuple(reward_hosts(config)))
+
+    async def find(name: str, source: schema.Reward) -> None:
+        async for finding in _try(name, source, files, allowed):
+            write(finding)
+
+    asked = {name: source for name, source in config.rewards.items() if _is_asked(source, ask_services=ask_services)}
+    await asyncio.gather(*(find(name, source) for name, source in asked.items()))
+
+
+def _is_asked(source: schema.Reward, *, ask_services: bool) -> bool:
+    return isinstance(source, schema.FunctionReward) or (ask_services and LOCAL_REWARD_SERVER not in source.urls)
+
+
+async def _try(name: str, source: schema.Reward, files: Files, allowed: Permissions) -> AsyncIterator[Finding]:
+    label = f"reward {name}"
+    try:
+        rewards = build_rewards({name: _once(source)}, allowed, None)
+        await rewards.start()
+    except UserError as mistake:
+        yield error(label, str(mistake), "")
+        return
+    try:
+        for path, (row, *_) in files.items():
+            scored = await _score(rewards, row, timeout_s=source.timeout_s)
+            if isinstance(scored, str):
+                failed = f"rewards.{name}.{_named(source)} fails for {path}:{row.line}: {scored}"
+                yield error(label, failed, _remedy(source))
+                return
+            told = f"{scored.rewards[name]:g} for a made-up completion of {path}:{row.line}"
+    finally:
+        await rewards.close()
+    yield ok(label, told)
+    if isinstance(source, schema.FunctionReward) and source.target in REWARDS:
+        for found in _lacking(name, source, files):
+            yield found
+
+
+def _once(source: schema.Reward) -> schema.Reward:
+    """One child, one request."""
+    if isinstance(source, schema.FunctionReward):
+        return source.model_copy(update={"processes": 1})
+    return source.model_copy(update={"attempts": 1, "outage_s": source.timeout_s})
+
+
+def _named(source: schema.Reward) -> str:
+    return f"url = {source.url!r}" if isinstance(source, schema.HttpReward) else f"target = {source.target!r}"
+
+
+def _remedy(source: schema.Reward) -> str:
+    if isinstance(source, schema.HttpReward):
+        return "mend the service, or its address"
+    if source.target in REWARDS:
+        return "mend its options, or the rows"
+    return "mend it; a completion that it cannot judge gets a low score, not an error"
+
+
+def _lacking(name: str, source: schema.FunctionReward, files: Files) -> Iterator[Finding]:
+    """Of a built-in that reads a field of the rows: those without it, beyond the first."""
+    taken = inspect.signature(REWARDS[source.target]).parameters
+    if "field" not in taken:
+        return
+    field = source.options.get("field", taken["field"].default)
+    places = [f"{path}:{row.line}" for path, rows in files.items() for row in rows if field not in row.fields]
+    if places:
+        wanted = f"rewards.{name}.target = {source.target!r} wants the field {field!r}"
+        told = f"{wanted}, which is not in {plural(len(places), 'row')} ({places[0]}): no sample of theirs gets a score"
+        yield warning(f"reward {name} field", told, "add it")
+
+
+async def _score(rewards: Rewards, row: PromptRow, *, timeout_s: float) -> Scores | str:
+    """Of the first completion that has one; else why the last had none."""
+    reason = ""
+    for completion in _COMPLETIONS:
+        token_ids = np.arange(len(completion.split()), dtype=np.int32)
+        item = ScoreItem(prompt=_text(row), completion=completion, token_ids=token_ids, fields=row.fields)
+        began = time.monotonic()
+        try:
+            return await rewards.score(item)
+        except RewardError as failed:
+            reason = str(failed).partition(": ")[2]  # after the source's name
+        if time.monotonic() - began >= timeout_s:
+            break
+    return reason
+
+
+def _text(row: PromptRow) -> str:
+    return row.text or "\n".join(str(message["content"]) for message in row.messages or ())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
