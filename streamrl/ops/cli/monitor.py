@@ -33,7 +33,7 @@ _RECORDS = 60  # steps: for a short curve of the reward, and the pace
 _EXITS = """\b
 Exits with
   0 healthy: it runs, or has finished      4 stalled: nothing moves
-  3 degraded: it runs, somebody should look   5 ended: stopped, failed, or not there
+  3 degraded: it runs, somebody should look   5 ended: stopped, failed, crashed, or not there
   6 Redis does not answer                     2 a mistake in the command line
 """
 
@@ -51,7 +51,8 @@ def status(target: Target, as_json: bool) -> int:
     \b
     --json prints one object; names stay as they are as long as `schema` does, and more may be added:
       schema, at, verdict {healthy degraded stalled ended unreachable}, causes [{name level title evidence remedy}]
-      run {name uid state control term step max_steps data_epochs created_at eta_s share_done error}
+      run {name uid state control term step max_steps data_epochs created_at ended_at eta_s share_done error folder}
+      summary {..}   of summary.json, where the folder alone tells (run.folder): Redis is not there any more
       limits {max_lag_steps groups_per_step max_backlog_bytes idle_timeout_s max_attempts stale arithmetic
         reward_sources}
       learner {lead {PART} ranks holder lease_left_s metrics {name: value} rewards [..] fresh_mismatch [..]
@@ -64,6 +65,8 @@ def status(target: Target, as_json: bool) -> int:
       weights {latest step age_s kept num_bytes largest_bytes changed_share behind worst_lag}
       drops {trained dropped by_reason rate_by_length ignored}   dead {count retry_requests latest [{ticket error}]}
       redis {server version used_bytes max_bytes policy role save_error}   unreadable [..]
+
+    Of a run whose Redis is not there any more, its folder tells how it ended: finished, stopped, failed, or crashed.
     """
     return _answer(target, View.to_json, status_lines, as_json=as_json)
 
