@@ -48,9 +48,8 @@ COMMANDS: dict[str, tuple[str, int, int, int]] = {
     "why --json": ("why {run} --json", 0, 0, 5),
     "groups tail": ("groups tail {run} -n 1", 0, 0, 0),
     "groups tail --json": ("groups tail {run} --json", 0, 0, 0),
-    "groups show": ("groups show {run} 0", 0, 0, 0),
+    "groups show": ("groups show {run} 5", 0, 0, 0),
     "plot": ("plot {run} -o {out}/x.png", 0, 0, 0),
-    "plot of two": ("plot {run} {run} -o {out}/y.png", 0, 0, 0),
     "runs ls": ("runs ls --dir {run}/..", 0, 0, 0),
     "runs compare": ("runs compare {run}", 0, 0, 0),
     "audit": ("audit {run}", 0, 0, 0),
@@ -170,4 +169,6 @@ def test_every_command_that_reads_answers_on(
     refused = [cell.out.strip() for cell in cells.values() if cell.code == 2]
     assert all(out.startswith("error: ") and "\n" not in out for out in refused), refused
     assert json.loads(cells["groups tail --json"].out.splitlines()[-1])["samples"]
+    is_up = f'streamrl_up{{run="{keys.name}"}} {float(kind.startswith("live"))}'
+    assert is_up in cells["export prometheus"].out
     assert kind.split(",")[0].replace("live", "running") in cells["status"].first

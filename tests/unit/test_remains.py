@@ -49,6 +49,15 @@ def test_status_tells_how_a_run_ended_from_its_folder(
     assert ("the reward said no" in why) == (state == "failed")
 
 
+def test_a_redis_that_is_gone_for_good_is_no_trouble_of_a_finished_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_folder(tmp_path, "big", "finished", **{"redis.url": f"unix://{tmp_path}/gone.sock"})
+    assert main(["status", str(folder)]) == 0
+    assert main(["status", str(folder), "--run", "another"]) == 6
+    assert "start Redis" not in capsys.readouterr().out.partition("another: unreachable")[0]
+
+
 def test_the_json_of_a_finished_run_has_its_summary_and_its_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -42,7 +42,8 @@ class _RunFigures(Collector):
 
     def collect(self) -> Iterator[Metric]:
         seen = self._look()
-        yield self._one("streamrl_up", "Redis answers", not seen.error)
+        is_up = not seen.error and (seen.view is None or seen.view.run.folder is None)
+        yield self._one("streamrl_up", "Redis answers", is_up)
         if seen.view is not None:
             yield from self._parts(seen.view)
             yield from self._flow(seen.view)

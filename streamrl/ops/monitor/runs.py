@@ -191,13 +191,20 @@ def with_folders(listing: Listing, folder: Path) -> Listing:
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if (run := _read_folder(path)) is not None:
             live = left.get(run.uid) if run.uid else None
-            left[run.uid or run.folder] = run if live is None else replace(live, folder=run.folder)
+            left[run.uid or run.folder] = run if live is None else _joined(live, run)
     runs = sorted(left.values(), key=_youngest_first)
     return replace(listing, runs=tuple(runs))
 
 
 def _youngest_first(run: ListedRun) -> tuple[float, str]:
     return -(run.created_at or 0.0), run.name
+
+
+def _joined(live: ListedRun, left: ListedRun) -> ListedRun:
+    """What Redis tells, which may have missed steps since the last checkpoint, and that its learner has died."""
+    died = live.state == "running" and not live.is_live and left.state == "crashed"
+    state = left.state if died else live.state
+    return replace(live, state=state, step=max(live.step, left.step), folder=left.folder)
 
 
 def _read_folder(folder: Path) -> ListedRun | None:
@@ -207,9 +214,14 @@ def _read_folder(folder: Path) -> ListedRun | None:
         remains = read_remains(folder)
     except ConfigError:
         return None
+    left = _listed(remains)
     if remains.url == _EMBEDDED and target.url is not None:
         with suppress(ResourceError, TransportError), open_server(target.url) as client:
-            return replace(_read(client, target.run), folder=str(folder))
+            return _joined(_read(client, target.run), left)
+    return left
+
+
+def _listed(remains: Remains) -> ListedRun:
     return ListedRun(
         name=remains.name,
         state=remains.state,
@@ -219,6 +231,6 @@ def _read_folder(folder: Path) -> ListedRun | None:
         parts=0,
         created_at=remains.began_at or None,
         ended_at=remains.at if remains.has_ended else None,
-        folder=str(folder),
+        folder=str(remains.folder),
         uid=remains.uid,
     )
