@@ -1,7 +1,7 @@
 """The last groups that workers delivered, a line each, and one of them in full, as `streamrl groups` reads it.
 
-They are read from the stream while it holds them; what is committed is gone. Of a run whose Redis is not there any
-more, those that the learner has kept in its folder. Only reads.
+They are read from the stream while it holds them; what is committed is gone. Where the stream has none, or is not there
+any more, those that the learner has kept in the run's folder. Only reads.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import redis
@@ -56,27 +57,36 @@ class Rollouts(Protocol):
 
 
 def rollouts_of(there: Opened | Remains) -> Rollouts:
-    return KeptRollouts(there) if isinstance(there, Remains) else LiveRollouts(there.client, there.keys)
+    if isinstance(there, Remains):
+        return KeptRollouts(there.folder)
+    return LiveRollouts(there.client, there.keys, kept=KeptRollouts(there.folder) if there.folder else None)
 
 
 class LiveRollouts:
-    def __init__(self, client: redis.Redis, keys: Keys) -> None:
-        self._client, self._keys = client, keys
+    """`kept`: for what the stream does not hold any more."""
+
+    def __init__(self, client: redis.Redis, keys: Keys, *, kept: KeptRollouts | None = None) -> None:
+        self._client, self._keys, self._kept = client, keys, kept
         self._decoder: TokenDecoder | None = None
         self._lock = threading.Lock()
 
     def latest(self) -> Sequence[Rollout]:
         with contextlib.suppress(redis.RedisError):
-            return list_rollouts(self._client, self._keys)
-        return []
+            if found := list_rollouts(self._client, self._keys):
+                return found
+        return self._kept.latest() if self._kept else []
 
     def to_json(self, entry_id: str) -> Mapping[str, Any] | None:
         found, decoder = self._open(entry_id)
-        return to_json(*found, decoder) if found else None
+        if found is None:
+            return self._kept.to_json(entry_id) if self._kept else None
+        return to_json(*found, decoder)
 
     def lines(self, entry_id: str, *, width: int, colour: bool) -> Sequence[Text]:
         found, decoder = self._open(entry_id)
-        return list(lines_of(*found, decoder, width=width, colour=colour, max_lines=None)) if found else ()
+        if found is None:
+            return self._kept.lines(entry_id, width=width, colour=colour) if self._kept else ()
+        return list(lines_of(*found, decoder, width=width, colour=colour, max_lines=None))
 
     def _open(self, entry_id: str) -> tuple[tuple[Entry, Group] | None, TokenDecoder | None]:
         with contextlib.suppress(redis.RedisError):
@@ -88,8 +98,8 @@ class LiveRollouts:
 
 
 class KeptRollouts:
-    def __init__(self, remains: Remains) -> None:
-        self._kept = KeptGroups(remains.folder)
+    def __init__(self, folder: Path) -> None:
+        self._kept = KeptGroups(folder)
 
     def latest(self) -> Sequence[Rollout]:
         return [_of_record(record) for record in reversed(self._kept.latest(_MOST))]

@@ -61,6 +61,7 @@ class Opened:
     client: redis.Redis
     keys: Keys
     server: str
+    folder: Path | None = None
 
     @property
     def name(self) -> str:
@@ -101,7 +102,7 @@ def _look_in(client: redis.Redis, target: Target) -> Opened | Remains:
         remains = target.remains()
         if remains is not None and remains.has_ended:
             return remains
-    return Opened(client=client, keys=keys, server=server_name(client))
+    return Opened(client=client, keys=keys, server=server_name(client), folder=target.folder)
 
 
 def left_of(target: Target, error: ResourceError | TransportError) -> Remains:
