@@ -135,6 +135,10 @@ def open_run(target: Target, *, instead: str) -> Iterator[OpenRun]:
     is not there, it says what may be done `instead`."""
     with open_run_or_remains(target) as found:
         if isinstance(found, Remains):
+            if not found.has_ended:
+                raise ResourceError(
+                    f"run {found.name!r} {found.words}; `streamrl up {found.folder}/config.yaml` starts it"
+                )
             todo = instead.format(folder=found.folder)
             raise ResourceError(f"run {found.name!r} {found.words}, and its Redis is not there any more: {todo}")
         yield found
