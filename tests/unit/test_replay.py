@@ -164,5 +164,4 @@ def test_a_learner_leaves_how_it_ended_and_some_of_what_it_trained(config: schem
     assert (told["state"], told["term"]) == ("finished", 1)
     kept = KeptGroups(config.folder).latest(100)
     assert len(kept) == last_state(config)["step"] > 1
-    assert {0.0, 1.0} >= {sample["reward"] for record in kept for sample in record["samples"]}
     assert all(sample["text"] for record in kept for sample in record["samples"])
