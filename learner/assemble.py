@@ -17,6 +17,7 @@ from streamrl.learner.conductor import Conductor, Follower
 from streamrl.learner.groups.feed import Feed
 from streamrl.learner.groups.prompts import Prompt, PromptSet, tokenise
 from streamrl.learner.groups.quarantine import Quarantine
+from streamrl.learner.metrics.keepsakes import note_state
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.process.background import BackgroundThread
 from streamrl.learner.process.job import job_began
@@ -152,6 +153,8 @@ def _lead(context: RankContext, server: Server, show: Callable[[], None]) -> Run
             config=config, server=server, keeper=keeper, prompts=prompts, fingerprint=context.tokenizer_info.fingerprint
         )
         start, stream = admitted.start, admitted.stream
+        note = partial(note_state, config.folder, term=start.term)
+        note("running")
         try:
             context.patient.broadcast(start.to_bytes())
             conductor = _make_conductor(context, admitted, keeper, prompts, validation_prompts)
@@ -161,9 +164,11 @@ def _lead(context: RankContext, server: Server, show: Callable[[], None]) -> Run
             # Nothing that a restart could mend: say so to whoever watches the run.
             stream.event("failed", error=str(error))
             stream.release("failed")
+            note("failed", error=str(error))
             raise
         if state != "running":  # whoever comes next has our name, and needs no release
             stream.release(state)
+            note(state)
     return state
 
 

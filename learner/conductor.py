@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from streamrl.learner.start import Start
     from streamrl.learner.validation.validation import Validation
     from streamrl.protocol.transport.types import Control
+    from streamrl.protocol.wire.group import Group
 
 _SLICE_S = 1.0
 _LOOK_FOR_WEIGHTS_EVERY_S = 5.0
@@ -236,6 +237,10 @@ class Conductor:
         facts = {**self._feed.metrics(), "train_rollouts/epoch": self._data_epochs}
         self._recorder.step(step, {**metrics, **facts})
 
+    def keep_some(self, step: int, groups: Sequence[Group]) -> None:
+        """Of the groups that this rank has trained, for people to read when the stream has forgotten them."""
+        self._recorder.rollouts(step, groups)
+
     def commit(self, name: CheckpointName, *, consumed_samples: int, files: Files) -> None:
         """All ranks have written: make it the newest checkpoint, then tell Redis, then make room."""
         checkpoint = self._checkpoints.commit(
@@ -295,6 +300,8 @@ class Follower:
     def note_published(self, published: Published) -> None: ...
 
     def record(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def keep_some(self, step: int, groups: Sequence[Group]) -> None: ...
 
     def commit(self, name: CheckpointName, *, consumed_samples: int, files: Files) -> None: ...
 

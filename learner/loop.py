@@ -164,6 +164,7 @@ class Loop:
         if self._step % self._config.checkpoint.every_steps == 0:
             self._save()
         self._record(metrics, applied[-1])
+        self._conductor.keep_some(self._step, fetched.groups)
         self._progress.advanced(step=self._step)
 
     def _fetch(self, plan: Plan) -> tuple[Fetched, list[GroupCheck]]:

@@ -25,6 +25,7 @@ from streamrl.learner.checkpoints.export import export
 from streamrl.learner.conductor import Conducting, Conductor, Follower
 from streamrl.learner.groups.feed import Feed
 from streamrl.learner.groups.prompts import PromptSet
+from streamrl.learner.metrics.keepsakes import note_state
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.process.lease import LeaseKeeper
 from streamrl.learner.process.ranks import World
@@ -70,7 +71,10 @@ def _lead(context: RankContext, recording: Recording, stream: ReplayStream) -> R
     with only_one(config.folder, config.name):
         start, conductor = _begin(context, recording, stream, prompts)
         context.patient.broadcast(start.to_bytes())
-        return _work(context, policy, start, conductor=conductor, stream=stream)
+        note_state(config.folder, "running", term=start.term)
+        state = _work(context, policy, start, conductor=conductor, stream=stream)
+        note_state(config.folder, state, term=start.term)
+        return state
 
 
 def _begin(

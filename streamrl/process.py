@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from streamrl.errors import ResourceError
 
@@ -72,6 +73,14 @@ def die_with_parent() -> None:
     """From now on the kernel kills this process when the thread that started it ends, even by kill -9. On Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def started_at(pid: int) -> str:
+    """When this process began, in the kernel's words; "" where there is none. With it a number says which process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
 
 
 # Becomes the command after asking the kernel for a signal when the parent dies. A program of its own rather than a

@@ -2,6 +2,7 @@
 
     metrics.jsonl      a line a step, and a line a validation
     validation.jsonl   a line a validation: its numbers and some prompts with their completions
+    rollouts.jsonl     some of what was trained, to be read (keepsakes)
     Redis              the same metrics, for the monitor
     exporters          the same metrics, for TensorBoard and W&B where the configuration asks for them
 
@@ -11,10 +12,7 @@ term, counts. Only rank 0 records. A disk or a Redis that fails here never stops
 
 from __future__ import annotations
 
-import errno
-import json
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +24,8 @@ import structlog
 
 from streamrl.learner.groups.prompts import Prompt
 from streamrl.learner.metrics.exporters import Exporter
-from streamrl.protocol.wire.group import Sample
+from streamrl.learner.metrics.keepsakes import Decoder, RolloutKeeper, append_line
+from streamrl.protocol.wire.group import Group, Sample
 from streamrl.telemetry.metrics import is_metric
 
 log = structlog.get_logger(__name__)
@@ -47,18 +46,13 @@ class MetricsSink(Protocol):
     def record(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
 
-class Decoder(Protocol):
-    """What it needs of a tokenizer."""
-
-    def decode(self, token_ids: Any, skip_special_tokens: bool = ...) -> str | list[str]: ...
-
-
 class Recorder:
     def __init__(
         self, *, folder: Path, journal: MetricsSink, decoder: Decoder, term: int, exporters: Sequence[Exporter] = ()
     ) -> None:
         self._folder, self._journal, self._decoder, self._term = folder, journal, decoder, term
         self._exporters = exporters
+        self._rollouts = RolloutKeeper(folder, decoder, term=term)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         unknown = [name for name in metrics if not is_metric(name)]
@@ -68,6 +62,10 @@ class Recorder:
         for exporter in self._exporters:
             exporter.step(step, finite)
         self._append("metrics.jsonl", {"step": step, "term": self._term, "at": time.time(), **finite})
+
+    def rollouts(self, step: int, groups: Sequence[Group]) -> None:
+        """What this step has trained, of this rank."""
+        self._rollouts.keep(step, groups)
 
     def validation(self, result: ValidationResult) -> None:
         self.step(result.step, result.metrics)
@@ -84,13 +82,8 @@ class Recorder:
         self._append("validation.jsonl", {"term": self._term, "at": time.time(), **record})
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
-        line = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
         try:
-            with (self._folder / name).open("ab", buffering=0) as file:
-                begin = file.seek(0, os.SEEK_END)
-                if file.write(line) < len(line):  # the disk is full from here on: half a line would spoil the next, too
-                    file.truncate(begin)
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            append_line(self._folder / name, record)
         except OSError as error:
             log.warning("record not written", file=name, error=str(error))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,8 +16,10 @@ import torch
 import transformers
 
 from streamrl.config import schema
+from streamrl.config.load import dump_config
 from streamrl.learner.checkpoints.checkpoint import CheckpointRoot
 from streamrl.learner.checkpoints.terms import CheckpointName, claim_run
+from streamrl.ops.cli.main import main
 from streamrl.protocol.transport.embedded import EmbeddedRedis
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.weights.catchup import catch_up
@@ -101,6 +104,22 @@ def test_the_export_is_what_workers_were_served_and_plain_transformers_loads_it(
     model = transformers.AutoModelForCausalLM.from_pretrained(whole.folder / "export", dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(whole.folder / "export")
     assert torch.isfinite(model(**tokenizer("say 1:", return_tensors="pt")).logits).all()
+
+
+def test_a_finished_run_answers_from_its_folder(
+    whole: schema.Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which lies elsewhere now, and whose Redis is gone."""
+    folder = tmp_path / "whole"
+    shutil.copytree(whole.folder, folder)
+    gone = whole.model_copy(update={"redis": schema.Redis(url=f"unix://{tmp_path}/gone.sock")})
+    (folder / "config.yaml").write_text(dump_config(gone))
+    assert main(["status", str(folder)]) == 0
+    assert "whole  finished  step 6" in capsys.readouterr().out
+    assert main(["groups", "tail", str(folder), "-n", "9", "--json"]) == 0
+    kept = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [record["step"] for record in kept] == [1, 2, 3, 4, 5, 6]
+    assert all(sample["text"] for record in kept for sample in record["samples"])
 
 
 def test_a_run_interrupted_at_one_two_and_one_ranks_learns_what_the_whole_one_learns(

@@ -10,10 +10,12 @@ import redis
 import redis.asyncio
 from tokenizers import Tokenizer, models
 
-from streamrl.ops.monitor.rollouts import find_decoder_of_run, list_rollouts, open_rollout
+from streamrl.ops.monitor.rollouts import find_decoder_of_run, list_rollouts, open_rollout, rollouts_of
+from streamrl.ops.monitor.runs import Opened
 from streamrl.ops.record.export import to_json
 from streamrl.protocol.transport.keys import Keys
 from tests.redis.run_world import RunWorld
+from tests.run_folders import make_folder
 
 
 @pytest.fixture
@@ -54,3 +56,19 @@ async def test_what_is_committed_or_forged_is_told_from_what_is_there(world: Run
     [(entry_id, _)] = world.client.xrange(world.keys.groups("train"))  # type: ignore[misc]
     assert open_rollout(world.client, world.keys, entry_id.decode()) is None
     assert open_rollout(world.client, world.keys, "1-1") is None
+
+
+async def test_what_the_stream_has_forgotten_is_read_from_the_folder(
+    world: RunWorld, tmp_path: Path, client: redis.Redis, keys: Keys
+) -> None:
+    there = Opened(client=client, keys=keys, server="here", folder=make_folder(tmp_path, "kept", "finished"))
+    rollouts = rollouts_of(there)
+    assert [rollout.ticket for rollout in rollouts.latest()][:2] == [111, 110]
+    opened = rollouts.to_json("11-111")
+    assert opened is not None
+    assert opened["prompt"] == "what is 11?"
+    assert "what is 11?" in "\n".join(map(str, rollouts.lines("11-111", width=80, colour=False)))
+    assert rollouts.to_json("12-112") is None
+    world.learner.plan()
+    await world.answer_all()
+    assert 111 not in [rollout.ticket for rollout in rollouts.latest()]

@@ -11,6 +11,7 @@ import pytest
 from streamrl.config import schema
 from streamrl.errors import ConfigError
 from streamrl.ops.audit import audit_folder
+from streamrl.ops.record.kept import KeptGroups
 from streamrl.ops.record.recording import Origin
 from streamrl.ops.record.write import RecordingWriter
 from tests.replay_world import (
@@ -154,3 +155,13 @@ def test_a_run_that_goes_on_may_change_some_settings_and_is_refused_others(
     slower = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": 1e-5})})
     assert run_replay(slower, recording) == "finished"
     assert last_state(slower)["step"] == 6
+
+
+def test_a_learner_leaves_how_it_ended_and_some_of_what_it_trained(config: schema.Config, tmp_path: Path) -> None:
+    run_replay(config, make_recording(tmp_path / "recording", config, make_entries(config, range(24))))
+
+    told = json.loads((config.folder / "state.json").read_text())
+    assert (told["state"], told["term"]) == ("finished", 1)
+    kept = KeptGroups(config.folder).latest(100)
+    assert len(kept) == last_state(config)["step"] > 1
+    assert all(sample["text"] for record in kept for sample in record["samples"])

@@ -15,7 +15,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 import click
 import redis
 
-from streamrl.errors import ResourceError
-from streamrl.ops.monitor.runs import URL_VARIABLE, Target, find_target
+from streamrl.errors import ResourceError, TransportError
+from streamrl.ops.monitor.remains import Remains
+from streamrl.ops.monitor.runs import URL_VARIABLE, Target, find_target, left_of
 from streamrl.protocol.transport.address import server_name
 from streamrl.protocol.transport.connection import connect
 from streamrl.protocol.transport.keys import Keys
@@ -146,17 +147,40 @@ def takes_run(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def open_run(target: Target) -> Iterator[OpenRun]:
-    """With the patience of a part, for who changes the run or reads much of it; `monitor.opening.opened` is for a look.
-    ResourceError when the server does not answer, or knows nothing of the run."""
+def open_run(target: Target, *, instead: str) -> Iterator[OpenRun]:
+    """With the patience of a part, for who changes the run or reads much of it; `monitor.runs.opened` is for a look.
+    ResourceError when the server does not answer, or knows nothing of the run; of a run that has ended and whose Redis
+    is not there, it says what may be done `instead`."""
+    with open_run_or_remains(target) as found:
+        if isinstance(found, Remains):
+            if not found.has_ended:
+                raise ResourceError(
+                    f"run {found.name!r} {found.words}; `streamrl up {found.folder}/config.yaml` starts it"
+                )
+            todo = instead.format(folder=found.folder)
+            raise ResourceError(f"run {found.name!r} {found.words}, and its Redis is not there any more: {todo}")
+        yield found
+
+
+@contextmanager
+def open_run_or_remains(target: Target) -> Iterator[OpenRun | Remains]:
     from streamrl.config import schema  # with pydantic, which who only looks starts faster without
 
-    with connect(target.server(), schema.Redis()) as client:
-        keys = Keys(target.run)
-        seen = snapshot(client, keys)
-        if seen.run is None:
-            raise ResourceError(f"Redis at {server_name(client)} holds no run {target.run!r}")
-        yield OpenRun(client=client, keys=keys, info=seen.run, reports=seen.reports)
+    with ExitStack() as stack:
+        try:
+            client = stack.enter_context(connect(target.server(), schema.Redis()))
+            found: OpenRun | Remains = _find_run(client, target)
+        except (ResourceError, TransportError) as error:
+            found = left_of(target, error)
+        yield found
+
+
+def _find_run(client: redis.Redis, target: Target) -> OpenRun:
+    keys = Keys(target.run)
+    seen = snapshot(client, keys)
+    if seen.run is None:
+        raise ResourceError(f"Redis at {server_name(client)} holds no run {target.run!r}")
+    return OpenRun(client=client, keys=keys, info=seen.run, reports=seen.reports)
 
 
 def operator() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +12,12 @@ from typing import Any
 import click
 from rich.console import Console
 
-from streamrl.errors import ConfigError, WireError
-from streamrl.ops.cli.arguments import open_run, takes_server
+from streamrl.errors import ConfigError, DataError, WireError
+from streamrl.ops.cli.arguments import open_run_or_remains, takes_server
+from streamrl.ops.monitor.remains import Remains
 from streamrl.ops.monitor.runs import find_target
 from streamrl.ops.record.export import to_json
+from streamrl.ops.record.kept import KeptGroups, lines_of_record
 from streamrl.ops.record.recording import RecordedGroups, is_entry_id, open_group
 from streamrl.ops.record.tap import LiveGroups
 from streamrl.ops.record.view import TokenDecoder, choose_decoder, lines_of
@@ -24,6 +26,8 @@ from streamrl.protocol.wire.ticket import Purpose
 from streamrl.terminal import printable
 
 _NARROWEST = 20
+
+Source = LiveGroups | RecordedGroups | KeptGroups
 
 
 _LOOK = (
@@ -60,6 +64,7 @@ def groups() -> None:
 
     Of a live run, which holds what was delivered and is not committed yet, or of a recording (`streamrl record`).
     Texts need the model's tokenizer.json on this machine, by model.path or --tokenizer; else token ids are shown.
+    Of a run that has ended, or whose stream is empty, those that its folder keeps: 128 at most, of the whole run.
     """
 
 
@@ -79,9 +84,13 @@ def tail(folder: Path | None, count: int, follow: bool, lines: int, **options: A
     """
     look = Look(**options)
     with _opened(folder, look) as (source, words):
+        if isinstance(source, KeptGroups):
+            _print_kept(source.latest(count), look, max_lines=lines)
+            return
         found: Sequence[Entry] | None = source.latest(count)
         if not (found or follow):
-            click.echo("no groups are there at the moment; -f waits for some", err=True)
+            kept = KeptGroups(folder).latest(count) if folder is not None and not look.evaluation else []
+            _print_kept(kept, look, max_lines=lines)
         while found is not None:
             for entry in found:
                 _print(entry, words, look, max_lines=lines)
@@ -103,17 +112,25 @@ def show(words: tuple[str, ...], **options: Any) -> None:
     look = Look(**options)
     is_entry_id(words[-1])  # a mistake shows before anything is opened
     with _opened(Path(words[0]) if len(words) == 2 else None, look) as (source, decoder):
-        _print(source.find(words[-1]), decoder, look, max_lines=None)
+        if isinstance(source, KeptGroups):
+            _print_kept([source.find(words[-1])], look, max_lines=None)
+        else:
+            _print(source.find(words[-1]), decoder, look, max_lines=None)
 
 
 @contextmanager
-def _opened(folder: Path | None, look: Look) -> Iterator[tuple[LiveGroups | RecordedGroups, TokenDecoder | None]]:
+def _opened(folder: Path | None, look: Look) -> Iterator[tuple[Source, TokenDecoder | None]]:
     if folder is not None and _is_recording(folder):
         recorded = RecordedGroups(folder)
         yield recorded, choose_decoder(look.tokenizer, recorded.model)
         return
     purpose: Purpose = "eval" if look.evaluation else "train"
-    with open_run(find_target(folder, look.url, look.run)) as opened:
+    with open_run_or_remains(find_target(folder, look.url, look.run)) as opened:
+        if isinstance(opened, Remains):
+            if look.evaluation:
+                raise DataError(f"run {opened.name!r} {opened.words}: {opened.folder}/validation.jsonl has its answers")
+            yield KeptGroups(opened.folder), None
+            return
         live = LiveGroups(opened.client, opened.keys, run_uid=opened.info.uid, purpose=purpose)
         yield live, choose_decoder(look.tokenizer, opened.config.model.path)
 
@@ -137,6 +154,19 @@ def _print(entry: Entry, words: TokenDecoder | None, look: Look, *, max_lines: i
     for line in lines_of(entry, group, words, width=width, colour=colour, max_lines=max_lines):
         console.print(line, soft_wrap=True, highlight=False)
     console.print()
+
+
+def _print_kept(records: Sequence[Mapping[str, Any]], look: Look, *, max_lines: int | None) -> None:
+    if not records:
+        click.echo("no groups are there at the moment; -f waits for some", err=True)
+    console = _console(look.colour)
+    for record in records:
+        if look.as_json:
+            click.echo(json.dumps(record))
+            continue
+        for line in lines_of_record(record, width=max(_NARROWEST, console.width), max_lines=max_lines):
+            console.print(line, soft_wrap=True, highlight=False)
+        console.print()
 
 
 def _console(colour: bool | None) -> Console:

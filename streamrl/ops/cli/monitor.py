@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -15,12 +16,13 @@ import click
 
 from streamrl.errors import ConfigError, DataError, ResourceError, TransportError
 from streamrl.extras import need
-from streamrl.ops.cli.arguments import OutputFile, takes_json, takes_place, takes_run, tell
+from streamrl.ops.cli.arguments import OutputFile, takes_json, takes_run, takes_server, tell
 from streamrl.ops.monitor.build import build_view
 from streamrl.ops.monitor.causes import unreachable
 from streamrl.ops.monitor.history import History
 from streamrl.ops.monitor.poller import NUM_EVENTS
-from streamrl.ops.monitor.runs import Target, find_target, opened
+from streamrl.ops.monitor.remains import Remains, view_of
+from streamrl.ops.monitor.runs import Opened, Target, find_target, opened
 from streamrl.ops.monitor.text import cause_lines, status_lines, why_lines
 from streamrl.ops.monitor.view import EXIT_CODES, EXIT_UNREACHABLE, SCHEMA, View
 from streamrl.process import LOOPBACK, address_of, bind
@@ -31,7 +33,7 @@ _RECORDS = 60  # steps: for a short curve of the reward, and the pace
 _EXITS = """\b
 Exits with
   0 healthy: it runs, or has finished      4 stalled: nothing moves
-  3 degraded: it runs, somebody should look   5 ended: stopped, failed, or not there
+  3 degraded: it runs, somebody should look   5 ended: stopped, failed, crashed, or not there
   6 Redis does not answer                     2 a mistake in the command line
 """
 
@@ -49,7 +51,8 @@ def status(target: Target, as_json: bool) -> int:
     \b
     --json prints one object; names stay as they are as long as `schema` does, and more may be added:
       schema, at, verdict {healthy degraded stalled ended unreachable}, causes [{name level title evidence remedy}]
-      run {name uid state control term step max_steps data_epochs created_at eta_s share_done error}
+      run {name uid state control term step max_steps data_epochs created_at ended_at eta_s share_done error folder}
+      summary {..}   of summary.json, where the folder alone tells (run.folder): Redis is not there any more
       limits {max_lag_steps groups_per_step max_backlog_bytes idle_timeout_s max_attempts stale arithmetic
         reward_sources}
       learner {lead {PART} ranks holder lease_left_s metrics {name: value} validation {name: value} rewards [..]
@@ -62,6 +65,8 @@ def status(target: Target, as_json: bool) -> int:
       weights {latest step age_s kept num_bytes largest_bytes changed_share behind worst_lag}
       drops {trained dropped by_reason rate_by_length ignored}   dead {count retry_requests latest [{ticket error}]}
       redis {server version used_bytes max_bytes policy role save_error}   unreadable [..]
+
+    Of a run whose Redis is not there any more, its folder tells how it ended: finished, stopped, failed, or crashed.
     """
     return _answer(target, View.to_json, status_lines, as_json=as_json)
 
@@ -92,8 +97,7 @@ def _answer(
     """Tell what a look at the run has found; the exit code."""
     try:
         with opened(target) as there:
-            seen = snapshot(there.client, there.keys, num_records=_RECORDS, num_events=NUM_EVENTS)
-            view = build_view(seen, run_name=target.run, server=there.server)
+            view = _look(there)
     except (ResourceError, TransportError) as error:
         cause = unreachable(str(error))
         nothing = {"schema": SCHEMA, "run": {"name": target.run}, "verdict": "unreachable", "causes": [asdict(cause)]}
@@ -101,6 +105,13 @@ def _answer(
         return EXIT_UNREACHABLE
     tell(told(view), lines(view), as_json=as_json, indent=None)
     return EXIT_CODES[view.verdict]
+
+
+def _look(there: Opened | Remains) -> View:
+    if isinstance(there, Remains):
+        return view_of(there, now=time.time())
+    seen = snapshot(there.client, there.keys, num_records=_RECORDS, num_events=NUM_EVENTS)
+    return build_view(seen, run_name=there.name, server=there.server)
 
 
 def _causes(view: View) -> dict[str, Any]:
@@ -166,25 +177,42 @@ def dashboard(target: Target, host: str, port: int, makes_token: bool, token_fil
 
 
 @click.command()
-@takes_place
+@click.argument("folders", nargs=-1, type=click.Path(path_type=Path), metavar="[RUN_FOLDER]...")
+@takes_server
 @click.option("-o", "--output", type=OutputFile(suffix=".png"), help="The file; by default NAME.png, here.")
-def plot(folder: Path | None, url: str | None, run: str | None, output: Path | None) -> None:
-    """Draw reward, KL, lag, throughput, time, correction, loss and length of a run into one PNG.
+def plot(folders: tuple[Path, ...], url: str | None, run: str | None, output: Path | None) -> None:
+    """Draw reward, KL, lag, throughput, time, correction, loss and length of a run, or of several, into one PNG.
 
     \b
         streamrl plot runs/quickstart                     from the folder: every step, also without Redis
+        streamrl plot runs/a runs/b                       one over the other, from their folders
         streamrl plot --redis redis://host:6379 --run big -o big.png
                                                           from Redis: recent steps in full, older ones thinned
     """
     from streamrl.ops.monitor.charts import save_report
 
-    name, history = _read_history(folder, url, run)
+    if len(folders) > 1:
+        _plot_several(folders, url or run, output)
+        return
+    name, history = _read_history(folders[0] if folders else None, url, run)
     if not history.steps.records and not history.validations.records:
         raise DataError(f"nothing has been recorded of run {name!r} yet: its first step is still to come")
     output = output or Path(f"{name}.png")
     steps = history.steps.records
     save_report(output, history, title=f"{name}, {steps[-1].step if steps else 0} steps")
     click.echo(f"{output}: {len(steps)} steps, {len(history.validations.records)} validations")
+
+
+def _plot_several(folders: Sequence[Path], elsewhere: str | None, output: Path | None) -> None:
+    from streamrl.ops.monitor.comparison import histories, save_overlay
+
+    if elsewhere is not None:
+        raise ConfigError("several runs are drawn from their folders: leave out --redis and --run")
+    runs = histories(folders)
+    output = output or Path("-against-".join(Path(name).name for name in runs) + ".png")
+    save_overlay(output, runs)
+    steps = (f"{name} {len(history.steps.records)} steps" for name, history in runs.items())
+    click.echo(f"{output}: {', '.join(steps)}")
 
 
 def _read_history(folder: Path | None, url: str | None, run: str | None) -> tuple[str, History]:
@@ -198,6 +226,8 @@ def _read_history(folder: Path | None, url: str | None, run: str | None) -> tupl
     target = find_target(folder, url, run)
     history = History()
     with opened(target) as there:
+        if isinstance(there, Remains):
+            return there.name, there.history
         history.refresh(there.client, there.keys)
     return target.run, history
 

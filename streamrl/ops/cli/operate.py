@@ -22,6 +22,8 @@ from streamrl.protocol.transport.types import Control
 from streamrl.terminal import plural
 
 _ENDS_A_RUN = ("drain", "stop")
+_TAKE_UP = "there is nobody to hear it; `streamrl up CONFIG` takes the run up again"
+_LETTERS = "dead letters lie in it, and are there again when `streamrl up CONFIG` takes the run up"
 _LOOK_EVERY_S = 0.2
 _SHOWN_CHARS = 60
 
@@ -71,7 +73,7 @@ def stop(target: Target, timeout_s: float, as_json: bool) -> int:
 
 
 def _order(target: Target, mode: Control, *, timeout_s: float, as_json: bool) -> int:
-    with open_run(target) as opened:
+    with open_run(target, instead=_TAKE_UP) as opened:
         state = opened.info.state
         running = state == "running"
         if not running and mode not in _ENDS_A_RUN:
@@ -103,7 +105,7 @@ def dead() -> None:
 @takes_json
 def ls(target: Target, as_json: bool) -> None:
     """List the dead letters, the oldest first."""
-    with open_run(target) as opened:
+    with open_run(target, instead=_LETTERS) as opened:
         letters = _letters(opened)
     lines = [*map(_line, letters), plural(len(letters), "dead letter")]
     tell([_to_json(letter) for letter in letters], lines, as_json=as_json)
@@ -114,7 +116,7 @@ def ls(target: Target, as_json: bool) -> None:
 @click.option("--ticket", "number", type=int, required=True, help="Its number.")
 def show(target: Target, number: int) -> None:
     """Print all that is known of one dead ticket, as JSON."""
-    with open_run(target) as opened:
+    with open_run(target, instead=_LETTERS) as opened:
         [letter] = _chosen(_letters(opened), [number])
     click.echo(json.dumps(_to_json(letter), indent=2, ensure_ascii=False))
 
@@ -136,7 +138,7 @@ def retry(target: Target, numbers: tuple[int, ...], everything: bool, as_json: b
     not in time: the requests stand.
     """
     _refuse_nothing(numbers, everything)
-    with open_run(target) as opened:
+    with open_run(target, instead=_LETTERS) as opened:
         letters, issued_before = _letters(opened), orders.read_retried(opened.client, opened.keys)
         chosen = letters if everything else _chosen(letters, [n for n in numbers if n not in issued_before])
         requested = orders.request_retries(opened.client, opened.keys, chosen, by=operator())
@@ -157,7 +159,7 @@ def retry(target: Target, numbers: tuple[int, ...], everything: bool, as_json: b
 def purge(target: Target, numbers: tuple[int, ...], everything: bool, as_json: bool) -> None:
     """Throw dead letters away. Their tickets have ended, and stay so."""
     _refuse_nothing(numbers, everything)
-    with open_run(target) as opened:
+    with open_run(target, instead=_LETTERS) as opened:
         chosen = [letter for letter in _letters(opened) if everything or letter.number in numbers]
         purged = orders.purge(opened.client, opened.keys, chosen, by=operator())
     tell({"purged": purged}, [f"{purged} dead letters purged"], as_json=as_json)

@@ -25,6 +25,7 @@ from streamrl.terminal import printable, size
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)i?B?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_INSTEAD = "nothing passes; `streamrl groups tail {folder}` shows what its folder keeps"
 _LIVE = "live"  # the command that stands for `streamrl record RUN_FOLDER` itself
 
 
@@ -84,7 +85,7 @@ def live(target: Target, output: Path, file_bytes: int, max_bytes: int, once: bo
     """Record a run."""
     if max_bytes < 2 * file_bytes:
         raise ConfigError(f"--max-bytes {max_bytes}: must be at least twice --file-bytes = {file_bytes}")
-    with open_run(target) as opened, Interrupts() as interrupts:
+    with open_run(target, instead=_INSTEAD) as opened, Interrupts() as interrupts:
         info = opened.info
         model = opened.config.model.path
         origin = Origin(run=info.name, run_uid=info.uid, fingerprint=info.fingerprint, model=model)

@@ -1,4 +1,5 @@
-"""A Redis: the runs that it holds, `streamrl runs ls|rm`, and who may do what there, `streamrl redis acl`."""
+"""Runs: those of a Redis and of a folder, `streamrl runs ls|compare|rm`; who may do what in a Redis, `streamrl redis
+acl`."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import click
 
 from streamrl.errors import ConfigError, ResourceError
 from streamrl.ops.cli.arguments import takes_json, tell
-from streamrl.ops.monitor.runs import URL_VARIABLE, Listing, list_runs, open_server
+from streamrl.ops.monitor.runs import URL_VARIABLE, Listing, list_runs, open_server, with_folders
 from streamrl.protocol.transport.acl import ANY_RUN, ROLES, WEAKER_BEFORE_7, Role, rules
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.operator import remove_run
@@ -24,22 +25,50 @@ _takes_url = click.option("--redis", "url", metavar="URL", help=f"The server; by
 
 @click.group()
 def runs() -> None:
-    """List the runs of a Redis, or remove one."""
+    """List runs, compare them, or remove one from its Redis."""
 
 
 @runs.command()
 @_takes_url
+@click.option("--dir", "folder", type=click.Path(path_type=Path), default="runs", help="Where folders of runs lie.")
 @takes_json
-def ls(url: str | None, as_json: bool) -> None:
-    """List all runs that a Redis holds, the youngest first.
+def ls(url: str | None, folder: Path, as_json: bool) -> None:
+    """List the runs whose folders lie here, and those that a Redis holds where one is named; the youngest first.
 
-    It goes through the keys page by page for 10 seconds at most, and says so when that was not enough. --json prints
-    {complete, runs [{name state is_live term step parts created_at}]}.
+    \b
+        streamrl runs ls
+        streamrl runs ls --dir /shared/runs --redis redis://host:6379
+
+    It goes through the keys of Redis page by page for 10 seconds at most, and says so when that was not enough. A run
+    that both know stands there once, with the state that Redis tells. --json prints
+    {complete, runs [{name state is_live term step parts created_at ended_at folder uid}]}.
     """
-    with open_server(_server(url)) as client:
-        found = list_runs(client)
+    listing = Listing(runs=(), is_complete=True)
+    if (server := url or os.environ.get(URL_VARIABLE)) is not None:
+        with open_server(server) as client:
+            listing = list_runs(client)
+    found = with_folders(listing, folder)
     told = {"complete": found.is_complete, "runs": [asdict(run) for run in found.runs]}
     tell(told, _lines(found), as_json=as_json)
+
+
+@runs.command()
+@click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN_FOLDER...")
+@takes_json
+def compare(folders: tuple[Path, ...], as_json: bool) -> None:
+    """Compare runs by what their folders tell: a line each, with reward, held out, steps, tokens, time and lag.
+
+    \b
+        streamrl runs compare runs/a runs/b
+
+    REWARD is that of the last step, BEST the best on held-out prompts, TIME what all steps took together, LAG the mean
+    over all trained tokens. --json prints [{name folder state reward best_held_out steps tokens seconds lag}].
+    """
+    from streamrl.ops.monitor.comparison import compare as compare_runs
+    from streamrl.ops.monitor.comparison import table
+
+    rows = compare_runs(folders)
+    tell([asdict(row) for row in rows], table(rows), as_json=as_json)
 
 
 @runs.command()
@@ -60,8 +89,10 @@ def _lines(found: Listing) -> Iterator[str]:
     width = max((len(run.name) for run in found.runs), default=0)
     for run in found.runs:
         live = "live" if run.is_live else ""
-        began = f"began {age(time.time() - run.created_at)} ago" if run.created_at else ""
-        yield f"{run.name:<{width}}  {run.state:<9}{live:<6}step {run.step:<8}term {run.term:<4}{began}".rstrip()
+        times = {"began": run.created_at, "ended": run.ended_at}
+        when = ", ".join(f"{what} {age(time.time() - at)} ago" for what, at in times.items() if at)
+        line = f"{run.name:<{width}}  {run.state:<9}{live:<6}step {run.step:<8}term {run.term:<4}{when}"
+        yield f"{line}  {run.folder or ''}".rstrip()
     yield plural(len(found.runs), "run") + ("" if found.is_complete else ", and perhaps more")
 
 

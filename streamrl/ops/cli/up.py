@@ -8,7 +8,7 @@ import json
 import click
 
 from streamrl.config.load import load_config
-from streamrl.ops.cli.arguments import takes_config, takes_overrides
+from streamrl.ops.cli.arguments import takes_config, takes_overrides, tell
 
 
 @click.command()
@@ -19,17 +19,28 @@ def up(file: str, overrides: tuple[str, ...], takeover: bool, as_json: bool) -> 
     """Run everything on this machine: Redis, reward server, workers, learner.
 
     Ctrl-C ends it in good order: the learner finishes its step and writes a checkpoint. Another Ctrl-C ends it at once.
-    Starting it again goes on from the last checkpoint.
+    Starting it again goes on from the last checkpoint. A run that has finished, and that these settings give nothing
+    more to do, says so at once: neither Redis nor the learner is started, and the exit code is 0.
     """
     from rich.console import Console
 
     from streamrl.learner.checkpoints.resume import check_resume
     from streamrl.ops.launch.display import Display
+    from streamrl.ops.launch.finished import finished_lines, nothing_left_of
     from streamrl.ops.launch.summary import summary_lines
     from streamrl.ops.launch.up import up as run_up
 
     loaded = load_config(file, overrides)
     check_resume(loaded.config)
+    if (done := nothing_left_of(loaded.config)) is not None:
+        lines = finished_lines(done, file)
+        tell(
+            done.summary or {"name": done.name, "state": done.state, "steps": done.step},
+            lines,
+            as_json=as_json,
+            indent=None,
+        )
+        return 0
     console = Console(stderr=as_json)
     outcome = run_up(loaded, display=Display(console), takeover=takeover)
     if outcome.summary is not None:

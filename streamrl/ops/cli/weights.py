@@ -20,6 +20,7 @@ from streamrl.protocol.weights.stores import BlobStore, open_store
 from streamrl.versions import parse, show
 
 _NUM_TENSORS_SHOWN = 10
+_INSTEAD = "{folder}/checkpoints, and of a finished run {folder}/export, have its weights; `streamrl eval` takes both"
 _LATEST = "latest"
 _UNREADABLE = "its manifest cannot be read"
 
@@ -39,7 +40,7 @@ def weights() -> None:
 
 @contextmanager
 def _published(target: Target) -> Iterator[tuple[OpenRun, Manifests]]:
-    with open_run(target) as opened:
+    with open_run(target, instead=_INSTEAD) as opened:
         yield opened, read_manifests(opened.client, opened.keys)
 
 

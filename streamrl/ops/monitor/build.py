@@ -73,7 +73,11 @@ def build_view(
         ),
         unreadable=snapshot.unreadable,
     )
-    causes = find_causes(seen, was_removed=snapshot.was_removed)
+    return judged(seen, was_removed=snapshot.was_removed)
+
+
+def judged(seen: view.View, *, was_removed: bool = False) -> view.View:
+    causes = find_causes(seen, was_removed=was_removed)
     return replace(seen, causes=causes, verdict=judge(seen, causes))
 
 

@@ -16,7 +16,7 @@ from streamrl.ops.monitor import flow_causes as flow
 from streamrl.ops.monitor import part_causes as parts
 from streamrl.ops.monitor.evidence import is_running, is_taken_up
 from streamrl.ops.monitor.view import Cause, Level, Verdict, View, attention, blocking, info
-from streamrl.terminal import size
+from streamrl.terminal import age, size
 
 _FULL = 0.97  # of maxmemory; close to it, large writes fail already
 _TIGHT = 0.85
@@ -39,6 +39,14 @@ def absent(view: View, *, was_removed: bool) -> Iterator[Cause]:
         evidence = f"Redis at {view.redis.server} holds nothing of this name"
         remedy = "look for its name with `streamrl runs ls`, or start it with `streamrl up CONFIG`"
     yield blocking(title="there is no such run", evidence=evidence, remedy=remedy)
+
+
+def not_begun(view: View) -> Iterator[Cause]:
+    yield blocking(
+        title="the run has not begun",
+        evidence=view.run.error or f"no learner has taken it: {view.run.folder} holds little but its configuration",
+        remedy=f"`streamrl up {view.run.folder}/asked.yaml` starts it as it was asked for last",
+    )
 
 
 def redis_full(view: View) -> Iterator[Cause]:
@@ -87,7 +95,8 @@ def finished(view: View) -> Iterator[Cause]:
         yield info(
             title="the run has finished",
             evidence=f"{view.run.step} steps were made",
-            remedy="`streamrl plot` draws its curves, `streamrl audit` accounts for its tickets",
+            remedy="`streamrl plot` draws its curves, `streamrl groups tail` shows what it answered, `streamrl audit` "
+            "accounts for its tickets; with more training.max_steps it goes on",
         )
 
 
@@ -108,6 +117,21 @@ def stopped(view: View) -> Iterator[Cause]:
             evidence=f"a checkpoint was written at step {view.run.step}, and the learner left in order",
             remedy="start it again with the same configuration (`streamrl up CONFIG`): it goes on from there",
         )
+
+
+def crashed(view: View) -> Iterator[Cause]:
+    if view.run.state == "crashed":
+        yield blocking(
+            title="the run crashed",
+            evidence=f"it was running, at step {view.run.step}, and was last heard of {age(_since_end_s(view))} ago; "
+            "neither its learner nor its Redis is there",
+            remedy=f"{view.run.folder}/logs may say why; start it again with the same configuration "
+            "(`streamrl up CONFIG`): it goes on from the last checkpoint",
+        )
+
+
+def _since_end_s(view: View) -> float | None:
+    return None if view.run.ended_at is None else view.at - view.run.ended_at
 
 
 def paused(view: View) -> Iterator[Cause]:
@@ -147,6 +171,7 @@ TABLE: Mapping[str, Callable[[View], Iterator[Cause]]] = {
     "finished": finished,
     "failed": failed,
     "stopped": stopped,
+    "crashed": crashed,
     "paused": paused,
     "ending": ending,
     "learner_gone": parts.learner_gone,
@@ -187,14 +212,16 @@ def find_causes(view: View, *, was_removed: bool = False) -> tuple[Cause, ...]:
     looks = TABLE
     if view.run.state == "absent":
         looks = {"absent": partial(absent, was_removed=was_removed), "unreadable": unreadable}
+        if view.run.folder is not None:
+            looks = {"not_begun": not_begun}
     found = [replace(cause, name=name) for name, look in looks.items() for cause in look(view)]
     return tuple(sorted(found, key=lambda cause: _LEVELS.index(cause.level)))
 
 
 def judge(view: View, causes: tuple[Cause, ...]) -> Verdict:
     """healthy: it runs, or has reached its end. degraded: it runs, and somebody should look. stalled: nothing moves.
-    ended: it was stopped, has failed, or is not there."""
-    if view.run.state == "absent" or (view.run.state in ("stopped", "failed") and not is_taken_up(view)):
+    ended: it was stopped, has failed or crashed, or is not there."""
+    if view.run.state == "absent" or (view.run.state in ("stopped", "failed", "crashed") and not is_taken_up(view)):
         return "ended"
     if view.run.state == "finished" and not is_taken_up(view):
         return "healthy"

@@ -23,7 +23,8 @@ from prometheus_client import CollectorRegistry, MetricsHandler
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from streamrl.ops.monitor.poller import Poller, Seen, Watcher
+from streamrl.ops.monitor.poller import Poller, Seen, watch
+from streamrl.ops.monitor.remains import Remains
 from streamrl.ops.monitor.runs import Opened
 from streamrl.ops.monitor.view import EXIT_CODES, View
 
@@ -41,7 +42,8 @@ class _RunFigures(Collector):
 
     def collect(self) -> Iterator[Metric]:
         seen = self._look()
-        yield self._one("streamrl_up", "Redis answers", not seen.error)
+        is_up = not seen.error and (seen.view is None or seen.view.run.folder is None)
+        yield self._one("streamrl_up", "Redis answers", is_up)
         if seen.view is not None:
             yield from self._parts(seen.view)
             yield from self._flow(seen.view)
@@ -125,10 +127,10 @@ def make_server(
     return server
 
 
-def serve_metrics(there: Opened, bound: socket.socket, *, ready: Callable[[], None]) -> None:
-    poller = Poller(Watcher(there.client, there.keys, server=there.server), period_s=_LOOK_EVERY_S)
+def serve_metrics(there: Opened | Remains, bound: socket.socket, *, ready: Callable[[], None]) -> None:
+    poller = Poller(watch(there), period_s=_LOOK_EVERY_S)
     poller.look()
-    figures = make_registry(there.keys.name, lambda: poller.seen)
+    figures = make_registry(there.name, lambda: poller.seen)
     with poller.looking(), make_server(figures, bound) as server:
         ready()
         server.serve_forever()

@@ -13,12 +13,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import redis
 
 from streamrl.errors import TransportError
 from streamrl.ops.monitor.build import build_view
 from streamrl.ops.monitor.history import History
+from streamrl.ops.monitor.remains import FolderWatcher, Remains
+from streamrl.ops.monitor.runs import Opened
 from streamrl.ops.monitor.view import View
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.snapshot import snapshot
@@ -34,12 +37,27 @@ class Seen:
     error: str = ""  # Redis does not answer now
 
 
+class Watching(Protocol):
+    """One run, looked at again and again. TransportError when it cannot be seen now."""
+
+    @property
+    def history(self) -> History: ...
+
+    def look(self) -> View: ...
+
+
+def watch(there: Opened | Remains) -> Watching:
+    if isinstance(there, Remains):
+        return FolderWatcher(there)
+    return Watcher(there.client, there.keys, server=there.server)
+
+
 class Poller:
     """Looks every `period_s`; `seen` is always the last outcome, and tells when an answer is overdue."""
 
     def __init__(
         self,
-        watcher: Watcher,
+        watcher: Watching,
         *,
         period_s: float,
         on_look: Callable[[View], object] = lambda view: None,  # told of each answer, by the thread that looked

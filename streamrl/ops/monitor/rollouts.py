@@ -1,20 +1,29 @@
 """The last groups that workers delivered, a line each, and one of them in full, as `streamrl groups` reads it.
 
-They are read from the stream while it holds them; what is committed is gone. Only reads.
+They are read from the stream while it holds them; what is committed is gone. Where the stream has none, or is not there
+any more, those that the learner has kept in the run's folder. Only reads.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import redis
+from rich.text import Text
 
 from streamrl.errors import DataError, WireError
+from streamrl.ops.monitor.remains import Remains
+from streamrl.ops.monitor.runs import Opened
+from streamrl.ops.record.export import to_json
+from streamrl.ops.record.kept import KeptGroups, lines_of_record
 from streamrl.ops.record.recording import open_group
-from streamrl.ops.record.view import TokenDecoder, find_decoder
+from streamrl.ops.record.view import TokenDecoder, find_decoder, lines_of
 from streamrl.protocol.transport.entries import to_entry
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.types import Entry
@@ -35,6 +44,74 @@ class Rollout:
     rewards: tuple[float, ...]
     lengths: tuple[int, ...]
     versions: str
+
+
+class Rollouts(Protocol):
+    """What pages show. None, and no lines: it is not there any more, or cannot be read now."""
+
+    def latest(self) -> Sequence[Rollout]: ...
+
+    def to_json(self, entry_id: str) -> Mapping[str, Any] | None: ...
+
+    def lines(self, entry_id: str, *, width: int, colour: bool) -> Sequence[Text]: ...
+
+
+def rollouts_of(there: Opened | Remains) -> Rollouts:
+    if isinstance(there, Remains):
+        return KeptRollouts(there.folder)
+    return LiveRollouts(there.client, there.keys, kept=KeptRollouts(there.folder) if there.folder else None)
+
+
+class LiveRollouts:
+    """`kept`: for what the stream does not hold any more."""
+
+    def __init__(self, client: redis.Redis, keys: Keys, *, kept: KeptRollouts | None = None) -> None:
+        self._client, self._keys, self._kept = client, keys, kept
+        self._decoder: TokenDecoder | None = None
+        self._lock = threading.Lock()
+
+    def latest(self) -> Sequence[Rollout]:
+        with contextlib.suppress(redis.RedisError):
+            if found := list_rollouts(self._client, self._keys):
+                return found
+        return self._kept.latest() if self._kept else []
+
+    def to_json(self, entry_id: str) -> Mapping[str, Any] | None:
+        found, decoder = self._open(entry_id)
+        if found is None:
+            return self._kept.to_json(entry_id) if self._kept else None
+        return to_json(*found, decoder)
+
+    def lines(self, entry_id: str, *, width: int, colour: bool) -> Sequence[Text]:
+        found, decoder = self._open(entry_id)
+        if found is None:
+            return self._kept.lines(entry_id, width=width, colour=colour) if self._kept else ()
+        return list(lines_of(*found, decoder, width=width, colour=colour, max_lines=None))
+
+    def _open(self, entry_id: str) -> tuple[tuple[Entry, Group] | None, TokenDecoder | None]:
+        with contextlib.suppress(redis.RedisError):
+            with self._lock:  # one tokenizer, loaded once
+                if self._decoder is None:
+                    self._decoder = find_decoder_of_run(self._client, self._keys)
+            return open_rollout(self._client, self._keys, entry_id), self._decoder
+        return None, None
+
+
+class KeptRollouts:
+    def __init__(self, folder: Path) -> None:
+        self._kept = KeptGroups(folder)
+
+    def latest(self) -> Sequence[Rollout]:
+        return [_of_record(record) for record in reversed(self._kept.latest(_MOST))]
+
+    def to_json(self, entry_id: str) -> Mapping[str, Any] | None:
+        with contextlib.suppress(DataError):
+            return self._kept.find(entry_id)
+        return None
+
+    def lines(self, entry_id: str, *, width: int, colour: bool) -> Sequence[Text]:
+        found = self.to_json(entry_id)
+        return list(lines_of_record(found, width=width, max_lines=None)) if found else ()
 
 
 def list_rollouts(client: redis.Redis, keys: Keys) -> list[Rollout]:
@@ -79,4 +156,17 @@ def _to_rollout(entry: Entry) -> Rollout:
         rewards=tuple(header.sample_rewards),
         lengths=tuple(header.sample_lengths),
         versions=" to ".join(versions),
+    )
+
+
+def _of_record(record: Mapping[str, Any]) -> Rollout:
+    spans = [span for sample in record["samples"] for span in sample["spans"]]
+    return Rollout(
+        id=record["id"],
+        ticket=record["ticket"],
+        worker=record["worker"],
+        error=record["error"],
+        rewards=tuple(sample["reward"] for sample in record["samples"]),
+        lengths=tuple(max((span["end"] for span in sample["spans"]), default=0) for sample in record["samples"]),
+        versions=", ".join(dict.fromkeys(span["version"] for span in spans)),
     )

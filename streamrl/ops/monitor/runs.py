@@ -1,6 +1,7 @@
 """Which run is meant, and the way to it, as quickly as can be: without the schema of configurations.
 
-Blocks at most some seconds for the server to answer, then ResourceError.
+Blocks at most some seconds for the server to answer, then ResourceError; unless the run's folder is known and tells
+that it has ended, and how.
 
 All runs in a Redis. The keys are gone through by SCAN, a page at a time, and for a bounded time only.
 """
@@ -11,14 +12,15 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import redis
 
 from streamrl.errors import ConfigError, ResourceError, TransportError
+from streamrl.ops.monitor.remains import Remains, read_config, read_remains
 from streamrl.protocol.transport.address import server_name
 from streamrl.protocol.transport.connection import connect
 from streamrl.protocol.transport.keys import Keys
@@ -39,8 +41,13 @@ class Target:
     def server(self) -> str:
         """The URL; ResourceError when nothing serves it."""
         if self.url is None:
-            raise ResourceError(f"the run in {self.folder} is not up: its Redis does not run; `streamrl up` starts it")
+            raise ResourceError(f"the Redis of the run in {self.folder} is not up, and comes with `streamrl up`")
         return self.url
+
+    def remains(self) -> Remains | None:
+        """What the folder tells; None where there is none, or it is another run's."""
+        found = read_remains(self.folder) if self.folder is not None else None
+        return found if found is not None and found.name == self.run else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +61,15 @@ class Opened:
     client: redis.Redis
     keys: Keys
     server: str
+    folder: Path | None = None
+
+    @property
+    def name(self) -> str:
+        return self.keys.name
+
+    @property
+    def where(self) -> str:
+        return self.server
 
 
 def find_target(folder: Path | None, url: str | None, run: str | None) -> Target:
@@ -63,14 +79,40 @@ def find_target(folder: Path | None, url: str | None, run: str | None) -> Target
         if url is None or run is None:
             raise ConfigError(f"give the folder of a run, or --redis URL (or {URL_VARIABLE}) and --run NAME")
         return Target(url=url, run=run)
-    name, server = _read_config(folder)
-    return Target(url=url or _serving(folder, server), run=run or name, folder=folder)
+    config = read_config(folder)
+    url = url or _serving(folder, str(config["redis"]["url"]))
+    return Target(url=url, run=run or str(config["name"]), folder=folder)
 
 
 @contextmanager
-def opened(target: Target) -> Iterator[Opened]:
-    with open_server(target.server()) as client:
-        yield Opened(client=client, keys=Keys(target.run), server=server_name(client))
+def opened(target: Target) -> Iterator[Opened | Remains]:
+    """The run in its Redis; what its folder tells of it where that is not there any more."""
+    with ExitStack() as stack:
+        try:
+            there: Opened | Remains = _look_in(stack.enter_context(open_server(target.server())), target)
+        except (ResourceError, TransportError) as error:
+            there = left_of(target, error)
+        yield there
+
+
+def _look_in(client: redis.Redis, target: Target) -> Opened | Remains:
+    """A server that knows nothing of a run which has ended was emptied, or is another one."""
+    keys = Keys(target.run)
+    if target.folder is not None and not client.exists(keys.meta):
+        remains = target.remains()
+        if remains is not None and remains.has_ended:
+            return remains
+    return Opened(client=client, keys=keys, server=server_name(client), folder=target.folder)
+
+
+def left_of(target: Target, error: ResourceError | TransportError) -> Remains:
+    """Of a run whose Redis does not answer. The error, where it is not known or may be running all the same."""
+    remains = target.remains()
+    if remains is None:
+        raise error
+    if remains.state == "running" or (remains.state == "absent" and target.url is not None):
+        raise ResourceError(f"{error}; the run in {remains.folder} {remains.words}") from None
+    return remains
 
 
 @contextmanager
@@ -81,24 +123,6 @@ def open_server(url: str) -> Iterator[redis.Redis]:
             yield client
         except redis.RedisError as error:
             raise TransportError(f"Redis at {server_name(client)}: {error}") from error
-
-
-def _read_config(folder: Path) -> tuple[str, str]:
-    """(the run's name, its redis.url), of the configuration that the run wrote, which is complete."""
-    import yaml
-
-    path = folder / "config.yaml"
-    if not path.is_file():
-        raise ConfigError(f"{folder} is not the folder of a run: there is no config.yaml in it")
-    try:
-        config = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        return str(config["name"]), str(config["redis"]["url"])
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, yaml.YAMLError):
-        raise ConfigError(f"{path} is not the configuration of a run: it is no YAML") from None
-    except (KeyError, TypeError):
-        raise ConfigError(f"{path} is not the configuration of a run: `name` or `redis.url` is missing") from None
 
 
 def _serving(folder: Path, url: str) -> str | None:
@@ -122,6 +146,9 @@ class ListedRun:
     step: int
     parts: int  # that have reported
     created_at: float | None
+    ended_at: float | None = None
+    folder: str | None = None
+    uid: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +168,7 @@ def list_runs(client: redis.Redis, *, within_s: float = 10.0) -> Listing:
         names.update(match[1] for match in found if match)
         if cursor == 0 or time.monotonic() > deadline:
             break
-    runs = sorted((_read(client, name) for name in names), key=lambda run: (-(run.created_at or 0.0), run.name))
+    runs = sorted((_read(client, name) for name in names), key=_youngest_first)
     return Listing(runs=tuple(runs), is_complete=cursor == 0)
 
 
@@ -155,4 +182,56 @@ def _read(client: redis.Redis, name: str) -> ListedRun:
         step=seen.step,
         parts=len(seen.reports),
         created_at=seen.created_at,
+        uid=seen.run.uid if seen.run else None,
+    )
+
+
+def with_folders(listing: Listing, folder: Path) -> Listing:
+    """And the runs whose folders lie there; none where there is no such place."""
+    left = {run.uid: run for run in listing.runs}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if (run := _read_folder(path)) is not None:
+            live = left.get(run.uid) if run.uid else None
+            left[run.uid or run.folder] = run if live is None else _joined(live, run)
+    runs = sorted(left.values(), key=_youngest_first)
+    return replace(listing, runs=tuple(runs))
+
+
+def _youngest_first(run: ListedRun) -> tuple[float, str]:
+    return -(run.created_at or 0.0), run.name
+
+
+def _joined(live: ListedRun, left: ListedRun) -> ListedRun:
+    """What Redis tells, which may have missed steps since the last checkpoint, and that its learner has died."""
+    died = live.state == "running" and not live.is_live and left.state == "crashed"
+    state = left.state if died else live.state
+    return replace(live, state=state, step=max(live.step, left.step), folder=left.folder)
+
+
+def _read_folder(folder: Path) -> ListedRun | None:
+    """None: it is not a run's. One that is up by itself is asked in its own Redis."""
+    try:
+        target = find_target(folder, None, None)
+        remains = read_remains(folder)
+    except ConfigError:
+        return None
+    left = _listed(remains)
+    if remains.url == _EMBEDDED and target.url is not None:
+        with suppress(ResourceError, TransportError), open_server(target.url) as client:
+            return _joined(_read(client, target.run), left)
+    return left
+
+
+def _listed(remains: Remains) -> ListedRun:
+    return ListedRun(
+        name=remains.name,
+        state=remains.state,
+        is_live=False,
+        term=remains.term,
+        step=remains.step,
+        parts=0,
+        created_at=remains.began_at or None,
+        ended_at=remains.at if remains.has_ended else None,
+        folder=str(remains.folder),
+        uid=remains.uid,
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from textwrap import wrap
+from typing import Any
 
 from streamrl.ops.monitor.evidence import alive
 from streamrl.ops.monitor.view import Cause, Part, View, Worker
@@ -16,12 +17,32 @@ WIDTH = 100
 LABEL = 9  # columns
 _MAX_SHOWN = 3  # reward sources, silent workers
 _SHORTEST_CURVE = 8  # columns
+_OF_SUMMARY = {"issued": "tickets", "trained": "trained", "lost": "lost", "twice": "twice", "seconds": "s"}
 _MARKS = {"blocking": "!!", "attention": "! ", "info": "  "}
 
 
 def rows(view: View, *, width: int = WIDTH) -> Iterator[tuple[str, str]]:
     """(label, line) of all that there is to say; a line that belongs to the one above has no label."""
-    found = [
+    found = _of_redis(view, width=width) if view.run.folder is None else _of_folder(view, width=width)
+    yield from ((label, printable(line)) for label, line in found if line)
+
+
+def _of_folder(view: View, *, width: int) -> list[tuple[str, str]]:
+    """Nothing of parts and streams: they are no more."""
+    return [
+        ("run", run_line(view)),
+        ("health", health_line(view)),
+        *_labelled("step", iter(metrics_lines(view, width=width))),
+        ("held out", held_out_line(view)),
+        ("rewards", "  ".join(f"{s.name} mean {number(s.mean)}" for s in view.rewards if s.mean is not None)),
+        ("drops", drops_line(view)),
+        ("summary", summary_words(view.summary)),
+        ("folder", f"{view.run.folder}, which tells all this: its Redis is not there any more"),
+    ]
+
+
+def _of_redis(view: View, *, width: int) -> list[tuple[str, str]]:
+    return [
         ("run", run_line(view)),
         ("health", health_line(view)),
         ("learner", learner_line(view)),
@@ -37,7 +58,6 @@ def rows(view: View, *, width: int = WIDTH) -> Iterator[tuple[str, str]]:
         ("restarts", f"{view.restarts} of parts that died" if view.restarts else ""),
         ("workers", workers_line(view)),
     ]
-    yield from ((label, printable(line)) for label, line in found if line)
 
 
 def _labelled(label: str, lines: Iterator[str]) -> Iterator[tuple[str, str]]:
@@ -78,6 +98,8 @@ def run_line(view: View) -> str:
     words.append(f"term {run.term}")
     if run.created_at:
         words.append(f"began {age(view.at - run.created_at)} ago")
+    if run.ended_at:
+        words.append(f"ended {age(view.at - run.ended_at)} ago")
     return "  ".join(words)
 
 
@@ -220,6 +242,13 @@ def drops_line(view: View) -> str:
     if lengths:
         line += "; by length " + " ".join(f"<={length} {rate:.0%}" for length, rate in lengths)
     return line
+
+
+def summary_words(summary: Mapping[str, Any] | None) -> str:
+    """What the last launch came to, as its launcher wrote it down."""
+    facts = summary or {}
+    words = [f"{facts[name]} {told}" for name, told in _OF_SUMMARY.items() if name in facts]
+    return ", ".join(words) + (f"; model in {facts['export']}" if facts.get("export") else "")
 
 
 def dead_line(view: View) -> str:

@@ -26,7 +26,7 @@ EXIT_UNREACHABLE = 6  # Redis does not answer
 class Run:
     name: str
     uid: str | None
-    state: RunState | Literal["absent"]
+    state: RunState | Literal["absent", "crashed"]  # crashed: it was running when it ended
     control: str  # the operator's word: run, pause, drain, stop
     term: int
     step: int
@@ -36,6 +36,8 @@ class Run:
     eta_s: float | None
     share_done: float | None  # 0 to 1
     error: str | None = None  # what has ended it, where it failed
+    ended_at: float | None = None
+    folder: str | None = None  # which alone tells of the run: its Redis is not there any more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +202,7 @@ class View:
     drops: Drops
     dead: Dead
     redis: Redis
+    summary: Mapping[str, Any] | None = None  # what the last launch came to, where the folder alone tells
     unreadable: tuple[str, ...] = ()  # what lies in Redis under the run's name and is not what it should be
     verdict: Verdict = "healthy"
     causes: tuple[Cause, ...] = ()  # the first is the one to look at

@@ -38,7 +38,7 @@ def lines_of(
             text.truncate(width, overflow="ellipsis")
             yield text
         else:
-            yield from _wrapped(text, width, max_lines)
+            yield from wrapped(text, width, max_lines)
 
 
 def _parts(entry: Entry, group: Group, decoder: TokenDecoder | None, *, colour: bool) -> Iterator[tuple[Text, bool]]:
@@ -49,7 +49,7 @@ def _parts(entry: Entry, group: Group, decoder: TokenDecoder | None, *, colour: 
         yield Text(printable(f"failed: {header.error}"), style="red"), False
         return
     yield Text(f"prompt, {_count(len(group.prompt_ids), 'token')}", style="dim"), True
-    yield Text(_plain(decoder.decode(group.prompt_ids) if decoder else _ids(group.prompt_ids))), False
+    yield Text(plain(decoder.decode(group.prompt_ids) if decoder else _ids(group.prompt_ids))), False
     styles = _styles(group.samples)
     for at, sample in enumerate(group.samples, start=1):
         yield Text(_verdict(at, sample), style="bold"), True
@@ -94,7 +94,7 @@ def _pieces(sample: Sample, decoder: TokenDecoder | None) -> Iterator[str]:
             continue
         so_far = decoder.decode(sample.token_ids[: span.end])
         alone = sample.token_ids[span.start : span.end]
-        yield _plain(so_far[len(before) :] if so_far.startswith(before) else decoder.decode(alone))
+        yield plain(so_far[len(before) :] if so_far.startswith(before) else decoder.decode(alone))
         before = so_far
 
 
@@ -102,12 +102,12 @@ def _ids(token_ids: Any) -> str:
     return " ".join(str(int(token)) for token in token_ids)
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Lines stay lines; every other control character goes."""
     return "\n".join(printable(line) for line in text.split("\n"))
 
 
-def _wrapped(text: Text, width: int, max_lines: int | None) -> Iterator[Text]:
+def wrapped(text: Text, width: int, max_lines: int | None) -> Iterator[Text]:
     lines = list(text.wrap(Console(), max(10, width - len(_INDENT))))
     for line in lines[:max_lines]:
         line.rstrip()

@@ -21,7 +21,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import redis
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -35,12 +34,11 @@ from starlette.routing import Route
 from streamrl.ops.monitor.charts import Chart, Points, charts_of, marks_of, points_of
 from streamrl.ops.monitor.exporter import make_registry
 from streamrl.ops.monitor.history import History, thin
-from streamrl.ops.monitor.poller import Poller, Watcher
-from streamrl.ops.monitor.rollouts import find_decoder_of_run, list_rollouts, open_rollout
+from streamrl.ops.monitor.poller import Poller, watch
+from streamrl.ops.monitor.remains import Remains
+from streamrl.ops.monitor.rollouts import rollouts_of
 from streamrl.ops.monitor.runs import Opened
 from streamrl.ops.monitor.view import View, Worker
-from streamrl.ops.record.export import to_json
-from streamrl.ops.record.view import TokenDecoder
 from streamrl.process import LOOPBACK
 from streamrl.telemetry.metrics import FAMILIES, METRICS, meaning
 
@@ -54,17 +52,17 @@ _HEADERS = {
 
 
 class Dashboard:
-    def __init__(self, there: Opened, *, token: str | None, only_loopback: bool, period_s: float = 1.0) -> None:
-        self._there, self._token, self._only_loopback = there, token, only_loopback
-        self._watcher = Watcher(there.client, there.keys, server=there.server)
+    def __init__(
+        self, there: Opened | Remains, *, token: str | None, only_loopback: bool, period_s: float = 1.0
+    ) -> None:
+        self._token, self._only_loopback = token, only_loopback
+        self._watcher, self._groups = watch(there), rollouts_of(there)
         self._trace = Trace()
         self._poller = Poller(self._watcher, period_s=period_s, on_look=self._trace.add)
-        self._figures = make_registry(there.keys.name, lambda: self._poller.seen)
+        self._figures = make_registry(there.name, lambda: self._poller.seen)
         self._history: bytes = b"{}"  # as it is sent; encoded when something is new, not for every reader
         self._history_of: tuple[int, str, int] | None = None  # what of the history is in it
-        self._decoder: TokenDecoder | None = None
         self._page = read_page()
-        self._lock = threading.Lock()
 
     def app(self) -> Starlette:
         @contextlib.asynccontextmanager
@@ -122,28 +120,15 @@ class Dashboard:
         return Response(self._history, media_type="application/json")
 
     async def _rollouts(self, request: Request) -> Response:
-        try:
-            found = await run_in_threadpool(list_rollouts, self._there.client, self._there.keys)
-        except redis.RedisError:
-            found = []
+        found = await run_in_threadpool(self._groups.latest)
         return _json([asdict(rollout) for rollout in found])
 
     async def _rollout(self, request: Request) -> Response:
-        found = await run_in_threadpool(self._open, request.path_params["entry_id"])
+        found = await run_in_threadpool(self._groups.to_json, request.path_params["entry_id"])
         return _json(found) if found else _json({"error": "it has been committed meanwhile"}, status=404)
 
     async def _metrics(self, request: Request) -> Response:
         return Response(generate_latest(self._figures), media_type=CONTENT_TYPE_LATEST)
-
-    def _open(self, entry_id: str) -> Mapping[str, Any] | None:
-        try:
-            with self._lock:  # one tokenizer, loaded once
-                if self._decoder is None:
-                    self._decoder = find_decoder_of_run(self._there.client, self._there.keys)
-            found = open_rollout(self._there.client, self._there.keys, entry_id)
-        except redis.RedisError:
-            return None
-        return to_json(*found, self._decoder) if found else None
 
 
 def read_page() -> str:

@@ -1,0 +1,134 @@
+"""Runs beside each other, by what their folders tell: a table of a line each, and their curves in one PNG."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from streamrl.errors import ConfigError
+from streamrl.extras import need
+from streamrl.ops.monitor.charts import CHARTS, Chart, running_mean
+from streamrl.ops.monitor.history import HELD_OUT, History
+from streamrl.ops.monitor.remains import read_remains
+from streamrl.protocol.transport.keys import is_validation
+from streamrl.protocol.transport.types import Record
+from streamrl.terminal import age, number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_WIDTH, _SHAPE = 10.4, 0.52  # inches, of the whole; height of a chart, as a share of its width
+_LINES = ("-", "--", ":", "-.")  # of a chart's series; runs are told apart by colour
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What is not known is None."""
+
+    name: str
+    folder: str
+    state: str
+    reward: float | None  # of the last step
+    best_held_out: float | None
+    steps: int
+    tokens: float  # trained, of responses
+    seconds: float  # all steps together
+    lag: float | None  # mean over those tokens, in steps
+
+
+def compare(folders: Sequence[Path]) -> list[Row]:
+    return [_row(folder) for folder in folders]
+
+
+def _row(folder: Path) -> Row:
+    remains = read_remains(folder)
+    steps, history = remains.history.steps.records, remains.history
+    tokens = [_tokens(record) for record in steps]
+    lags = [record.values.get("lag/mean", 0.0) * count for record, count in zip(steps, tokens, strict=True)]
+    rewards = history.curve("train_rollouts/rewards")[1]
+    return Row(
+        name=remains.name,
+        folder=str(folder),
+        state=remains.state,
+        reward=rewards[-1] if rewards else None,
+        best_held_out=max(history.curve(HELD_OUT)[1], default=None),
+        steps=remains.step,
+        tokens=sum(tokens),
+        seconds=sum(record.values.get("timers/step", 0.0) for record in steps),
+        lag=sum(lags) / sum(tokens) if sum(tokens) else None,
+    )
+
+
+def _tokens(record: Record) -> float:
+    values = record.values
+    return values.get("train_rollouts/response_lengths", 0.0) * values.get("train_rollouts/rollout_size", 0.0)
+
+
+def table(rows: Sequence[Row]) -> Iterator[str]:
+    width = max(4, *(len(row.name) for row in rows))
+    yield f"{'RUN':<{width}}  {'STATE':<9}{'REWARD':>8}{'BEST':>8}{'STEPS':>8}{'TOKENS':>9}{'TIME':>7}{'LAG':>7}"
+    for row in rows:
+        figures = f"{number(row.reward):>8}{number(row.best_held_out):>8}{row.steps:>8}{number(row.tokens):>9}"
+        yield f"{row.name:<{width}}  {row.state:<9}{figures}{age(row.seconds):>7}{number(row.lag):>7}"
+
+
+def save_overlay(path: Path, runs: Mapping[str, History]) -> None:
+    """The curves of all of them, chart by chart; of a chart whose series are shares of one whole, the whole."""
+    need("a plot", "matplotlib", extra="monitor")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    charts = [chart for chart in CHARTS if any(_has(history, chart) for history in runs.values())]
+    num_rows = -(-len(charts) // 2)
+    figure = Figure(figsize=(_WIDTH, num_rows * _SHAPE * _WIDTH / 2), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(" against ".join(runs))
+    for place, chart in enumerate(charts, start=1):
+        _draw(chart, runs, figure.add_subplot(num_rows, 2, place))
+    figure.savefig(path)
+
+
+def _has(history: History, chart: Chart) -> bool:
+    return any(history.curve(metric)[0] for metric in chart.series.values())
+
+
+def _draw(chart: Chart, runs: Mapping[str, History], axes: Axes) -> None:
+    axes.set_title(chart.title, fontsize=10, loc="left")
+    axes.set_xlabel("step", fontsize=8)
+    axes.set_ylabel(chart.unit, fontsize=8)
+    axes.grid(alpha=0.3)
+    axes.tick_params(labelsize=8)
+    for place, (name, history) in enumerate(runs.items()):
+        for line, (label, metric) in zip(_LINES, _series(chart).items(), strict=False):
+            steps, values = _curve(chart, metric, history)
+            is_held_out = is_validation([metric])
+            shown = values if is_held_out or len(steps) < 50 else running_mean(values)
+            marker = "o" if is_held_out else ""
+            if steps:
+                axes.plot(steps, shown, line, label=f"{name}: {label}", color=f"C{place}", marker=marker, markersize=3)
+    axes.legend(fontsize=7, frameon=False)
+
+
+def _series(chart: Chart) -> Mapping[str, str]:
+    return {"all": ""} if chart.is_stacked else chart.series
+
+
+def _curve(chart: Chart, metric: str, history: History) -> tuple[list[int], list[float]]:
+    if not chart.is_stacked:
+        return history.curve(metric)
+    metrics = chart.series.values()
+    having = [record for record in history.steps.records if any(metric in record.values for metric in metrics)]
+    sums = [sum(record.values.get(metric, 0.0) for metric in metrics) for record in having]
+    return [record.step for record in having], sums
+
+
+def histories(folders: Sequence[Path]) -> dict[str, History]:
+    """By the runs' names; by their folders, where two are called the same."""
+    found = [read_remains(folder) for folder in folders]
+    names = [remains.name for remains in found]
+    if empty := [remains for remains in found if not remains.history.steps.records]:
+        raise ConfigError(f"{empty[0].folder} holds no metrics.jsonl with a step: nothing can be drawn of it")
+    are_unique = len(set(names)) == len(names)
+    return {remains.name if are_unique else str(remains.folder): remains.history for remains in found}

@@ -1,0 +1,237 @@
+"""A run as its folder remembers it, for who asks when its Redis is not there: finished, stopped, failed, crashed.
+
+    state.json      what the learner last said of itself; without it, what the launcher said in summary.json
+    metrics.jsonl   the curves            summary.json   what the last launch came to
+    rollouts.jsonl  some rollouts         learner.error  why no learner took the run
+
+"running" there means that the learner never came to say how it ended. Whether it lives is known on its own machine
+alone; a process that is no more has crashed. Only reads, and light: no schema, no numpy.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from streamrl.errors import ConfigError, TransportError
+from streamrl.ops.monitor.build import build_view, judged
+from streamrl.ops.monitor.history import History
+from streamrl.ops.monitor.view import View
+from streamrl.process import started_at
+from streamrl.protocol.transport.snapshot import Snapshot, StreamCounts
+from streamrl.protocol.transport.types import RUN_STATES, RunInfo
+from streamrl.protocol.wire.ticket import PURPOSES
+
+State = Literal["absent", "running", "finished", "stopped", "failed", "crashed"]  # absent: no learner has taken the run
+_NOBODY = StreamCounts(num_tickets=0, num_leased=0, leased_by={}, num_groups=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remains:
+    folder: Path
+    name: str
+    url: str  # what the configuration says of its Redis
+    config: Mapping[str, Any]
+    state: State
+    told: Mapping[str, Any]  # state.json
+    error: str
+
+    @cached_property
+    def history(self) -> History:
+        return History.read(self.folder)
+
+    @cached_property
+    def step(self) -> int:
+        return max((curve.records[-1].step for curve in self._curves if curve.records), default=0)
+
+    @property
+    def uid(self) -> str | None:
+        return _read_json(self.folder / "run.json").get("run_uid")
+
+    @property
+    def term(self) -> int:
+        return int(self.told.get("term", 0))
+
+    @cached_property
+    def at(self) -> float:
+        """When it ended; of a crash, the last that was heard of it."""
+        heard = max((curve.records[-1].at for curve in self._curves if curve.records), default=0.0)
+        said = self.told.get("at", 0.0)
+        return max(heard, said) if self.state in ("crashed", "running") else said or heard or _modified(self.folder)
+
+    @property
+    def began_at(self) -> float:
+        return _modified(self.folder / "run.json")
+
+    @property
+    def summary(self) -> Mapping[str, Any] | None:
+        return _read_json(self.folder / "summary.json") or None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in ("finished", "stopped", "failed", "crashed")
+
+    @property
+    def words(self) -> str:
+        """What has become of it, behind the run's name."""
+        return {
+            "absent": "has not begun",
+            "running": f"ran on {self.told.get('host')} when its folder was last written",
+            "finished": f"has finished, after {self.step} steps",
+            "stopped": f"was stopped at step {self.step}",
+            "failed": f"failed at step {self.step}: {self.error}",
+            "crashed": f"crashed at step {self.step}",
+        }[self.state]
+
+    @property
+    def where(self) -> str:
+        return str(self.folder)
+
+    @property
+    def _curves(self) -> tuple[Any, Any]:
+        return self.history.steps, self.history.validations
+
+
+def read_remains(folder: Path) -> Remains:
+    """ConfigError where the folder is not a run's."""
+    config = read_config(folder)
+    told = _read_json(folder / "state.json") or _told_by_launcher(folder)
+    refused = _read_json(folder / "learner.error")
+    state = _state(folder, told, refused)
+    error = str(told.get("error") or refused.get("error") or "")
+    name, url = str(config["name"]), str(config["redis"]["url"])
+    return Remains(folder=folder, name=name, url=url, config=config, state=state, told=told, error=error)
+
+
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """The configuration that the run wrote, which is complete; with its `name` and `redis.url`, in any case."""
+    import yaml
+
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise ConfigError(f"{folder} is not the folder of a run: there is no config.yaml in it")
+    try:
+        config: Any = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        str(config["name"]), str(config["redis"]["url"])
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, yaml.YAMLError):
+        raise ConfigError(f"{path} is not the configuration of a run: it is no YAML") from None
+    except (KeyError, TypeError):
+        raise ConfigError(f"{path} is not the configuration of a run: `name` or `redis.url` is missing") from None
+    found: Mapping[str, Any] = config
+    return found
+
+
+def _told_by_launcher(folder: Path) -> Mapping[str, Any]:
+    path = folder / "summary.json"
+    summary = _read_json(path)
+    return {"state": summary["state"], "at": _modified(path)} if "state" in summary else {}
+
+
+def _state(folder: Path, told: Mapping[str, Any], refused: Mapping[str, Any]) -> State:
+    said = told.get("state")
+    if said in RUN_STATES and said != "running":
+        ended: State = said
+        return ended
+    if said == "running":
+        return "running" if _may_live(told) else "crashed"
+    if not (folder / "terms").is_dir():
+        return "absent"
+    return "failed" if refused else "crashed"
+
+
+def _may_live(told: Mapping[str, Any]) -> bool:
+    """Of another machine's process nothing is known here."""
+    began = told.get("process_began")
+    return told.get("host") != socket.gethostname() or (bool(began) and began == started_at(int(told.get("pid", 0))))
+
+
+def view_of(remains: Remains, *, now: float) -> View:
+    """As people look at it: what only Redis knows is not there."""
+    seen = build_view(_snapshot(remains, now=now), run_name=remains.name, server="", history=remains.history)
+    run = replace(
+        seen.run,
+        state=remains.state,
+        term=remains.term,
+        error=remains.error or None,
+        folder=str(remains.folder),
+        ended_at=remains.at if remains.has_ended else None,
+        eta_s=None,
+    )
+    return judged(replace(seen, run=run, summary=remains.summary))
+
+
+def _snapshot(remains: Remains, *, now: float) -> Snapshot:
+    steps = remains.history.steps.records
+    version = steps[-1].values.get("weights/version") if steps else None
+    info = RunInfo(
+        uid=remains.uid or "",
+        name=remains.name,
+        term=remains.term,
+        config_json=json.dumps(remains.config, default=str),
+        fingerprint="",
+        state="stopped",  # for want of a word; the view has the right one
+    )
+    return Snapshot(
+        at=now,
+        run=info,
+        created_at=remains.began_at or None,
+        step=remains.step,
+        holder=None,
+        control="run",
+        streams=dict.fromkeys(PURPOSES, _NOBODY),
+        num_dead=0,
+        latest_version=int(version) if version else None,
+        latest_version_step=steps[-1].step if version else 0,
+        reports=(),
+        records=(),
+        events=(),
+        used_memory_bytes=0,
+        max_memory_bytes=0,
+    )
+
+
+class FolderWatcher:
+    """As `poller.Watcher`; what lies there is read again when it has changed."""
+
+    def __init__(self, remains: Remains, *, clock: Callable[[], float] = time.time) -> None:
+        self._remains, self._clock = remains, clock
+        self._as_of = _stamp(remains.folder)
+
+    @property
+    def history(self) -> History:
+        return self._remains.history
+
+    def look(self) -> View:
+        if (stamp := _stamp(self._remains.folder)) != self._as_of:
+            self._remains, self._as_of = read_remains(self._remains.folder), stamp
+        if self._remains.state == "running":
+            raise TransportError("the run goes on, beside what is shown here: call this command again to watch it")
+        return view_of(self._remains, now=self._clock())
+
+
+def _stamp(folder: Path) -> tuple[float, ...]:
+    return tuple(_modified(folder / name) for name in ("state.json", "metrics.jsonl", "summary.json"))
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    """Nothing where it is not there, or not whole."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

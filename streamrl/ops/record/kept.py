@@ -1,0 +1,65 @@
+"""Groups that the learner has kept as text in a run's folder, rollouts.jsonl: one a step, of the whole run.
+
+They are there when the stream has forgotten them, or is gone. Reads the disk only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from streamrl.errors import DataError
+from streamrl.ops.record.view import plain, wrapped
+from streamrl.terminal import printable
+
+_FILE = "rollouts.jsonl"
+
+
+class KeptGroups:
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / _FILE
+
+    def latest(self, count: int) -> list[dict[str, Any]]:
+        """The last ones, in their order; of steps that were made again, what was made last stands last."""
+        records = list(self._records())
+        return records[max(0, len(records) - count) :]
+
+    def find(self, wanted: str) -> dict[str, Any]:
+        """By the number of its ticket, or by its id. DataError when it was not kept."""
+        found = [record for record in self._records() if wanted in (record["id"], str(record["ticket"]))]
+        if found:
+            return found[-1]
+        raise DataError(f"group {wanted} was not kept: of each step one is, and of many steps some; see `groups tail`")
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        """The last line may be cut off by a crash."""
+        if not self._path.is_file():
+            return
+        for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                yield json.loads(line)
+
+
+def lines_of_record(record: Mapping[str, Any], *, width: int, max_lines: int | None) -> Iterator[Text]:
+    """As `view.lines_of`; `max_lines` of each text."""
+    heading = f"ticket {record['ticket']}   step {record['step']}   {record['worker']}"
+    yield _heading(heading, width)
+    yield _heading("prompt", width, style="dim")
+    yield from wrapped(Text(plain(record["prompt"])), width, max_lines)
+    for at, sample in enumerate(record["samples"], start=1):
+        sources = ", ".join(f"{name} {value:.4g}" for name, value in sample["rewards"].items())
+        ended = "ended by itself" if sample["finish_reason"] == "stop" else "cut off"
+        versions = " then ".join(dict.fromkeys(span["version"] for span in sample["spans"]))
+        yield _heading(f"sample {at}   reward {sample['reward']:.4g} ({sources})   {ended}, by {versions}", width)
+        yield from wrapped(Text(plain(sample["text"])), width, max_lines)
+
+
+def _heading(text: str, width: int, *, style: str = "bold") -> Text:
+    heading = Text(printable(text), style=style)
+    heading.truncate(width, overflow="ellipsis")
+    return heading

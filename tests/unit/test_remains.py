@@ -1,0 +1,223 @@
+"""Runs whose Redis is not there any more: what their folders tell, and that every command says it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.config.load import load_config
+from streamrl.ops.cli.main import main
+from streamrl.ops.launch.finished import nothing_left_of
+from streamrl.process import started_at
+from tests.run_folders import NUM_STEPS, make_folder
+
+
+def change_state(folder: Path, **changes: Any) -> None:
+    path = folder / "state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("state", "exit_code", "run", "health"),
+    [
+        ("finished", 0, "finished  step 12/12", "healthy: the run has finished"),
+        ("stopped", 5, "stopped  step 12/12", "ended: the run was stopped"),
+        ("failed", 5, "failed  step 12/12", "ended: the learner ended with an error"),
+        ("running", 5, "crashed  step 12/12", "ended: the run crashed"),
+    ],
+)
+def test_status_tells_how_a_run_ended_from_its_folder(
+    tmp_path: Path, state: str, exit_code: int, run: str, health: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_folder(tmp_path, "big", state, error="the reward said no" if state == "failed" else "")
+    assert main(["status", str(folder)]) == exit_code
+    told = capsys.readouterr().out
+    assert run in told
+    assert health in told
+    assert "reward 1 " in told
+    assert "held out exact 0.400" in told
+    assert f"folder   {folder}" in told
+    assert main(["why", str(folder)]) == exit_code
+    why = capsys.readouterr().out
+    assert "start Redis" not in why
+    assert ("the reward said no" in why) == (state == "failed")
+
+
+def test_a_redis_that_is_gone_for_good_is_no_trouble_of_a_finished_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_folder(tmp_path, "big", "finished", **{"redis.url": f"unix://{tmp_path}/gone.sock"})
+    assert main(["status", str(folder)]) == 0
+    assert main(["status", str(folder), "--run", "another"]) == 6
+    assert "start Redis" not in capsys.readouterr().out.partition("another: unreachable")[0]
+
+
+def test_the_json_of_a_finished_run_has_its_summary_and_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_folder(tmp_path, "big", "finished")
+    assert main(["status", str(folder), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["run"]["folder"], told["run"]["state"], told["run"]["step"]) == (str(folder), "finished", NUM_STEPS)
+    assert (told["verdict"], told["summary"]["trained"], told["weights"]["latest"]) == ("healthy", 48, "1.12")
+    assert told["learner"]["held_out"] == {"exact": [0.4]}
+
+
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_a_run_that_may_be_alive_is_not_called_crashed(
+    tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_folder(tmp_path, "big", "running")
+    if where == "here":
+        change_state(folder, pid=os.getpid(), process_began=started_at(os.getpid()))
+    else:
+        change_state(folder, host="another")
+    assert main(["status", str(folder)]) == 6
+    assert "ran on" in capsys.readouterr().out.replace("\n         ", " ")
+
+
+def test_another_process_that_has_its_number_is_not_the_learner(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, "big", "running")
+    change_state(folder, pid=os.getpid())
+    assert main(["status", str(folder)]) == 5
+
+
+def test_a_run_that_no_learner_has_taken_has_not_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_folder(tmp_path, "big", "finished")
+    for name in ("state.json", "summary.json", "metrics.jsonl", "run.json"):
+        (folder / name).unlink()
+    (folder / "terms").rmdir()
+    (folder / "learner.error").write_text(json.dumps({"error": "data.train: no such file", "exit_code": 2}))
+    assert main(["why", str(folder)]) == 5
+    told = capsys.readouterr().out
+    assert "the run has not begun" in told
+    assert "data.train: no such file" in told
+
+
+def test_what_the_launcher_wrote_stands_in_for_the_learners_word(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_folder(tmp_path, "big", "finished")
+    (folder / "state.json").unlink()
+    assert main(["status", str(folder)]) == 0
+    (folder / "summary.json").unlink()
+    assert main(["status", str(folder)]) == 5
+    assert "crashed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "command", ["weights ls", "weights show", "record --output {out}", "pause", "stop", "dead ls", "groups tail --eval"]
+)
+def test_what_cannot_be_done_is_one_line_that_says_why_and_what_to_do(
+    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_folder(tmp_path, "big", "finished")
+    first, *others = command.format(out=tmp_path / "rec").split()
+    words = [first, str(folder), *others] if first == "record" else [first, *others, str(folder)]
+    assert main(words) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: run 'big' has finished, after 12 steps")
+
+
+def test_groups_are_those_that_the_folder_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_folder(tmp_path, "big", "finished")
+    assert main(["groups", "tail", str(folder), "-n", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("ticket")] == [
+        "ticket 110   step 10   w",
+        "ticket 111   step 11   w",
+    ]
+    assert "  what is 11?" in lines
+    assert main(["groups", "show", str(folder), "103", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["prompt"] == "what is 3?"
+    assert main(["groups", "show", str(folder), "99"]) == 2
+
+
+def test_a_finished_run_is_not_started_again_for_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], record_property: Callable[[str, str], None]
+) -> None:
+    folder = make_folder(tmp_path, "big", "finished")
+    before = sorted(folder.rglob("*"))
+    began = time.monotonic()
+    assert main(["up", str(folder / "config.yaml")]) == 0
+    record_property("figure", f"streamrl up on a finished run: {time.monotonic() - began:.2f} s")
+    told = capsys.readouterr().out
+    assert "run big has finished: 12 steps" in told
+    for way in ("training.max_steps=24", "name=big-2", f"--fork {folder}@12"):
+        assert way in told
+    assert sorted(folder.rglob("*")) == before
+    assert main(["up", str(folder / "config.yaml"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["trained"] == 48
+
+
+@pytest.mark.parametrize(
+    ("state", "before", "asked", "is_done"),
+    [
+        ("finished", {"training.max_steps": 12}, ["training.max_steps=12"], True),
+        ("finished", {"training.max_steps": 12}, ["training.max_steps=5"], True),
+        ("finished", {"training.max_steps": 12}, ["training.max_steps=13"], False),
+        ("finished", {"training.max_steps": 12}, ["training.max_steps=-1"], False),
+        ("finished", {"training.max_steps": -1}, ["training.max_steps=-1"], True),
+        ("finished", {"training.max_steps": -1}, ["training.max_steps=-1", "training.max_epochs=2"], False),
+        ("stopped", {"training.max_steps": 12}, ["training.max_steps=12"], False),
+        ("running", {"training.max_steps": 12}, ["training.max_steps=12"], False),
+    ],
+)
+def test_a_run_goes_on_where_its_settings_give_it_more_to_do(
+    tmp_path: Path, state: str, before: dict[str, Any], asked: list[str], is_done: bool
+) -> None:
+    folder = make_folder(tmp_path, "big", state, **before)
+    config = load_config(folder / "config.yaml", asked).config
+    assert (nothing_left_of(config) is not None) == is_done
+
+
+def test_folders_are_listed_with_how_they_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_folder(tmp_path, "big", "finished")
+    make_folder(tmp_path, "small", "running")
+    (tmp_path / "no-run").mkdir()
+    assert main(["runs", "ls", "--dir", str(tmp_path), "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["runs"]
+    assert {run["name"]: (run["state"], run["step"]) for run in listed} == {
+        "big": ("finished", 12),
+        "small": ("crashed", 12),
+    }
+    assert main(["runs", "ls", "--dir", str(tmp_path)]) == 0
+    assert "2 runs" in capsys.readouterr().out
+    assert main(["runs", "ls", "--dir", str(tmp_path / "nowhere")]) == 0
+
+
+def test_runs_are_compared_by_their_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [make_folder(tmp_path, "a", "finished"), make_folder(tmp_path, "b", "running", slope=0.5)]
+    assert main(["runs", "compare", *map(str, folders), "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert (first["reward"], first["best_held_out"], first["steps"], first["lag"]) == (1.0, 0.4, 12, 1.5)
+    assert (second["reward"], second["best_held_out"], second["state"]) == (0.5, 0.2, "crashed")
+    assert (first["tokens"], first["seconds"]) == (12 * 50 * 16, 24.0)
+    assert main(["runs", "compare", *map(str, folders)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == [
+        "a",
+        "finished",
+        "1",
+        "0.400",
+        "12",
+        "9",
+        "600",
+        "24s",
+        "1.500",
+    ]
+    assert main(["runs", "compare", str(tmp_path)]) == 2
+
+
+def test_curves_of_several_runs_are_one_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [make_folder(tmp_path, "a", "finished"), make_folder(tmp_path, "b", "running", slope=0.5)]
+    output = tmp_path / "both.png"
+    assert main(["plot", *map(str, folders), "-o", str(output)]) == 0
+    assert output.stat().st_size > 10_000
+    assert "a 12 steps, b 12 steps" in capsys.readouterr().out
+    assert main(["plot", *map(str, folders), "--run", "c"]) == 2
