@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
@@ -21,7 +22,7 @@ from streamrl.ops.monitor.causes import unreachable
 from streamrl.ops.monitor.history import History
 from streamrl.ops.monitor.poller import NUM_EVENTS
 from streamrl.ops.monitor.runs import Target, find_target, opened
-from streamrl.ops.monitor.text import cause_lines, status_lines, why_lines
+from streamrl.ops.monitor.text import WIDTH, cause_lines, status_lines, why_lines
 from streamrl.ops.monitor.view import EXIT_CODES, EXIT_UNREACHABLE, SCHEMA, View
 from streamrl.process import LOOPBACK, address_of, bind
 from streamrl.protocol.transport.snapshot import snapshot
@@ -63,7 +64,8 @@ def status(target: Target, as_json: bool) -> int:
       drops {trained dropped by_reason rate_by_length ignored}   dead {count retry_requests latest [{ticket error}]}
       redis {server version used_bytes max_bytes policy role save_error}   unreadable [..]
     """
-    return _answer(target, View.to_json, status_lines, as_json=as_json)
+    lines = partial(status_lines, width=WIDTH if sys.stdout.isatty() else None)
+    return _answer(target, View.to_json, lines, as_json=as_json)
 
 
 @click.command(epilog=_EXITS)
