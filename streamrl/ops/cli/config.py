@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -18,6 +19,9 @@ from streamrl.ops.cli.arguments import OutputFile, takes_config, takes_json
 from streamrl.ops.cli.init import Case, is_chat_model, starter
 from streamrl.protocol.transport.address import masked
 from streamrl.terminal import printable
+
+if TYPE_CHECKING:
+    from streamrl.ops.monitor.doctor.musts import Part
 
 
 @click.group()
@@ -92,13 +96,22 @@ _LEVELS = {"ok": ("ok     ", 0), "warning": ("warning", 3), "error": ("ERROR  ",
 
 @click.command()
 @takes_config
+@click.option(
+    "--for",
+    "part",
+    type=click.Choice(["all", "learner", "worker"]),
+    default="all",
+    help="What of the run is started here; all is what `streamrl up` starts.",
+)
 @takes_json
-def doctor(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
+def doctor(file: str, overrides: tuple[str, ...], part: Part, as_json: bool) -> int:
     """Look at everything that a run needs before it is started; change nothing.
 
     \b
         streamrl doctor conf/quickstart.yaml
         streamrl doctor conf/reinforce.yaml model.path=./sft data.train=prompts.jsonl redis.url=redis://host:6379
+        streamrl doctor run.yaml --for learner       where `streamrl learn` or torchrun is started, without vLLM
+        streamrl doctor run.yaml --for worker        where `streamrl worker` is, without prompts and run folder
 
     \b
     Settings and files; Redis: version, policy, memory, durability, latency; model, tokenizer and vocabulary;
@@ -112,7 +125,7 @@ def doctor(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
 
     worst = "ok"
     told = []
-    for finding in examine(load_config(file, overrides)):
+    for finding in examine(load_config(file, overrides), part):
         told.append(asdict(finding))
         worst = max(worst, finding.level, key=list(_LEVELS).index)
         if not as_json:

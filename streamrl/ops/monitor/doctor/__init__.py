@@ -4,13 +4,14 @@ remedy. Nothing is started, nothing is written, no model is loaded; each check h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 
 from streamrl.config.load import Loaded
 from streamrl.errors import UserError
 from streamrl.ops.monitor.doctor import machine, services
 from streamrl.ops.monitor.doctor.finding import Finding, error, ok
-from streamrl.ops.monitor.doctor.musts import MUSTS
+from streamrl.ops.monitor.doctor.musts import MUSTS, Part, check_packages
 
 Check = Callable[[Loaded], Iterable[Finding]]
 
@@ -36,9 +37,25 @@ CHECKS: Mapping[str, Check] = {
 }
 
 
-def examine(loaded: Loaded) -> Iterator[Finding]:
+# What another machine must have: the learner asks no rewards, and a worker reads no prompts.
+_ELSEWHERE: Mapping[Part, Collection[str]] = {
+    "all": (),
+    "learner": ("rewards", "reward port", "shared memory"),
+    "worker": ("files", "reward port", "disk"),
+}
+
+
+def examine(loaded: Loaded, part: Part = "all") -> Iterator[Finding]:
     """One by one, as they are found."""
-    for name, check in CHECKS.items():
+    of_part: Mapping[str, Check] = {
+        "packages": _sound("packages", lambda loaded: check_packages(loaded.config, part)),
+        "gpu": partial(machine.check_gpus, part=part),
+        "memory": partial(machine.check_memory, part=part),
+        "shared memory": partial(machine.check_shared_memory, part=part),
+    }
+    for name, check in {**CHECKS, **of_part}.items():
+        if name in _ELSEWHERE[part]:
+            continue
         try:
             yield from check(loaded)
         except UserError as mistake:

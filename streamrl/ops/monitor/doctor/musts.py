@@ -6,6 +6,7 @@ Each raises UserError with the remedy. What must hold of Redis is `transport.con
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 from streamrl.config.check import check_config
 from streamrl.config.engines import ENGINES
@@ -16,15 +17,27 @@ from streamrl.extras import check_learner, need
 from streamrl.process import bind
 from streamrl.protocol.weights.stores import ObjectStore
 
+Part = Literal["all", "learner", "worker"]  # what of the run this machine is for: all is what `up` starts
 
-def check_packages(config: Config) -> None:
+
+def check_packages(config: Config, part: Part = "all") -> None:
     """That what this configuration needs is installed."""
-    check_learner()
+    if part != "worker":
+        check_learner()
     engine = ENGINES[config.worker.engine]
-    if config.worker.count and engine.package:
+    if num_workers(config, part) and engine.package:
         need(f"worker.engine = {config.worker.engine!r}", engine.package, extra=engine.extra, or_extra=engine.or_extra)
-    if config.reward_server is not None:
+    if part == "all" and config.reward_server is not None:
         need("reward_server", "starlette", "uvicorn", extra="rewards")
+
+
+def num_workers(config: Config, part: Part) -> int:
+    """On this machine."""
+    return {"all": config.worker.count, "learner": 0, "worker": 1}[part]
+
+
+def num_ranks(config: Config, part: Part) -> int:
+    return 0 if part == "worker" else config.learner.processes
 
 
 def _store(loaded: Loaded) -> None:
