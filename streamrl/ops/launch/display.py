@@ -109,7 +109,9 @@ def plain_line(shown: Shown, *, now: float) -> str:
 
 def _state(view: View | None) -> str:
     """What is wrong, if anything: its change is news."""
-    troubles = [cause.title for cause in view.causes if cause.level != "info"] if _is_there(view) else []
+    if not _is_there(view):
+        return ""
+    troubles = [cause.title for cause in view.causes if cause.level != "info"]
     return f"{view.verdict}: {troubles[0]}" if troubles else ""
 
 
