@@ -117,13 +117,13 @@ def converse(conversation: Conversation, *, ask: Callable[[], str], say: Callabl
 
     while True:
         try:
-            text = ask().strip()
+            text = ask()
         except (EOFError, KeyboardInterrupt):
             say("\n")
             return
-        if text == _ANEW:
+        if text.strip() == _ANEW:
             conversation.begin()
-        elif text:
+        elif text.strip():
             try:
                 for piece in conversation.answer(text, Answer()):
                     say(piece)
