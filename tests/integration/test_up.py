@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -177,8 +178,9 @@ def test_asked_twice_to_end_it_ends_at_once(folder: Path) -> None:
     wait_until(lambda: "asked_to_end" in log.read_text(), description="the first request is heeded")
     process.send_signal(signal.SIGINT)
 
-    process.communicate(timeout=10)
+    _, err = process.communicate(timeout=10)
     assert process.returncode == 130
+    assert re.search(r"ended at once, without a checkpoint: the run stands at step \d+; .* to be made again", err)
 
 
 def test_a_part_that_cannot_work_ends_the_run_with_its_own_words_and_an_operators_word_stands(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import struct
 import threading
@@ -14,10 +15,12 @@ import pytest
 import redis
 
 from streamrl.config.load import Loaded, load_config
+from streamrl.errors import ResourceError
 from streamrl.finding import Finding
 from streamrl.ops.cli.main import main
 from streamrl.ops.monitor.doctor import look, machine
 from streamrl.ops.monitor.doctor.machine import count_parameters, worker_bytes
+from streamrl.ops.monitor.doctor.musts import Part, check_packages
 from streamrl.terminal import size
 
 TOKENS = ["<eos>", *"abcdefgh"]
@@ -184,3 +187,38 @@ def test_where_files_are_wrong_nothing_is_tried_with_them(
     told = capsys.readouterr().out
     assert "ERROR    files" in told
     assert "rewards, prompts and model were not tried" in told
+
+
+def test_each_machine_is_asked_for_what_its_own_part_needs(model: Path, redis_url: str) -> None:
+    def seen(part: Part, *overrides: str) -> dict[str, Finding]:
+        return {one.name: one for _, one in look(load(model, redis_url, *overrides), part)}
+
+    no_data = seen("worker", "data.train=nowhere.jsonl", "worker.count=0")
+    assert [name for name, one in no_data.items() if one.level == "error"] == []
+    assert "worker memory" in no_data
+    assert not {"learner memory", "disk", "files"} & set(no_data)
+    learner = seen("learner", "rewards.exact.target=nowhere.py:score")
+    assert {"learner memory", "disk", "files"} <= set(learner)
+    assert not {"worker memory", "rewards", "shared memory"} & set(learner)
+
+
+def test_the_other_parts_packages_are_not_asked_for(
+    model: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without(*packages: str) -> None:
+        def find(name: str) -> object | None:
+            return None if name in packages else find_spec(name)
+
+        monkeypatch.setattr("streamrl.extras.importlib.util.find_spec", find)
+
+    config = load(model, redis_url, "worker.engine=vllm").config
+    find_spec = importlib.util.find_spec
+    without("vllm")
+    check_packages(config, "learner")
+    for part in ("worker", "all"):
+        with pytest.raises(ResourceError, match="vllm"):
+            check_packages(config, part)  # type: ignore[arg-type]
+    without("torch", "transformers")
+    check_packages(config, "worker")
+    with pytest.raises(ResourceError, match="the learner needs torch"):
+        check_packages(config, "learner")

@@ -108,6 +108,27 @@ def test_a_server_without_room_for_backlog_and_weights_is_refused_as_by_up(
         assert learn(file, "--redis", server.url, "--dry-run", *sizes, "weights.store=file:/shared") == 0
 
 
+def test_a_dry_run_needs_no_redis_and_says_that_none_was_asked(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nowhere = "redis://127.0.0.1:1/0"
+    cluster = ["--nodes", "1:4", "--rendezvous", "trainer-0:29400", "checkpoint.resume=false"]
+    for more in ([], cluster):
+        assert learn(file, "--dry-run", "--redis", nowhere, "redis.connect_timeout_s=0.1", *more) == 0
+        told = capsys.readouterr()
+        words = shlex.split(told.out)
+        assert words[words.index("--redis") + 1] == nowhere
+        assert told.err.startswith("Redis was not asked (--dry-run): Redis at 127.0.0.1:1")
+    assert learn(file, "--dry-run") == 0
+    assert "that server comes with `streamrl up`" in capsys.readouterr().err
+
+
+def test_torchruns_own_words_for_machines_and_ranks_are_understood(
+    file: Path, redis_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ["--nnodes", "2", "--rendezvous", "trainer-0:29400", "--nproc-per-node", "8"]
+    assert learn(file, "--redis", redis_url, "--dry-run", *where) == 0
+    assert {"--nnodes=2", "--nproc-per-node=8"} <= set(line(capsys))
+
+
 def test_a_recording_takes_the_place_of_redis(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert learn(file, "--replay", "recording", "--dry-run") == 0
     words = line(capsys)

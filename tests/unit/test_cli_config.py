@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 
+from streamrl.config.load import load_config
+from streamrl.ops.cli.init import is_chat_model
 from streamrl.ops.cli.main import main
 
 CONFIG = """\
@@ -90,3 +93,66 @@ def test_what_is_shown_holds_no_password(config: str, options: list[str], capsys
     assert "http://u:***@h" in shown
     assert "secret" not in shown
     assert not options or json.loads(shown)["rewards"]["m"]["url"] == "http://h:1"
+
+
+CASES = [
+    ("--reward", "numeric_match"),
+    ("--reward", "exact_match", "--text"),
+    ("--reward", "rewards.py:score", "--validation", "train.jsonl", "--gpus", "1"),
+    ("--reward", "rewards.py:score", "--gpus", "8", "--chat"),
+]
+
+
+@pytest.mark.parametrize("options", CASES)
+def test_a_begun_configuration_is_short_explained_and_good(
+    config: str, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("rewards.py").write_text("")
+    assert main(["config", "init", "mine.yaml", "--model", "./model", "--data", "train.jsonl", *options]) == 0
+    assert capsys.readouterr().out == "mine.yaml: written. Then: streamrl config check mine.yaml\n"
+    assert main(["config", "check", "mine.yaml"]) == 0
+    text = Path("mine.yaml").read_text()
+    assert len(text.splitlines()) <= 75
+    assert max(map(len, text.splitlines())) <= 120
+    settings = [line for line in text.splitlines() if ": " in line and not line.lstrip().startswith("#")]
+    assert [line for line in settings if "#" not in line] == []
+
+
+def test_a_begun_configuration_fits_the_case(config: str) -> None:
+    case = ["--model", "a: b/no", "--data", "train.jsonl", "--reward", "numeric_match"]
+    assert main(["config", "init", "many gpus.yaml", *case, "--gpus", "4", "--text"]) == 0
+    made = load_config("many gpus.yaml").config
+    assert (made.name, made.model.path) == ("many-gpus", "a: b/no")
+    assert (made.learner.processes, made.worker.count) == (2, 0)
+    assert made.sampling.stop == ("\n",)
+    assert made.validation.every_steps == 0
+
+
+def test_what_init_is_not_told_it_asks(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("./model\ntrain.jsonl\nexact_match\n"))
+    assert main(["config", "init", "asked.yaml"]) == 0
+    assert load_config("asked.yaml").config.rewards["right"].target == "exact_match"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("file", "reward", "told"),
+    [
+        ("x.yaml", "exact_match", "x.yaml is there already"),
+        ("y.yaml", "regex_format", "write FILE.py:FUNCTION, or one of exact_match"),
+        ("y.txt", "exact_match", "must end in .yaml"),
+    ],
+)
+def test_init_overwrites_nothing_and_writes_nothing_that_cannot_run(
+    config: str, file: str, reward: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "init", file, "--model", "./model", "--data", "train.jsonl", "--reward", reward]) == 2
+    assert told in capsys.readouterr().err
+    assert Path("x.yaml").read_text() == CONFIG
+    assert not Path("y.yaml").exists()
+
+
+def test_a_folder_with_a_chat_template_is_a_chat_model(tmp_path: Path) -> None:
+    assert is_chat_model("OWNER/NAME")
+    assert not is_chat_model(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    assert is_chat_model(str(tmp_path))

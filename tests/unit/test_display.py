@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -129,20 +130,35 @@ def test_all_that_a_monitor_tells_is_told_here_too() -> None:
         assert label == "run" or line[:60] in text, line
 
 
-def test_without_a_terminal_there_is_a_line_now_and_then() -> None:
+def shown_for(seconds: int, view_at: Callable[[int], View]) -> list[str]:
+    """The lines of a display without a terminal."""
     out, now = io.StringIO(), [0.0]
     display = Display(Console(file=out, width=80), clock=lambda: now[0])
-
     with display:
-        for _ in range(12):
-            display.show(make_shown(busy_view(), phase="starting"))
+        for second in range(seconds):
+            display.show(make_shown(view_at(second), phase="starting"))
             now[0] += 1
+    return out.getvalue().splitlines()
 
-    lines = out.getvalue().splitlines()
-    assert [line.split()[0] for line in lines] == ["starting", *[line.split()[0] for line in lines[1:]]]
-    assert len(lines) == 3
-    assert "step 60/100" in lines[1]
-    assert "workers: 2 generate" in lines[1]
+
+def test_without_a_terminal_there_is_a_short_line_each_half_minute() -> None:
+    view = busy_view()
+
+    lines = shown_for(100, lambda second: view)
+
+    assert lines[0] == "starting"
+    assert len(lines) == 1 + 3
+    assert all(len(line) <= 120 for line in lines)
+    for word in ("step 60/100", "left 40s", "reward 0.500", "lag 1.400", "2 generate"):
+        assert word in lines[1]
+
+
+def test_without_a_terminal_what_goes_wrong_is_told_soon_and_so_is_its_end() -> None:
+    well, ill = busy_view(), busy_view(num_workers=0)
+
+    lines = shown_for(60, lambda second: ill if 40 <= second < 50 else well)
+
+    assert ["there are no workers" in line for line in lines[1:]] == [False, True, False]
 
 
 def test_a_word_of_the_launcher_stays_above_the_live_panel() -> None:

@@ -17,7 +17,7 @@ from streamrl.protocol.transport.snapshot import OldestLease, Snapshot, StreamCo
 from streamrl.protocol.transport.types import RunInfo
 from streamrl.telemetry.progress import Liveness
 from streamrl.terminal import age, number, size
-from tests.launch_world import NOW, make_report, make_snapshot, step_record
+from tests.launch_world import NOW, make_report, make_snapshot, make_view, step_record
 
 CONFIG = {"training": {"max_steps": 100}, "rewards": {"exact": {}}, "lag": {"max_steps": 2}}
 
@@ -99,6 +99,17 @@ def test_a_worker_that_rejects_weights_is_seen_at_a_glance() -> None:
 def test_before_anything_is_known_the_screen_says_what_it_waits_for() -> None:
     text = "\n".join(line.plain for line in draw(None, Screen(), width=80, height=24, server="there:6379"))
     assert "waiting for Redis at there:6379" in text
+
+
+def test_status_is_cut_to_a_terminal_and_whole_without_one() -> None:
+    metrics = dict.fromkeys(("train_rollouts/rewards", "train_optim/loss", "policy/ess", "lag/mean", "lag/max"), 0.1234)
+    losses = {f"loss/of_mine_{number}": 0.5 for number in range(5)}
+    seen = make_view(step_record(1, **metrics, **losses))
+
+    assert max(map(len, status_lines(seen))) <= 100
+    [line] = [line for line in status_lines(seen, width=None) if line.lstrip().startswith("reward ")]
+    assert "lag 0.123" in line
+    assert line.endswith("of_mine_4 0.500")
 
 
 def test_the_status_of_an_empty_run_has_no_gaps() -> None:

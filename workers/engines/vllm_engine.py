@@ -33,6 +33,7 @@ from streamrl.config import schema
 from streamrl.errors import EngineError, ResourceError, SampleError
 from streamrl.files import scratch_folder
 from streamrl.protocol.wire.group import FinishReason, Span
+from streamrl.tasks import cancel_all
 from streamrl.workers.engines.base import (
     Engine,
     EngineSettings,
@@ -154,6 +155,7 @@ class VllmEngine(Engine):
     async def stop(self) -> None:
         llm, self._llm = self._llm, None
         if llm is not None:
+            await _stop_reading(llm)
             await asyncio.get_running_loop().run_in_executor(self._thread, partial(llm.shutdown, timeout=_STOP_S))
         # A start that hangs cannot be joined; a thread that has shut vLLM down is idle, and lets go of it by ending.
         self._thread.shutdown(wait=llm is not None)
@@ -224,6 +226,13 @@ class VllmEngine(Engine):
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )
+
+
+async def _stop_reading(llm: AsyncLLM) -> None:
+    """Before it is shut down: else it may take its end for the engine's death, which it prints with a traceback."""
+    if llm.output_handler is not None:
+        await cancel_all([llm.output_handler])
+        llm.output_processor.propagate_error(EngineError("the engine was stopped"))
 
 
 async def _update(llm: AsyncLLM, info: dict[str, Any], *, label: str) -> None:

@@ -23,6 +23,7 @@ COMMANDS: Mapping[str, Entry] = {
     "stop": Entry("streamrl.ops.cli.operate:stop", "Write a checkpoint and stop; what is under way waits."),
     "dead": Entry("streamrl.ops.cli.operate:dead", "Look at tickets that failed too often, repeat or purge them."),
     "eval": Entry("streamrl.ops.cli.eval:evaluate", "Score a checkpoint, or any model, on a file of prompts."),
+    "chat": Entry("streamrl.ops.cli.chat:chat", "Talk to a model: a run's, a checkpoint's, or any other."),
     "top": Entry("streamrl.ops.cli.monitor:top", "Watch a run live in this terminal."),
     "status": Entry("streamrl.ops.cli.monitor:status", "How a run is, on one screen; the exit code says it too."),
     "why": Entry("streamrl.ops.cli.monitor:why", "What holds a run back now, and the remedy."),
@@ -35,7 +36,7 @@ COMMANDS: Mapping[str, Entry] = {
     "audit": Entry("streamrl.ops.cli.audit:audit", "Account for every ticket of a run: none lost, none twice."),
     "groups": Entry("streamrl.ops.cli.groups:groups", "Read rollouts of a run or a recording, as people read."),
     "record": Entry("streamrl.ops.cli.record:record", "Save the groups of a live run; export what was saved."),
-    "config": Entry("streamrl.ops.cli.config:config", "Show or check a configuration."),
+    "config": Entry("streamrl.ops.cli.config:config", "Begin, show or check a configuration."),
     "redis": Entry("streamrl.ops.cli.server:redis", "Users and rights in Redis."),
     "reward": Entry("streamrl.ops.cli.reward:reward", "Try a reward function; serve a reward model, or train one."),
 }

@@ -1,25 +1,71 @@
-"""`streamrl config show|check`: what a configuration amounts to, and whether it can run; without Redis.
+"""`streamrl config init|show|check`: one to begin with, what it amounts to, whether it can run; without Redis.
 `streamrl doctor`: whether it can run here, and what would make it slow."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from streamrl.config.check import check_config
 from streamrl.config.load import dump_config, load_config
 from streamrl.config.places import check_files
+from streamrl.config.shipped import shipped_config
+from streamrl.errors import ConfigError
 from streamrl.extras import is_installed
-from streamrl.ops.cli.arguments import takes_config, takes_json, try_out
+from streamrl.files import write_durably
+from streamrl.ops.cli.arguments import OutputFile, takes_config, takes_json, try_out
+from streamrl.ops.cli.init import Case, is_chat_model, starter
 from streamrl.protocol.transport.address import masked
 from streamrl.terminal import printable
+
+if TYPE_CHECKING:
+    from streamrl.ops.monitor.doctor.musts import Part
 
 
 @click.group()
 def config() -> None:
-    """Show or check a configuration."""
+    """Begin, show or check a configuration."""
+
+
+_ANSWERS = ("exact_match", "numeric_match", "math_equal")  # rewards that compare with the field `answer`
+
+
+@config.command()
+@click.argument("file", type=OutputFile(suffix=".yaml"), default="run.yaml")
+@click.option("--model", prompt="Model: a folder, or OWNER/NAME on a hub", help="A folder, or OWNER/NAME on a hub.")
+@click.option("--data", prompt="Prompts: a file of JSON Lines", help="Prompts to train on, as JSON Lines.")
+@click.option("--validation", metavar="FILE", help="Prompts that are asked now and then, and never trained.")
+@click.option(
+    "--reward",
+    metavar="FILE:FUNCTION|NAME",
+    prompt=f"Reward: FILE.py:FUNCTION, or {', '.join(_ANSWERS)}",
+    help=f"A function of yours, or one of {', '.join(_ANSWERS)}.",
+)
+@click.option("--gpus", type=click.IntRange(min=0), default=0, help="Of this machine.")
+@click.option("--chat/--text", default=None, help="Prompts are messages, or texts. By default as the model wants it.")
+def init(file: Path, model: str, data: str, validation: str | None, reward: str, gpus: int, chat: bool | None) -> None:
+    """Write a configuration for your own case, short and with every line explained; it asks what is not given.
+
+    \b
+        streamrl config init
+        streamrl config init mine.yaml --model ./sft --data train.jsonl --reward numeric_match
+        streamrl config init big.yaml --model Qwen/Qwen2.5-1.5B-Instruct --data train.jsonl \\
+            --validation test.jsonl --reward rewards.py:score --gpus 4
+    """
+    if file.exists():
+        raise ConfigError(f"{file} is there already: name another file, or remove it")
+    if ":" not in reward and reward not in _ANSWERS:
+        raise ConfigError(f"--reward {reward}: write FILE.py:FUNCTION, or one of {', '.join(_ANSWERS)}")
+    chat = is_chat_model(model) if chat is None else chat
+    case = Case(file=file, model=model, data=data, validation=validation, reward=reward, gpus=gpus, chat=chat)
+    write_durably(file, starter(case, reference=shipped_config("reinforce.yaml")).encode())
+    loaded = load_config(file)
+    check_config(loaded.config, loaded.origin)
+    click.echo(f"{file}: written. Then: streamrl config check {file}")
 
 
 @config.command()
@@ -59,14 +105,23 @@ _LEVELS = {"ok": ("ok     ", 0), "warning": ("warning", 3), "error": ("ERROR  ",
 
 @click.command()
 @takes_config
+@click.option(
+    "--for",
+    "part",
+    type=click.Choice(["all", "learner", "worker"]),
+    default="all",
+    help="What of the run is started here; all is what `streamrl up` starts.",
+)
 @takes_json
 @click.option("--ask-services", is_flag=True, help="Ask reward services for a score, too, which may cost money.")
-def doctor(file: str, overrides: tuple[str, ...], as_json: bool, ask_services: bool) -> int:
+def doctor(file: str, overrides: tuple[str, ...], part: Part, as_json: bool, ask_services: bool) -> int:
     """Look at everything that a run needs before it is started; change nothing.
 
     \b
         streamrl doctor conf/quickstart.yaml
         streamrl doctor conf/reinforce.yaml model.path=./sft data.train=prompts.jsonl redis.url=redis://host:6379
+        streamrl doctor run.yaml --for learner       where `streamrl learn` or torchrun is started, without vLLM
+        streamrl doctor run.yaml --for worker        where `streamrl worker` is, without prompts and run folder
 
     \b
     Settings and files; Redis: version, policy, memory, durability, latency; model, tokenizer and vocabulary;
@@ -82,7 +137,7 @@ def doctor(file: str, overrides: tuple[str, ...], as_json: bool, ask_services: b
 
     worst = "ok"
     told = []
-    for finding in examine(load_config(file, overrides), ask_services=ask_services):
+    for finding in examine(load_config(file, overrides), part, ask_services=ask_services):
         told.append(asdict(finding))
         worst = max(worst, finding.level, key=list(_LEVELS).index)
         if not as_json:

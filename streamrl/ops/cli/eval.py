@@ -20,9 +20,10 @@ from streamrl.config.engines import ENGINES
 from streamrl.config.load import load_config
 from streamrl.config.places import LOCAL_REWARD_SERVER, check_files, reward_code, reward_hosts
 from streamrl.data.prompts import read_prompts
-from streamrl.errors import ConfigError, DataError
+from streamrl.errors import ConfigError
 from streamrl.files import scratch_folder, write_durably
 from streamrl.ops.cli.arguments import MovingLine, OutputFile, takes_json, takes_overrides, tell
+from streamrl.ops.cli.subject import find_subject
 from streamrl.ops.launch.parts import RewardPart, reward_server
 from streamrl.ops.launch.processes import part_error
 from streamrl.ops.monitor.doctor.musts import check_packages
@@ -146,28 +147,13 @@ def _table(name: str, prompts: str, result: Result) -> Iterator[str]:
 
 
 def _find(text: str, file: Path | None, overrides: Sequence[str]) -> _Subject:
-    """A run's checkpoint, or a model; the configuration is that of the run which it belongs to, or the one given."""
-    from streamrl.learner.checkpoints.resume import find_checkpoint
-
-    if _is_model(text):
-        beside = Path(text).parent / "config.yaml"  # runs/mine/export lies beside it
-        if file is None and not beside.is_file():
-            raise ConfigError(f"{text} belongs to no run: say with --config FILE how to sample and what to reward")
-        config = load_config(file or beside, [*overrides, f"model.path={json.dumps(text)}", "model.lora=null"]).config
-        return _Subject(name=text, config=config, checkpoint=None)
-    found = find_checkpoint(text)
-    path = file or found.folder.parent.parent / "config.yaml"
+    """The configuration is that of the run which it belongs to, or the one given."""
+    found = find_subject(text)
+    path = file or found.config_file
     if file is None and not path.is_file():
-        raise DataError(f"{path}: the run's configuration is not there; give one with --config FILE")
-    config = load_config(path, overrides).config
-    return _Subject(name=f"{text} (step {found.state.step})", config=config, checkpoint=found)
-
-
-def _is_model(text: str) -> bool:
-    path = Path(text)
-    if path.is_dir():
-        return (path / "config.json").is_file()
-    return text.count("/") == 1 and "@" not in text and not path.exists() and not path.parent.exists()
+        raise ConfigError(f"{text} belongs to no run: say with --config FILE how to sample and what to reward")
+    own = [] if found.checkpoint else [f"model.path={json.dumps(text)}", "model.lora=null"]
+    return _Subject(name=found.name, config=load_config(path, [*overrides, *own]).config, checkpoint=found.checkpoint)
 
 
 def _checked(config: schema.Config, local_reward_url: str | None) -> schema.Config:

@@ -19,7 +19,7 @@ import click
 
 from streamrl.config.changes import check_changes
 from streamrl.config.check import check_config
-from streamrl.config.load import Loaded, load_config
+from streamrl.config.load import load_config
 from streamrl.config.places import EMBEDDED_REDIS, check_files
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError, ResourceError
@@ -42,19 +42,21 @@ _ENDPOINT = re.compile(r"[^:\s/]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
 @click.command()
 @takes_config
 @click.option("--redis", "redis_url", metavar="URL", help="The run's Redis, instead of redis.url.")
-@click.option("--nodes", default="1", metavar="N|MIN:MAX", help="Machines that train together.")
+@click.option("--nodes", "--nnodes", default="1", metavar="N|MIN:MAX", help="Machines that train together.")
+@click.option("--nproc-per-node", type=click.IntRange(min=1), help="Ranks on each machine: learner.processes.")
 @click.option("--rendezvous", metavar="HOST:PORT", help="Where these machines meet: one of them, any free port.")
 @click.option("--takeover", is_flag=True, help="Replace a learner that still holds the run.")
 @click.option("--standby", is_flag=True, help="Wait while another learner holds the run, and go on with it then.")
 @click.option("--replay", type=click.Path(path_type=Path), metavar="DIR", help="Learn from a recording, without Redis.")
 @click.option("--fork", "source", metavar="RUN[@STEP]", help="Begin this run with a checkpoint of another one.")
 @click.option("--new-data", is_flag=True, help="With --fork: begin data.train, and the learning rate's schedule.")
-@click.option("--dry-run", is_flag=True, help="Show the line, and what has changed since; run nothing.")
+@click.option("--dry-run", is_flag=True, help="Show the line, and what has changed since; run nothing. Needs no Redis.")
 def learn(
     file: str,
     overrides: tuple[str, ...],
     redis_url: str | None,
     nodes: str,
+    nproc_per_node: int | None,
     rendezvous: str | None,
     takeover: bool,
     standby: bool,
@@ -96,13 +98,19 @@ def learn(
         raise ConfigError("--takeover replaces the learner that --standby waits for: give one of them")
     if new_data and source is None:
         raise ConfigError("--new-data is for a --fork; a run that goes on keeps its data")
-    loaded = load_config(file, overrides)
+    ranks = [] if nproc_per_node is None else [f"learner.processes={nproc_per_node}"]
+    loaded = load_config(file, [*overrides, *ranks])
     config, cluster = loaded.config, _cluster(nodes, rendezvous)
-    command = _build(loaded, redis_url=redis_url, replay=replay, cluster=cluster, takeover=takeover, standby=standby)
+    check_config(config, loaded.origin)
+    url = None if replay is not None else redis_url or config.redis.url
+    server = None if url is None else _reach(url, config, dry_run=dry_run)
+    command = _build(
+        config, redis_url=server or url, replay=replay, cluster=cluster, takeover=takeover, standby=standby
+    )
     if source is not None:
         _fork(config, source, new_data=new_data, dry_run=dry_run)
     else:
-        _check_resume(config, None if replay is not None else cluster, redis_url)
+        _check_resume(config, cluster, server)
         _show_changes(config)
     if not dry_run:
         try_out(loaded, workers_are_here=False)
@@ -113,9 +121,9 @@ def learn(
         os.execve(command.arguments[0], list(command.arguments), {**os.environ, **command.environment})
 
 
-def _check_resume(config: Config, cluster: Cluster | None, redis_url: str | None) -> None:
+def _check_resume(config: Config, cluster: Cluster | None, server: str | None) -> None:
     """A machine that joins others does not start the run."""
-    if not config.checkpoint.resume and not (cluster is not None and _joins(config, cluster, redis_url)):
+    if not config.checkpoint.resume and not (cluster and server and _joins(config, cluster, server)):
         resume.check_resume(config)
 
 
@@ -138,8 +146,22 @@ def _fork(config: Config, source: str, *, new_data: bool, dry_run: bool) -> None
     click.echo(begins, err=True)
 
 
+def _reach(url: str, config: Config, *, dry_run: bool) -> str | None:
+    """Where the run's Redis is, which must be one that the run can be on; a dry run goes on without (None)."""
+    try:
+        server = _serving(config) if url == EMBEDDED_REDIS else url
+        connect(server, config.redis).close()
+    except ResourceError as error:
+        if not dry_run:
+            raise
+        click.echo(printable(f"Redis was not asked (--dry-run): {error}"), err=True)
+        return None
+    check_redis(server, config)
+    return server
+
+
 def _build(
-    loaded: Loaded,
+    config: Config,
     *,
     redis_url: str | None,
     replay: Path | None,
@@ -147,15 +169,9 @@ def _build(
     takeover: bool,
     standby: bool,
 ) -> Command:
-    """The line, after everything that can be looked at was; UserError for the first thing that is not right. The groups
-    come from `replay`, a recording, or from `redis_url`, by default the configuration's."""
-    config = loaded.config
-    check_config(config, loaded.origin)
-    address = password = None
-    if replay is None:
-        url = _url(config, redis_url)
-        check_redis(url, config)
-        address, password = split_password(url)
+    """The line, after everything else that can be looked at was; UserError for the first thing that is not right. The
+    groups come from `replay`, a recording, or from `redis_url`."""
+    address, password = (None, None) if redis_url is None else split_password(redis_url)
     check_learning(config)
     check_files(config)
     command = learner_command(
@@ -174,9 +190,9 @@ def _build(
     return replace(command, environment={**command.environment, **secrets})
 
 
-def _joins(config: Config, cluster: Cluster, redis_url: str | None) -> bool:
+def _joins(config: Config, cluster: Cluster, server: str) -> bool:
     """Whether other machines of this cluster are at work on the run."""
-    with connect(_url(config, redis_url), config.redis) as client:
+    with connect(server, config.redis) as client:
         holder = lease_holder(client, Keys(config.name), give_up_after_s=config.redis.connect_timeout_s)
     return holder == holder_of_all(config, cluster)
 
@@ -213,10 +229,7 @@ def _cluster(nodes: str, endpoint: str | None) -> Cluster | None:
     return Cluster(nodes=nodes, endpoint=endpoint)
 
 
-def _url(config: Config, redis_url: str | None) -> str:
-    url = redis_url or config.redis.url
-    if url != EMBEDDED_REDIS:
-        return url
+def _serving(config: Config) -> str:
     found = serving(RunFolder(config.folder).redis)
     if found is None:
         raise ResourceError(

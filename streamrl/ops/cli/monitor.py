@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
@@ -23,7 +24,7 @@ from streamrl.ops.monitor.history import History
 from streamrl.ops.monitor.poller import NUM_EVENTS
 from streamrl.ops.monitor.remains import Remains, view_of
 from streamrl.ops.monitor.runs import Opened, Target, find_target, opened
-from streamrl.ops.monitor.text import cause_lines, status_lines, why_lines
+from streamrl.ops.monitor.text import WIDTH, cause_lines, status_lines, why_lines
 from streamrl.ops.monitor.view import EXIT_CODES, EXIT_UNREACHABLE, SCHEMA, View
 from streamrl.process import LOOPBACK, address_of, bind
 from streamrl.protocol.transport.snapshot import snapshot
@@ -68,7 +69,8 @@ def status(target: Target, as_json: bool) -> int:
 
     Of a run whose Redis is not there any more, its folder tells how it ended: finished, stopped, failed, or crashed.
     """
-    return _answer(target, View.to_json, status_lines, as_json=as_json)
+    lines = partial(status_lines, width=WIDTH if sys.stdout.isatty() else None)
+    return _answer(target, View.to_json, lines, as_json=as_json)
 
 
 @click.command(epilog=_EXITS)

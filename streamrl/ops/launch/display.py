@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Self
+from typing import Self, TypeGuard
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -24,11 +24,12 @@ from rich.text import Text
 from streamrl.ops.monitor import text as words
 from streamrl.ops.monitor.top.draw import draw_rows, draw_workers
 from streamrl.ops.monitor.view import View
-from streamrl.terminal import age, printable
+from streamrl.terminal import age, number, printable
 
 _MAX_WIDTH, _MAX_HEIGHT = 100, 24
 _FRAME = 4  # columns, and lines: a border and a blank on either side, and a line for the phase and for who is not shown
-_PLAIN_EVERY_S = 5.0
+_PLAIN_EVERY_S, _PLAIN_SOONEST_S = 30.0, 5.0  # where there is no terminal: a line, and the next when something changes
+_TOLD = {"reward": "train_rollouts/rewards", "lag": "lag/mean"}  # of the last step, where there is no terminal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,7 @@ class Display:
         self._console, self._clock = console, clock
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self._last_phase = ""
-        self._next_line = clock() + _PLAIN_EVERY_S
+        self._last_line, self._last_state = clock(), ""
 
     def show(self, shown: Shown) -> None:
         if self._live is not None:
@@ -55,8 +56,10 @@ class Display:
         if shown.phase != self._last_phase:
             self._last_phase = shown.phase
             self.say(shown.phase)
-        if self._clock() >= self._next_line:
-            self._next_line = self._clock() + _PLAIN_EVERY_S
+        now, state = self._clock(), _state(shown.view)
+        pause_s = _PLAIN_EVERY_S if state == self._last_state else _PLAIN_SOONEST_S
+        if now >= self._last_line + pause_s:
+            self._last_line, self._last_state = now, state
             self.say(plain_line(shown, now=time.time()))
 
     def say(self, text: str) -> None:
@@ -89,24 +92,41 @@ def spinner(console: Console) -> Iterator[Callable[[str], None]]:
     def say(text: str) -> None:
         nonlocal next_line
         if time.monotonic() >= next_line:
-            next_line = time.monotonic() + _PLAIN_EVERY_S
+            next_line = time.monotonic() + _PLAIN_SOONEST_S
             console.print(Text(printable(text)), soft_wrap=True)
 
     yield say
 
 
 def plain_line(shown: Shown, *, now: float) -> str:
+    """What a log should have of it: short, and with what is wrong."""
     view, passed = shown.view, _clock_time(now - shown.began)
-    if view is None or view.run.state == "absent":
+    if not _is_there(view):
         return f"{passed}  {shown.phase}"
-    told = (f"{label}: {line}" if label else line for label, line in words.rows(view) if label != "run")
-    return "  ".join([passed, words.steps(view), *told])
+    told = [passed, words.steps(view)]
+    if view.run.eta_s is not None:
+        told.append(f"left {age(view.run.eta_s)}")
+    found = view.learner.metrics
+    told += [f"{name} {number(found[metric])}" for name, metric in _TOLD.items() if metric in found]
+    return printable("  ".join(word for word in (*told, words.workers_line(view), _state(view)) if word))
+
+
+def _state(view: View | None) -> str:
+    """What is wrong, if anything: its change is news."""
+    if not _is_there(view):
+        return ""
+    troubles = [cause.title for cause in view.causes if cause.level != "info"]
+    return f"{view.verdict}: {troubles[0]}" if troubles else ""
+
+
+def _is_there(view: View | None) -> TypeGuard[View]:
+    return view is not None and view.run.state != "absent"
 
 
 def render(shown: Shown, *, now: float, width: int, height: int) -> RenderableType:
     view = shown.view
     lines: list[RenderableType] = []
-    if view is not None and view.run.state != "absent":
+    if _is_there(view):
         within = width - _FRAME
         _, *rows = draw_rows(view, width=within)  # the first one, of the run, is the title and the bar
         room = max(1, height - _FRAME - len(rows) - 2)

@@ -15,22 +15,26 @@ from __future__ import annotations
 import json
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 import redis
 import structlog
 
 from streamrl.config import schema
-from streamrl.errors import PartError, TransportError, UserError
+from streamrl.errors import DataError, PartError, TransportError, UserError
 from streamrl.files import remove_those_of_the_dead
+from streamrl.ops.audit.folder import read_commit
 from streamrl.ops.launch.display import Display, Shown
 from streamrl.ops.launch.parts import DRAIN_S, RedisPart, RewardPart, RunFolder, learner_command, worker_command
 from streamrl.ops.launch.processes import Interrupts, Kept, Process, end_all, part_error
 from streamrl.ops.launch.summary import Loads
 from streamrl.ops.monitor.poller import Watcher
+from streamrl.ops.monitor.view import View
 from streamrl.protocol.transport.address import server_name
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.reports import write_reports
 from streamrl.telemetry.progress import Progress
+from streamrl.terminal import plural
 
 _TICK_S = 0.2
 _SHOW_EVERY_S = 0.5
@@ -85,8 +89,12 @@ class Supervisor:
                     self._tick()
                 self._judge_learner(self._learner)
                 self._dismiss_workers()
-            except BaseException as error:
-                self._abort(within_s=0.0 if isinstance(error, KeyboardInterrupt) else _ABORT_S)
+            except KeyboardInterrupt:
+                self._abort(within_s=0.0)
+                self._say(left_undone(self._folder.path, self.watcher.view))
+                raise
+            except BaseException:
+                self._abort(within_s=_ABORT_S)
                 raise
 
     def close(self) -> None:
@@ -216,3 +224,17 @@ class Supervisor:
         except TransportError as error:
             log.warning("redis_does_not_answer", error=str(error))
             self._redis_is_away = True
+
+
+def left_undone(folder: Path, view: View | None) -> str:
+    """By who had everything end at once."""
+    try:
+        kept = read_commit(folder).step
+    except DataError:  # there is no record of a run yet
+        return "ended at once, before the run had begun"
+    made = view.run.step - kept if view is not None else 0
+    again = f"{plural(made, 'step')} after it, the one" if made > 0 else "the step"
+    return (
+        f"ended at once, without a checkpoint: the run stands at step {kept}; {again} under way and what workers had "
+        "in hand are to be made again"
+    )

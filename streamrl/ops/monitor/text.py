@@ -64,8 +64,9 @@ def _labelled(label: str, lines: Iterator[str]) -> Iterator[tuple[str, str]]:
     yield from (("" if place else label, line) for place, line in enumerate(lines))
 
 
-def status_lines(view: View, *, width: int = WIDTH) -> list[str]:
-    return [f"{label:<{LABEL}}{line}"[:width].rstrip() for label, line in rows(view, width=width)]
+def status_lines(view: View, *, width: int | None = WIDTH) -> list[str]:
+    """None: whole lines, for whom no terminal would wrap."""
+    return [f"{label:<{LABEL}}{line}"[:width].rstrip() for label, line in rows(view, width=width or WIDTH)]
 
 
 def why_lines(view: View, *, width: int = WIDTH) -> list[str]:

@@ -5,7 +5,7 @@ seconds comes last, and only where nothing that it needs is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -13,7 +13,7 @@ from streamrl.config.load import Loaded
 from streamrl.errors import UserError
 from streamrl.finding import Finding, error, ok, warning
 from streamrl.ops.monitor.doctor import machine, services
-from streamrl.ops.monitor.doctor.musts import MUSTS
+from streamrl.ops.monitor.doctor.musts import MUSTS, Part, check_packages
 from streamrl.ops.monitor.doctor.trials import try_learner, try_rewards
 
 Check = Callable[[Loaded], Iterable[Finding]]
@@ -43,23 +43,40 @@ CHECKS: Mapping[str, Check] = {
 _NEEDED = {"settings", "packages", "files", "model"}  # by what is tried
 
 
-def examine(loaded: Loaded, *, ask_services: bool = False) -> Iterator[Finding]:
+# What another machine must have: the learner asks no rewards, and a worker reads no prompts.
+_ELSEWHERE: Mapping[Part, Collection[str]] = {
+    "all": (),
+    "learner": ("rewards", "reward port", "shared memory"),
+    "worker": ("files", "reward port", "disk"),
+}
+
+
+def examine(loaded: Loaded, part: Part = "all", *, ask_services: bool = False) -> Iterator[Finding]:
     """One by one, as they are found. `ask_services`: reward services for a score, too."""
     wrong = set()
-    for name, finding in look(loaded):
+    for name, finding in look(loaded, part):
         wrong |= {name} if finding.level == "error" else set()
         yield finding
     if wrong & _NEEDED:
         yield warning("trials", "rewards, prompts and model were not tried", "mend the errors first, and look again")
         return
-    yield from _made("rewards", partial(try_rewards, ask_services=ask_services), loaded)
-    yield from _made("learner", try_learner, loaded)
+    if part == "all":  # rewards are tried on rows of the data, which a worker's machine need not have
+        yield from _made("rewards", partial(try_rewards, ask_services=ask_services), loaded)
+    if part != "worker":
+        yield from _made("learner", try_learner, loaded)
 
 
-def look(loaded: Loaded) -> Iterator[tuple[str, Finding]]:
+def look(loaded: Loaded, part: Part = "all") -> Iterator[tuple[str, Finding]]:
     """What takes no seconds, each with the name of its check."""
-    for name, check in CHECKS.items():
-        yield from ((name, finding) for finding in _made(name, check, loaded))
+    of_part: Mapping[str, Check] = {
+        "packages": _sound("packages", lambda loaded: check_packages(loaded.config, part)),
+        "gpu": partial(machine.check_gpus, part=part),
+        "memory": partial(machine.check_memory, part=part),
+        "shared memory": partial(machine.check_shared_memory, part=part),
+    }
+    for name, check in {**CHECKS, **of_part}.items():
+        if name not in _ELSEWHERE[part]:
+            yield from ((name, finding) for finding in _made(name, check, loaded))
 
 
 def _made(name: str, check: Check, loaded: Loaded) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ from streamrl.config.schema import Config
 from streamrl.files import first_there
 from streamrl.finding import Finding, error, ok, warning
 from streamrl.misfits import misfits, version
+from streamrl.ops.monitor.doctor.musts import Part, num_ranks, num_workers
 from streamrl.terminal import plural, size
 
 _MAX_HEADER_BYTES = 100 << 20
@@ -110,12 +111,11 @@ def _read_json(file: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def check_gpus(loaded: Loaded) -> Iterator[Finding]:
-    config = loaded.config
-    wanted = config.worker.count + config.learner.processes
+def check_gpus(loaded: Loaded, part: Part = "all") -> Iterator[Finding]:
+    workers, ranks = num_workers(loaded.config, part), num_ranks(loaded.config, part)
     program = shutil.which("nvidia-smi")
     if program is None:
-        yield ok("gpu", "none: learner and workers will use CPUs")
+        yield ok("gpu", "none: CPUs will be used")
         return
     query = [program, "--query-gpu=name,memory.total,memory.free,driver_version", "--format=csv,noheader,nounits"]
     try:
@@ -126,9 +126,8 @@ def check_gpus(loaded: Loaded) -> Iterator[Finding]:
     gpus = [[field.strip() for field in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
     for place, (name, total, free, driver) in enumerate(gpus):
         yield ok(f"gpu {place}", f"{name}, {free} of {total} MiB free, driver {driver}")
-    if len(gpus) < wanted:
-        told = f"{plural(len(gpus), 'GPU')} for {plural(config.worker.count, 'worker')} and "
-        told += plural(config.learner.processes, "learner rank")
+    if len(gpus) < workers + ranks:
+        told = f"{plural(len(gpus), 'GPU')} for {plural(workers, 'worker')} and {plural(ranks, 'learner rank')}"
         yield warning("gpu", told, "some will share one: lower gpu_memory_utilization in worker.engine_args")
 
 
@@ -151,19 +150,22 @@ def worker_bytes(config: Config, parameters: int) -> int:
     return 2 * served_bytes(config, parameters)
 
 
-def check_memory(loaded: Loaded) -> Iterator[Finding]:
+def check_memory(loaded: Loaded, part: Part = "all") -> Iterator[Finding]:
     config = loaded.config
+    workers, ranks = num_workers(config, part), num_ranks(config, part)
     parameters = count_parameters(Path(config.model.path))
     if not parameters:
         yield warning("memory", "the size of the model is not known here", "give model.path as a local folder")
         return
     learner, engine = learner_bytes(config, parameters), served_bytes(config, parameters)
-    yield ok("learner memory", f"about {size(learner)} a rank, and activations: an estimate")
-    yield ok("worker memory", f"about {size(engine)} a worker, and its KV cache: an estimate")
+    if part != "worker":
+        yield ok("learner memory", f"about {size(learner)} a rank, and activations: an estimate")
+    if part != "learner":
+        yield ok("worker memory", f"about {size(engine)} a worker, and its KV cache: an estimate")
     if shutil.which("nvidia-smi") is not None:
         return
     there = available_memory()
-    needed = config.learner.processes * learner + config.worker.count * worker_bytes(config, parameters)
+    needed = ranks * learner + workers * worker_bytes(config, parameters)
     told = f"about {size(needed)} needed on this machine, {size(there)} free"
     if needed > there:
         yield error("memory", told, "use a smaller model, LoRA, fewer workers, or a machine with more")
@@ -173,13 +175,13 @@ def check_memory(loaded: Loaded) -> Iterator[Finding]:
         yield ok("memory", told)
 
 
-def check_shared_memory(loaded: Loaded) -> Iterator[Finding]:
+def check_shared_memory(loaded: Loaded, part: Part = "all") -> Iterator[Finding]:
     folder = Path("/dev/shm")
     if not folder.is_dir():
         yield warning("shared memory", "there is no /dev/shm", "workers use temporary files instead, which is slower")
         return
     config = loaded.config
-    needed = config.worker.count * served_bytes(config, count_parameters(Path(config.model.path)))
+    needed = num_workers(config, part) * served_bytes(config, count_parameters(Path(config.model.path)))
     remedy = "mount /dev/shm larger (docker run --shm-size, or an emptyDir of memory)"
     yield _has_room("shared memory", folder, needed, what="the workers' mirrors of the weights", remedy=remedy)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Literal
 
 from streamrl.config.check import check_config
 from streamrl.config.engines import ENGINES
@@ -18,6 +19,8 @@ from streamrl.files import check_writable
 from streamrl.process import bind
 from streamrl.protocol.weights.stores import ObjectStore
 
+Part = Literal["all", "learner", "worker"]  # what of the run this machine is for: all is what `up` starts
+
 
 def check_learning(config: Config) -> None:
     """That what the learner of this configuration needs is installed."""
@@ -27,14 +30,24 @@ def check_learning(config: Config) -> None:
             need(f"metrics.{name} (or take it out)", package, extra="trackers")
 
 
-def check_packages(config: Config) -> None:
+def check_packages(config: Config, part: Part = "all") -> None:
     """That what this configuration needs is installed."""
-    check_learning(config)
+    if part != "worker":
+        check_learning(config)
     engine = ENGINES[config.worker.engine]
-    if config.worker.count and engine.package:
+    if num_workers(config, part) and engine.package:
         need(f"worker.engine = {config.worker.engine!r}", engine.package, extra=engine.extra, or_extra=engine.or_extra)
-    if config.reward_server is not None:
+    if part == "all" and config.reward_server is not None:
         need("reward_server", "starlette", "uvicorn", extra="rewards")
+
+
+def num_workers(config: Config, part: Part) -> int:
+    """On this machine."""
+    return {"all": config.worker.count, "learner": 0, "worker": 1}[part]
+
+
+def num_ranks(config: Config, part: Part) -> int:
+    return 0 if part == "worker" else config.learner.processes
 
 
 def _store(loaded: Loaded) -> None:

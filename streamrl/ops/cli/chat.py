@@ -1,0 +1,196 @@
+"""`streamrl chat RUN|CHECKPOINT|MODEL`: what does it say?"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from streamrl.config.schema import Sampling
+from streamrl.errors import ConfigError, DataError
+from streamrl.extras import need
+from streamrl.files import scratch_folder
+from streamrl.ops.cli.arguments import MovingLine
+from streamrl.ops.cli.subject import Subject, find_subject
+from streamrl.telemetry.logs import configure_logging
+from streamrl.terminal import printable
+
+if TYPE_CHECKING:
+    from streamrl.workers.talk import Answer, Message, Speaker
+
+_ANEW = "/new"
+
+
+@click.command()
+@click.argument("subject", metavar="RUN|CHECKPOINT|MODEL")
+@click.option("--prompt", metavar="TEXT", help="Answer this, and exit.")
+@click.option("--system", metavar="TEXT", help="What the chat template is to tell the model first.")
+@click.option("--plain", is_flag=True, help="Go on from the text as it is, without the chat template.")
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.7, help="0: the likeliest token each time.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=512, help="Of an answer.")
+@click.option("--seed", type=click.IntRange(min=0), help="The same answers again; by default others each time.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object an answer, a line each.")
+def chat(
+    subject: str,
+    prompt: str | None,
+    system: str | None,
+    plain: bool,
+    temperature: float,
+    max_tokens: int,
+    seed: int | None,
+    as_json: bool,
+) -> None:
+    """Talk to a model in this terminal, or have it answer prompts.
+
+    \b
+        streamrl chat runs/mine                          its export, or its newest checkpoint
+        streamrl chat runs/mine@120      runs/mine@best  another checkpoint
+        streamrl chat ./sft                              any model folder or hub name
+        streamrl chat runs/mine --prompt 'What is 2 + 3?' --temperature 0
+        streamrl chat runs/mine --json < questions.txt   a prompt a line, each by itself
+
+    With a chat template what you write is a message of a conversation, which /new begins anew. Without one, or with
+    --plain, the model goes on from each line by itself. Ctrl-C ends an answer, and between answers the chat; so does
+    Ctrl-D.
+
+    It needs PyTorch and transformers alone, no run, no Redis and no GPU, and samples as the engine `transformers` does.
+
+    --json prints {model, prompt, answer, num_tokens, finish_reason}: stop, or length where --max-tokens or the model's
+    positions were at their end.
+    """
+    talks = prompt is None and sys.stdin.isatty()
+    if as_json and talks:
+        raise ConfigError("--json is for --prompt TEXT, or for prompts on stdin, one a line")
+    if system is not None and plain:
+        raise ConfigError("--system is for the chat template, which --plain leaves out")
+    found = find_subject(subject, exported=True)
+    need("a chat", "torch", "transformers", "safetensors", extra="learner")
+    seed = secrets.randbelow(1 << 31) if seed is None else seed
+    speaker = _load(found, seed)
+    if system is not None and not speaker.has_template:
+        raise ConfigError(f"--system needs a chat template, and the tokenizer of {found.name} has none")
+    sampling = Sampling(max_tokens=max_tokens, greedy=temperature == 0, temperature=temperature or 1.0)
+    first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    conversation = Conversation(speaker, sampling, first=None if plain or not speaker.has_template else first)
+    if talks:
+        click.echo(f"{found.name}; {_ways(conversation)}", err=True)
+        converse(conversation, ask=_ask, say=_say)
+        return
+    for text in [prompt] if prompt is not None else _lines():
+        conversation.begin()
+        _answer_once(conversation, text, name=found.name, as_json=as_json)
+
+
+class Conversation:
+    """What was said, and what the next words are an answer to."""
+
+    def __init__(self, speaker: Speaker, sampling: Sampling, *, first: Sequence[Message] | None) -> None:
+        self._speaker, self._sampling = speaker, sampling
+        self._first = first  # None: there is no template, and each text stands by itself
+        self.begin()
+
+    @property
+    def is_templated(self) -> bool:
+        return self._first is not None
+
+    def begin(self) -> None:
+        self._messages: list[Message] = list(self._first or ())
+
+    def answer(self, text: str, answer: Answer) -> Iterator[str]:
+        """The pieces of it; what is given up in between was said all the same. DataError leaves nothing said."""
+        asked: list[Message] = [*self._messages, {"role": "user", "content": text}]
+        prompt_ids = self._speaker.read(asked if self.is_templated else text)
+        try:
+            yield from self._speaker.speak(prompt_ids, self._sampling, answer)
+        finally:
+            if self.is_templated and answer.token_ids:
+                self._messages = [*asked, {"role": "assistant", "content": answer.text}]
+
+
+def converse(conversation: Conversation, *, ask: Callable[[], str], say: Callable[[str], None]) -> None:
+    """Until `ask` raises EOFError or KeyboardInterrupt; the latter ends an answer before that."""
+    from streamrl.workers.talk import Answer
+
+    while True:
+        try:
+            text = ask()
+        except (EOFError, KeyboardInterrupt):
+            say("\n")
+            return
+        if text.strip() == _ANEW:
+            conversation.begin()
+        elif text.strip():
+            try:
+                for piece in conversation.answer(text, Answer()):
+                    say(piece)
+            except KeyboardInterrupt:
+                say(" ...")
+            except DataError as error:
+                say(f"error: {error}; {_ANEW} begins anew")
+            say("\n")
+
+
+def _answer_once(conversation: Conversation, text: str, *, name: str, as_json: bool) -> None:
+    from streamrl.workers.talk import Answer
+
+    answer = Answer()
+    for piece in conversation.answer(text, answer):
+        if not as_json:
+            _say(piece)
+    told = {
+        "model": name,
+        "prompt": text,
+        "answer": answer.text,
+        "num_tokens": len(answer.token_ids),
+        "finish_reason": answer.finish_reason,
+    }
+    _say(json.dumps(told, ensure_ascii=False) + "\n" if as_json else "\n")
+
+
+def _load(subject: Subject, seed: int) -> Speaker:
+    line = MovingLine()
+    line.show(f"loading {subject.name}")
+    configure_logging("chat", None, quiet=True)
+    from streamrl.learner.checkpoints.export import write_weights
+    from streamrl.learner.checkpoints.resume import config_of
+    from streamrl.workers.talk import load_speaker
+
+    try:
+        if subject.checkpoint is None:
+            return load_speaker(subject.name, seed=seed)
+        config = config_of(subject.checkpoint)
+        if config is None:
+            raise DataError(
+                f"{subject.name} was made by another version of streamrl, whose settings are not known here"
+            )
+        with scratch_folder() as folder:
+            weights = folder / "weights.safetensors"
+            write_weights(config, weights, checkpoint=subject.checkpoint)
+            return load_speaker(config.model.path, seed=seed, weights=weights, dtype=config.weights.dtype)
+    finally:
+        line.end()
+
+
+def _ways(conversation: Conversation) -> str:
+    kept = f"{_ANEW} begins anew" if conversation.is_templated else "no chat template: it goes on from each line"
+    return f"{kept}, Ctrl-C ends an answer, Ctrl-D the chat"
+
+
+def _lines() -> Iterator[str]:
+    yield from (line.rstrip("\n") for line in sys.stdin if line.strip())
+
+
+def _ask() -> str:
+    import readline  # noqa: F401  # input() then takes arrow keys
+
+    return input("> ")
+
+
+def _say(text: str) -> None:
+    """As it comes; a model may write what a terminal would obey."""
+    click.echo("\n".join(map(printable, text.split("\n"))), nl=False)
+    sys.stdout.flush()

@@ -1,0 +1,162 @@
+"""A configuration to begin with, for one's own case: short, every line explained. What is not set has its default.
+It stands alone rather than extending what is installed here, so that it may go to any machine.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from streamrl.config.source import parse
+from streamrl.recipe.rewards import REWARDS
+
+_COLUMN = 33  # of the comments
+_REDIS = "redis://127.0.0.1:6379/0"
+_WIDEST = 120
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    file: Path
+    model: str
+    data: str
+    validation: str | None
+    reward: str  # a built-in, or FILE:FUNCTION
+    gpus: int
+    chat: bool  # the model has a chat template, and prompts are messages
+
+    @property
+    def name(self) -> str:
+        return re.sub(r"[^A-Za-z0-9._-]", "-", self.file.stem).strip(".-") or "run"
+
+    @property
+    def ranks(self) -> int:
+        return max(1, self.gpus // 2)
+
+
+def is_chat_model(model: str) -> bool:
+    """Whether the folder has a chat template; a hub's model is taken for one that has, since most do."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return True
+    told = folder / "tokenizer_config.json"
+    return (folder / "chat_template.jinja").is_file() or (told.is_file() and '"chat_template"' in told.read_text())
+
+
+def starter(case: Case, *, reference: Path) -> str:
+    """The file's text; `reference` is conf/reinforce.yaml."""
+    return "".join(f"{line}\n" for line in (*_head(case, reference), *_experiment(case), *_running(case)))
+
+
+def _head(case: Case, reference: Path) -> Iterator[str]:
+    yield f"# {case.model} learns what {case.reward} rewards."
+    yield "#"
+    yield f"#   streamrl config check {case.file}    # settings and files"
+    yield f"#   streamrl doctor {case.file}          # this machine, Redis, memory"
+    if case.gpus < 2:
+        yield f"#   streamrl up {case.file}              # again: it goes on from its last checkpoint"
+    else:
+        ranks = ",".join(map(str, range(case.ranks)))
+        yield f"#   CUDA_VISIBLE_DEVICES={ranks} streamrl up {case.file}"
+        own = f" --allow-reward-code {case.reward}" if ":" in case.reward else ""
+        yield f"#   CUDA_VISIBLE_DEVICES={case.ranks} streamrl worker --redis {_REDIS} --run {case.name} \\"
+        yield f"#       --model {case.model}{own}    # one for each GPU from {case.ranks} to {case.gpus - 1}"
+    yield "#"
+    yield "# What is not set here has its default; all settings, explained:"
+    yield f"# {reference}"
+
+
+def _experiment(case: Case) -> Iterator[str]:
+    prompt = '"messages": [{"role": "user", "content": ...}]' if case.chat else '"text": ...'
+    yield from _section(f"name: {_text(case.name)}", f"the run's folder is runs/{case.name}")
+    yield from _section("model:", "")
+    yield _line(f"  path: {_text(case.model)}", "folder or hub name; where training starts, and the reference of KL")
+    yield _line("  dtype: bfloat16", "of forward and backward passes; master weights stay float32")
+    yield from _section("data:", "")
+    yield _line(f"  train: {_text(case.data)}", f'a line each: {{{prompt}, "answer": ...}}')
+    if case.validation is not None:
+        yield _line(f"  validation: {_text(case.validation)}", "other prompts, which are never trained")
+    yield _line("  max_prompt_tokens: 512", "a longer prompt is an error; see `overlong`")
+    yield from _section("sampling:", "")
+    yield _line("  num_samples: 8", "of a prompt: where all are equally good, nothing is learned")
+    yield _line("  max_tokens: 256", "of an answer: what a good one needs, and hardly more")
+    yield _line("  temperature: 0.7", "higher explores more; a small model then says little that is right")
+    if not case.chat:
+        yield _line('  stop: ["\\n"]', "ends an answer beside the end token, which a base model seldom writes")
+    yield from _section("rewards:", "by names of yours: a sample's reward is their weighted sum")
+    yield _line("  right:", _meaning(case.reward))
+    yield _line("    type: function", "of Python, in a process of its own; http asks a service")
+    yield _line(f"    target: {_text(case.reward)}", "a built-in, path/to/file.py:function or package.module:function")
+    yield from _section("algorithm:", "REINFORCE with a leave-one-out baseline")
+    yield _line("  mask_unfinished: false", "an answer that max_tokens cuts off is judged like any other")
+    yield _line("  kl: {coefficient: 0.001}", "how strongly it is held to its start")
+
+
+def _running(case: Case) -> Iterator[str]:
+    large = case.gpus > 0
+    yield from _section("optimizer:", "")
+    yield _line(f"  lr: {'1e-6' if large else '3e-5'}", "3e-5 was tried with 135M parameters; billions want about 1e-6")
+    yield _line(f"  min_lr: {'1e-7' if large else '1e-5'}", "where the cosine ends")
+    yield _line("  warmup_steps: 2", "from 0 up to lr")
+    yield _line("  constant_steps: 0", "at min_lr, in the end")
+    yield from _section("training:", "")
+    yield _line(f"  groups_per_step: {32 if large else 6}", "prompts of a step: more make each surer, and take longer")
+    yield _line("  max_steps: 100", "of the optimizer; -1: until max_epochs")
+    yield _line("  max_epochs: 10", "passes over the prompts, at most")
+    yield _line(f"  micro_batch_tokens: {16384 if large else 4096}", "of a forward pass: lower it when memory is short")
+    yield from _section("lag: {max_steps: 2}", "how many steps older than the learner an answer's weights may be")
+    yield from _section("checkpoint: {every_steps: 10}", "whatever ends the run, it goes on from the last one")
+    if case.validation is not None:
+        yield _line("validation:", "at the start and the end, too")
+        yield _line("  every_steps: 10", "asked beside training, which does not wait for it")
+        yield _line("  sampling: {max_tokens: 256}", "greedy, an answer a prompt")
+    else:
+        yield _line("validation: {every_steps: 0}", "none without data.validation")
+    yield from _parts(case)
+
+
+def _parts(case: Case) -> Iterator[str]:
+    if case.gpus == 0:
+        yield from _section("worker: {count: 1, threads: 1}", "it generates, with vLLM on the CPU")
+        yield _line("learner: {threads: 1}", "more where there are more cores")
+    elif case.gpus == 1:
+        yield from _section("worker:", "it generates, with vLLM, beside the learner on the one GPU")
+        yield _line("  engine_args: {gpu_memory_utilization: 0.4}", "the rest is the learner's")
+    else:
+        yield from _section("redis:", "")
+        yield _line(f"  url: {_REDIS}", "yours, with appendonly on; workers elsewhere need its host's name")
+        yield from _section("worker:", "")
+        yield _line("  count: 0", "`up` starts none: each is started by hand on a GPU of its own, as above")
+        yield _line("  engine_args: {gpu_memory_utilization: 0.85}", "of its GPU")
+        yield from _section("learner:", "")
+        yield _line(f"  processes: {case.ranks}", "ranks, a GPU each; the model is sharded over them")
+
+
+def _section(text: str, comment: str) -> Iterator[str]:
+    yield ""
+    yield _line(text, comment)
+
+
+def _line(text: str, comment: str) -> str:
+    """With the comment beside it, or above where there is no room."""
+    if not comment:
+        return text
+    beside = f"{text:<{_COLUMN - 2}}  # {comment}"
+    indent = " " * (len(text) - len(text.lstrip()))
+    return beside if len(beside) <= _WIDEST else f"{indent}# {comment}\n{text}"
+
+
+def _text(value: str) -> str:
+    """Bare where YAML reads the same text again; else as JSON, which is YAML too."""
+    is_plain = re.fullmatch(r"[\w./:-]+", value) and parse(value, name="", numbered=False).value == value
+    return value if is_plain else json.dumps(value, ensure_ascii=False)
+
+
+def _meaning(reward: str) -> str:
+    known = REWARDS.get(reward)
+    if known is None:
+        return "function(prompt, completion, token_ids, fields) -> float; fields has what else the line holds"
+    return (known.__doc__ or "").strip().splitlines()[0].rstrip(".")

@@ -1,0 +1,39 @@
+"""Whose weights a command is about: `RUN`, `RUN@STEP`, `RUN@best`, the folder of a checkpoint, or a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from streamrl.learner.checkpoints.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    name: str  # for people
+    checkpoint: Checkpoint | None  # None: the model of this name
+    config_file: Path  # of the run to which it belongs; it need not be there
+
+
+def find_subject(text: str, *, exported: bool = False) -> Subject:
+    """DataError when there is nothing of this name. A run is its newest checkpoint, or, `exported`, what it has
+    exported where there is such a thing."""
+    from streamrl.learner.checkpoints.resume import find_checkpoint
+
+    if exported and (export := Path(text) / "export").is_dir():
+        text = str(export)
+    if _is_model(text):
+        # runs/mine/export lies beside it
+        return Subject(name=text, checkpoint=None, config_file=Path(text).parent / "config.yaml")
+    found = find_checkpoint(text)
+    config_file = found.folder.parent.parent / "config.yaml"
+    return Subject(name=f"{text} (step {found.state.step})", checkpoint=found, config_file=config_file)
+
+
+def _is_model(text: str) -> bool:
+    path = Path(text)
+    if path.is_dir():
+        return (path / "config.json").is_file()
+    return text.count("/") == 1 and "@" not in text and not path.exists() and not path.parent.exists()

@@ -1,0 +1,25 @@
+"""Asked twice to end, the launcher says what is to be made again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from streamrl.ops.launch.supervisor import left_undone
+from tests.launch_world import make_view, step_record
+from tests.run_folder import RunFolder
+
+
+def test_steps_after_the_last_checkpoint_are_told(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.term(1)
+    folder.journal("e000001-s00000004", (4, "trained", [(0, 16)]))
+    folder.checkpoint("e000001-s00000004", issued=20, ended=16, journal="e000001-s00000004")
+
+    told = left_undone(folder.path, make_view(step_record(4), step_record(7)))
+
+    assert "the run stands at step 4; 3 steps after it, the one under way" in told
+    assert "; the step under way" in left_undone(folder.path, None)
+
+
+def test_where_there_is_no_run_yet_nothing_is_to_be_made_again(tmp_path: Path) -> None:
+    assert left_undone(tmp_path, None) == "ended at once, before the run had begun"

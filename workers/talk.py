@@ -1,0 +1,127 @@
+"""Talking to a model: one answer at a time, each piece of its text as it comes. Plain transformers, no engine.
+
+    messages ─► the tokenizer's template ─┐
+    a text to go on from ─────────────────┴─► a forward pass a token ─► pieces of text ─► how it ended
+
+Tokens are drawn as the workers' engine of plain transformers draws them. Everything happens in the thread that asks,
+and Ctrl-C ends an answer between two tokens. Blocks on the model: its memory, and a forward pass a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import transformers
+from jinja2 import TemplateError
+from transformers.initialization import no_init_weights
+
+from streamrl.config import schema
+from streamrl.errors import DataError
+from streamrl.protocol.wire.group import FinishReason
+from streamrl.workers.engines.hf_model import RowState, build_model, choose, load_weights, processed_logprobs
+from streamrl.workers.engines.model import ModelFacts, read_model
+
+Message = Mapping[str, str]  # {"role": ..., "content": ...}
+_HALF = "\ufffd"  # what a tokenizer writes for a character whose last bytes are still to come
+
+
+@dataclass(slots=True, kw_only=True)
+class Answer:
+    """Grows while it is spoken."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None  # None: it is not at its end
+
+
+def load_speaker(path: str, *, seed: int, weights: Path | None = None, dtype: str = "auto") -> Speaker:
+    """Of a model's folder or name, with its own weights, or with those of a safetensors file in this dtype."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # whoever talks wants to read the answers alone
+    facts = read_model(path, trust_remote_code=False)
+    if weights is not None:
+        model = build_model(facts, dtype=getattr(torch, dtype), within=no_init_weights())
+        load_weights(model, safetensors.torch.load_file(weights))
+        return Speaker(model, facts, seed=seed)
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise DataError(f"model {path!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+    return Speaker(model.eval(), facts, seed=seed)
+
+
+class Speaker:
+    def __init__(self, model: transformers.PreTrainedModel, facts: ModelFacts, *, seed: int) -> None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"  # the former never ran
+        self._model: Any = model.to(device)  # type: ignore[arg-type]  # a wrapper that hides nn.Module's own
+        self._facts = facts
+        self._generator = torch.Generator(device=device).manual_seed(seed)
+
+    @property
+    def has_template(self) -> bool:
+        return bool(self._facts.tokenizer.chat_template)
+
+    def read(self, said: str | Sequence[Message]) -> list[int]:
+        """The tokens of a prompt, as in training: a text as it is, messages in the template's words."""
+        tokenizer: Any = self._facts.tokenizer
+        if isinstance(said, str):
+            ids: list[int] = tokenizer(said)["input_ids"]
+            return ids
+        try:
+            text = tokenizer.apply_chat_template(list(said), tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise DataError(f"the tokenizer's chat template refuses the messages: {error}") from error
+        templated: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template wrote them
+        return templated
+
+    def speak(self, prompt_ids: Sequence[int], sampling: schema.Sampling, answer: Answer) -> Iterator[str]:
+        """The pieces of the answer's text; `answer` grows with them. DataError when the prompt leaves no room."""
+        room = self._room(prompt_ids, sampling)
+        given, cache = list(prompt_ids), None
+        while answer.finish_reason is None:
+            logits, cache = self._forward(given, cache)
+            token_id = self._choose(logits, prompt_ids, sampling, answer)
+            answer.token_ids.append(token_id)
+            if token_id in self._facts.stop_ids:
+                answer.finish_reason = "stop"
+            elif len(answer.token_ids) >= room:
+                answer.finish_reason = "length"
+            # A model without a cache of keys and values reads everything anew for each token.
+            given = [token_id] if cache is not None else [*prompt_ids, *answer.token_ids]
+            yield self._new_text(answer)
+
+    def _room(self, prompt_ids: Sequence[int], sampling: schema.Sampling) -> int:
+        known = self._facts.max_positions
+        if not prompt_ids:
+            raise DataError("the prompt has no tokens")
+        if known is not None and len(prompt_ids) >= known:
+            raise DataError(f"{len(prompt_ids)} tokens leave no room for an answer: the model knows {known} positions")
+        return sampling.max_tokens if known is None else min(sampling.max_tokens, known - len(prompt_ids))
+
+    @torch.inference_mode()
+    def _forward(self, token_ids: list[int], cache: Any) -> tuple[torch.Tensor, Any]:  # [1, V]
+        ids = torch.tensor([token_ids], device=self._generator.device)
+        more = {} if cache is None else {"past_key_values": cache}
+        output = self._model(input_ids=ids, use_cache=True, logits_to_keep=1, **more)
+        return output.logits[:, -1], getattr(output, "past_key_values", None)
+
+    @torch.inference_mode()
+    def _choose(
+        self, logits: torch.Tensor, prompt_ids: Sequence[int], sampling: schema.Sampling, answer: Answer
+    ) -> int:
+        state = RowState(sampling=sampling, num_tokens=len(answer.token_ids), seen=[*prompt_ids, *answer.token_ids])
+        logprobs = processed_logprobs(logits, [state], self._facts.stop_ids)
+        return int(choose(logprobs, [state], self._generator))
+
+    def _new_text(self, answer: Answer) -> str:
+        """What the last token made certain; a character may take several."""
+        text = self._facts.decode(answer.token_ids)
+        if text.endswith(_HALF) and answer.finish_reason is None:
+            return ""
+        piece, answer.text = text[len(answer.text) :], text
+        return piece
