@@ -48,16 +48,17 @@ def main(arguments: Sequence[str], *, torchrun: Callable[[list[str]], object] | 
     split = list(arguments).index(_SEPARATOR)
     options, ranks = arguments[:split], arguments[split + 1 :]
     note_job_began(os.environ)
-    Ending(
+    ending = Ending(
         grace_s=_grace_s(options),
         verdict=listen(_keep_temporary_files_apart(), os.environ),
         code_when_told=EXIT_TOLD if "--elastic" in ranks else 0,
-    ).heed()
-    os.environ.setdefault("TORCH_LOGS_FORMAT", _LOG_FORMAT)
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
-    # It must have a signal of its own; those that ask to end are ours.
+    )
+    # torchrun must have a signal of its own; those that ask to end are ours.
     own = ["--start-method=forkserver", "--run-path", "--signals-to-handle=SIGQUIT"]
-    (torchrun or _torchrun)([*own, *options, str(_RANK), *ranks])
+    with ending.heeding():
+        os.environ.setdefault("TORCH_LOGS_FORMAT", _LOG_FORMAT)
+        multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+        (torchrun or _torchrun)([*own, *options, str(_RANK), *ranks])
 
 
 def _torchrun(words: list[str]) -> None:

@@ -15,7 +15,8 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -37,10 +38,16 @@ class Ending:
         self._grace_s, self._verdict, self._code_when_told = grace_s, verdict, code_when_told
         self._is_ending = False
 
-    def heed(self) -> None:
-        """From now on, in this process."""
+    @contextmanager
+    def heeding(self) -> Iterator[None]:
+        """Inside, in this process; then it is ending anyway, and the interpreter would put back what kills it."""
         for number in _SIGNALS:
             signal.signal(number, self._end)
+        try:
+            yield
+        finally:
+            for number in _SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
 
     def _end(self, number: int, _frame: FrameType | None) -> None:
         if self._is_ending:

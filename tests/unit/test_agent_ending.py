@@ -106,6 +106,23 @@ def test_an_agent_that_is_told_to_end_does_so_at_any_moment(tmp_path: Path, mome
     assert "restart" not in reached(tmp_path) or moment == "restart", "it started its ranks again"
 
 
+# What the interpreter does at its end takes a while, and it puts handlers of its own back.
+_OVER = """
+import os, signal
+from streamrl.learner.process.agent import main
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGTERM):
+        kill(pid, number)
+late = Late()
+main(["--nproc-per-node=1", "--", "x"], torchrun=lambda words: None)
+"""
+
+
+def test_an_agent_that_is_told_when_all_is_over_has_ended_well() -> None:
+    ended = subprocess.run([sys.executable, "-c", _OVER], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_to_be_told_again_changes_nothing(tmp_path: Path) -> None:
     with agent(tmp_path, "save") as process:
         await_moment(process, tmp_path, "save")
