@@ -110,7 +110,7 @@ def test_a_begun_configuration_is_short_explained_and_good(
     Path("rewards.py").write_text("")
     assert main(["config", "init", "mine.yaml", "--model", "./model", "--data", "train.jsonl", *options]) == 0
     assert capsys.readouterr().out == "mine.yaml: written. Then: streamrl config check mine.yaml\n"
-    assert main(["config", "check", "mine.yaml"]) == 0
+    assert main(["config", "check", "mine.yaml", "--no-files"]) == 0
     text = Path("mine.yaml").read_text()
     assert len(text.splitlines()) <= 75
     assert max(map(len, text.splitlines())) <= 120

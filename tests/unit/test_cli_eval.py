@@ -101,7 +101,7 @@ def test_a_table_for_people(run: schema.Config, capsys: pytest.CaptureFixture[st
         (["{folder}", "--prompts", "nowhere.jsonl"], "no such file: nowhere.jsonl"),
         (["{folder}", "--prompts", "{data}", "validation.sampling.min_tokens=9"], "must not exceed"),
         (["{folder}", "--prompts", "{data}", "rewards.favourite.target=gone.py:f"], "'gone.py': there is no such file"),
-        (["{folder}", "--prompts", "{data}", "rewards.favourite.target=exact"], "'exact' is neither built in"),
+        (["{folder}", "--prompts", "{data}", "rewards.favourite.target=exact"], "did you mean 'exact_match'"),
         (["{folder}", "--prompts", "{data}", "rewards.favourite.options={{x: 1}}"], "unexpected keyword argument 'x'"),
     ],
 )
