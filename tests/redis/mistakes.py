@@ -113,7 +113,7 @@ OF_PLACES = {
         overrides=("weights.store=file:{folder}/train.jsonl/store",), says=("weights.store", "choose another place")
     ),
     "a tracker that is not installed": Mistake(
-        overrides=("metrics.wandb={}",), says=("metrics.wandb", "pip install 'streamrl[trackers]'")
+        overrides=("metrics.wandb={}",), says=("metrics.wandb", "pip install", "[trackers]'")
     ),
     "a server that is not there": Mistake(
         overrides=("redis.url=redis://127.0.0.1:1/0", "redis.connect_timeout_s=0.2"),

@@ -463,4 +463,5 @@ async def test_what_cannot_be_read_is_told_beside_what_can(run: Watched) -> None
 
 def test_every_cause_of_the_table_is_tested_here() -> None:
     here = Path(__file__).read_text()
-    assert [name for name in TABLE if f'"{name}"' not in here] == []
+    of_folders = {"crashed"}  # tests/unit/test_remains.py
+    assert [name for name in TABLE if f'"{name}"' not in here and name not in of_folders] == []

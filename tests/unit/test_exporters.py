@@ -90,7 +90,7 @@ def test_wandb_goes_on_with_the_run_of_this_uid(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("key", "settings"), [("tensorboard", True), ("wandb", schema.Wandb())])
 def test_what_is_not_installed_is_a_mistake_with_a_remedy(tmp_path: Path, key: str, settings: Any) -> None:
     config = config_with(tmp_path, **{key: settings})
-    with pytest.raises(ConfigError, match=rf"metrics\.{key}: not installed .*streamrl\[trackers\]"):
+    with pytest.raises(ConfigError, match=rf"metrics\.{key}: not installed .*\[trackers\]"):
         check_exporters(config, load=missing)
 
 

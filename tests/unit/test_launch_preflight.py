@@ -13,7 +13,7 @@ from streamrl.files import only_one
 
 
 def test_a_missing_package_is_named_with_the_way_to_install_it() -> None:
-    with pytest.raises(ResourceError, match=r"worker.engine needs no_such_thing, not.*streamrl\[worker-cpu\]"):
+    with pytest.raises(ResourceError, match=r"worker.engine needs no_such_thing, not.*\[worker-cpu\]"):
         need("worker.engine", "json", "no_such_thing", extra="worker-cpu")
 
 

@@ -188,11 +188,11 @@ def _read(client: redis.Redis, name: str) -> ListedRun:
 
 def with_folders(listing: Listing, folder: Path) -> Listing:
     """And the runs whose folders lie there; none where there is no such place."""
-    left = {run.uid: run for run in listing.runs}
+    left = {(run.uid, run.name): run for run in listing.runs}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if (run := _read_folder(path)) is not None:
-            live = left.get(run.uid) if run.uid else None
-            left[run.uid or run.folder] = run if live is None else _joined(live, run)
+            key = (run.uid or run.folder, run.name)
+            left[key] = _joined(left[key], run) if key in left else run
     runs = sorted(left.values(), key=_youngest_first)
     return replace(listing, runs=tuple(runs))
 
