@@ -13,6 +13,7 @@ import sys
 import termios
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import pyte
 
@@ -81,6 +82,8 @@ def in_terminal(
         stderr=its,
         env={**os.environ, "TERM": "xterm-256color", **environment},
         start_new_session=True,
+        # A shell's background job ignores Ctrl-C, and so would whatever it starts; a person's terminal does not.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     os.close(its)
     try:

@@ -255,7 +255,7 @@ def test_a_character_is_shown_when_it_is_whole(model: Path) -> None:
 
 
 def test_in_a_terminal_ctrl_c_between_answers_ends_it_without_noise(model: Path) -> None:
-    with in_terminal(["chat", str(model), "--max-tokens", "8", "--temperature", "0"], width=120) as program:
+    with in_terminal(["chat", str(model), "--max-tokens", "8"], width=120) as program:
         program.shows("no chat template: it goes on from each line", "\n>")
         program.press("say a:\n")
         program.shows("> say a:")
