@@ -69,20 +69,12 @@ class RolloutKeeper:
 
     def _record(self, step: int, group: Group) -> Mapping[str, Any]:
         """In the form of `streamrl groups --json`, with the step and without token ids."""
-        header = group.header
         return {
-            "id": f"{step}-{header.ticket}",
+            "id": f"{step}-{group.header.ticket}",
             "at": time.time(),
             "step": step,
             "term": self._term,
-            "ticket": header.ticket,
-            "run_uid": header.run_uid,
-            "worker": header.worker,
-            "attempt": header.attempt,
-            "error": header.error,
-            "num_failed_samples": header.num_failed_samples,
-            "generate_s": header.generate_s,
-            "reward_s": header.reward_s,
+            **group.header.facts(),
             "prompt": self._text(group.prompt_ids),
             "samples": [self._sample(sample) for sample in group.samples[:_MOST_SAMPLES]],
         }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,6 @@ import redis
 import redis.asyncio
 
 from streamrl.config import schema
-from streamrl.learner.groups.plan import Kind
 from streamrl.ops.monitor.causes import TABLE
 from streamrl.ops.monitor.text import status_lines
 from streamrl.protocol.transport.connection import connect, connect_async
@@ -22,7 +20,6 @@ from streamrl.protocol.transport.embedded import EmbeddedRedis
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.operator import remove_run, set_control
 from streamrl.protocol.transport.types import Announcement
-from streamrl.protocol.transport.worker import WorkerStream
 from streamrl.versions import make_version
 from tests.helpers import wait_until
 from tests.redis.monitor_world import Watched
@@ -324,144 +321,7 @@ def test_workers_far_behind_on_weights_are_named(run: Watched) -> None:
     assert "worker/w serves 1.2, 7 steps behind 1.9" in run.view().causes[0].evidence
 
 
-# The flow
-
-
-def test_workers_that_wait_for_rewards_mean_an_outage(run: Watched) -> None:
-    run.learner(for_s=30)
-    run.worker("rewards", state="waiting", for_s=30)
-    assert run.first() == ("reward_outage", "stalled")
-
-
-def test_a_source_that_is_out_means_an_outage_though_workers_generate(run: Watched) -> None:
-    run.learner("train", state="working")
-    run.worker(detail={"rewards/exact/state": "0 of 1 replicas well", "rewards/exact/failed": 7})
-    assert run.first() == ("reward_outage", "degraded")
-    assert "exact: 0 of 1 replicas well, 7 errors" in run.view().causes[0].evidence
-
-
-async def test_failures_of_every_ticket_name_the_error(run: Watched) -> None:
-    await run.world.train_steps(3, failing=frozenset({0, 1, 2}))
-    run.learner("groups")
-    run.worker(detail={"groups_failed": 6, "groups_delivered": 0})
-    assert run.first() == ("failing_tickets", "stalled")
-    assert "the engine said no" in run.view().causes[0].evidence
-
-
-async def test_the_byte_budget_is_named_when_no_more_tickets_go_out(make_world: MakeWorld) -> None:
-    world = make_world(redis={"max_backlog_bytes": 4_000}, sampling={"max_tokens": 20, "num_samples": 2})
-    run = Watched(world)
-    for _ in range(20):
-        plan = world.learner.plan()
-        if plan is not None and plan.kind is Kind.STEP:  # the checkpoint that it asks for cannot be written
-            world.learner.train(plan)
-        await world.answer_all()
-    counts = run.view().train
-    assert (counts.tickets, counts.groups > 0) == (0, True)
-    run.learner("groups")
-    run.worker("tickets", state="waiting")
-    assert run.first() == ("byte_budget_reached", "stalled")
-
-
-async def test_groups_that_are_all_dropped_are_told_from_none_at_all(run: Watched) -> None:
-    dull = frozenset(range(3, 20))
-    await run.world.train_steps(1, dull=dull)
-    run.record()
-    for _ in range(4):
-        assert run.world.learner.plan() is None
-        await run.world.answer_all(dull=dull)
-    run.worker()
-    run.learner("groups", for_s=20)
-    assert run.first() == ("", "healthy"), "a model that gets good drops many, and goes on"
-    run.learner("groups", for_s=70)
-    assert run.first() == ("all_groups_dropped", "stalled")
-    assert "zero_variance" in run.view().causes[0].evidence
-    assert "num_samples" in run.view().causes[0].remedy
-
-
-async def test_a_run_that_lives_on_a_tenth_of_its_groups_is_degraded(run: Watched) -> None:
-    await run.world.train_steps(1)
-    metrics = {"stream/groups_trained": 10.0, "stream/groups_dropped": 190.0, "stream/dropped/stale": 190.0}
-    run.record(**metrics)
-    run.report("learner/0", "train")
-    run.worker()
-    assert run.first() == ("most_groups_dropped", "degraded")
-
-
-async def test_a_ticket_that_goes_from_worker_to_worker_is_poison(
-    run: Watched, async_client: redis.asyncio.Redis
-) -> None:
-    run.world.learner.plan()
-    for number in range(3):
-        victim = WorkerStream(async_client, run.world.keys, worker=f"w{number}", lease_s=0.01, give_up_after_s=5.0)
-        [leased] = await victim.lease(max_tickets=1, block_ms=0)
-        assert leased.ticket.number == 0
-        time_out = time.monotonic() + 0.02
-        wait_until(lambda end=time_out: time.monotonic() > end, description="the lease runs out")
-    run.learner("train", state="working")
-    run.worker(name="w2")
-    assert run.first() == ("poison_ticket", "degraded")
-    assert "leased 3 times" in run.view().causes[0].evidence
-    run.worker(name="w2", detail={"rewards/exact/state": "0 of 1 replicas well"})
-    assert [cause.name for cause in run.view().causes] == ["reward_outage"]
-
-
-async def test_at_the_lag_bound_workers_wait_for_the_learner(run: Watched) -> None:
-    run.world.learner.plan()
-    await run.world.answer_all()
-    run.learner("train", state="working", for_s=20)
-    run.worker("tickets", state="waiting", for_s=20)
-    assert run.first() == ("lag_bound_reached", "healthy")
-    assert "6 groups wait to be trained" in run.view().causes[0].evidence
-
-
-async def test_a_learner_that_waits_for_groups_says_how_fast_they_are_made(run: Watched) -> None:
-    run.world.learner.plan()
-    await run.world.worker.lease(max_tickets=2, block_ms=0)
-    run.learner("groups", for_s=5)
-    run.worker(detail={"tokens_per_s": 70})
-    assert run.first() == ("generation_is_slow", "healthy")
-    assert "1 worker generate 70 tokens/s, 2 of 6 tickets are leased" in run.view().causes[0].evidence
-    run.learner("groups", for_s=500)
-    assert run.first() == ("generation_is_slow", "degraded")
-
-
-async def test_an_engine_that_computes_another_model_than_the_learner_is_told_of(run: Watched) -> None:
-    await run.world.train_steps(1)
-    for _ in range(3):
-        run.world.learner.step += 1
-        run.record(**{"policy/fresh_mismatch": 0.3})
-    run.healthy()
-    assert run.first() == ("engine_disagrees", "degraded")
-    assert "0.3 apart" in run.view().causes[0].evidence
-
-
-async def test_dead_letters_call_for_somebody(run: Watched) -> None:
-    await run.world.train_steps(2, failing=frozenset({1}))
-    run.learner("train", state="working")
-    run.worker(detail={"groups_failed": 2, "groups_delivered": 20})
-    assert run.first() == ("dead_letters", "degraded")
-    assert "the engine said no" in run.view().causes[0].evidence
-
-
-async def test_skipped_steps_call_for_somebody(run: Watched) -> None:
-    await run.world.train_steps(1)
-    run.record(**{"train_optim/skipped_steps": 2.0})
-    run.healthy()
-    assert run.first() == ("steps_skipped", "degraded")
-
-
-async def test_what_cannot_be_read_is_told_beside_what_can(run: Watched) -> None:
-    await run.world.train_steps(1)
-    run.record()
-    run.healthy()
-    run.world.client.hset(run.world.keys.weights, "step", "many")
-    assert run.first() == ("unreadable", "degraded")
-    run.world.client.hdel(run.world.keys.meta, "uid")
-    assert run.causes() == ["absent", "unreadable"]
-
-
 def test_every_cause_of_the_table_is_tested_here() -> None:
-    here = Path(__file__).read_text()
+    here = "".join(path.read_text() for path in Path(__file__).parent.glob("test_monitor*_causes.py"))
     of_folders = {"crashed"}  # tests/unit/test_remains.py
     assert [name for name in TABLE if f'"{name}"' not in here and name not in of_folders] == []

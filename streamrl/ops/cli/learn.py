@@ -90,14 +90,7 @@ def learn(
     leave a run that goes on without it (--nodes MIN:MAX); 2 after a mistake that only you can mend; else torchrun's. An
     error that no restart can mend is in the run's folder, in learner.error.
     """
-    if replay is not None and redis_url is not None:
-        raise ConfigError("--replay needs no Redis: give one of --replay and --redis")
-    if replay is not None and source is not None:
-        raise ConfigError("--fork begins a run that asks for groups of its own; a --replay begins with its recording")
-    if standby and takeover:
-        raise ConfigError("--takeover replaces the learner that --standby waits for: give one of them")
-    if new_data and source is None:
-        raise ConfigError("--new-data is for a --fork; a run that goes on keeps its data")
+    _check_options(redis_url, replay, source, takeover=takeover, standby=standby, new_data=new_data)
     ranks = [] if nproc_per_node is None else [f"learner.processes={nproc_per_node}"]
     loaded = load_config(file, [*overrides, *ranks])
     config, cluster = loaded.config, _cluster(nodes, rendezvous)
@@ -119,6 +112,20 @@ def learn(
     if not dry_run:
         sys.stdout.flush()
         os.execve(command.arguments[0], list(command.arguments), {**os.environ, **command.environment})
+
+
+def _check_options(
+    redis_url: str | None, replay: Path | None, source: str | None, *, takeover: bool, standby: bool, new_data: bool
+) -> None:
+    """ConfigError for two that contradict each other."""
+    if replay is not None and redis_url is not None:
+        raise ConfigError("--replay needs no Redis: give one of --replay and --redis")
+    if replay is not None and source is not None:
+        raise ConfigError("--fork begins a run that asks for groups of its own; a --replay begins with its recording")
+    if standby and takeover:
+        raise ConfigError("--takeover replaces the learner that --standby waits for: give one of them")
+    if new_data and source is None:
+        raise ConfigError("--new-data is for a --fork; a run that goes on keeps its data")
 
 
 def _check_resume(config: Config, cluster: Cluster | None, server: str | None) -> None:

@@ -38,18 +38,10 @@ class Exported:
 
 def to_json(entry: Entry, group: Group, decoder: TokenDecoder | None) -> dict[str, Any]:
     """One group; the documented form of `streamrl record export --format jsonl` and `streamrl groups --json`."""
-    header = group.header
     told: dict[str, Any] = {
         "id": entry.id,
         "at": entry_order(entry.id)[0] / 1000,
-        "ticket": header.ticket,
-        "run_uid": header.run_uid,
-        "worker": header.worker,
-        "attempt": header.attempt,
-        "error": header.error,
-        "num_failed_samples": header.num_failed_samples,
-        "generate_s": header.generate_s,
-        "reward_s": header.reward_s,
+        **group.header.facts(),
         "prompt_ids": group.prompt_ids.tolist(),
         "samples": [_sample(sample, decoder) for sample in group.samples],
     }

@@ -100,6 +100,11 @@ class GroupHeader:
     def num_tokens(self) -> int:
         return sum(self.sample_lengths) + len(self.sample_lengths) * self.num_prompt_tokens
 
+    def facts(self) -> dict[str, Any]:
+        """What JSON tells of a group beside its id, time, texts and tokens."""
+        told = ("ticket", "run_uid", "worker", "attempt", "error", "num_failed_samples", "generate_s", "reward_s")
+        return {name: getattr(self, name) for name in told}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
