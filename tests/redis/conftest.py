@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -16,12 +18,15 @@ from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.learner import LearnerStream
 from streamrl.protocol.transport.worker import WorkerStream
 from tests.proxy import Proxy
+from tests.redis.monitor_world import Watched
+from tests.redis.run_world import RunWorld
 
 UID = "uid"
 LEASE_S = 0.3
 
 MakeLearner = Callable[..., LearnerStream]
 MakeWorker = Callable[..., WorkerStream]
+MakeWorld = Callable[..., RunWorld]
 
 
 @pytest.fixture(scope="session")
@@ -102,3 +107,21 @@ def proxy(redis_url: str) -> Iterator[Proxy]:
     """A road to the server that a test may make bad."""
     with Proxy(redis_url) as proxy:
         yield proxy
+
+
+@pytest.fixture
+def make_world(
+    tmp_path: Path, client: redis.Redis, async_client: redis.asyncio.Redis, keys: Keys, redis_url: str
+) -> MakeWorld:
+    """A run of doubles' workers and a learner's own half of the stream, by sections of its configuration."""
+
+    def make(**sections: dict[str, Any]) -> RunWorld:
+        return RunWorld(tmp_path, client=client, async_client=async_client, keys=keys, url=redis_url, **sections)
+
+    return make
+
+
+@pytest.fixture
+def run(make_world: MakeWorld) -> Watched:
+    """That run, as monitors see it."""
+    return Watched(make_world())

@@ -9,21 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
-import redis.asyncio
 
 from streamrl.config.load import dump_config, load_config
 from streamrl.ops.cli.main import main
-from streamrl.protocol.transport.keys import Keys
 from tests.redis.monitor_world import Watched
-from tests.redis.run_world import RunWorld
 
 HEAVY = ("torch", "vllm", "transformers", "numpy", "pydantic", "structlog", "rich")
-
-
-@pytest.fixture
-def run(tmp_path: Path, client: redis.Redis, async_client: redis.asyncio.Redis, keys: Keys, redis_url: str) -> Watched:
-    return Watched(RunWorld(tmp_path, client=client, async_client=async_client, keys=keys, url=redis_url))
 
 
 def target(run: Watched) -> list[str]:

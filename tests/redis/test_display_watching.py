@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import io
 import time
-from pathlib import Path
 
-import pytest
-import redis
-import redis.asyncio
 from rich.console import Console
 
 from streamrl.ops.launch.display import Shown, render
 from streamrl.ops.monitor.poller import Watcher
-from streamrl.protocol.transport.keys import Keys
 from tests.helpers import wait_until
 from tests.redis.monitor_world import Watched
-from tests.redis.run_world import RunWorld
-
-
-@pytest.fixture
-def run(tmp_path: Path, client: redis.Redis, async_client: redis.asyncio.Redis, keys: Keys, redis_url: str) -> Watched:
-    return Watched(RunWorld(tmp_path, client=client, async_client=async_client, keys=keys, url=redis_url))
 
 
 def launch(run: Watched) -> Watcher:

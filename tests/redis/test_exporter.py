@@ -7,11 +7,8 @@ import re
 import socket
 import threading
 import urllib.request
-from pathlib import Path
 
 import pytest
-import redis
-import redis.asyncio
 import yaml
 from prometheus_client import generate_latest
 
@@ -22,19 +19,12 @@ from streamrl.ops.monitor.poller import Poller, Seen, Watcher
 from streamrl.ops.monitor.runs import Target, opened
 from streamrl.ops.monitor.view import View
 from streamrl.process import address_of, bind
-from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.operator import set_control
 from tests.launch_world import make_view
 from tests.redis.monitor_world import Watched
-from tests.redis.run_world import RunWorld
 
 _LINE = re.compile(r'^([a-z_]+)\{((?:[a-z]+="(?:[^"\\]|\\.)*",?)*)\} (\S+)$')
 _NAME = re.compile(r"streamrl_[a-z_]+")
-
-
-@pytest.fixture
-def run(tmp_path: Path, client: redis.Redis, async_client: redis.asyncio.Redis, keys: Keys, redis_url: str) -> Watched:
-    return Watched(RunWorld(tmp_path, client=client, async_client=async_client, keys=keys, url=redis_url))
 
 
 def prometheus_text(view: View | None, run: str, *, is_up: bool) -> bytes:

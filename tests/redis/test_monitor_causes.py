@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
-import redis.asyncio
 
 from streamrl.config import schema
 from streamrl.ops.monitor.causes import TABLE
@@ -24,23 +21,6 @@ from streamrl.versions import make_version
 from tests.helpers import wait_until
 from tests.redis.monitor_world import Watched
 from tests.redis.run_world import RunWorld
-
-MakeWorld = Callable[..., RunWorld]
-
-
-@pytest.fixture
-def make_world(
-    tmp_path: Path, client: redis.Redis, async_client: redis.asyncio.Redis, keys: Keys, redis_url: str
-) -> MakeWorld:
-    def make(**sections: dict[str, Any]) -> RunWorld:
-        return RunWorld(tmp_path, client=client, async_client=async_client, keys=keys, url=redis_url, **sections)
-
-    return make
-
-
-@pytest.fixture
-def run(make_world: MakeWorld) -> Watched:
-    return Watched(make_world())
 
 
 def publish(run: Watched, *, step: int) -> None:

@@ -3,37 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
-import pytest
 import redis
 import redis.asyncio
 
 from streamrl.learner.groups.plan import Kind
-from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.worker import WorkerStream
 from tests.helpers import wait_until
+from tests.redis.conftest import MakeWorld
 from tests.redis.monitor_world import Watched
-from tests.redis.run_world import RunWorld
-
-MakeWorld = Callable[..., RunWorld]
-
-
-@pytest.fixture
-def make_world(
-    tmp_path: Path, client: redis.Redis, async_client: redis.asyncio.Redis, keys: Keys, redis_url: str
-) -> MakeWorld:
-    def make(**sections: dict[str, Any]) -> RunWorld:
-        return RunWorld(tmp_path, client=client, async_client=async_client, keys=keys, url=redis_url, **sections)
-
-    return make
-
-
-@pytest.fixture
-def run(make_world: MakeWorld) -> Watched:
-    return Watched(make_world())
 
 
 def test_workers_that_wait_for_rewards_mean_an_outage(run: Watched) -> None:

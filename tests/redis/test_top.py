@@ -11,8 +11,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-import redis
-import redis.asyncio
 
 from streamrl.config import schema
 from streamrl.protocol.transport.connection import connect, connect_async
@@ -35,11 +33,6 @@ with connect(sys.argv[1], schema.Redis()) as client, write_reports(client, Keys(
     print("reports", flush=True)
     threading.Event().wait(60)
 """
-
-
-@pytest.fixture
-def run(tmp_path: Path, client: redis.Redis, async_client: redis.asyncio.Redis, keys: Keys, redis_url: str) -> Watched:
-    return Watched(RunWorld(tmp_path, client=client, async_client=async_client, keys=keys, url=redis_url))
 
 
 @contextmanager
