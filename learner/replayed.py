@@ -67,7 +67,9 @@ class ReplayStream:
     def present_groups(self, purpose: Purpose, *, after: str) -> list[PresentGroup]:
         first = bisect_right(self._orders, entry_order(after))
         return [
-            PresentGroup(entry_id=place.entry_id, number=place.number, num_bytes=place.num_bytes)
+            PresentGroup(
+                entry_id=place.entry_id, number=place.number, identity=place.identity, num_bytes=place.num_bytes
+            )
             for place in self._places[first:]
         ]
 
@@ -77,7 +79,7 @@ class ReplayStream:
 
     # What a live stream would keep
 
-    def restore(self, *, cursor: str, retried: Mapping[int, int] | None = None) -> None: ...
+    def restore(self, *, cursor: str, retried: Mapping[int, int | None] | None = None) -> None: ...
 
     def issue(self, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
         return []
@@ -104,6 +106,9 @@ class ReplayStream:
 
     def present_tickets(self, purpose: Purpose) -> list[PresentTicket]:
         return []
+
+    def waiting(self, purpose: Purpose) -> set[tuple[int, str]]:
+        return set()
 
     def retried(self) -> Mapping[int, int]:
         return {}

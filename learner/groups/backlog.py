@@ -104,28 +104,34 @@ class Inventory:
         tickets = stream.present_tickets("train")
         return Inventory(tickets=tickets, groups=stream.present_groups("train", after=START), retried=stream.retried())
 
-    def answered(self, *, cursor: str, unread: Sequence[str]) -> set[int]:
-        """Tickets whose groups are there and will be read."""
+    def shown(self, *, cursor: str, unread: Sequence[str]) -> set[tuple[int, str]]:
+        """Number and identity of the tickets that workers can take up, or have, and of those whose groups are there and
+        will be read."""
         last, again = entry_order(cursor), set(unread)
-        return {g.number for g in self.groups if entry_order(g.entry_id) > last or g.entry_id in again} - {-1}
+        asked = {(ticket.number, ticket.identity) for ticket in self.tickets if ticket.sound}
+        to_read = (g for g in self.groups if entry_order(g.entry_id) > last or g.entry_id in again)
+        return asked | {(group.number, group.identity) for group in to_read if group.number >= 0}
 
-    def asked(self) -> set[int]:
-        """Tickets that workers can take up, or have."""
-        return {ticket.number for ticket in self.tickets if ticket.sound}
-
-    def unreadable(self) -> dict[int, str]:
+    def unreadable(self, ledger: Ledger) -> dict[int, str]:
         """Tickets whose entries no worker can read, and why. They would go round from lease to lease for ever."""
-        asked = self.asked() | {-1}
-        return {t.number: t.flaw for t in self.tickets if t.flaw is not None and t.number not in asked}
+        return {t.number: t.flaw for t in self.tickets if t.flaw is not None and _is_asked(t, ledger)}
+
+    def of_another_branch(self, ledger: Ledger) -> list[PresentTicket]:
+        """They ask for something else than their numbers stand for."""
+        return [t for t in self.tickets if t.sound and ledger.is_open(t.number) and not _is_asked(t, ledger)]
 
     def superfluous(self, ledger: Ledger) -> list[str]:
-        """Entries among the tickets that nobody should take up: unreadable, of tickets that have ended, or a second
-        one of the same ticket."""
+        """Entries among the tickets that nobody should take up: unreadable, of tickets that have ended or are of
+        another branch, or a second one of the same ticket."""
         found: list[str] = []
         seen: set[int] = set()
         for ticket in self.tickets:
-            if not ticket.sound or ticket.number in seen or not ledger.is_open(ticket.number):
+            if not ticket.sound or ticket.number in seen or not _is_asked(ticket, ledger):
                 found.append(ticket.entry_id)
             else:
                 seen.add(ticket.number)
         return found
+
+
+def _is_asked(ticket: PresentTicket, ledger: Ledger) -> bool:
+    return ledger.is_open(ticket.number) and ledger.asks(ticket.number, ticket.identity)

@@ -36,6 +36,8 @@ class Ending(NamedTuple):
     step: int  # the optimizer step that was being made, counting from 1
     outcome: str  # trained, dead, or dropped/ and the reason
     ticket: int
+    asked: str = ""  # its identity (wire.ticket); empty where nobody asked, as for what had ended before a fork
+    answered: str = ""  # what the group that ended it answers; empty where it was ended by none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,7 @@ class LedgerState:
     ignored: Mapping[str, int] = field(default_factory=dict)  # messages that decided no ticket, by reason
     attempts: Mapping[int, int] = field(default_factory=dict)  # failures so far, of unresolved tickets
     begins: Mapping[int, int] = field(default_factory=dict)  # step of the weights an unresolved ticket begins with
+    asked: Mapping[int, str] = field(default_factory=dict)  # identities of unresolved tickets: what a number stands for
     retries: Mapping[int, int] = field(default_factory=dict)  # all there ever were: number -> the dead ticket
 
     @property
@@ -96,6 +99,7 @@ class Ledger:
         self.retries = Retries(state.retries)
         self._attempts = dict(state.attempts)
         self._begins = dict(state.begins)
+        self._asked = dict(state.asked)
         self._uncommitted = list(uncommitted)
 
     @property
@@ -114,14 +118,14 @@ class Ledger:
         """What ended since the last commit."""
         return tuple(self._uncommitted)
 
-    def resolve(self, number: int, outcome: str, *, step: int) -> None:
-        """The ticket ends, while this optimizer step is being made."""
+    def resolve(self, number: int, outcome: str, *, step: int, answered: str = "") -> None:
+        """The ticket ends, while this optimizer step is being made, by a group that answers this."""
         assert self.is_open(number), f"ticket {number} cannot end as {outcome}: it is not open"
         self._resolved.add(number)
         self._attempts.pop(number, None)
         self._begins.pop(number, None)
         self.outcomes[outcome] += 1
-        self._uncommitted.append(Ending(step, outcome, number))
+        self._uncommitted.append(Ending(step, outcome, number, self._asked.pop(number, ""), answered))
 
     def committed(self, state: LedgerState) -> None:
         """What had ended in this state is in the journal."""
@@ -135,9 +139,17 @@ class Ledger:
     def attempts(self, number: int) -> int:
         return self._attempts.get(number, 0)
 
-    def begin(self, number: int, *, step: int) -> None:
-        """The ticket is asked for; who takes it begins with weights of this step, or younger ones."""
+    def begin(self, number: int, *, step: int, asked: str) -> None:
+        """The ticket is asked for, which this identity stands for; who takes it begins with weights of this step, or
+        younger ones."""
         self._begins[number] = step
+        self._asked[number] = asked
+
+    def asks(self, number: int, identity: str) -> bool:
+        """Whether this is what the open ticket asks for. Of the tickets of a recording nobody knows it before their
+        first answer."""
+        assert self.is_open(number), f"ticket {number} asks for nothing: it is not open"
+        return self._asked.setdefault(number, identity) == identity
 
     def begun_at(self, number: int) -> int:
         return self._begins[number]
@@ -163,6 +175,7 @@ class Ledger:
             ignored=dict(self.ignored),
             attempts=dict(self._attempts),
             begins=dict(self._begins),
+            asked=dict(self._asked),
             retries=self.retries.known(),
         )
 

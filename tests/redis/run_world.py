@@ -120,13 +120,14 @@ class RunWorld:
         keys: Keys,
         url: str,
         num_prompts: int = NUM_PROMPTS,
+        prompts: PromptSet | None = None,
         patience_s: float = 5.0,
         **sections: dict[str, Any],
     ) -> None:
         """`sections` change the configuration, as those of `make_config`."""
         config = make_config(**{"training": {"groups_per_step": 3}, "worker": {"max_attempts": 2}, **sections})
         self.config = config.model_copy(update={"name": keys.name, "dir": path})
-        self.prompts, self.patience_s = make_prompts(num_prompts), patience_s
+        self.prompts, self.patience_s = prompts or make_prompts(num_prompts), patience_s
         self.client, self.keys, self.url = client, keys, url
         self.worker = WorkerStream(async_client, keys, worker="w", lease_s=30.0, give_up_after_s=5.0)
         self.learner = Learner(self)

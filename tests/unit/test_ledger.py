@@ -80,10 +80,10 @@ def test_what_ended_is_kept_until_it_is_committed() -> None:
     ledger.resolve(0, f"{DROPPED}stale", step=2)
     state = ledger.state()
     ledger.resolve(1, DEAD, step=2)
-    assert ledger.uncommitted == ((1, TRAINED, 3), (2, "dropped/stale", 0), (2, DEAD, 1))
+    assert ledger.uncommitted == (Ending(1, TRAINED, 3), Ending(2, "dropped/stale", 0), Ending(2, DEAD, 1))
     for _ in range(2):
         ledger.committed(state)
-        assert ledger.uncommitted == ((2, DEAD, 1),)
+        assert ledger.uncommitted == (Ending(2, DEAD, 1),)
     ledger.committed(ledger.state())
     with pytest.raises(AssertionError, match="newer state"):
         ledger.committed(LedgerState(outcomes={TRAINED: 4}))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from streamrl.errors import Fenced
 from streamrl.protocol.transport.types import START, Control, Entry, Orders, PresentGroup, PresentTicket, entry_order
@@ -24,7 +25,7 @@ class MemoryServer:
     groups: dict[Purpose, dict[str, Entry]] = field(default_factory=lambda: {"train": {}, "eval": {}})
     rotten: set[str] = field(default_factory=set)  # ids of tickets that nobody can read
     dead: list[tuple[Ticket, str]] = field(default_factory=list)  # the letters
-    buried: set[int] = field(default_factory=set)  # numbers of tickets that ever had a letter
+    buried: set[str] = field(default_factory=set)  # identities of tickets that ever had a letter
     retry_requests: set[int] = field(default_factory=set)
     retried: dict[int, int] = field(default_factory=dict)
     term: int = 0
@@ -46,13 +47,16 @@ class MemoryServer:
         ticket = self.tickets[purpose].pop(ticket_id, None)
         if ticket is None:
             return False
-        self.append(purpose, number=ticket.number, run_uid=ticket.run_uid, header=header, body=body)
+        self.append(
+            purpose, number=ticket.number, run_uid=ticket.run_uid, identity=ticket.identity, ticket_entry=ticket_id,
+            header=header, body=body,
+        )  # fmt: skip
         return True
 
-    def append(self, purpose: Purpose, *, number: int, run_uid: str, header: bytes, body: bytes) -> str:
-        """An entry among the groups, asked for or not."""
+    def append(self, purpose: Purpose, **fields: Any) -> str:
+        """An entry among the groups, with these fields of one, asked for or not."""
         entry_id = self.next_id()
-        self.groups[purpose][entry_id] = Entry(id=entry_id, number=number, run_uid=run_uid, header=header, body=body)
+        self.groups[purpose][entry_id] = Entry(id=entry_id, **fields)
         return entry_id
 
     def ask_for_retry(self, number: int) -> None:
@@ -80,11 +84,14 @@ class LearnerStreamDouble:
     def disturbed(self) -> bool:
         return self._server.disturbed
 
-    def restore(self, *, cursor: str, retried: Mapping[int, int] | None = None) -> None:
+    def restore(self, *, cursor: str, retried: Mapping[int, int | None] | None = None) -> None:
         self._server.disturbed = False  # as on Redis: by what comes from here on it is set again
         with self._writing("restore"):
             self._server.last_id = max(self._server.last_id, entry_order(cursor)[0])
-            self._server.retried.update(retried or {})
+            for number, dead in (retried or {}).items():
+                self._server.retried.pop(number, None)
+                if dead is not None:
+                    self._server.retried[number] = dead
 
     def orders(self) -> Orders:
         return Orders(control=self._server.control, retries=tuple(sorted(self._server.retry_requests)))
@@ -126,6 +133,7 @@ class LearnerStreamDouble:
             PresentTicket(
                 entry_id=entry_id,
                 number=ticket.number,
+                identity=ticket.identity,
                 flaw="rotten" if entry_id in self._server.rotten else None,
             )
             for entry_id, ticket in self._server.tickets[purpose].items()
@@ -133,9 +141,17 @@ class LearnerStreamDouble:
 
     def present_groups(self, purpose: Purpose, *, after: str) -> list[PresentGroup]:
         return [
-            PresentGroup(entry_id=e.id, number=e.number, num_bytes=len(e.header) + len(e.body))
+            PresentGroup(
+                entry_id=e.id,
+                number=e.number if e.ticket_entry else -1,
+                identity=e.identity,
+                num_bytes=len(e.header) + len(e.body),
+            )
             for e in self._after(purpose, after)
         ]
+
+    def waiting(self, purpose: Purpose) -> set[tuple[int, str]]:
+        return {(ticket.number, ticket.identity) for ticket in self._server.tickets[purpose].values()}
 
     def retried(self) -> Mapping[int, int]:
         return dict(self._server.retried)
@@ -147,9 +163,9 @@ class LearnerStreamDouble:
 
     def dead(self, ticket: Ticket, *, error: str) -> None:
         with self._writing("dead"):
-            if ticket.number not in self._server.buried:
+            if ticket.identity not in self._server.buried:
                 self._server.dead.append((ticket, error))
-            self._server.buried.add(ticket.number)
+            self._server.buried.add(ticket.identity)
 
     def trim_eval(self, *, below: str) -> None:
         with self._writing("trim_eval"):

@@ -37,7 +37,7 @@ for i = 1, 2 do
 end
 for i = 4, #ARGV, 2 do
   redis.call('HDEL', KEYS[5], ARGV[i])  -- a full server takes the next write only after one like this
-  redis.call('HSET', KEYS[5], ARGV[i], ARGV[i + 1])
+  if ARGV[i + 1] ~= '' then redis.call('HSET', KEYS[5], ARGV[i], ARGV[i + 1]) end
 end
 for i = 3, 4 do
   local stream, cursor = KEYS[i], ARGV[i - 1]
@@ -52,8 +52,8 @@ end
 return {'OK'}
 """)
 
-# Tickets as number, body, and the number of the dead one that it repeats or nothing. Once per token: the number of a
-# ticket cannot say whether it was issued already, for a failed one comes again under its own number.
+# Tickets as number, identity, body, and the number of the dead one that it repeats or nothing. Once per token: neither
+# number nor identity can say whether a ticket was issued already, for a failed one comes again under its own.
 #
 # With a retry goes the request for it, and the letter of the dead ticket: so a request is answered by one ticket, and
 # whoever learns after a crash that the ticket is there learns what it repeats.
@@ -76,14 +76,14 @@ local function note_retry(number, repeats)
   end
   redis.call('HSET', retried, number, repeats)
 end
-for i = 4, #ARGV, 3 do
-  redis.call('XADD', tickets, '*', 'n', ARGV[i], 'u', uid, 'b', ARGV[i + 1])
+for i = 4, #ARGV, 4 do
+  redis.call('XADD', tickets, '*', 'n', ARGV[i], 'u', uid, 'd', ARGV[i + 1], 'b', ARGV[i + 2])
   issued = issued and math.max(issued, ARGV[i] + 1)
-  if purpose == 'train' then note_retry(ARGV[i], ARGV[i + 2]) end
+  if purpose == 'train' then note_retry(ARGV[i], ARGV[i + 3]) end
 end
 if issued and purpose == 'train' then redis.call('HSET', meta, 'issued', issued) end
 redis.call('HSET', appends, tickets, token)
-redis.call('HINCRBY', counters, 'issued', (#ARGV - 3) / 3)
+redis.call('HINCRBY', counters, 'issued', (#ARGV - 3) / 4)
 return {'OK'}
 """)
 
@@ -94,8 +94,8 @@ redis.call('HSET', meta, 'issued', ARGV[1])
 return {'OK'}
 """)
 
-# One page of the groups without their bodies: [id of its last entry, [[id, ticket number, bytes], ...]]. The number is
-# empty where the entry is not of this run.
+# One page of tickets or groups without their bodies: [id of its last entry, [[id, ticket number, identity, id of the
+# ticket's entry, bytes], ...]]. The number is empty where the entry is not of this run.
 NUMBERS = Script("""
 local entries = redis.call('XRANGE', KEYS[1], '(' .. ARGV[2], '+', 'COUNT', ARGV[3])
 local found = {}
@@ -103,7 +103,7 @@ for _, entry in ipairs(entries) do
   local fields = {}
   for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
   local number = fields.u == ARGV[1] and fields.n or ''
-  found[#found + 1] = {entry[1], number, #(fields.h or '') + #(fields.b or '')}
+  found[#found + 1] = {entry[1], number, fields.d or '', fields.t or '', #(fields.h or '') + #(fields.b or '')}
 end
 return {#entries > 0 and entries[#entries][1], found}
 """)

@@ -52,6 +52,8 @@ class Entry:
     run_uid: str
     header: bytes
     body: bytes
+    identity: str = ""  # of the ticket
+    ticket_entry: str = ""  # id of the ticket's entry, whose place it took; empty: no holder of a lease delivered it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,7 @@ class PresentTicket:
 
     entry_id: str
     number: int  # -1: of no ticket of this run
+    identity: str
     flaw: str | None  # why no worker can take it up: it cannot be read, or does not say what its entry says
 
     @property
@@ -72,7 +75,8 @@ class PresentGroup:
     """An entry among the groups."""
 
     entry_id: str
-    number: int  # of the ticket; -1: of none of this run
+    number: int  # of the ticket; -1: of none of this run, or delivered by no holder of a lease
+    identity: str
     num_bytes: int
 
 
@@ -122,9 +126,9 @@ class GroupStream(Protocol):
     def disturbed(self) -> bool:
         """The server was away, replaced or emptied since the last `restore`: something may be missing."""
 
-    def restore(self, *, cursor: str, retried: Mapping[int, int] | None = None) -> None:
+    def restore(self, *, cursor: str, retried: Mapping[int, int | None] | None = None) -> None:
         """Make the streams exist, let no new group land at or behind the cursor, and note which tickets repeat which
-        dead ones."""
+        dead ones; None: none, whatever was noted."""
 
     def orders(self) -> Orders:
         """The operator's."""
@@ -144,6 +148,9 @@ class GroupStream(Protocol):
     def commit(self, *, step: int, cursor: str, trim_below: str, ended: Sequence[str] = ()) -> None:
         """The checkpoint of this step is there: remove training groups with ids smaller than `trim_below`, and those
         that have ended among the others."""
+
+    def waiting(self, purpose: Purpose) -> set[tuple[int, str]]:
+        """Number and identity of what nobody has delivered: for those who need to know no more than that."""
 
     def present_tickets(self, purpose: Purpose) -> list[PresentTicket]:
         """What nobody has delivered, in the stream's order."""
