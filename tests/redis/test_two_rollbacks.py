@@ -4,9 +4,12 @@ for other tickets than those that lie there. Every ticket ends by a group of its
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 
+import pytest
 import redis
 
 from streamrl.learner.groups.plan import Kind, fetch_groups
@@ -18,6 +21,8 @@ from tests.redis.run_world import RunWorld
 
 NUM_PROMPTS = 20
 ROUNDS = 200
+NUM_ACTS = 80
+ACTS = {"train": 3, "answer": 3, "retry": 2, "commit": 1, "copy": 1, "go back": 2, "die": 2}  # how often
 RunCopy = Mapping[bytes, bytes]
 
 
@@ -56,6 +61,7 @@ class Trained:
         return plan.kind
 
     async def finish(self, world: RunWorld) -> None:
+        world.learner.stream.disturbed = True
         for _ in range(ROUNDS):
             if self.train(world) is Kind.END:
                 world.learner.commit()
@@ -63,8 +69,9 @@ class Trained:
             await world.answer_all()
         raise AssertionError(f"no end after {ROUNDS} rounds: {world.learner.feed.metrics()}")
 
-    def others(self, world: RunWorld, retries: Mapping[int, int]) -> dict[int, list[list[int]]]:
+    def others(self, world: RunWorld) -> dict[int, list[list[int]]]:
         """Tickets that were trained twice, or by an answer to another prompt than the one that they stand for."""
+        retries = world.learner.feed.state().ledger.retries
         places: dict[int, int] = {}
         for number in range(NUM_PROMPTS + len(retries)):
             places[number] = places[retries[number]] if number in retries else number - sum(r < number for r in retries)
@@ -83,13 +90,11 @@ async def test_tickets_of_another_branch_under_the_same_numbers_are_not_taken_fo
     world.learner.commit()
     older = copy_of(client, keys)
 
-    letters = read_letters(client, keys)
-    assert request_retries(client, keys, letters, by="the test") == 2
+    assert request_retries(client, keys, read_letters(client, keys), by="the test") == 2
     issued = int(world.learner.feed.metrics()["stream/issued"])
     await world.answer_all()
-    trained_by_a = Trained()
     while not world.learner.feed.metrics()["stream/retries"]:
-        trained_by_a.train(world)
+        Trained().train(world)  # of a learner that dies before it commits
     newer = copy_of(client, keys)
 
     go_back(client, keys, older)
@@ -102,8 +107,53 @@ async def test_tickets_of_another_branch_under_the_same_numbers_are_not_taken_fo
 
     go_back(client, keys, newer)
     await trained.finish(world)
-    state = world.learner.feed.state().ledger
-    assert trained.others(world, state.retries) == {}
+    check(world, trained)
+    assert world.learner.feed.metrics()["stream/ignored/not_asked"] > 0
+
+
+@pytest.mark.parametrize("seed", range(10))
+async def test_whichever_copy_redis_returns_to_every_ticket_ends_by_an_answer_to_its_own_prompt(
+    make_world: MakeWorld, client: redis.Redis, keys: Keys, seed: int
+) -> None:
+    """In any order, with learners that die, and tickets that die and are asked for again."""
+    chance = random.Random(seed)
+    world = make_world(worker={"max_attempts": 1}, prompts=make_prompts(NUM_PROMPTS))
+    trained, committed = Trained(), Trained()
+    copies = [copy_of(client, keys)]
+    for _ in range(NUM_ACTS):
+        match chance.choices(list(ACTS), list(ACTS.values()))[0]:
+            case "train":
+                trained.train(world)
+            case "answer":
+                failing = frozenset(number for number in range(2 * NUM_PROMPTS) if chance.random() < 0.3)
+                await world.answer_some(chance.randrange(1, 6), failing=failing)
+            case "retry":
+                request_retries(client, keys, read_letters(client, keys), by="the test")
+                await world.answer_some(3)
+                trained.train(world)
+                copies = [*copies[-3:], copy_of(client, keys)]
+            case "commit":
+                world.learner.commit()
+                committed = deepcopy(trained)
+            case "copy":
+                copies = [*copies[-3:], copy_of(client, keys)]
+            case "go back":
+                go_back(client, keys, chance.choice(copies))
+                world.learner.stream.disturbed |= chance.random() < 0.7  # or it has yet to notice
+            case "die":
+                if chance.random() < 0.7:
+                    go_back(client, keys, chance.choice(copies))
+                world.restart()
+                trained = deepcopy(committed)
+                trained.train(world)
+    await trained.finish(world)
+    check(world, trained)
+
+
+def check(world: RunWorld, trained: Trained) -> None:
+    assert trained.others(world) == {}
     audit = world.audit()
     assert audit.clean, audit.to_json()
-    assert (audit.trained, audit.dead, audit.outstanding) == (NUM_PROMPTS - 2, 2, 0)
+    num_retries = len(world.learner.feed.state().ledger.retries)
+    assert (audit.issued, audit.outstanding) == (NUM_PROMPTS + num_retries, 0)
+    assert audit.trained == len(trained.prompts)
