@@ -27,7 +27,8 @@ from tests.redis.conftest import MakeLearner, MakeWorker
 
 def add_groups(client: redis.Redis, keys: Keys, numbers: range | list[int], *, uid: str = "uid") -> list[str]:
     stream = keys.groups("train")
-    added = [client.xadd(stream, {"n": n, "u": uid, "h": b"h%d" % n, "b": b"b"}) for n in numbers]
+    fields = {"u": uid, "d": "asked", "t": "1-0", "b": b"b"}
+    added = [client.xadd(stream, {"n": n, "h": b"h%d" % n, **fields}) for n in numbers]
     return [entry_id.decode() for entry_id in added]
 
 
@@ -161,15 +162,14 @@ def test_tickets_that_cannot_be_read_or_are_of_another_run_are_told_apart(
     assert found == [(0, True), (1, False), (0, False), (-1, False), (-1, False)]
     assert [ticket.flaw for ticket in present[:3]] == [
         None,
-        "the ticket and its entry do not agree on number, purpose or run",
+        "the ticket and its entry do not agree on number, purpose, run or what is asked",
         "not a message: a map was expected, got int",
     ]
 
 
 def test_evaluation_groups_are_trimmed_apart(learner: LearnerStream, client: redis.Redis, keys: Keys) -> None:
     train = add_groups(client, keys, range(2))
-    first = client.xadd(keys.groups("eval"), {"n": 0, "u": "uid"})
-    second = client.xadd(keys.groups("eval"), {"n": 1, "u": "uid"})
+    first, second = (client.xadd(keys.groups("eval"), {"n": n, "u": "uid", "t": "1-0"}) for n in range(2))
     learner.trim_eval(below=second.decode())
     assert [(g.entry_id, g.number) for g in learner.present_groups("eval", after=START)] == [(second.decode(), 1)]
     assert first != second

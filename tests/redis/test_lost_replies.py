@@ -129,6 +129,8 @@ async def test_a_delivery_whose_reply_is_lost_is_known_as_our_own(
     # What somebody else delivered stays not ours, also when asked twice.
     other = WorkerStream(worker._client, keys, worker="other", lease_s=60.0)
     await other.run_info()
+    await worker.hand_back([third])
+    [third] = await other.lease(max_tickets=1, block_ms=0)
     assert await other.deliver(third, *encode_group(make_group(third.ticket)))
     proxy.drop_reply_to(SCRIPT)
     assert not await worker.deliver(third, *encode_group(make_group(third.ticket)))

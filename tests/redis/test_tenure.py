@@ -48,7 +48,7 @@ def everything(client: redis.Redis) -> dict[bytes, object]:
 
 
 def test_every_writing_method_is_in_the_list_of_writes() -> None:
-    reading = {"claim", "orders", "read", "fetch", "present_tickets", "present_groups"}
+    reading = {"claim", "orders", "read", "fetch", "present_tickets", "present_groups", "waiting"}
     reading |= {"retried", "has_manifests", "reports"}
     public = {name for name in vars(LearnerStream) if not name.startswith("_")}
     assert public == reading | set(WRITES)

@@ -45,7 +45,7 @@ class Keys:
         self.control = f"{prefix}control"
 
         # Of all entries: n a ticket's number, u the run's uid, d the ticket's identity, b a body, h a group's header.
-        # Stream: tickets given up after too many failures. Fields p, n, u, b, error, at.
+        # Stream: tickets given up after too many failures. Fields p, n, u, d, b, error, at.
         self.dead = f"{prefix}dead"
         # Hash: number of a dead ticket that the learner shall issue anew -> the id of its letter.
         self.retry_requests = f"{prefix}retry-requests"

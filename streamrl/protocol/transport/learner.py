@@ -213,6 +213,7 @@ class LearnerStream:
             "p": ticket.purpose,
             "n": ticket.number,
             "u": ticket.run_uid,
+            "d": ticket.identity,
             "b": encode_ticket(ticket),
             "error": error[:2000],
             "at": time.time(),
