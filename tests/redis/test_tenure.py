@@ -11,9 +11,10 @@ import redis
 from streamrl.errors import Fenced, ResourceError, RunGone, TransportError
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.learner import LearnerStream
+from streamrl.protocol.transport.learner_letters import LetterBox
 from streamrl.protocol.transport.lease import await_lease
 from streamrl.protocol.transport.operator import remove_run, set_control
-from streamrl.protocol.transport.types import START, Announcement
+from streamrl.protocol.transport.types import START, Announcement, Letter
 from streamrl.versions import make_version
 from tests.helpers import make_ticket, wait_until
 from tests.redis.conftest import MakeLearner
@@ -28,7 +29,8 @@ WRITES: dict[str, Callable[[LearnerStream], None]] = {
     "commit": lambda learner: learner.commit(step=1, cursor="9-9", trim_below="9-9"),
     "trim_eval": lambda learner: learner.trim_eval(below="9-9"),
     "delete_tickets": lambda learner: learner.delete_tickets("train", ["1-1"]),
-    "dead": lambda learner: learner.dead(make_ticket(0), error="x"),
+    "letters.put": lambda learner: learner.letters.put([(make_ticket(0), Letter("x", 1.0))]),
+    "letters.remove": lambda learner: learner.letters.remove(["1-1"], requests=[1]),
     "announce": lambda learner: learner.announce(
         Announcement(version=make_version(1, 0), base=0, step=0, manifest=b"m"), keep=[]
     ),
@@ -49,8 +51,9 @@ def everything(client: redis.Redis) -> dict[bytes, object]:
 
 def test_every_writing_method_is_in_the_list_of_writes() -> None:
     reading = {"claim", "orders", "read", "fetch", "present_tickets", "present_groups"}
-    reading |= {"retried", "has_manifests", "reports"}
+    reading |= {"retried", "has_manifests", "reports", "letters.present", "letters.purged"}
     public = {name for name in vars(LearnerStream) if not name.startswith("_")}
+    public |= {f"letters.{name}" for name in vars(LetterBox) if not name.startswith("_")}
     assert public == reading | set(WRITES)
 
 

@@ -35,6 +35,7 @@ from streamrl.protocol.transport.connection import (
 )
 from streamrl.protocol.transport.entries import PagedReader, decode_reports, one_of, to_entry, to_number, to_present
 from streamrl.protocol.transport.keys import LONGEST_EVENTS, WORKERS, Keys, history_streams, is_validation
+from streamrl.protocol.transport.learner_letters import LetterBox
 from streamrl.protocol.transport.lease import await_lease, other_holder, refusal, wait_out
 from streamrl.protocol.transport.types import (
     CONTROLS,
@@ -81,6 +82,7 @@ class LearnerStream:
         self._ask = partial(repeat, client, give_up_after_s=give_up_after_s, on_trouble=self._note_trouble)
         self._claimed: tuple[str, str] | None = None  # configuration and fingerprint
         self._server_run_id = ""
+        self.letters = LetterBox(client, keys, ask=self._ask, write=self._write, pages=self._pages)
         self._readers = {purpose: PagedReader(client, keys.groups(purpose)) for purpose in PURPOSES}
 
     # The run, and who learns it
@@ -198,34 +200,12 @@ class LearnerStream:
 
     def present_groups(self, purpose: Purpose, *, after: str) -> list[PresentGroup]:
         """All groups beyond `after`, without their bodies."""
-        stream, found, last = self._keys.groups(purpose), list[PresentGroup](), after
-        while last:
-            call = Call(scripts.NUMBERS, (stream,), (self._fence.run_uid, last, _A_PAGE))
-            reached, page = self._ask("list groups", partial(run, self._client, call))
-            last = reached.decode() if reached else ""
-            found += [PresentGroup(entry_id=i.decode(), number=to_number(n), num_bytes=size) for i, n, size in page]
-        return found
+        return list(self._pages("list groups", self._keys.groups(purpose), after))
 
     def delete_tickets(self, purpose: Purpose, entry_ids: Sequence[str]) -> None:
         keys = [self._keys.tickets(purpose)]
         for chunk in _chunks(entry_ids, _IDS_A_CALL):
             self._write("delete tickets", scripts.DELETE_TICKETS, keys, WORKERS, *chunk)
-
-    def dead(self, ticket: Ticket, *, error: str) -> None:
-        """Keep a ticket that is given up, for people and for `retry_of`."""
-        fields: dict[str, Argument] = {
-            "p": ticket.purpose,
-            "n": ticket.number,
-            "u": ticket.run_uid,
-            "b": encode_ticket(ticket),
-            "error": error[:2000],
-            "at": time.time(),
-        }
-        # Once per number, not per call: a failure read again after a restore finds its ticket dead already.
-        once = (f"{self._keys.dead}:{ticket.purpose}:{ticket.number}", "dead")
-        keys = [self._keys.appends, self._keys.dead]
-        self._write("dead-letter a ticket", scripts.APPEND, keys, *once, 0, *_flat(fields.items()))
-        crashpoint("dead.written")
 
     def retried(self) -> dict[int, int]:
         """By the number of a ticket that repeats a dead one, the dead one's."""
@@ -289,6 +269,14 @@ class LearnerStream:
             structlog.get_logger().warning("telemetry_lost", what=what, error=str(error))
 
     # Asking and writing
+
+    def _pages(self, what: str, stream: str, after: str = START) -> Iterator[PresentGroup]:
+        last = after
+        while last:
+            call = Call(scripts.NUMBERS, (stream,), (self._fence.run_uid, last, _A_PAGE))
+            reached, page = self._ask(what, partial(run, self._client, call))
+            last = reached.decode() if reached else ""
+            yield from (PresentGroup(entry_id=i.decode(), number=to_number(n), num_bytes=size) for i, n, size in page)
 
     def _ask_all(self, what: str, fill: Callable[[Pipeline], object], **patience: Unpack[Patience]) -> list[Any]:
         return self._ask(what, partial(in_one_trip, self._client, fill), **patience)
