@@ -160,10 +160,10 @@ def test_on_an_emptied_server_whoever_has_the_lease_keeps_it(
 
 
 def test_a_stranger_takes_over_when_the_lease_ends(make_learner: MakeLearner, client: redis.Redis, keys: Keys) -> None:
-    stopped = make_learner(lease_s=SHORT_S)
     began = time.monotonic()
-    await_lease(client, keys, holder="stranger", lease_s=30.0, wait_s=5.0)
-    assert 0.5 * SHORT_S < time.monotonic() - began < 3.0
+    stopped = make_learner(lease_s=SHORT_S)
+    await_lease(client, keys, holder="stranger", lease_s=30.0, wait_s=60.0)
+    assert time.monotonic() - began > 0.5 * SHORT_S
     second = make_learner(term=2, holder="stranger")
     with pytest.raises(Fenced):
         stopped.commit(step=1, cursor="9-9", trim_below="9-9")
@@ -193,9 +193,9 @@ def test_an_expired_lease_that_nobody_took_is_renewed(
 
 
 def test_the_same_job_takes_over_at_once(learner: LearnerStream, make_learner: MakeLearner) -> None:
-    began = time.monotonic()
-    make_learner(term=2)
-    assert time.monotonic() - began < 1.0
+    make_learner(term=2).renew()  # where a stranger would be refused, for its claim waits for 0 s
+    with pytest.raises(TransportError, match="holds its lease"):
+        make_learner(term=2, holder="stranger")
 
 
 def test_a_takeover_is_done_when_asked_for(
