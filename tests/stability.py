@@ -43,9 +43,13 @@ def failure(test: str) -> str:
 
 
 def commit() -> str:
-    """With a + where files differ from it."""
-    words = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    """With a + where files other than the table differ from it."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{TABLE.relative_to(ROOT)}")
+    return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
 
 
 def note(test: str, times: int, num_failed: int, *, beside: str) -> None:
