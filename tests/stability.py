@@ -77,7 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 num_failed += 1
                 print(f"--- run {number} failed\n{said}")
             print(f"{number} of {asked.times} runs, {num_failed} failed", flush=True)
-    note(asked.test, asked.times, num_failed, beside=f"{asked.load} busy processes, {cores} cores")
+    note(
+        asked.test,
+        asked.times,
+        num_failed,
+        beside=f"{asked.load} busy processes; load {os.getloadavg()[1]:.0f}, {cores} cores",
+    )
     return min(num_failed, 100)
 
 
