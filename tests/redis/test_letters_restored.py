@@ -35,7 +35,9 @@ def counts(world: RunWorld) -> tuple[int, int, int]:
     """By status, by the audit, and by `dead ls`."""
     audit = world.audit()
     assert audit.clean, audit.to_json()
-    return snapshot(world.client, world.keys).num_dead, audit.dead_letters, len(listed(world.client, world.keys))
+    counts = snapshot(world.client, world.keys).num_dead, audit.dead_letters, len(listed(world.client, world.keys))
+    assert world.learner.feed.metrics()["stream/dead_letters"] == counts[0]
+    return counts
 
 
 def dead(world: RunWorld, capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
