@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from streamrl.config import schema
@@ -97,12 +97,20 @@ class Inventory:
     tickets: Sequence[PresentTicket]
     groups: Sequence[PresentGroup]  # all that no commit has trimmed
     retried: Mapping[int, int]  # which ticket repeats which dead one
+    letters: Sequence[PresentGroup]  # the dead ones
+    purged: Set[int]  # tickets whose letters an operator threw away
 
     @staticmethod
     def take(stream: GroupStream) -> Inventory:
         # Tickets first: delivering turns a ticket into a group, so one that moves in between is seen at least once.
         tickets = stream.present_tickets("train")
-        return Inventory(tickets=tickets, groups=stream.present_groups("train", after=START), retried=stream.retried())
+        return Inventory(
+            tickets=tickets,
+            groups=stream.present_groups("train", after=START),
+            retried=stream.retried(),
+            letters=stream.letters.present(),  # and then what was purged, or a letter might be missing without a reason
+            purged=stream.letters.purged(),
+        )
 
     def shown(self, *, cursor: str, unread: Sequence[str]) -> set[tuple[int, str]]:
         """Number and identity of the tickets that workers can take up, or have, and of those whose groups are there and
@@ -131,6 +139,15 @@ class Inventory:
             else:
                 seen.add(ticket.number)
         return found
+
+    def listed(self, ledger: Ledger) -> dict[int, str]:
+        """By the number of a dead ticket, its letter: the first one. All others are nobody's."""
+        letters = reversed(self.letters)
+        return {
+            letter.number: letter.entry_id
+            for letter in letters
+            if (known := ledger.letters.get(letter.number)) and known.identity in ("", letter.identity)
+        }
 
 
 def _is_asked(ticket: PresentTicket, ledger: Ledger) -> bool:

@@ -193,6 +193,7 @@ class Feed:
             "stream/groups_trained": float(self._ledger.outcomes[TRAINED]),
             "stream/groups_dropped": sum(dropped.values()),
             "stream/dead": float(self._ledger.outcomes[DEAD]),
+            "stream/dead_letters": float(len(self._ledger.letters)),
             "stream/retries": float(len(self._ledger.retries)),
             "stream/backlog_bytes": self._backlog.expected(self._dispatch.num_on_the_way),
             "stream/straggler_wait_s": self._wait_timers.straggler_wait_s,

@@ -23,11 +23,12 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
-from streamrl.protocol.transport.types import START, entry_order
+from streamrl.protocol.transport.types import START, Letter, entry_order
 
 TRAINED = "trained"
 DEAD = "dead"
 DROPPED = "dropped/"  # and the reason
+_ERROR_CHARS = 300  # of a dead ticket, in each checkpoint until it is repeated or purged
 
 
 class Ending(NamedTuple):
@@ -53,6 +54,7 @@ class LedgerState:
     begins: Mapping[int, int] = field(default_factory=dict)  # step of the weights an unresolved ticket begins with
     asked: Mapping[int, str] = field(default_factory=dict)  # identities of unresolved tickets: what a number stands for
     retries: Mapping[int, int] = field(default_factory=dict)  # all there ever were: number -> the dead ticket
+    letters: Mapping[int, Letter] | None = None  # dead tickets that nobody repeated or purged; None: not noted yet
 
     @property
     def num_resolved(self) -> int:
@@ -97,6 +99,8 @@ class Ledger:
         self.outcomes = Counter(state.outcomes)
         self.ignored = Counter(state.ignored)
         self.retries = Retries(state.retries)
+        self.letters = dict(state.letters or {})
+        self.knows_letters = state.letters is not None or not state.outcomes.get(DEAD)
         self._attempts = dict(state.attempts)
         self._begins = dict(state.begins)
         self._asked = dict(state.asked)
@@ -126,6 +130,23 @@ class Ledger:
         self._begins.pop(number, None)
         self.outcomes[outcome] += 1
         self._uncommitted.append(Ending(step, outcome, number, self._asked.pop(number, ""), answered))
+
+    def die(self, number: int, letter: Letter, *, step: int) -> None:
+        identity = self._asked.get(number, "")
+        self.resolve(number, DEAD, step=step)
+        self.letters[number] = letter._replace(error=letter.error[:_ERROR_CHARS], identity=identity)
+
+    def repeat(self, dead: int, *, by: int) -> None:
+        """This number stands for the dead ticket from here on."""
+        self.retries.add(by, dead)
+        self.letters.pop(dead, None)
+
+    def adopt_letters(self, numbers: Iterable[int]) -> None:
+        """A checkpoint from before letters were noted: those that Redis lists of tickets that have ended count."""
+        if not self.knows_letters:
+            known = {number for number in numbers if number in self._resolved} - set(self.retries.known().values())
+            self.letters = dict.fromkeys(sorted(known), Letter("an older version did not note it", 0.0))
+            self.knows_letters = True
 
     def committed(self, state: LedgerState) -> None:
         """What had ended in this state is in the journal."""
@@ -177,6 +198,7 @@ class Ledger:
             begins=dict(self._begins),
             asked=dict(self._asked),
             retries=self.retries.known(),
+            letters=dict(self.letters) if self.knows_letters else None,
         )
 
 

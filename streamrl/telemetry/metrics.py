@@ -59,6 +59,7 @@ METRICS: Mapping[str, str] = {
     "stream/groups_trained": "groups trained since the start of the run",
     "stream/groups_dropped": "groups dropped for any reason since the start of the run",
     "stream/dead": "tickets given up after too many failures",
+    "stream/dead_letters": "dead tickets that nobody has repeated or purged",
     "stream/retries": "tickets issued to repeat a dead one",
     "stream/backlog_bytes": "bytes of groups in Redis, and about to be there for the tickets under way",
     "stream/straggler_wait_s": "seconds that full batches waited for old tickets, since the learner began",

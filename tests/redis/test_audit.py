@@ -20,6 +20,7 @@ from streamrl.ops.audit import Audit, audit_folder
 from streamrl.ops.audit.streams import read_streams
 from streamrl.ops.cli.main import main
 from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.types import Letter
 from tests.feed_world import encode_answer
 from tests.helpers import make_ticket
 from tests.redis.run_world import NUM_PROMPTS, RunWorld
@@ -306,7 +307,7 @@ async def test_junk_is_no_letter_and_no_answer_whoever_counts(
     learner, keys = world.learner, world.keys
     uid, asked = learner.uid, make_ticket(0, run_uid=learner.uid, purpose="eval")
     learner.stream.issue([asked])
-    learner.stream.dead(make_ticket(3, run_uid=uid), error="x")
+    learner.stream.letters.put([(make_ticket(3, run_uid=uid), Letter("x", 1.0))])
     header, body = encode_answer(asked)
     delivered = {"n": "0", "u": uid, "d": asked.identity, "t": "1-0", "h": header, "b": body}
     world.client.xadd(keys.groups("eval"), delivered)

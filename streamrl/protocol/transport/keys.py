@@ -51,6 +51,8 @@ class Keys:
         self.retry_requests = f"{prefix}retry-requests"
         # Hash: number of a ticket that repeats a dead one -> the dead one's; written with the ticket itself.
         self.retried = f"{prefix}retried"
+        # Set: numbers of dead tickets whose letters were thrown away; they are not listed again.
+        self.purged = f"{prefix}purged"
         # Hash: what happened how often, for people.
         self.counters = f"{prefix}counters"
         # Hash: by stream, the token of the learner's last append; a repeated call finds its own and does nothing.

@@ -35,6 +35,7 @@ from streamrl.protocol.transport.connection import (
 )
 from streamrl.protocol.transport.entries import PagedReader, decode_reports, one_of, to_entry, to_number
 from streamrl.protocol.transport.keys import LONGEST_EVENTS, WORKERS, Keys, history_streams, is_validation
+from streamrl.protocol.transport.learner_letters import LetterBox
 from streamrl.protocol.transport.lease import await_lease, other_holder, refusal, wait_out
 from streamrl.protocol.transport.present import Present
 from streamrl.protocol.transport.types import (
@@ -82,6 +83,7 @@ class LearnerStream:
         self._present = Present(client, keys, run_uid=run_uid, ask=self._ask)
         self._claimed: tuple[str, str] | None = None  # configuration and fingerprint
         self._server_run_id = ""
+        self.letters = LetterBox(client, keys, ask=self._ask, write=self._write, listed=self._present.letters)
         self._readers = {purpose: PagedReader(client, keys.groups(purpose)) for purpose in PURPOSES}
 
     # The run, and who learns it
@@ -206,23 +208,6 @@ class LearnerStream:
         keys = [self._keys.tickets(purpose)]
         for chunk in _chunks(entry_ids, _IDS_A_CALL):
             self._write("delete tickets", scripts.DELETE_TICKETS, keys, WORKERS, *chunk)
-
-    def dead(self, ticket: Ticket, *, error: str) -> None:
-        """Keep a ticket that is given up, for people and for `retry_of`."""
-        fields: dict[str, Argument] = {
-            "p": ticket.purpose,
-            "n": ticket.number,
-            "u": ticket.run_uid,
-            "d": ticket.identity,
-            "b": encode_ticket(ticket),
-            "error": error[:2000],
-            "at": time.time(),
-        }
-        # Once per ticket, not per call: a failure read again after a restore finds its ticket dead already.
-        once = (f"{self._keys.dead}:{ticket.purpose}:{ticket.number}", ticket.identity)
-        keys = [self._keys.appends, self._keys.dead]
-        self._write("dead-letter a ticket", scripts.APPEND, keys, *once, 0, *_flat(fields.items()))
-        crashpoint("dead.written")
 
     def retried(self) -> dict[int, int]:
         """By the number of a ticket that repeats a dead one, the dead one's."""

@@ -53,6 +53,19 @@ class Present:
             )
         ]
 
+    def letters(self) -> list[PresentGroup]:
+        return [
+            PresentGroup(
+                entry_id=entry_id.decode(),
+                number=to_number(number),
+                identity=identity.decode(errors="replace"),
+                num_bytes=num_bytes,
+            )
+            for entry_id, number, identity, _, num_bytes in self._numbers(
+                "list dead letters", self._keys.dead, after=START, count=_A_PAGE
+            )
+        ]
+
     def waiting(self, purpose: Purpose) -> set[tuple[int, str]]:
         found = self._numbers("list numbers", self._keys.tickets(purpose), after=START, count=_TICKETS_A_PAGE)
         return {(to_number(number), identity.decode(errors="replace")) for _, number, identity, _, _ in found}

@@ -6,9 +6,9 @@ sees them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from streamrl.protocol.wire.ticket import Purpose, Ticket
 
@@ -72,7 +72,7 @@ class PresentTicket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PresentGroup:
-    """An entry among the groups."""
+    """An entry among the groups, or among the dead letters."""
 
     entry_id: str
     number: int  # of the ticket; -1: of none of this run, or delivered by no holder of a lease
@@ -119,8 +119,35 @@ class Event:
     detail: Mapping[str, str | int | float]
 
 
+class Letter(NamedTuple):
+    """What is told of a dead ticket."""
+
+    error: str  # of its last attempt
+    at: float  # when it was given up (unix time)
+    identity: str = ""  # of the ticket, as the ledger knows it; empty: an older version did not note it
+
+
+class Letters(Protocol):
+    """The dead letters: tickets that were given up, for people, and to be repeated."""
+
+    def put(self, letters: Iterable[tuple[Ticket, Letter]], *, wait_for_room: bool = True) -> bool:
+        """Put these at the end, a letter a ticket. False: the server has no room for all, and is not waited for."""
+
+    def present(self) -> Sequence[PresentGroup]:
+        """What lies there, without the tickets themselves."""
+
+    def purged(self) -> Set[int]:
+        """Tickets whose letters an operator threw away."""
+
+    def remove(self, entry_ids: Sequence[str], *, requests: Sequence[int] = ()) -> None:
+        """And requests to repeat these tickets."""
+
+
 class GroupStream(Protocol):
     """Tickets out, groups in. Every method that writes raises Fenced once a newer learner has taken over."""
+
+    @property
+    def letters(self) -> Letters: ...
 
     @property
     def disturbed(self) -> bool:
@@ -159,9 +186,6 @@ class GroupStream(Protocol):
         """The groups after this id."""
 
     def delete_tickets(self, purpose: Purpose, entry_ids: Sequence[str]) -> None: ...
-
-    def dead(self, ticket: Ticket, *, error: str) -> None:
-        """Put the ticket among the dead letters."""
 
     def retried(self) -> Mapping[int, int]:
         """By the number of a ticket that repeats a dead one, the dead one's, as far as the server knows."""
