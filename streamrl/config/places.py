@@ -20,7 +20,7 @@ from streamrl.config.schema import Config, FunctionReward, HttpReward
 from streamrl.data.prompts import read_prompts
 from streamrl.errors import DataError
 from streamrl.permissions import Permissions
-from streamrl.protocol.transport.address import FORMS, PASSWORD, SCHEMES, masked, split_password
+from streamrl.protocol.transport.address import FORMS, PASSWORD, SCHEMES, has_secret, masked
 from streamrl.recipe.own import FORMS as CODE_FORMS
 from streamrl.recipe.own import is_own
 from streamrl.recipe.rewards import REWARDS
@@ -92,7 +92,7 @@ def check_redis(config: Config) -> Iterator[Problem]:
         return
     if not _is_server(url):
         yield Problem(key="redis.url", remedy=f"must be {FORMS}, or {EMBEDDED_REDIS}")
-    elif split_password(url)[1] is not None:
+    elif has_secret(url):
         remedy = f"{_NO_PASSWORD}; leave the user only, and name a file that holds the password in the environment: "
         yield Problem(key="redis.url", remedy=f"{remedy}{PASSWORD}_FILE")
 
