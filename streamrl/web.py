@@ -1,4 +1,5 @@
-"""uvicorn as all servers of this house run it: on a port that is taken already, silent, saying when it really listens.
+"""uvicorn as all servers of this house run it: on a port that is taken already, silent, saying when it really listens,
+and reading requests by a parser that bounds their heads.
 
 starlette and uvicorn are needed where this is imported.
 """
@@ -17,7 +18,9 @@ class Server(uvicorn.Server):
     """`settings` are those of uvicorn.Config."""
 
     def __init__(self, app: Starlette, *, on_ready: Callable[[], None] = lambda: None, **settings: Any) -> None:
-        super().__init__(uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", ws="none", **settings))
+        quiet = {"log_config": None, "access_log": False, "server_header": False}
+        # The other parser, httptools, where it is installed, takes headers of any size into memory.
+        super().__init__(uvicorn.Config(app, http="h11", lifespan="on", ws="none", **quiet, **settings))
         self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

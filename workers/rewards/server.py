@@ -244,7 +244,7 @@ def _parse(body: bytes, form: type[ScoreRequest | OpenRlhfRequest]) -> ScoreRequ
 
 async def _explain(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    reason = f"nothing is at {request.url.path}; see /openapi.json" if error.status_code == 404 else error.detail
+    reason = f"nothing is at {request.scope['path']}; see /openapi.json" if error.status_code == 404 else error.detail
     return JSONResponse({"error": reason}, error.status_code, error.headers)
 
 
