@@ -18,7 +18,7 @@ class Server(uvicorn.Server):
     """`settings` are those of uvicorn.Config."""
 
     def __init__(self, app: Starlette, *, on_ready: Callable[[], None] = lambda: None, **settings: Any) -> None:
-        quiet = {"log_config": None, "access_log": False, "server_header": False}
+        quiet: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}
         # The other parser, httptools, where it is installed, takes headers of any size into memory.
         super().__init__(uvicorn.Config(app, http="h11", lifespan="on", ws="none", **quiet, **settings))
         self._on_ready = on_ready

@@ -119,7 +119,7 @@ GUARDS: Mapping[str, Callable[[], None]] = {
 def lacking() -> dict[str, str]:
     """Confine this process: what of it does not hold, and why."""
     found = {}
-    for name, guard in reversed(GUARDS.items()):
+    for name, guard in GUARDS.items():
         try:
             guard()
         except OSError as error:

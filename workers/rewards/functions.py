@@ -163,8 +163,8 @@ LOAD_TIMEOUT_S = 120.0  # a function's file may import torch
 CANCEL_GRACE_S = 1.0
 _EXIT_WAIT_S = 0.5  # between the end of its pipe and the end of a process
 _MAX_ANSWER_BYTES = 1 << 16
-_PASSED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
-_PASSED += ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE")  # not HF_TOKEN
+_PASSED = {"PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH"}
+_PASSED |= {"HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE"}  # not HF_TOKEN
 _PASSED_FAMILIES = ("LC_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "CUDA_", "NVIDIA_", "TORCH", "TOKENIZERS_", "XDG_")
 
 
@@ -290,7 +290,7 @@ async def _loaded(process: Process) -> bool:
 
 def _environment(wanted: Collection[str]) -> dict[str, str]:
     """What programs need to run, and no secret is called; and what is asked for by name."""
-    passed = {*_PASSED, *wanted}
+    passed = _PASSED | set(wanted)
     return {name: text for name, text in os.environ.items() if name in passed or name.startswith(_PASSED_FAMILIES)}
 
 
