@@ -52,7 +52,7 @@ async def _try_all(config: schema.Config, write: Callable[[Finding], None], *, a
     allowed = granted(config)
 
     if any(isinstance(source, schema.FunctionReward) for source in config.rewards.values()):
-        write(_confined())
+        write(confinement(_unguarded()))
 
     async def find(name: str, source: schema.Reward) -> None:
         async for finding in _try(name, source, files, allowed):
@@ -62,15 +62,22 @@ async def _try_all(config: schema.Config, write: Callable[[Finding], None], *, a
     await asyncio.gather(*(find(name, source) for name, source in asked.items()))
 
 
-def _confined() -> Finding:
-    """What this machine keeps reward functions from; asked of a process, which is confined for good."""
+def _unguarded() -> dict[str, str]:
+    """Of the guards over reward functions, asked of a process, which is confined for good."""
     done = subprocess.run([sys.executable, "-m", confine.__name__], capture_output=True, text=True, check=False)
-    lacking = json.loads(done.stdout) if done.returncode == 0 else dict.fromkeys(confine.GUARDS, done.stderr[-200:])
-    held = [name for name in confine.GUARDS if name not in lacking]
+    if done.returncode != 0:
+        return dict.fromkeys(confine.GUARDS, (done.stderr.strip().splitlines() or ["it ended at once"])[-1])
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+def confinement(lacking: Mapping[str, str]) -> Finding:
+    """What this machine keeps reward functions from."""
     if not lacking:
-        return ok(_CONFINED, f"kept from {' and '.join(held)}")
-    told = "; ".join(f"{name}: {reason}" for name, reason in lacking.items())
-    return warning(_CONFINED, f"not kept from {told}", "run workers where the kernel and the container allow it")
+        return ok(_CONFINED, f"kept from {' and '.join(confine.GUARDS)}")
+    told = "; ".join(f"{name} ({reason})" for name, reason in lacking.items())
+    remedy = "Linux 5.13 or newer holds it, and 6.12 all of it, where the container's own seccomp profile lets it"
+    return warning(_CONFINED, f"not kept from {told}", remedy)
 
 
 def _is_asked(source: schema.Reward, *, ask_services: bool) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,9 +12,11 @@ from typing import Any
 import pytest
 
 from streamrl.config import schema
+from streamrl.config.load import load_config
 from streamrl.errors import ConfigError, RewardError
 from streamrl.permissions import Permissions
-from streamrl.workers.rewards import confine, function_child
+from streamrl.workers import preflight
+from streamrl.workers.rewards import function_child
 from streamrl.workers.rewards.functions import build_function_reward
 from tests.tiny_rewards import make_item
 
@@ -154,7 +155,20 @@ def test_without_a_guard_of_the_kernel_only_what_is_built_in_runs() -> None:
     function_child.confine(own=False, network=False, **guards)
 
 
-def test_what_holds_on_this_machine_is_told() -> None:
-    command = [sys.executable, "-m", confine.__name__]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=dict(os.environ))
-    assert json.loads(done.stdout) == {}, "this machine's kernel, or its container, lacks a guard"
+def test_what_holds_on_this_machine_is_told_before_a_run(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"text": "1+1=", "answer": "2"}\n')
+    words = ["model.path=none", f"data.train={tmp_path}/train.jsonl", "validation.every_steps=0"]
+    words += ["data.validation=null", "rewards={exact: {type: function, target: exact_match}}", "reward_server=null"]
+    config = load_config("reinforce.yaml", words).config
+    command = [sys.executable, "-m", preflight.__name__]
+    done = subprocess.run(
+        command, input=config.model_dump_json(), capture_output=True, text=True, timeout=60, check=True
+    )
+    [told] = [json.loads(line) for line in done.stdout.splitlines() if "reward processes" in line]
+    assert (told["level"], told["evidence"]) == ("ok", "kept from sockets and other processes"), "of a guard's absence"
+
+
+def test_a_machine_without_a_guard_is_warned_of_with_a_remedy() -> None:
+    told = preflight.confinement({"other processes": "Function not implemented"})
+    assert (told.level, told.evidence) == ("warning", "not kept from other processes (Function not implemented)")
+    assert told.remedy
