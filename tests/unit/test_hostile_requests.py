@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ from streamrl.ops.monitor.web.guard import Guard
 from streamrl.ops.monitor.web.server import Dashboard
 from streamrl.process import bind
 from streamrl.telemetry.progress import Progress
-from streamrl.web import Server
+from streamrl.web import Connection, Server
 from streamrl.workers.health import Health
 from streamrl.workers.http import make_app
 from streamrl.workers.rewards.batcher import Batcher, ScoringModelDouble
@@ -125,11 +126,11 @@ def test_any_request_has_an_answer_that_is_no_error_of_ours(apps: Mapping[str, S
 
 
 @contextmanager
-def served(app: Starlette) -> Iterator[int]:
+def served(app: Starlette, *, connection: type[Connection] = Connection) -> Iterator[int]:
     """The port, in a thread."""
     ready = threading.Event()
     with bind("127.0.0.1", 0, what="the test") as bound:
-        server = Server(app, on_ready=ready.set, timeout_graceful_shutdown=1)
+        server = Server(app, on_ready=ready.set, connection=connection, timeout_graceful_shutdown=1)
         server.capture_signals = ExitStack  # type: ignore[method-assign, assignment]
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[bound])), name="server")
         thread.start()
@@ -177,6 +178,29 @@ def test_what_has_no_end_is_refused_before_it_fills_memory_and_others_are_served
         assert replied(port, b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").startswith(
             b"HTTP/1."
         )
+
+
+class Impatient(Connection):
+    head_timeout_s = 0.5
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HT", b"GET /nothing HTTP/1.1\r\nHost: localhost\r\n\r\nGET /livez HT"])
+def test_a_connection_that_never_says_what_it_wants_is_ended(said: bytes) -> None:
+    with served(worker(), connection=Impatient) as port:
+        assert replied(port, said).count(b"HTTP/1.1") == said.count(b"\r\n\r\n")
+
+
+def test_a_caller_that_asks_again_and_again_is_not_taken_for_one() -> None:
+    request = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with served(worker(), connection=Impatient) as port, socket.create_connection(("127.0.0.1", port), 60) as client:
+        answers = client.makefile("rb")
+        end, num_answers = time.monotonic() + 3 * Impatient.head_timeout_s, 0
+        while time.monotonic() < end:
+            client.sendall(request)
+            head = b"".join(iter(answers.readline, b"\r\n"))
+            answers.read(int(head.lower().partition(b"content-length:")[2].split()[0]))
+            num_answers += head.startswith(b"HTTP/1.1 200")
+    assert num_answers > 2
 
 
 def poured(port: int, begin: bytes, more: bytes) -> int:
