@@ -236,3 +236,19 @@ def test_the_page_says_that_redis_is_gone(run: Watched, page: Page) -> None:
         page.wait_for("!document.getElementById('gone').hidden")
         assert "Redis is gone" in page.evaluate("document.getElementById('gone').textContent")
         page.wait_for("document.getElementById('gone').hidden")
+
+
+_INJECTED = """
+const script = document.createElement('script');
+script.textContent = 'window.injected = true';
+document.body.append(script);
+window.injected === undefined
+"""
+
+
+def test_a_script_that_is_not_the_pages_own_does_not_run(run: Watched, page: Page) -> None:
+    with run.alive(), dashboard(run) as url:
+        page.open(url)
+        page.wait_for(_HAS_DATA)
+        assert page.evaluate(_INJECTED)
+        assert any("Content Security Policy" in complaint for complaint in map(str, page.complaints))
