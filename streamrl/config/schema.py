@@ -123,6 +123,8 @@ class FunctionReward(Section):
     memory_mb: Positive = 4096  # of one child process; beyond it the function gets a MemoryError
     options: Arguments = Field(default_factory=dict)  # keyword arguments of the function
     processes: Positive = 1  # child processes that run it side by side
+    network: bool = False  # it may open connections, where its worker allows it
+    environment: tuple[str, ...] = ()  # variables that it gets of its worker's, beside PATH, HOME and their like
 
 
 class HttpReward(Section):

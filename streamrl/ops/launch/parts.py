@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from streamrl.config import schema
 from streamrl.config.load import dump_config
-from streamrl.config.places import reward_code, reward_hosts
+from streamrl.config.places import granted
 from streamrl.errors import PartError
 from streamrl.files import scratch_folder, write_durably
 from streamrl.ops.launch.processes import Command, Kept, Process, end_all, part_error
@@ -76,10 +76,14 @@ def worker_command(
 ) -> Command:
     words = ["--redis", redis_url, "--run", config.name, "--worker-id", str(number), "--model", config.model.path]
     words += ["--log-file", str(folder.logs / f"worker-{number}.log")]
-    for target in reward_code(config):
-        words += ["--allow-reward-code", target]
-    for host in reward_hosts(config):
-        words += ["--allow-host", host]
+    permissions = granted(config)
+    allowed = {
+        "--allow-reward-code": permissions.reward_code,
+        "--allow-reward-network": permissions.reward_network,
+        "--allow-reward-env": permissions.reward_environment,
+        "--allow-host": permissions.hosts,
+    }
+    words += [word for option, values in allowed.items() for value in values for word in (option, value)]
     if reward_url is not None:
         words += ["--local-reward-url", reward_url]
     return Command(
