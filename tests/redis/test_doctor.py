@@ -15,12 +15,13 @@ import pytest
 import redis
 
 from streamrl.config.load import Loaded, load_config
+from streamrl.config.placement import Part
 from streamrl.errors import ResourceError
 from streamrl.finding import Finding
 from streamrl.ops.cli.main import main
 from streamrl.ops.monitor.doctor import look, machine
 from streamrl.ops.monitor.doctor.machine import count_parameters, worker_bytes
-from streamrl.ops.monitor.doctor.musts import Part, check_packages
+from streamrl.ops.monitor.doctor.musts import check_packages
 from streamrl.terminal import size
 
 TOKENS = ["<eos>", *"abcdefgh"]

@@ -1,4 +1,4 @@
-"""This machine and the model that it shall hold: the model's folder, GPUs, memory, shared memory, disk, limits.
+"""This machine and the model that it shall hold: the model's folder, memory, shared memory, disk, limits.
 
 What the machine would need is estimated from the model, whose parts must agree with each other. They are read from
 headers and JSON alone; no tensor is loaded, and no code of a model runs.
@@ -10,26 +10,25 @@ import json
 import resource
 import shutil
 import struct
-import subprocess
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from streamrl.config.load import Loaded
+from streamrl.config.placement import Part, num_ranks, num_workers
 from streamrl.config.schema import Config
 from streamrl.files import first_there
 from streamrl.finding import Finding, error, ok, warning
+from streamrl.gpus import gpus_here
 from streamrl.misfits import misfits, version
-from streamrl.ops.monitor.doctor.musts import Part, num_ranks, num_workers
-from streamrl.terminal import plural, size
+from streamrl.terminal import size
 
 _MAX_HEADER_BYTES = 100 << 20
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 _MASTER_BYTES = 4 + 4 + 8  # fp32 weights, gradients, and AdamW's two moments
 _CHECKPOINT_BYTES = 4 + 8  # fp32 weights and the moments
 _FEWEST_FILES = 4096
-_TIMEOUT_S = 15.0
 
 
 def check_torch(loaded: Loaded) -> Iterator[Finding]:
@@ -111,26 +110,6 @@ def _read_json(file: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def check_gpus(loaded: Loaded, part: Part = "all") -> Iterator[Finding]:
-    workers, ranks = num_workers(loaded.config, part), num_ranks(loaded.config, part)
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        yield ok("gpu", "none: CPUs will be used")
-        return
-    query = [program, "--query-gpu=name,memory.total,memory.free,driver_version", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
-    except (OSError, subprocess.SubprocessError) as failed:
-        yield error("gpu", f"nvidia-smi fails: {failed}", "mend the driver; `nvidia-smi` says what is wrong")
-        return
-    gpus = [[field.strip() for field in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
-    for place, (name, total, free, driver) in enumerate(gpus):
-        yield ok(f"gpu {place}", f"{name}, {free} of {total} MiB free, driver {driver}")
-    if len(gpus) < workers + ranks:
-        told = f"{plural(len(gpus), 'GPU')} for {plural(workers, 'worker')} and {plural(ranks, 'learner rank')}"
-        yield warning("gpu", told, "some will share one: lower gpu_memory_utilization in worker.engine_args")
-
-
 def learner_bytes(config: Config, parameters: int) -> int:
     """Of one rank, without activations but with logits, which outweigh them for small models: an estimate."""
     ranks = config.learner.processes
@@ -162,7 +141,7 @@ def check_memory(loaded: Loaded, part: Part = "all") -> Iterator[Finding]:
         yield ok("learner memory", f"about {size(learner)} a rank, and activations: an estimate")
     if part != "learner":
         yield ok("worker memory", f"about {size(engine)} a worker, and its KV cache: an estimate")
-    if shutil.which("nvidia-smi") is not None:
+    if gpus_here():
         return
     there = available_memory()
     needed = ranks * learner + workers * worker_bytes(config, parameters)
