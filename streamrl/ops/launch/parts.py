@@ -24,6 +24,7 @@ from streamrl.config.placement import LEARNER, REWARD, Placement
 from streamrl.config.places import reward_code, reward_hosts
 from streamrl.errors import PartError
 from streamrl.files import scratch_folder, write_durably
+from streamrl.ops.launch.interface import gloo_towards
 from streamrl.ops.launch.processes import Command, Kept, Process, end_all, part_error
 from streamrl.process import LOOPBACK
 from streamrl.protocol.transport.connection import check_server, connect
@@ -159,6 +160,7 @@ def learner_command(
     program += ["--log-file", str(folder.logs / "learner-{rank}.log"), "--error-file", str(folder.learner_error)]
     # A store shared between rounds makes ranks read addresses of peers that are gone, and wait for them for ever.
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **placement.environment(LEARNER)}
+    environment |= gloo_towards(cluster.endpoint) if cluster else {}
     if learner.threads:
         environment["OMP_NUM_THREADS"] = str(learner.threads)
     return Command(
