@@ -49,7 +49,7 @@ def components(script: str) -> list[Mapping[str, int]]:
 
 
 def by_slurm(line: str, asked: list[Mapping[str, int]]) -> list[Started]:
-    """Who runs where by a line of srun, as Slurm gives GPUs out: to a step those of its nodes, or to each task its own."""
+    """Who runs where by a line of srun, as Slurm gives GPUs out: to a step those of its nodes, or to each task some."""
     words = line.split()
     number = int(next(word for word in words if word.startswith("--het-group=")).partition("=")[2])
     group = asked[number]
