@@ -6,14 +6,13 @@ What the learner takes is for who knows its model (`streamrl.learner.preflight`)
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from streamrl.config.load import Loaded
 from streamrl.config.placement import Part, Share, gpus_of_worker, place
 from streamrl.config.schema import Config
 from streamrl.finding import Finding, error, ok, warning
 from streamrl.gpus import gpus_here
-from streamrl.ops.monitor.doctor.machine import count_parameters, served_bytes
+from streamrl.ops.monitor.doctor.sizes import served_bytes
 from streamrl.terminal import plural, size
 
 _WORKING_BYTES = 2 << 30  # of an engine beside weights and cache: activations, graphs, the driver's context; a guess
@@ -46,7 +45,7 @@ def check_placement(loaded: Loaded, part: Part = "all") -> Iterator[Finding]:
 
 def _workers(config: Config, shares: list[Share]) -> Iterator[Finding]:
     """Of the one with the least memory; unknown sizes are not judged."""
-    weights = served_bytes(config, count_parameters(Path(config.model.path)))
+    weights = served_bytes(config)
     if not shares or not weights:
         return
     smallest, each = min(share.memory for share in shares), gpus_of_worker(config.worker)
