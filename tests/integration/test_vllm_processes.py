@@ -26,7 +26,7 @@ def test_a_worker_that_is_killed_leaves_no_engine(tmp_path: Path, method: str | 
         worker = subprocess.Popen(command, cwd=ROOT, env=told, stdout=subprocess.PIPE, stderr=said)
     try:
         assert worker.stdout is not None
-        assert worker.stdout.readline() == b"ready\n", (tmp_path / "said").read_text()[-2000:]
+        assert b"ready\n" in worker.stdout, (tmp_path / "said").read_text()[-2000:]  # reads on until that line
         started = descendants(worker.pid)
     finally:
         worker.kill()

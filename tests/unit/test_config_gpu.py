@@ -1,5 +1,5 @@
-"""The configurations for GPUs start, as far as a machine without any can see: every check of `up` and of the doctor, with
-a stand-in of the model's size on a made-up machine of the size that each is for."""
+"""The configurations for GPUs start, as far as a machine without any can see: every check of `up` and of the doctor,
+with a stand-in of the model's size on a made-up machine of the size that each is for."""
 
 from __future__ import annotations
 
