@@ -79,7 +79,7 @@ def test_it_starts(
     wrong = [f"{name}: {one.evidence}" for name, one in found if one.level == "error" and name not in OF_THE_MACHINE]
     assert wrong == []
     if case.part != "worker":
-        assert [one.evidence for one in examine(loaded.config) if one.level == "error"] == []
+        assert [one.evidence for one in examine(loaded.config, case.part) if one.level == "error"] == []
     shares = place(loaded.config, made_up(case.gpus, gigabytes=case.gigabytes), case.part).shares
     assert tuple(share.environment["CUDA_VISIBLE_DEVICES"] for share in shares.values()) == case.placed
 

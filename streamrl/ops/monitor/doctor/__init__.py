@@ -64,7 +64,7 @@ def examine(loaded: Loaded, part: Part = "all", *, ask_services: bool = False) -
     if part == "all":  # rewards are tried on rows of the data, which a worker's machine need not have
         yield from _made("rewards", partial(try_rewards, ask_services=ask_services), loaded)
     if part != "worker":
-        yield from _made("learner", try_learner, loaded)
+        yield from _made("learner", partial(try_learner, workers_are_here=part == "all"), loaded)
 
 
 def look(loaded: Loaded, part: Part = "all") -> Iterator[tuple[str, Finding]]:

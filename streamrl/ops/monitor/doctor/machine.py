@@ -111,12 +111,12 @@ def check_memory(loaded: Loaded, part: Part = "all") -> Iterator[Finding]:
         yield warning("memory", "the size of the model is not known here", "give model.path as a local folder")
         return
     learner = learner_bytes(config, parameters)
+    if gpus_here():  # told where they are given out, and by the learner's own trial
+        return
     if part != "worker":
         yield ok("learner memory", f"about {size(learner)} a rank, and activations: an estimate")
     if part != "learner":
         yield ok("worker memory", f"about {size(engine)} a worker, and its KV cache: an estimate")
-    if gpus_here():
-        return
     there = available_memory()
     needed = ranks * learner + workers * worker_bytes(config)
     told = f"about {size(needed)} needed on this machine, {size(there)} free"
