@@ -43,6 +43,11 @@ log = structlog.get_logger(__name__)
 @click.option("--trust-remote-code", is_flag=True, help="Run code that the model's folder brings along.")
 @click.option("--local-reward-url", help="The reward server that the run's configuration calls `local`.")
 @click.option("--http", metavar="HOST:PORT", help="Answer /livez, /readyz and /metrics there; port 0: any free one.")
+@click.option(
+    "--gpu-memory",
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Share of its GPUs' memory for vLLM, where others use them too; worker.engine_args wins.",
+)
 @click.option("--log-file", type=click.Path(dir_okay=False, path_type=Path), help="JSON lines go to this file.")
 def main(
     worker_id: str | None,
