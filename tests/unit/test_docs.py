@@ -13,13 +13,10 @@ from streamrl.config.load import load_config
 from streamrl.config.schema import Config, HttpReward
 from streamrl.ops.monitor.causes import TABLE
 from tests.helpers import wait_until
+from tests.pages import PAGES, ROOT, blocks, prose
 from tests.recipes_page import edits, recipes
 from tests.unit.test_manifests_programs import command_of
 
-ROOT = Path(__file__).parents[2]
-PAGES = sorted(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "k8s/README.md")) + sorted(
-    (ROOT / "docs").glob("*.md")
-)
 SCRIPTS = sorted((ROOT / "docs" / "hosts").glob("*.sh"))
 SOURCES = "".join(
     path.read_text() for part in ("streamrl", "workers", "learner") for path in (ROOT / part).rglob("*.py")
@@ -35,13 +32,11 @@ COMMAND = re.compile(
 
 def code(page: Path) -> list[str]:
     """What stands in code on a page, a line or a phrase each; of a script all of it but comments."""
-    text = page.read_text().replace("\\\n", " ")
     if page.suffix == ".sh":
-        lines = [line for line in text.splitlines() if not line.lstrip().startswith(("#", ":"))]
-        return [line for line in lines if not re.search(r"printf|echo", line)]
-    blocks = re.findall(r"^ *```\w*\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
-    phrases = re.findall(r"`([^`]+)`", re.sub(r"^ *```\w*\n.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL))
-    return [*(line for block in blocks for line in block.splitlines()), *(" ".join(p.split()) for p in phrases)]
+        lines = page.read_text().replace("\\\n", " ").splitlines()
+        return [line for line in lines if not re.search(r"^ *[#:]|printf|echo", line)]
+    shown = "".join(block.text for block in blocks(page)).replace("\\\n", " ")
+    return [*shown.splitlines(), *(" ".join(phrase.split()) for phrase in re.findall(r"`([^`]+)`", prose(page)))]
 
 
 def commands(page: Path) -> list[list[str]]:
