@@ -11,7 +11,6 @@ import pytest
 
 from streamrl.config.load import load_config
 from streamrl.config.schema import Config, HttpReward
-from streamrl.ops.monitor.causes import TABLE
 from tests.helpers import wait_until
 from tests.pages import PAGES, ROOT, blocks, prose
 from tests.recipes_page import edits, recipes
@@ -89,19 +88,6 @@ def test_every_setting_exists(page: Path) -> None:
     settings = [key for key in keys if key.split(".")[0] in Config.model_fields]
     assert [key for key in settings if not is_setting(key)] == []
     assert {"outage_s", "token_file", "max_abs"} <= set(HttpReward.model_fields)
-
-
-# What `why` says of a run with which nothing is wrong.
-NO_TROUBLE = {"ending", "evaluating", "finished", "learner_starting", "paused", "stopped"}
-
-
-def test_the_causes_of_the_guide_are_those_of_why() -> None:
-    text = (ROOT / "docs" / "operations.md").read_text()
-    table = re.search(r"^\| `why` says .*?\n\n", text, re.MULTILINE | re.DOTALL)
-    assert table
-    named = {name for row in table[0].strip().splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
-    assert len(TABLE) > 30
-    assert named == {*TABLE, "absent"} - NO_TROUBLE
 
 
 @pytest.mark.parametrize("page", [*PAGES, *SCRIPTS], ids=lambda page: page.name)
