@@ -80,9 +80,15 @@ def is_setting(key: str) -> bool:
     return True
 
 
+def _first_column(table: re.Match[str]) -> str:
+    return "\n".join(line.split(" | ")[0] for line in table[0].splitlines())
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_setting_exists(page: Path) -> None:
-    named = re.findall(r"`([a-z_]+\.[a-z_.]+)(?:[:=][^`]*)?`", page.read_text())
+    # In a table that begins with `here`, all but the first column is what others call a setting.
+    tables = re.sub(r"^\| here .*?\n\n", _first_column, page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    named = re.findall(r"`([a-z_]+\.[a-z_.]+)(?:[:=][^`]*)?`", tables)
     # `learner.error` is a file in the run's folder, and `data.py` one of ours.
     keys = [key for key in named if key != "learner.error" and not key.endswith(".py")]
     settings = [key for key in keys if key.split(".")[0] in Config.model_fields]
@@ -97,7 +103,7 @@ def test_every_variable_and_path_exists(page: Path) -> None:
     for name in re.findall(r"\bSTREAMRL_\w+", text):
         assert name in SOURCES or name.removesuffix("_FILE") in SOURCES, name
     for name in re.findall(r"^([A-Z_]+)=", "\n".join(code(page)), re.MULTILINE):
-        assert f"${{{name}" in scripts or name.startswith("STREAMRL"), name
+        assert f"${{{name}" in scripts or name.startswith(("STREAMRL", "CUDA_")), name
     for path in re.findall(r"\b((?:docs|k8s|docker|conf|bench|tests|streamrl|workers|learner)/[\w./-]+\w)", text):
         assert (ROOT / path).exists() or path in MADE_FILES, path
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import pytest
 
 from streamrl.config.check import check_config
 from streamrl.config.load import load_config
+from streamrl.recipe.advantages import ADVANTAGES
+from streamrl.recipe.algorithms import ALGORITHMS
+from streamrl.recipe.losses import KL_ESTIMATES, LOSSES
 from tests.pages import COMMANDS, LANGUAGES, PAGES, ROOT, Block, blocks, follow, lay_out, programs, tagged
 from tests.tiny_models import make_model
 
@@ -87,3 +91,26 @@ def test_a_configuration_is_one(block: Block, tmp_path: Path, monkeypatch: pytes
     Path("run.yaml").write_text("\n".join([block.text, *plain]))
     loaded = load_config("run.yaml")
     check_config(loaded.config, loaded.origin)
+
+
+def test_the_page_of_algorithms_names_what_is_built_in_with_its_bounds() -> None:
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    assert {*LOSSES, *ADVANTAGES, *ALGORITHMS, *KL_ESTIMATES} - {"reinforce"} <= set(re.findall(r"\w+", text))
+    assert f"clamp: {inspect.signature(LOSSES['truncated']).parameters['clamp'].default}" in text
+    for loss in ("icepop", "gspo", "decoupled"):
+        bounds = {name: p.default for name, p in inspect.signature(LOSSES[loss]).parameters.items() if name != "batch"}
+        assert (
+            f"loss: {loss}\n  loss_args: {{{', '.join(f'{name}: {value}' for name, value in bounds.items())}}}" in text
+        )
+
+
+def test_the_figures_of_lag_are_those_that_were_measured() -> None:
+    text, results = (ROOT / "docs" / "scaling.md").read_text(), (ROOT / "bench" / "RESULTS.md").read_text()
+    bought, cost = (table.splitlines()[2:] for table in re.findall(r"^\| lag \|.*?(?=\n\n)", text, re.M | re.DOTALL))
+    for lag, gain, busy, found in ([cell.strip() for cell in row.strip("|").split("|")] for row in bought):
+        (measured,) = re.findall(rf"^  64 GPUs, lag {lag} (.*)$", results, re.MULTILINE)
+        ratio, _, _, at_work, *lags = measured.split()
+        assert (gain, busy, found) == (f"{float(ratio):.2f} x", f"{float(at_work):.0f} %", ", ".join(lags))
+    for lag, *rewards in ([cell.strip() for cell in row.strip("|").split("|")] for row in cost):
+        for loss, reward in zip(("truncated", "tis", "icepop", "none"), rewards, strict=True):
+            assert re.search(rf"^  {loss}, lag {lag} +{reward} ", results, re.MULTILINE), (loss, lag)
