@@ -65,6 +65,9 @@ def test_every_page_is_built_and_in_the_navigation(site: dict[Path, Page]) -> No
     nav = tomllib.loads((ROOT / "docs" / "zensical.toml").read_text())["project"]["nav"]
     named = set(re.findall(r"[\w/.-]+\.md", str(nav)))
     assert {str(page.relative_to(ROOT)) for page in PAGES} <= named
+    listed = re.findall(r"\]\(([\w/.-]+)\)", (ROOT / "docs" / "README.md").read_text())
+    there = {(ROOT / "docs" / path).resolve() for path in listed}
+    assert {page for page in PAGES if page.resolve() not in there} == {ROOT / "docs" / "README.md"}
     assert len(site) >= len(named)
 
 
