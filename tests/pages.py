@@ -63,8 +63,8 @@ def blocks(page: Path, *languages: str) -> list[Block]:
 
 
 def tagged(tag: str) -> list[Block]:
-    """What is run by the tests of pages themselves."""
-    return [each for page in PAGES for each in blocks(page, *COMMANDS) if each.tag == tag and not each.note]
+    """What is run by the tests of pages themselves; a block of Python may bear a tag, too."""
+    return [each for page in PAGES for each in blocks(page) if each.tag == tag and not each.note]
 
 
 def prose(page: Path) -> str:
@@ -116,8 +116,9 @@ def run(command: str, folder: Path, variables: Mapping[str, str]) -> subprocess.
 
 def follow(block: Block, folder: Path, variables: Mapping[str, str]) -> None:
     """AssertionError where a command fails, or shows something else than the page says."""
-    if block.language == "sh":
-        done = run(block.text, folder, variables)
+    if block.language != "console":
+        command = f"python - <<'END'\n{block.text}END\n" if block.language == "python" else block.text
+        done = run(command, folder, variables)
         assert done.returncode == 0, f"{block}: ended with {done.returncode}\n{done.stdout}"
         return
     for command, shown in told(block.text):
