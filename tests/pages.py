@@ -4,6 +4,7 @@
     <!-- long -->                    the long ones do (tests/integration/test_pages_long.py)
     <!-- run: tests/.../test_x.py -->, or `long: ` so      that test does, with the arguments that it needs
     <!-- never: why -->              nobody does
+    <!-- all long: tests/.../test_x.py -->   so for all blocks of the page that have no tag of their own
 
 It runs in a folder that holds what its reader has by then: `lay_out`.
 """
@@ -24,7 +25,7 @@ from tests.run_folders import make_folder
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "k8s/README.md")), *sorted(ROOT.glob("docs/*.md"))]
-COMMANDS = ("sh", "console")  # what a shell runs; in a console after `$ `, with what it shows
+COMMANDS = ("sh", "bash", "console")  # what a shell runs; in a console after `$ `, with what it shows
 LANGUAGES = (*COMMANDS, "python", "yaml", "json", "text")
 _BLOCK = re.compile(
     r"^(?P<indent> *)(?:<!-- (?P<tag>\w+)(?:: (?P<note>[^\n]*?))? -->\n+(?P=indent))?"
@@ -48,13 +49,15 @@ class Block:
 
 def blocks(page: Path, *languages: str) -> list[Block]:
     text = page.read_text()
+    of_all = re.search(r"^<!-- all (\w+): (.*?) -->$", text, re.MULTILINE)
+    tag, note = of_all.groups() if of_all else (None, "")
     return [
         Block(
             page=page,
             line=text.count("\n", 0, found.start("language")) + 1,
             language=found["language"],
-            tag=found["tag"],
-            note=found["note"] or "",
+            tag=found["tag"] or tag,
+            note=found["note"] or (note if not found["tag"] else ""),
             text=re.sub(f"^{found['indent']}", "", found["text"], flags=re.MULTILINE),
         )
         for found in _BLOCK.finditer(text)

@@ -23,7 +23,11 @@ PROGRAM = re.compile(
 )
 # Their tests know what else such a configuration needs.
 WITH_TESTS_OF_THEIR_OWN = ("recipes.md", "rewards.md")
-CONFIGURATIONS = [block for block in ALL if block.language == "yaml" and block.page.name not in WITH_TESTS_OF_THEIR_OWN]
+CONFIGURATIONS = [
+    block
+    for block in ALL
+    if block.language == "yaml" and not block.note and block.page.name not in WITH_TESTS_OF_THEIR_OWN
+]
 PLAIN = {
     "model": "model: {path: sft}",
     "data": "data: {train: prompts.jsonl, validation: held-out.jsonl}",
@@ -55,7 +59,7 @@ def test_every_block_of_commands_says_who_runs_it_or_why_nobody_does() -> None:
 def test_the_test_that_a_tag_names_knows_the_command(block: Block) -> None:
     text = (ROOT / block.note).read_text()
     words = re.findall(r"^(?:\$ )?(?:streamrl|make) (\w+)|([\w-]+)\.sh\b", block.text, re.MULTILINE)
-    assert any(word in text for found in words for word in found if word)
+    assert block.page.name in text or any(word in text for found in words for word in found if word)
     assert ("pytest.mark.long" in text) == (block.tag == "long")
 
 
@@ -114,3 +118,9 @@ def test_the_figures_of_lag_are_those_that_were_measured() -> None:
     for lag, *rewards in ([cell.strip() for cell in row.strip("|").split("|")] for row in cost):
         for loss, reward in zip(("truncated", "tis", "icepop", "none"), rewards, strict=True):
             assert re.search(rf"^  {loss}, lag {lag} +{reward} ", results, re.MULTILINE), (loss, lag)
+
+
+def test_a_page_that_one_test_follows_says_so_once(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- all long: tests/x.py -->\n\n```sh\na\n```\n\n<!-- never: why -->\n```sh\nb\n```\n")
+    assert [(block.tag, block.note) for block in blocks(page)] == [("long", "tests/x.py"), ("never", "why")]
