@@ -13,9 +13,7 @@ from tests.pages import Block, follow, programs, tagged
 from tests.tiny_models import make_model
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}:{% endfor %}"
-QUESTIONS = (
-    '{"messages": [{"role": "user", "content": "say 1"}]}\n{"messages": [{"role": "user", "content": "say 2"}]}\n'
-)
+QUESTIONS = "say 1\nsay 2\n"
 
 
 @pytest.fixture(scope="module")

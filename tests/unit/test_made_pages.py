@@ -9,7 +9,7 @@ import pytest
 from streamrl.ops.monitor.causes import TABLE, find_causes
 from streamrl.ops.monitor.charts import CHARTS
 from streamrl.telemetry.metrics import FAMILIES, METRICS, explained
-from tests.made_pages import METRICS_PAGE, TROUBLE_PAGE, made, names, of_metrics, of_prometheus, renewed
+from tests.made_pages import METRICS_PAGE, TROUBLE_PAGE, is_explained, made, names, of_metrics, of_prometheus, renewed
 from tests.pages import PAGES, ROOT
 from tests.trouble import VIEWS, WELL, causes
 
@@ -56,3 +56,10 @@ def test_each_cause_is_explained_beside_what_the_code_says() -> None:
         assert section, name
         by_hand = re.sub(r"<!-- made: .*?<!-- end -->", "", section[1], flags=re.DOTALL)
         assert len(by_hand.split()) >= 8, f"{name}: what does it mean?"
+
+
+def test_a_metric_that_the_page_does_not_explain_is_told_from_one_that_it_does() -> None:
+    assert is_explained("lag/mean")
+    assert is_explained("idle/groups"), "of a family"
+    assert not is_explained("lag/meaning")
+    assert not is_explained("nobody/knows")
