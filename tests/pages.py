@@ -102,7 +102,9 @@ def programs(folder: Path) -> Mapping[str, str]:
     }
 
 
-def run(command: str, folder: Path, variables: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+def run(
+    command: str, folder: Path, variables: Mapping[str, str], *, timeout_s: float = 240
+) -> subprocess.CompletedProcess[str]:
     """All that it prints is its stdout."""
     return subprocess.run(
         ["bash", "-euo", "pipefail", "-c", command],
@@ -112,20 +114,20 @@ def run(command: str, folder: Path, variables: Mapping[str, str]) -> subprocess.
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=240,
+        timeout=timeout_s,
         check=False,
     )
 
 
-def follow(block: Block, folder: Path, variables: Mapping[str, str]) -> None:
+def follow(block: Block, folder: Path, variables: Mapping[str, str], *, timeout_s: float = 240) -> None:
     """AssertionError where a command fails, or shows something else than the page says."""
     if block.language != "console":
         command = f"python - <<'END'\n{block.text}END\n" if block.language == "python" else block.text
-        done = run(command, folder, variables)
+        done = run(command, folder, variables, timeout_s=timeout_s)
         assert done.returncode == 0, f"{block}: ended with {done.returncode}\n{done.stdout}"
         return
     for command, shown in told(block.text):
-        done = run(command, folder, variables)
+        done = run(command, folder, variables, timeout_s=timeout_s)
         assert _timeless(done.stdout) == _timeless(shown), f"{block}: {command}"
         assert done.returncode == 0 or "error" in shown, f"{block}: {command} ended with {done.returncode}"
 

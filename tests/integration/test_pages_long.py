@@ -35,6 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, redis_server: EmbeddedRedis
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("block", tagged("long"), ids=str)
 def test_a_command_does_what_the_page_says(block: Block, folder: Path, tmp_path: Path) -> None:
-    follow(block, folder, programs(tmp_path / "bin"))
+    follow(block, folder, programs(tmp_path / "bin"), timeout_s=800)
