@@ -6,7 +6,7 @@ export PYTHON
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart demo test test-long test-root lint format bench chaos scale staleness peers clean
+.PHONY: help setup quickstart demo test test-long test-root lint format docs bench chaos scale staleness peers clean
 
 help:  ## list the targets
 	@echo 'streamrl: make TARGET'
@@ -39,6 +39,9 @@ lint: setup  ## style, formatting and types, without changing anything
 format: setup  ## mend what ruff can mend by itself
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
+
+docs: setup  ## the documentation as a site, in build/docs/site (`python -m http.server -d build/docs/site` shows it)
+	@.ci/docs $(ARGS)
 
 bench: setup  ## measure the stream, the codec and the weights (ARGS chooses; see bench/)
 	.venv/bin/python -m bench $(ARGS)

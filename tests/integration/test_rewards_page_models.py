@@ -14,10 +14,11 @@ import pytest
 
 from streamrl.ops.cli.main import main
 from tests.helpers import wait_until
+from tests.pages import blocks
 from tests.tiny_models import make_model
-from tests.unit.test_rewards_page import PLAIN, blocks
+from tests.unit.test_rewards_page import CONFIGURATIONS, PAGE, PLAIN
 
-TRAIN, SERVE, EVAL = [shlex.split(line) for block in blocks("sh") for line in block.splitlines()]
+TRAIN, SERVE, EVAL = [shlex.split(line) for block in blocks(PAGE, "sh") for line in block.text.splitlines()]
 
 
 def test_a_reward_model_is_trained_served_and_asked_by_an_evaluation(
@@ -34,7 +35,7 @@ def test_a_reward_model_is_trained_served_and_asked_by_an_evaluation(
     assert re.search(r"serve it with --reward-mean \S+ --reward-std \S+", capsys.readouterr().out)
     assert served([("0" if word == "5555" else word) for word in SERVE[1:]]) == 2
 
-    (block,) = [block for block in blocks("yaml") if "reward_server:" in block]
+    (block,) = [block for block in CONFIGURATIONS if "reward_server:" in block]
     Path("run.yaml").write_text(PLAIN + block)
     sampling = ["validation.sampling.max_tokens=4", "weights.dtype=float32", "model.dtype=float32"]
     assert main([*EVAL[1:], *sampling]) == 0

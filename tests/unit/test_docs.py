@@ -11,15 +11,11 @@ import pytest
 
 from streamrl.config.load import load_config
 from streamrl.config.schema import Config, HttpReward
-from streamrl.ops.monitor.causes import TABLE
 from tests.helpers import wait_until
+from tests.pages import PAGES, ROOT, blocks, prose
 from tests.recipes_page import edits, recipes
 from tests.unit.test_manifests_programs import command_of
 
-ROOT = Path(__file__).parents[2]
-PAGES = sorted(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "k8s/README.md")) + sorted(
-    (ROOT / "docs").glob("*.md")
-)
 SCRIPTS = sorted((ROOT / "docs" / "hosts").glob("*.sh"))
 SOURCES = "".join(
     path.read_text() for part in ("streamrl", "workers", "learner") for path in (ROOT / part).rglob("*.py")
@@ -35,13 +31,11 @@ COMMAND = re.compile(
 
 def code(page: Path) -> list[str]:
     """What stands in code on a page, a line or a phrase each; of a script all of it but comments."""
-    text = page.read_text().replace("\\\n", " ")
     if page.suffix == ".sh":
-        lines = [line for line in text.splitlines() if not line.lstrip().startswith(("#", ":"))]
-        return [line for line in lines if not re.search(r"printf|echo", line)]
-    blocks = re.findall(r"^ *```\w*\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
-    phrases = re.findall(r"`([^`]+)`", re.sub(r"^ *```\w*\n.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL))
-    return [*(line for block in blocks for line in block.splitlines()), *(" ".join(p.split()) for p in phrases)]
+        lines = page.read_text().replace("\\\n", " ").splitlines()
+        return [line for line in lines if not re.search(r"^ *[#:]|printf|echo", line)]
+    shown = "".join(block.text for block in blocks(page)).replace("\\\n", " ")
+    return [*shown.splitlines(), *(" ".join(phrase.split()) for phrase in re.findall(r"`([^`]+)`", prose(page)))]
 
 
 def commands(page: Path) -> list[list[str]]:
@@ -86,27 +80,20 @@ def is_setting(key: str) -> bool:
     return True
 
 
+def _first_column(table: re.Match[str]) -> str:
+    return "\n".join(line.split(" | ")[0] for line in table[0].splitlines())
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_setting_exists(page: Path) -> None:
-    named = re.findall(r"`([a-z_]+\.[a-z_.]+)(?:[:=][^`]*)?`", page.read_text())
+    # In a table that begins with `here`, all but the first column is what others call a setting.
+    tables = re.sub(r"^\| here .*?\n\n", _first_column, page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    named = re.findall(r"`([a-z_]+\.[a-z_.]+)(?:[:=][^`]*)?`", tables)
     # `learner.error` is a file in the run's folder, and `data.py` one of ours.
     keys = [key for key in named if key != "learner.error" and not key.endswith(".py")]
     settings = [key for key in keys if key.split(".")[0] in Config.model_fields]
     assert [key for key in settings if not is_setting(key)] == []
     assert {"outage_s", "token_file", "max_abs"} <= set(HttpReward.model_fields)
-
-
-# What `why` says of a run with which nothing is wrong.
-NO_TROUBLE = {"ending", "evaluating", "finished", "learner_starting", "paused", "stopped"}
-
-
-def test_the_causes_of_the_guide_are_those_of_why() -> None:
-    text = (ROOT / "docs" / "operations.md").read_text()
-    table = re.search(r"^\| `why` says .*?\n\n", text, re.MULTILINE | re.DOTALL)
-    assert table
-    named = {name for row in table[0].strip().splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
-    assert len(TABLE) > 30
-    assert named == {*TABLE, "absent"} - NO_TROUBLE
 
 
 @pytest.mark.parametrize("page", [*PAGES, *SCRIPTS], ids=lambda page: page.name)
@@ -116,7 +103,7 @@ def test_every_variable_and_path_exists(page: Path) -> None:
     for name in re.findall(r"\bSTREAMRL_\w+", text):
         assert name in SOURCES or name.removesuffix("_FILE") in SOURCES, name
     for name in re.findall(r"^([A-Z_]+)=", "\n".join(code(page)), re.MULTILINE):
-        assert f"${{{name}" in scripts or name.startswith("STREAMRL"), name
+        assert f"${{{name}" in scripts or name.startswith(("STREAMRL", "CUDA_")), name
     for path in re.findall(r"\b((?:docs|k8s|docker|conf|bench|tests|streamrl|workers|learner)/[\w./-]+\w)", text):
         assert (ROOT / path).exists() or path in MADE_FILES, path
 

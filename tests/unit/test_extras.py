@@ -39,7 +39,7 @@ _WORKER = 'runpy.run_module("workers", run_name="__main__", alter_sys=True)'
 def optional_packages() -> set[str]:
     """By the names under which they are imported."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = {name: lines for name, lines in project["optional-dependencies"].items() if name != "dev"}
+    extras = {name: lines for name, lines in project["optional-dependencies"].items() if name not in ("dev", "docs")}
     names = {re.split(r"[^\w-]", line)[0] for lines in extras.values() for line in lines} - {"streamrl"}
     return {MODULES.get(name, name) for name in names}
 

@@ -1,13 +1,9 @@
-"""`docs/rewards.md` as a reader follows it: its functions are written down, its commands run, its settings load."""
+"""`docs/rewards.md` as a reader follows it: its functions score, its settings load, its service is asked."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import re
-import shlex
 import threading
-from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,7 +14,6 @@ from streamrl.config import schema
 from streamrl.config.check import check_config
 from streamrl.config.load import load_config
 from streamrl.config.places import granted
-from streamrl.ops.cli.main import main
 from streamrl.permissions import Permissions
 from streamrl.recipe.own import load_function
 from streamrl.recipe.rewards import REWARDS
@@ -26,49 +21,23 @@ from streamrl.workers.rewards.base import build_rewards
 from streamrl.workers.rewards.functions import CONCURRENT_CALLS, build_function_reward
 from streamrl.workers.rewards.http_client import build_http_reward
 from streamrl.workers.rewards.http_request import FORMS
+from tests.pages import ROOT, blocks, lay_out
 from tests.tiny_rewards import make_item
 
-PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+PAGE = ROOT / "docs" / "rewards.md"
+CONFIGURATIONS = [block.text for block in blocks(PAGE, "yaml")]
 PLAIN = """
 model: {path: model}
 data: {train: prompts.jsonl}
 validation: {every_steps: 0}
 """
-TASKS = [{"text": "Write a line.", "task": "poem"}, {"text": "2+2=", "task": "sum"}]
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture(autouse=True)
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a user works, with what the page has them write."""
     monkeypatch.chdir(tmp_path)
-    for block in blocks("python"):
-        name, _, code = block.partition("\n")
-        Path(name.removeprefix("# ")).write_text(f"{name}\n{code}")
-    (rows,) = blocks("json")
-    Path("prompts.jsonl").write_text(rows)
-    Path("tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in TASKS))
-
-
-def timeless(text: str) -> str:
-    return re.sub(r"^took .*$", "took", text, flags=re.MULTILINE)
-
-
-def told(block: str) -> Iterator[tuple[str, str]]:
-    """Each command of a console, and what it shows."""
-    for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-        command, _, shown = part.partition("\n")
-        yield command, shown
-
-
-@pytest.mark.parametrize(("command", "shown"), [one for block in blocks("console") for one in told(block)])
-def test_a_command_shows_what_the_page_says(command: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
-    failed = "error  " in shown
-    assert main(shlex.split(command)[1:]) == int(failed)
-    assert timeless(capsys.readouterr().out) == timeless(shown)
+    lay_out(tmp_path, PAGE)
 
 
 def configured(block: str) -> schema.Config:
@@ -78,7 +47,7 @@ def configured(block: str) -> schema.Config:
     return loaded.config
 
 
-@pytest.mark.parametrize("block", blocks("yaml"))
+@pytest.mark.parametrize("block", CONFIGURATIONS)
 async def test_every_configuration_is_one_whose_rewards_begin(block: str) -> None:
     config = configured(block)
     rewards = build_rewards(config.rewards, granted(config), "http://127.0.0.1:9")
@@ -104,7 +73,7 @@ async def test_the_functions_of_the_page_score() -> None:
 
 
 async def test_the_service_of_the_page_scores() -> None:
-    (block,) = [block for block in blocks("yaml") if "polite:" in block]
+    (block,) = [block for block in CONFIGURATIONS if "polite:" in block]
     source = configured(block).rewards["polite"]
     assert isinstance(source, schema.HttpReward)
     service = ThreadingHTTPServer(("127.0.0.1", 0), load_function("my_service.py:Service", {}))  # type: ignore[arg-type]
@@ -123,10 +92,11 @@ async def test_the_service_of_the_page_scores() -> None:
 
 
 def test_the_page_names_what_is_built_in_and_how_services_are_asked() -> None:
-    assert all(f"`{name}`" in PAGE for name in (*REWARDS, *FORMS))
+    text = PAGE.read_text()
+    assert all(f"`{name}`" in text for name in (*REWARDS, *FORMS))
     for form in FORMS.values():
-        assert f"`POST {form.path}`" in PAGE
+        assert f"`POST {form.path}`" in text
     defaults = schema.FunctionReward.model_fields
-    assert f"`timeout_s` ({defaults['timeout_s'].default:g})" in PAGE
-    assert f"`memory_mb` ({defaults['memory_mb'].default})" in PAGE
-    assert f"up to {CONCURRENT_CALLS} calls" in PAGE
+    assert f"`timeout_s` ({defaults['timeout_s'].default:g})" in text
+    assert f"`memory_mb` ({defaults['memory_mb'].default})" in text
+    assert f"up to {CONCURRENT_CALLS} calls" in text

@@ -116,7 +116,7 @@ def read_page() -> str:
     folder = Path(__file__).parent
     page = (folder / "index.html").read_text(encoding="utf-8")
     page = page.replace("/* charts.js */", (folder / "charts.js").read_text(encoding="utf-8"))
-    return page.replace("{/* meanings */}", json.dumps({**FAMILIES, **METRICS}))
+    return page.replace("{/* meanings */}", json.dumps({name: meaning(name) for name in (*FAMILIES, *METRICS)}))
 
 
 def _asked_steps(request: Request) -> range | None:

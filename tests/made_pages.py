@@ -1,0 +1,101 @@
+"""What pages say that the code knows: it stands between `<!-- made: NAME -->` and `<!-- end -->`.
+
+python -m tests.made_pages     writes it anew; tests/unit/test_made_pages.py fails where a page says something else
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from streamrl.ops.monitor.view import Cause, Level
+from streamrl.telemetry.metrics import FAMILIES, METRICS
+from tests.pages import PAGES, ROOT
+from tests.trouble import causes
+
+METRICS_PAGE = ROOT / "docs" / "metrics.md"
+TROUBLE_PAGE = ROOT / "docs" / "troubleshooting.md"
+_MADE = re.compile(r"(<!-- made: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+_LEVELS: Mapping[Level, str] = {
+    "blocking": "it stops the run",
+    "attention": "somebody should look",
+    "info": "no fault: it says what the run is at",
+}
+# What is served to Prometheus: how its names begin, where it is written, and how.
+_SERVED = {
+    "run": ("", "streamrl/ops/monitor/exporter.py", r'self\._(?:one|by|family)\(\s*"(\w+)",\s*"([^"]+)"'),
+    "worker": ("streamrl_worker_", "workers/http.py", r'yield _(?:gauge|counter)\(\s*"(\w+)",\s*"([^"]+)"'),
+    "reward server": ("", "workers/rewards/openapi.py", r'(?:Counter|Gauge|Histogram)\(\s*"(\w+)",\s*"([^"]+)"'),
+}
+
+
+def made() -> dict[str, str]:
+    return {
+        **of_metrics(),
+        **of_prometheus(),
+        **{f"cause {name}": _of_cause(found) for name, found in causes().items()},
+    }
+
+
+def of_metrics() -> dict[str, str]:
+    """A table for each first part of a name."""
+    known = {**METRICS, **{f"{name}...": explained for name, explained in FAMILIES.items()}}
+    rooms = dict.fromkeys(name.partition("/")[0] for name in known)
+    return {
+        f"metrics {room}": _table(
+            ("metric", "unit", "meaning"),
+            ((f"`{name}`", *explained) for name, explained in known.items() if name.startswith(f"{room}/")),
+        )
+        for room in rooms
+    }
+
+
+def of_prometheus() -> dict[str, str]:
+    return {
+        f"prometheus {name}": _table(
+            ("metric", "meaning"), ((f"`{begin}{each}`", text.rstrip(".")) for each, text in _served(file, form))
+        )
+        for name, (begin, file, form) in _SERVED.items()
+    }
+
+
+def _served(file: str, form: str) -> list[tuple[str, str]]:
+    return re.findall(form, (ROOT / file).read_text())
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |\n" for line in lines)
+
+
+def _of_cause(found: Sequence[Cause]) -> str:
+    (cause,) = found
+    told = f"**{cause.title[0].upper()}{cause.title[1:]}** ({_LEVELS[cause.level]}). Seen, for one: “{cause.evidence}”."
+    return "\n\n".join(_filled(text) for text in (told, f"**Do**: {cause.remedy}.")) + "\n"
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
+def names(page: Path) -> list[str]:
+    return [found[2] for found in _MADE.finditer(page.read_text())]
+
+
+def is_explained(metric: str) -> bool:
+    """On its page."""
+    told = re.findall(r"^\| `(.+?)(\.\.\.)?` \|", METRICS_PAGE.read_text(), re.MULTILINE)
+    return any(metric.startswith(name) if goes_on else metric == name for name, goes_on in told)
+
+
+def renewed(page: Path) -> str:
+    """The page, as it should be."""
+    known = made()
+    return _MADE.sub(lambda found: f"{found[1]}\n{known[found[2]]}\n{found[3]}", page.read_text())
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        page.write_text(renewed(page))
