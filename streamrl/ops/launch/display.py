@@ -82,17 +82,18 @@ class Display:
 
 @contextmanager
 def spinner(console: Console) -> Iterator[Callable[[str], None]]:
-    """Shows what it is told last; where there is no terminal, a line now and then."""
+    """Shows what it is told last; where there is no terminal, a line now and then,
+    if there is news."""
     if console.is_terminal:
         with console.status("") as status:
             yield lambda text: status.update(Text(printable(text)))
         return
-    next_line = 0.0
+    next_line, last = 0.0, ""
 
     def say(text: str) -> None:
-        nonlocal next_line
-        if time.monotonic() >= next_line:
-            next_line = time.monotonic() + _PLAIN_SOONEST_S
+        nonlocal next_line, last
+        if text != last and time.monotonic() >= next_line:
+            next_line, last = time.monotonic() + _PLAIN_SOONEST_S, text
             console.print(Text(printable(text)), soft_wrap=True)
 
     yield say
