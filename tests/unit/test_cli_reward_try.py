@@ -69,6 +69,15 @@ def test_a_configuration_tells_which_rows_and_which_of_their_columns(capsys: pyt
     assert (row["prompt"], row["completion"], row["score"]) == ("2+2=", "4", 1.0)
 
 
+@pytest.mark.parametrize("value", ["####", "[1]", ""])
+def test_an_option_that_yaml_reads_as_no_value_is_one_line(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["mine.py:near", "--data", "rows.jsonl", "--field", "answer", "--option", f"mark={value}"]
+    assert main(["reward", "try", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--option 'mark={value}'" in line
+    assert """mark="####\"""" in line
+
+
 def test_completions_are_a_field_one_text_or_a_file_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["score"] for row in tried(capsys, "mine.py:near", "--field", "answer")] == [1.0, 1.0, 1.0]
     scaled = tried(capsys, "mine.py:near", "--completion", "6", "--option", "scale=4", "--num", "2")

@@ -144,7 +144,11 @@ def _option(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not (equals and name.isidentifier()):
         raise ConfigError(f"--option {text!r}: write NAME=VALUE, such as scale=5")
-    return name, parse(value, name=f"--option {name}", numbered=False).plain()
+    read = parse(value, name=f"--option {name}", numbered=False).plain()
+    if not isinstance(read, str | int | float):
+        right = "an option is a text, a number, true or false; a text that YAML reads otherwise is quoted"
+        raise ConfigError(f"--option {text!r}: {right}: '{name}=\"####\"'")
+    return name, read
 
 
 def _as_text(row: PromptRow, completion: str) -> tuple[str, list[int]]:
