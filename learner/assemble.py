@@ -126,8 +126,8 @@ def _follow(context: RankContext, server: Server, show: Callable[[], None]) -> R
 def _lead(context: RankContext, server: Server, show: Callable[[], None]) -> RunState:
     """Rank 0: become the learner of the run, do the work, and say how it ended."""
     config, prompts = context.config, read_train_prompts(context)
-    path, tokenizer = config.data.validation, context.tokenizer_info.tokenizer
-    validation_prompts = () if path is None else tokenise(path, tokenizer, config.data, key="data.validation")
+    held_out, tokenizer = config.data.validation_set(), context.tokenizer_info.tokenizer
+    validation_prompts = () if held_out is None else tokenise(held_out, tokenizer, config.data)
     policy = load_model_together(context)
     check_server(
         server.client,

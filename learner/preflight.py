@@ -102,8 +102,8 @@ def _prompts(config: schema.Config, info: TokenizerInfo) -> Iterator[Finding]:
     data, training = config.data, config.training
     prompts = PromptSet.load(tokenizer=info.tokenizer, data=data, seed=config.seed, at_most_s=_READ_S)
     rows = list(prompts.rows)
-    if data.validation is not None:
-        rows += tokenise(data.validation, info.tokenizer, data, key="data.validation", at_most_s=_READ_S)
+    if (held_out := data.validation_set()) is not None:
+        rows += tokenise(held_out, info.tokenizer, data, at_most_s=_READ_S)
     longest = max(rows, key=lambda row: len(row.token_ids))
     highest = max(int(row.token_ids.max()) for row in rows)
     if highest >= info.vocabulary:

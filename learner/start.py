@@ -257,7 +257,7 @@ def take_lease(
 
 
 def _paths(data: schema.Data) -> str:
-    return ", ".join(repr(dataset.path) for dataset in data.train_sets())
+    return ", ".join(repr(one.dataset.place) for one in data.train_sets())
 
 
 def _total_steps(training: schema.Training, prompts: PromptSet, first_step: int) -> int:

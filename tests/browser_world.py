@@ -13,10 +13,12 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 _PATIENCE_S = 30.0
+_INSTALL = Path(__file__).parents[1] / ".ci" / "chromium"
 _ARGUMENTS = (
     "--headless=new",
     "--no-sandbox",  # tests run as root in containers
@@ -32,10 +34,18 @@ _ARGUMENTS = (
 )
 
 
-def find_chromium() -> str | None:
-    return next(
-        (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
-    )
+@cache
+def find_chromium() -> tuple[str | None, str]:
+    """(the program, why there is none). Where none is on PATH it is installed, if that can be done without asking."""
+    if (found := _on_path()) is not None:
+        return found, ""
+    tried = subprocess.run([_INSTALL], capture_output=True, text=True, timeout=300, check=False)
+    return _on_path(), (tried.stdout.strip().splitlines() or [f"{_INSTALL.name} failed"])[-1]
+
+
+def _on_path() -> str | None:
+    names = ("chromium", "chromium-browser", "google-chrome")
+    return next((found for name in names if (found := shutil.which(name))), None)
 
 
 class Page:

@@ -42,13 +42,15 @@ def main() -> int:
     return 0
 
 
-Files = Mapping[str, Sequence[PromptRow]]  # by path
+Files = Mapping[str, Sequence[PromptRow]]  # by place
 
 
 async def _try_all(config: schema.Config, write: Callable[[Finding], None], *, ask_services: bool) -> None:
     data = config.data
-    paths = [*(one.path for one in data.train_sets()), *filter(None, [data.validation])]
-    files = {path: read_prompts(path, malformed=data.malformed).rows for path in paths}
+    files = {
+        one.dataset.place: read_prompts(one.dataset, malformed=data.malformed, key=one.key).rows
+        for one in data.datasets()
+    }
     allowed = granted(config)
 
     if any(isinstance(source, schema.FunctionReward) for source in config.rewards.values()):
@@ -93,13 +95,13 @@ async def _try(name: str, source: schema.Reward, files: Files, allowed: Permissi
         yield error(label, str(mistake), "")
         return
     try:
-        for path, (row, *_) in files.items():
+        for place, (row, *_) in files.items():
             scored = await _score(rewards, row, timeout_s=source.timeout_s)
             if isinstance(scored, str):
-                failed = f"rewards.{name}.{_named(source)} fails for {path}:{row.line}: {scored}"
+                failed = f"rewards.{name}.{_named(source)} fails for {place}:{row.line}: {scored}"
                 yield error(label, failed, _remedy(source))
                 return
-            told = f"{scored.rewards[name]:g} for a made-up completion of {path}:{row.line}"
+            told = f"{scored.rewards[name]:g} for a made-up completion of {place}:{row.line}"
     finally:
         await rewards.close()
     yield ok(label, told)

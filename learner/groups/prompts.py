@@ -29,7 +29,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -88,14 +87,14 @@ class PromptSet:
 
     @classmethod
     def load(cls, *, tokenizer: Tokenizer, data: schema.Data, seed: int, at_most_s: float | None = None) -> PromptSet:
-        """What `data.train` names: a file, or several. `at_most_s` as in `tokenise`."""
+        """What `data.train` names: a dataset, or several. `at_most_s` as in `tokenise`."""
         sets = data.train_sets()
-        found = [
-            tokenise(one.path, tokenizer, data, key=one.key, dataset=one.name, at_most_s=at_most_s) for one in sets
+        found = [tokenise(one, tokenizer, data, at_most_s=at_most_s) for one in sets]
+        parts = [
+            MixedDataset(num_rows=len(rows), weight=one.dataset.weight) for one, rows in zip(sets, found, strict=True)
         ]
-        parts = [MixedDataset(num_rows=len(rows), weight=one.weight) for one, rows in zip(sets, found, strict=True)]
         for one, part in zip(sets, parts, strict=True):
-            log.info("dataset", name=one.name, rows=part.num_rows, weight=one.weight, in_each_pass=part.num_places)
+            log.info("dataset", name=one.name, rows=part.num_rows, weight=part.weight, in_each_pass=part.num_places)
         return cls([row for rows in found for row in rows], seed=seed, shuffle=data.shuffle, parts=parts)
 
     def fingerprint(self) -> str:
@@ -119,24 +118,19 @@ class PromptSet:
 
 
 def tokenise(
-    path: str | Path,
-    tokenizer: Tokenizer,
-    data: schema.Data,
-    *,
-    key: str,
-    dataset: str = "",
-    at_most_s: float | None = None,
+    named: schema.NamedDataset, tokenizer: Tokenizer, data: schema.Data, *, at_most_s: float | None = None
 ) -> Sequence[Prompt]:
-    """Read one file; `key` is the setting that names it, for errors. After `at_most_s` those read so far are enough."""
+    """Read one dataset. After `at_most_s` those read so far are enough."""
+    key = named.key
     with _uncollected():
-        file = read_prompts(path, malformed=data.malformed, key=key)
-        reader = _Reader(file.path, tokenizer, data, dataset)
+        file = read_prompts(named.dataset, malformed=data.malformed, key=key)
+        reader = _Reader(file.place, tokenizer, data, named.name)
         enough_at = math.inf if at_most_s is None else time.monotonic() + at_most_s
         rows = list(reader.read(file.rows, enough_at=enough_at))
     num_malformed = file.num_skipped + reader.num_malformed
     if not rows:
         raise DataError(
-            f"{key}: no prompt of {path} can be used: {num_malformed} are malformed and {reader.num_overlong} "
+            f"{key}: no prompt of {file.place} can be used: {num_malformed} are malformed and {reader.num_overlong} "
             f"longer than data.max_prompt_tokens={data.max_prompt_tokens}"
         )
     if num_malformed or reader.num_overlong or reader.num_truncated:
@@ -167,8 +161,8 @@ def _uncollected() -> Iterator[None]:
 class _Reader:
     """Makes prompts of rows, and counts the rows it leaves out."""
 
-    def __init__(self, path: Path, tokenizer: Tokenizer, data: schema.Data, dataset: str) -> None:
-        self._path, self._tokenizer, self._data, self._dataset = path, tokenizer, data, dataset
+    def __init__(self, place: str, tokenizer: Tokenizer, data: schema.Data, dataset: str) -> None:
+        self._place, self._tokenizer, self._data, self._dataset = place, tokenizer, data, dataset
         self.num_malformed = 0
         self.num_overlong = 0
         self.num_truncated = 0
@@ -201,7 +195,7 @@ class _Reader:
         assert row.messages is not None, "a row has a text or messages"
         if not self._tokenizer.chat_template:
             raise DataError(
-                f"{self._path}:{row.line}: 'messages' need a chat template, and the model's tokenizer has none; "
+                f"{self._place}:{row.line}: 'messages' need a chat template, and the model's tokenizer has none; "
                 "use 'text'"
             )
         try:
@@ -223,7 +217,7 @@ class _Reader:
             return True
         if self._data.overlong == "error":
             raise DataError(
-                f"{self._path}:{row.line}: the prompt has {len(token_ids)} tokens, data.max_prompt_tokens is {limit}; "
+                f"{self._place}:{row.line}: the prompt has {len(token_ids)} tokens, data.max_prompt_tokens is {limit}; "
                 f"raise it, or set data.overlong=skip or truncate"
             )
         self.num_overlong += 1
@@ -231,7 +225,7 @@ class _Reader:
 
     def _malformed(self, row: PromptRow, reason: str) -> None:
         if self._data.malformed == "error":
-            raise DataError(f"{self._path}:{row.line}: {reason}")
+            raise DataError(f"{self._place}:{row.line}: {reason}")
         self.num_malformed += 1
 
 

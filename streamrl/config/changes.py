@@ -36,7 +36,7 @@ RULES: tuple[tuple[str, str | None], ...] = (
     ("model.lora*", _WEIGHTS),
     *((f"model.{name}", None) for name in ("dtype", "attention", "gradient_checkpointing", "reference")),
     ("data.shuffle", _TICKETS),
-    ("data.train.*.weight", _TICKETS),
+    ("data.train*.weight", _TICKETS),
     ("data.*", None),  # what the files hold is compared by itself
     ("sampling.accept_mismatch", None),
     ("sampling.*", _SAMPLED),

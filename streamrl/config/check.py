@@ -220,7 +220,7 @@ def _gpus(config: Config) -> Iterator[Problem]:
 
 
 def _names(config: Config) -> Iterator[Problem]:
-    datasets = () if isinstance(config.data.train, str) else config.data.train
+    datasets = config.data.train if isinstance(config.data.train, dict) else ()
     for what, key, names in (("datasets", "data.train", datasets), ("sources", "rewards", config.rewards)):
         for name in names:
             if not _NAME.match(name):
@@ -236,6 +236,7 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _pace,
     _gpus,
     _names,
+    places.check_datasets,
     places.check_rewards,
     places.check_redis,
     places.check_store,

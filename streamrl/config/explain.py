@@ -31,9 +31,7 @@ ANY_NAME = "NAME"  # stands for a name that the user chooses: `rewards.NAME.url`
 
 def sections_in(annotation: Any) -> list[type[BaseModel]]:
     """The sections that a value of this annotation may be; through Annotated, unions and maps."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [section for part in get_args(annotation) for section in sections_in(part)]
+    return [section for _, section in _inner("", annotation)]
 
 
 def known_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
@@ -41,14 +39,17 @@ def known_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[
     for name, field in section.model_fields.items():
         key = prefix + name
         yield key
-        inner = key + "." + (f"{ANY_NAME}." if _has_names(field.annotation) else "")
-        for part in sections_in(field.annotation):
+        for inner, part in _inner(f"{key}.", field.annotation):
             yield from known_keys(part, inner)
 
 
-def _has_names(annotation: Any) -> bool:
-    """Whether it is a map from names that the user chooses, or may be one."""
-    return get_origin(annotation) is dict or any(_has_names(part) for part in get_args(annotation))
+def _inner(prefix: str, annotation: Any) -> Iterator[tuple[str, type[BaseModel]]]:
+    """The sections that it may be, each with what stands before its keys: in a map, a name that the user chooses."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield prefix, annotation
+    named = f"{prefix}{ANY_NAME}." if get_origin(annotation) is dict else prefix
+    for part in get_args(annotation):
+        yield from _inner(named, part)
 
 
 def required_keys(path: Sequence[str]) -> list[str]:

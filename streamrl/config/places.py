@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
 from streamrl.config.explain import Problem
-from streamrl.config.schema import Config, FunctionReward, HttpReward
+from streamrl.config.schema import Config, Dataset, FunctionReward, HttpReward, NamedDataset
 from streamrl.data.prompts import read_prompts
 from streamrl.errors import DataError
 from streamrl.permissions import Permissions
@@ -129,14 +129,29 @@ _LFS_POINTER = b"version https://git-lfs"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
+def check_datasets(config: Config) -> Iterator[Problem]:
+    """Each lies in one place, and has no setting that would do nothing there."""
+    for one in config.data.datasets():
+        dataset, key = one.dataset, one.key.removesuffix(".path").removesuffix(".hub")
+        if dataset.hub is None:
+            if dataset.path is None:
+                yield Problem(key=f"{key}.path", remedy="name a file of JSON Lines, or by `hub` a dataset of a hub")
+            for name in ("name", "split", "revision"):
+                if getattr(dataset, name) != Dataset.model_fields[name].default:
+                    yield Problem(key=f"{key}.{name}", remedy="it is of a dataset of a `hub`, and this one is a file")
+        elif dataset.path is not None:
+            yield Problem(key=f"{key}.path", remedy=f"the dataset is that of hub = {dataset.hub!r}; set one to null")
+    held_out = config.data.validation
+    if isinstance(held_out, Dataset) and held_out.weight != 1:
+        yield Problem(key="data.validation.weight", remedy="each prompt that is held out is asked once; leave it out")
+
+
 def check_files(config: Config, *, trains: bool = True) -> None:
     """Refuse paths that do not hold what they should; prompts are read to their end. Who does not train needs no data
     for it."""
     problems = [*_model("model.path", config.model.path)]
-    for dataset in config.data.train_sets() if trains else ():
-        problems += _prompts(dataset.key, dataset.path, config)
-    if config.data.validation is not None:
-        problems += _prompts("data.validation", config.data.validation, config)
+    for one in config.data.datasets() if trains else filter(None, [config.data.validation_set()]):
+        problems += _prompts(one, config)
     if config.reward_server is not None:
         problems += _model("reward_server.model", config.reward_server.model)
     for name, source in config.rewards.items():
@@ -184,9 +199,9 @@ def _may_be_hub_name(path: str) -> bool:
     return bool(owner and slash and name) and "/" not in name and owner != "~" and not Path(owner).is_dir()
 
 
-def _prompts(key: str, path: str, config: Config) -> Iterator[str]:
+def _prompts(named: NamedDataset, config: Config) -> Iterator[str]:
     try:
-        read_prompts(path, malformed=config.data.malformed, key=key)
+        read_prompts(named.dataset, malformed=config.data.malformed, key=named.key)
     except DataError as error:
         yield str(error)
 

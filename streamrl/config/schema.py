@@ -14,6 +14,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from streamrl.config.engines import ENGINES
+from streamrl.data.dataset import Dataset as Dataset
 from streamrl.recipe.settings import Algorithm as Algorithm
 from streamrl.recipe.settings import Kl as Kl
 from streamrl.settings import Arguments, Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
@@ -47,50 +48,60 @@ class Model(Section):
     reference: Literal["device", "cpu"] = "device"
 
 
-class Dataset(Section):
-    path: str
-    # A pass over the data asks for weight x its rows: 2 for each row twice, 0.5 for half of them, in turn.
-    weight: Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)] = 1.0
-
-
-def _path_or_map(value: object) -> str:
+def _form_of_train(value: object) -> str:
     """So that mistakes in a map are told of its entries, not that it is no path."""
-    return "a map" if isinstance(value, dict) else "a path"
+    if isinstance(value, dict):
+        is_one = any(name in value and not isinstance(value[name], dict) for name in ("path", "hub"))
+        return "a dataset" if is_one else "a map"
+    return "a dataset" if isinstance(value, Dataset) else "a path"
 
 
 Train = Annotated[
-    Annotated[str, Tag("a path")] | Annotated[dict[str, Dataset], Field(min_length=1), Tag("a map")],
-    Discriminator(_path_or_map),
+    Annotated[str, Tag("a path")]
+    | Annotated[Dataset, Tag("a dataset")]
+    | Annotated[dict[str, Dataset], Field(min_length=1), Tag("a map")],
+    Discriminator(_form_of_train),
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainSet:
-    """A dataset of `data.train`, however that was written."""
+class NamedDataset:
+    """A dataset of the configuration, however that was written."""
 
-    key: str  # of the setting that names its file
-    name: str  # empty where there is only one
-    path: str
-    weight: float
+    key: str  # of the setting that names its place
+    name: str = ""  # empty where there is only one
+    dataset: Dataset
 
 
 class Data(Section):
-    # JSONL of prompts: {"text"|"prompt"|"messages": ..., further fields go to the rewards}; or several, by name
+    # JSONL of prompts: {"text"|"prompt"|"messages": ..., further fields go to the rewards}; a dataset with columns of
+    # other names, or of a hub; or several, by name
     train: Train
-    validation: str | None = None
+    validation: str | Dataset | None = None
     max_prompt_tokens: Positive = 1024
     # A prompt over max_prompt_tokens; truncate: its last tokens are the prompt, what they say is what rewards see
     overlong: Literal["error", "skip", "truncate"] = "error"
     malformed: Literal["error", "skip"] = "error"  # a line that is not a prompt; skipped ones are counted
     shuffle: bool = True
 
-    def train_sets(self) -> tuple[TrainSet, ...]:
-        if isinstance(self.train, str):
-            return (TrainSet(key="data.train", name="", path=self.train, weight=1.0),)
-        return tuple(
-            TrainSet(key=f"data.train.{name}.path", name=name, path=dataset.path, weight=dataset.weight)
-            for name, dataset in self.train.items()
-        )
+    def train_sets(self) -> tuple[NamedDataset, ...]:
+        if isinstance(self.train, dict):
+            return tuple(_named(dataset, f"data.train.{name}", name) for name, dataset in self.train.items())
+        return (_named(self.train, "data.train"),)
+
+    def validation_set(self) -> NamedDataset | None:
+        return None if self.validation is None else _named(self.validation, "data.validation")
+
+    def datasets(self) -> tuple[NamedDataset, ...]:
+        """All that are trained on, then the one that is held out."""
+        held_out = self.validation_set()
+        return (*self.train_sets(), *([] if held_out is None else [held_out]))
+
+
+def _named(source: str | Dataset, key: str, name: str = "") -> NamedDataset:
+    if isinstance(source, str):
+        return NamedDataset(key=key, name=name, dataset=Dataset(path=source))
+    return NamedDataset(key=f"{key}.{'path' if source.hub is None else 'hub'}", name=name, dataset=source)
 
 
 class Sampling(Section):

@@ -3,9 +3,10 @@
     {"text": "What is 2 + 3?", "answer": "5"}
     {"messages": [{"role": "user", "content": "What is 2 + 3?"}], "answer": "5"}
 
-`prompt` is another name of `text`. All further fields go to the rewards as they are, and `messages` with them. A line
-that is not a prompt is an error with file and line, or is skipped and counted where the configuration says so; empty
-lines are nothing.
+`prompt` is another name of `text`. All further fields go to the rewards as they are, and `messages` with them. Which
+columns these are in other files, and in datasets of a hub, the configuration says (`Dataset`). A line that is not a
+prompt is an error with file and line, or is skipped and counted where the configuration says so; empty lines are
+nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from streamrl.data.dataset import Dataset, named_in, written
+from streamrl.data.hub import hub_lines
 from streamrl.errors import DataError, WireError
 from streamrl.protocol.wire.codec import MAX_TEXT_CHARS
 from streamrl.protocol.wire.ticket import encode_row
@@ -44,7 +47,7 @@ class PromptRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptFile:
-    path: Path
+    place: str  # how errors name it
     rows: tuple[PromptRow, ...]
     num_skipped: int  # malformed lines
 
@@ -53,22 +56,23 @@ class _Malformed(Exception):
     """A line is no prompt; the text says why."""
 
 
-def read_prompts(path: str | Path, *, malformed: OnBadRow, key: str = "data.train") -> PromptFile:
-    """All prompts of the file; `key` is the setting that named it, for errors."""
-    path = Path(path)
+def read_prompts(source: Dataset | str | Path, *, malformed: OnBadRow, key: str = "data.train") -> PromptFile:
+    """All prompts of the dataset, or of a file; `key` is the setting that named it, for errors."""
+    dataset = source if isinstance(source, Dataset) else Dataset(path=str(source))
     rows: list[PromptRow] = []
     num_skipped = 0
-    for line, data in _lines(path, key):
+    lines = _lines(Path(dataset.place), key) if dataset.hub is None else hub_lines(dataset, key)
+    for line, data in lines:
         try:
-            rows.append(_parse(line, data))
+            rows.append(_parse(line, data, dataset))
         except _Malformed as error:
             if malformed == "error":
-                raise DataError(f"{path}:{line}: {error}") from None
+                raise DataError(f"{dataset.place}:{line}: {error}") from None
             num_skipped += 1
     if not rows:
         skipped = f"; {num_skipped} malformed lines were skipped" if num_skipped else ""
-        raise DataError(f"{key}: {path} holds no prompts{skipped}")
-    return PromptFile(path=path, rows=tuple(rows), num_skipped=num_skipped)
+        raise DataError(f"{key}: {dataset.place} holds no prompts{skipped}")
+    return PromptFile(place=dataset.place, rows=tuple(rows), num_skipped=num_skipped)
 
 
 def _lines(path: Path, key: str) -> Iterator[tuple[int, bytes]]:
@@ -84,7 +88,47 @@ def _lines(path: Path, key: str) -> Iterator[tuple[int, bytes]]:
         raise DataError(f"{key}: {path} cannot be read: {error.strerror}") from None
 
 
-def _parse(line: int, data: bytes) -> PromptRow:
+def _parse(line: int, data: bytes, dataset: Dataset) -> PromptRow:
+    row = _object(data)
+    kind, value = _prompt(row, dataset)
+    fields = row if dataset.fields is None else {name: _column(row, of) for name, of in dataset.fields.items()}
+    if dataset.chat and isinstance(value, str) and value:
+        value = [{"role": "user", "content": value}]
+    is_chat = kind == "messages" or isinstance(value, list)
+    if is_chat:
+        fields = {**fields, "messages": value}
+    _check_fields(fields, line_bytes=len(data))
+    if is_chat:
+        return PromptRow(line=line, text=None, messages=_check_messages(value), fields=fields)
+    if not isinstance(value, str) or not value:
+        raise _Malformed(f"{kind!r} must be a text that is not empty")
+    return PromptRow(line=line, text=value, messages=None, fields=fields)
+
+
+def _prompt(row: dict[str, Any], dataset: Dataset) -> tuple[str, Any]:
+    """(what it is called, a text or messages); a column that is the prompt leaves the row."""
+    if dataset.prompt is not None:
+        for name in named_in(dataset.prompt):
+            if _column(row, name) is None:
+                raise _Malformed(f"column {name!r} is empty")
+        value = written(dataset.prompt, row)
+        row.pop(dataset.prompt, None)
+        return dataset.prompt, value
+    kinds = [kind for kind in _KINDS if kind in row]
+    if len(kinds) != 1:
+        found = " and ".join(repr(kind) for kind in kinds) or f"none in {', '.join(row) or 'an empty object'}"
+        remedy = "; data.train={path: FILE, prompt: COLUMN} names another" if row else ""
+        raise _Malformed(f"expected exactly one of 'text', 'prompt' and 'messages', found {found}{remedy}")
+    return kinds[0], row.pop(kinds[0])
+
+
+def _column(row: Mapping[str, Any], name: str) -> Any:
+    if name not in row:
+        raise _Malformed(f"no column {name!r}; it has: {', '.join(row) or 'none'}")
+    return row[name]
+
+
+def _object(data: bytes) -> dict[str, Any]:
     if len(data) > _MAX_LINE_BYTES:
         raise _Malformed(f"line of {len(data)} bytes; at most {_MAX_LINE_BYTES} are allowed")
     try:
@@ -100,17 +144,7 @@ def _parse(line: int, data: bytes) -> PromptRow:
         raise _Malformed(f"not JSON: {error}") from None
     if not isinstance(row, dict):
         raise _Malformed(f'expected an object such as {{"text": "..."}}, got {type(row).__name__}')
-    kinds = [kind for kind in _KINDS if kind in row]
-    if len(kinds) != 1:
-        found = " and ".join(repr(kind) for kind in kinds) or "none"
-        raise _Malformed(f"expected exactly one of 'text', 'prompt' and 'messages', found {found}")
-    value = row["messages"] if kinds[0] == "messages" else row.pop(kinds[0])
-    _check_fields(row, line_bytes=len(data))
-    if kinds[0] == "messages":
-        return PromptRow(line=line, text=None, messages=_check_messages(value), fields=row)
-    if not isinstance(value, str) or not value:
-        raise _Malformed(f"{kinds[0]!r} must be a text that is not empty")
-    return PromptRow(line=line, text=value, messages=None, fields=row)
+    return row
 
 
 def _check_fields(row: Mapping[str, Any], *, line_bytes: int) -> None:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from streamrl.config.schema import Config
+from streamrl.config.schema import Config, Dataset
 from streamrl.data.prompts import read_prompts
 from streamrl.ops.launch.summary import Summary, summary_lines
 from streamrl.ops.monitor.charts import Chart, running_mean, save_report
@@ -112,14 +112,15 @@ def make_report(config: Config, case: Showcase, summary: Summary, *, prepare_s: 
 
 
 def count_prompts(config: Config) -> Prompts:
-    assert config.data.validation is not None, "a demonstration has prompts that are held out"
-    train = {text for one in config.data.train_sets() for text in _texts(one.path)}
-    held_out = _texts(config.data.validation, at_most=config.validation.max_prompts)
+    validation = config.data.validation_set()
+    assert validation is not None, "a demonstration has prompts that are held out"
+    train = {text for one in config.data.train_sets() for text in _texts(one.dataset)}
+    held_out = _texts(validation.dataset, at_most=config.validation.max_prompts)
     return Prompts(to_train=len(train), held_out=len(held_out), in_both=len(train & held_out))
 
 
-def _texts(path: str, *, at_most: int | None = None) -> set[str]:
-    return {row.plain for row in read_prompts(path, malformed="error").rows[:at_most]}
+def _texts(dataset: Dataset, *, at_most: int | None = None) -> set[str]:
+    return {row.plain for row in read_prompts(dataset, malformed="error").rows[:at_most]}
 
 
 def _completions(folder: Path, case: Showcase) -> tuple[Completion, ...]:

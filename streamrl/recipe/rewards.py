@@ -29,12 +29,18 @@ def numeric_match(
     *,
     field: str = "answer",
     tolerance: float = 1e-6,
+    after: str = "",
 ) -> float:
-    """1 when the last number of the completion is the last number of the answer; else 0."""
+    """1 when the last number of the completion is the last number of the answer; else 0.
+
+    With `after`, such as GSM8K's ####, only what follows its last place in the completion counts; without it, 0."""
     right = _last_number(str(_field(fields, field)))
     if right is None:
         raise ValueError(f"field {field!r} holds no number: {_field(fields, field)!r:.80}")
-    given = _last_number(completion)
+    said = completion
+    if after:
+        said = completion.rpartition(after)[2] if after in completion else ""
+    given = _last_number(said)
     return float(given is not None and math.isclose(given, right, rel_tol=tolerance, abs_tol=tolerance))
 
 

@@ -161,9 +161,9 @@ def test_beyond_loopback_a_token_is_needed(run: Watched, capsys: pytest.CaptureF
 
 @pytest.fixture
 def page(tmp_path: Path) -> Iterator[Page]:
-    program = find_chromium()
+    program, why_not = find_chromium()
     if program is None:
-        pytest.skip("no Chromium on PATH: `apt-get install chromium` runs the tests of the page")
+        pytest.skip(f"no Chromium on PATH, and {why_not}: `apt-get install chromium` runs the tests of the page")
     with chromium(program, tmp_path / "profile") as browser:
         yield browser.page()
 
@@ -205,7 +205,7 @@ def test_the_page_shows_the_run_at_any_size(
         axe = Path(axe_core_python.__file__).with_name("axe.min.js").read_text()
         page.call("Runtime.evaluate", expression=axe)
         found = page.evaluate("axe.run().then(r => r.violations.map(v => [v.impact, v.id, v.nodes.map(n => n.html)]))")
-        assert [fault for fault in found if fault[0] in ("serious", "critical")] == []
+        assert found == []
         page.screenshot(tmp_path / "page.png")
         assert page.complaints == []
         assert {request for request in page.requests if not request.startswith((url, "data:"))} == set()

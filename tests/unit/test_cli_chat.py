@@ -217,7 +217,8 @@ def test_messages_become_the_tokens_that_training_makes_of_them(chat_model: Path
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"messages": messages}) + "\n" + json.dumps({"text": "2+3="}) + "\n")
     tokenizer = transformers.AutoTokenizer.from_pretrained(chat_model)
-    trained = tokenise(rows, tokenizer, schema.Data(train=str(rows)), key="data.train")
+    data = schema.Data(train=str(rows))
+    trained = tokenise(data.train_sets()[0], tokenizer, data)
 
     speaker = load_speaker(str(chat_model), seed=0)
 

@@ -128,6 +128,13 @@ def test_a_begun_configuration_fits_the_case(config: str) -> None:
     assert made.validation.every_steps == 0
 
 
+def test_held_out_answers_end_where_trained_ones_do(config: str) -> None:
+    case = ["--model", "./model", "--data", "train.jsonl", "--validation", "train.jsonl", "--reward", "exact_match"]
+    assert main(["config", "init", "base.yaml", *case, "--text"]) == 0
+    made = load_config("base.yaml").config
+    assert made.validation.sampling.stop == made.sampling.stop == ("\n",)
+
+
 def test_what_init_is_not_told_it_asks(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("./model\ntrain.jsonl\nexact_match\n"))
     assert main(["config", "init", "asked.yaml"]) == 0

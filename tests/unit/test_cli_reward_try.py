@@ -47,12 +47,35 @@ def working_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
 
 
-def tried(capsys: pytest.CaptureFixture[str], *words: str, expect: int = 0) -> list[dict[str, Any]]:
-    assert main(["reward", "try", *words, "--data", "rows.jsonl", "--json"]) == expect, capsys.readouterr().err
+def tried(
+    capsys: pytest.CaptureFixture[str], *words: str, expect: int = 0, data: str = "rows.jsonl"
+) -> list[dict[str, Any]]:
+    assert main(["reward", "try", *words, "--data", data, "--json"]) == expect, capsys.readouterr().err
     told = json.loads(capsys.readouterr().out)
     assert told["num_failed"] == sum(row["error"] is not None for row in told["rows"])
     rows: list[dict[str, Any]] = told["rows"]
     return rows
+
+
+def test_a_configuration_tells_which_rows_and_which_of_their_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("asked.jsonl").write_text('{"question": "2+2=", "solution": "4"}\n')
+    Path("run.yaml").write_text(
+        "model: {path: a/b}\nrewards: {r: {type: function, target: numeric_match}}\n"
+        "data: {train: {path: asked.jsonl, prompt: question, fields: {answer: solution}}}\n"
+    )
+
+    (row,) = tried(capsys, "mine.py:near", "--field", "answer", data="run.yaml")
+
+    assert (row["prompt"], row["completion"], row["score"]) == ("2+2=", "4", 1.0)
+
+
+@pytest.mark.parametrize("value", ["####", "[1]", ""])
+def test_an_option_that_yaml_reads_as_no_value_is_one_line(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["mine.py:near", "--data", "rows.jsonl", "--field", "answer", "--option", f"mark={value}"]
+    assert main(["reward", "try", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--option 'mark={value}'" in line
+    assert """mark="####\"""" in line
 
 
 def test_completions_are_a_field_one_text_or_a_file_of_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,7 +49,11 @@ def test_datasets_keep_their_names_and_their_order(tmp_path: Path) -> None:
     resolved.write_text(dump_config(config))
 
     for again in (load_config(resolved).config, config_from_json(config.model_dump_json())):
-        assert [(one.name, one.weight) for one in again.data.train_sets()] == [("z", 1.0), ("no", 2.0), ("a", 1.0)]
+        assert [(one.name, one.dataset.weight) for one in again.data.train_sets()] == [
+            ("z", 1.0),
+            ("no", 2.0),
+            ("a", 1.0),
+        ]
 
 
 def test_the_json_of_a_configuration_loads_to_the_same(loaded: Loaded) -> None:

@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 SHIPPED = (
     "streamrl ships demo.yaml, gpu_qwen_1.5b.yaml, gpu_qwen_1.5b_lora.yaml, gpu_qwen_32b.yaml, gpu_qwen_7b.yaml, "
-    "gpu_qwen_7b_lora.yaml, pretrained.yaml, quickstart.yaml, reinforce.yaml, rejection_sampling.yaml"
+    "gpu_qwen_7b_lora.yaml, gsm8k.yaml, pretrained.yaml, quickstart.yaml, reinforce.yaml, rejection_sampling.yaml"
 )
 
 
@@ -221,10 +221,7 @@ def test_a_key_named_like_the_type_of_its_source_confuses_nobody(folder: Path) -
         ("{math: {path: a, weight: 0}}", "data.train.math.weight = 0: must be greater than 0"),
         ("{math: {path: a, wight: 1}}", "unknown key 'data.train.math.wight'; did you mean 'data.train.math.weight'?"),
         ("{math: a.jsonl}", "data.train.math = 'a.jsonl': must be a map of settings"),
-        (
-            "{math: {weight: 1}}",
-            "data.train.math.path is not set; set it in the file, or with the override data.train.math.path=VALUE",
-        ),
+        ("{hub: a/b, splt: x}", "unknown key 'data.train.splt'; did you mean 'data.train.split'?"),
     ],
 )
 def test_a_mistake_about_datasets_names_the_entry(folder: Path, value: str, message: str) -> None:
@@ -238,7 +235,7 @@ def test_one_dataset_of_several_may_be_overridden(folder: Path) -> None:
 
     config = load_config("mine.yaml", ["data.train.a.weight=0.5"]).config
 
-    assert [(one.key, one.name, one.path, one.weight) for one in config.data.train_sets()] == [
+    assert [(one.key, one.name, one.dataset.path, one.dataset.weight) for one in config.data.train_sets()] == [
         ("data.train.a.path", "a", "a", 0.5),
         ("data.train.b.path", "b", "b", 2.0),
     ]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from streamrl.ops.launch.display import Display, Shown, plain_line, render
+from streamrl.ops.launch.display import Display, Shown, plain_line, render, spinner
 from streamrl.ops.monitor.text import rows
 from streamrl.ops.monitor.view import View
 from streamrl.terminal import SPARKS, sparkline
@@ -159,6 +159,16 @@ def test_without_a_terminal_what_goes_wrong_is_told_soon_and_so_is_its_end() -> 
     lines = shown_for(60, lambda second: ill if 40 <= second < 50 else well)
 
     assert ["there are no workers" in line for line in lines[1:]] == [False, True, False]
+
+
+def test_without_a_terminal_news_are_told_soon_and_the_same_thing_seldom() -> None:
+    out, now = io.StringIO(), [0.0]
+    with spinner(Console(file=out), clock=lambda: now[0]) as say:
+        for second in range(50):
+            now[0] = float(second)
+            say("starting" if second < 42 else f"step {second}")
+
+    assert out.getvalue().split("\n")[:-1] == ["starting", "starting", "step 42", "step 47"]
 
 
 def test_a_word_of_the_launcher_stays_above_the_live_panel() -> None:

@@ -135,6 +135,20 @@ def test_set_up_whose_index_answers_nothing_says_which_step_failed(bare: Path) -
     assert not (bare / ".venv" / ".setup-done").exists()
 
 
+def test_where_chromium_cannot_be_had_one_line_says_why(tmp_path: Path) -> None:
+    tried = subprocess.run(
+        ["/bin/bash", ROOT / ".ci" / "chromium"],
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert tried.returncode == 1
+    assert tried.stdout.strip() in ("only root may install it", "there is no apt-get here to install it")
+
+
 def test_the_overrides_keep_out_the_three_packages_that_break_transformers() -> None:
     lines = (ROOT / ".ci" / "cpu-overrides.txt").read_text().splitlines()
     rules = [line for line in lines if line and not line.startswith("#")]

@@ -50,6 +50,13 @@ def test_math_equal_compares_what_they_mean(completion: str, answer: str, score:
     assert math_equal("", completion, [], {"answer": answer}) == score
 
 
+@pytest.mark.parametrize(
+    ("completion", "score"), [("so 3\n#### 42", 1.0), ("#### 1\n#### 42.", 1.0), ("42", 0.0), ("42 ####", 0.0)]
+)
+def test_numeric_match_may_look_only_behind_a_mark(completion: str, score: float) -> None:
+    assert numeric_match("", completion, [], {"answer": "6*7=42\n#### 42"}, after="####") == score
+
+
 def test_numeric_match_refuses_an_answer_without_a_number() -> None:
     with pytest.raises(ValueError, match="field 'answer' holds no number"):
         numeric_match("", "42", [], {"answer": "forty-two"})

@@ -109,7 +109,7 @@ def evaluate(
     chosen += [f"data.validation={json.dumps(prompts)}"] if prompts is not None else []
     chosen += [f"validation.max_prompts={max_prompts}"] if max_prompts is not None else []
     subject = _find(checkpoint, file, chosen)
-    texts = subject.config.data.validation
+    texts = subject.config.data.validation_set()
     if texts is None:
         raise ConfigError(
             "there are no prompts to score it on; name a file with --prompts FILE, or set data.validation"
@@ -120,9 +120,9 @@ def evaluate(
         answers = _answers(asked, result, model, config.validation.sampling.stop)
         lines = (json.dumps(line, ensure_ascii=False) + "\n" for line in answers)
         write_durably(output, "".join(lines).encode())
-    step = subject.checkpoint.state.step if subject.checkpoint else None
-    told = {"checkpoint": subject.name, "step": step, "prompts": texts, "engine": engine, **result.to_json()}
-    tell(told, _table(subject.name, texts, result), as_json=as_json)
+    step, place = subject.checkpoint.state.step if subject.checkpoint else None, texts.dataset.place
+    told = {"checkpoint": subject.name, "step": step, "prompts": place, "engine": engine, **result.to_json()}
+    tell(told, _table(subject.name, place, result), as_json=as_json)
     return 0 if result.num_answered == result.num_prompts else 1
 
 
@@ -229,8 +229,9 @@ def _try_rewards(config: schema.Config, rewards: Rewards, patience_s: float, lin
     from streamrl.workers.evaluate import try_rewards
     from streamrl.workers.rewards.base import ScoreItem
 
-    assert config.data.validation is not None, "asked before"
-    row = read_prompts(config.data.validation, malformed=config.data.malformed, key="data.validation").rows[0]
+    named = config.data.validation_set()
+    assert named is not None, "asked before"
+    row = read_prompts(named.dataset, malformed=config.data.malformed, key=named.key).rows[0]
     # Some services refuse an empty completion, and a prompt is a text as well.
     item = ScoreItem(prompt=row.plain, completion=row.plain, token_ids=np.zeros(1, dtype=np.int32), fields=row.fields)
     # A function whose process dies is tried once more.
@@ -264,9 +265,9 @@ def _read_prompts(config: schema.Config, tokenizer: Any) -> list[EvalPrompt]:
     from streamrl.learner.groups.prompts import tokenise
     from streamrl.workers.evaluate import EvalPrompt
 
-    assert config.data.validation is not None, "asked before"
-    found = tokenise(config.data.validation, tokenizer, config.data, key="data.validation")
-    rows = found[: config.validation.max_prompts]
+    named = config.data.validation_set()
+    assert named is not None, "asked before"
+    rows = tokenise(named, tokenizer, config.data)[: config.validation.max_prompts]
     return [EvalPrompt(text=row.text, token_ids=row.token_ids, fields=row.fields) for row in rows]
 
 

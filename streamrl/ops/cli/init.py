@@ -16,6 +16,7 @@ from streamrl.recipe.rewards import REWARDS
 _COLUMN = 33  # of the comments
 _REDIS = "redis://127.0.0.1:6379/0"
 _WIDEST = 120
+_STOP = r'["\n"]'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,7 @@ def _experiment(case: Case) -> Iterator[str]:
     yield _line("  max_tokens: 256", "of an answer: what a good one needs, and hardly more")
     yield _line("  temperature: 0.7", "higher explores more; a small model then says little that is right")
     if not case.chat:
-        yield _line('  stop: ["\\n"]', "ends an answer beside the end token, which a base model seldom writes")
+        yield _line(f"  stop: {_STOP}", "ends an answer beside the end token, which a base model seldom writes")
     yield from _section("rewards:", "by names of yours: a sample's reward is their weighted sum")
     yield _line("  right:", _meaning(case.reward))
     yield _line("    type: function", "of Python, in a process of its own; http asks a service")
@@ -112,7 +113,8 @@ def _running(case: Case) -> Iterator[str]:
     if case.validation is not None:
         yield _line("validation:", "at the start and the end, too")
         yield _line("  every_steps: 10", "asked beside training, which does not wait for it")
-        yield _line("  sampling: {max_tokens: 256}", "greedy, an answer a prompt")
+        stop = "" if case.chat else f", stop: {_STOP}"
+        yield _line(f"  sampling: {{max_tokens: 256{stop}}}", "greedy, an answer a prompt")
     else:
         yield _line("validation: {every_steps: 0}", "none without data.validation")
     yield from _parts(case)

@@ -14,6 +14,7 @@ import click
 import numpy as np
 
 from streamrl.config import schema
+from streamrl.config.load import load_config
 from streamrl.config.source import parse
 from streamrl.data.prompts import PromptRow, read_prompts
 from streamrl.errors import ConfigError, DataError, RewardError
@@ -42,7 +43,7 @@ class _Tried:
 
 @click.command("try")
 @click.argument("target", metavar="FILE:FUNCTION")
-@click.option("--data", required=True, type=_FILE, help="Prompts as JSON Lines, as data.train has them.")
+@click.option("--data", required=True, type=_FILE, help="Prompts as JSON Lines, or a run's .yaml: its data.train.")
 @click.option("--completion", metavar="TEXT", help="Score this for each row.")
 @click.option(
     "--completions", type=_FILE, help='Score these, JSON Lines: for each row in turn a text, or {"completion": text}.'
@@ -80,7 +81,7 @@ def try_reward(
         streamrl reward try my_rewards.py:near --data prompts.jsonl --field answer
         streamrl reward try my_rewards.py:near --data prompts.jsonl --completion 7 --option scale=5
         streamrl reward try my_rewards.py:near --data prompts.jsonl --completions said.jsonl
-        streamrl reward try numeric_match --data prompts.jsonl --field answer --num 100
+        streamrl reward try numeric_match --data run.yaml --field answer --num 100
 
     Without --model a chat's prompt is what its messages say, a line each, and each byte of a completion is a token.
 
@@ -92,7 +93,7 @@ def try_reward(
     Exits with 1 when a row has an error in place of a score.
     """
     limits = {name: chosen.pop(name) for name in ("timeout_s", "memory_mb", "network", "environment")}
-    rows = read_prompts(data, malformed="error", key="--data").rows[:num_rows]
+    rows = read_prompts(_dataset(data), malformed="error", key="--data").rows[:num_rows]
     pairs = list(zip(rows, _completions(rows, data, **chosen), strict=False))
     source = schema.FunctionReward(type="function", target=target, options=dict(map(_option, options)), **limits)
     tried = asyncio.run(_try(source, pairs, _as_text if model is None else _encoder(model)))
@@ -100,6 +101,13 @@ def try_reward(
     told = {"target": target, "num_failed": num_failed, "rows": [asdict(one) for one in tried]}
     tell(told, _lines(tried), as_json=as_json)
     return 1 if num_failed else 0
+
+
+def _dataset(data: Path) -> schema.Dataset:
+    """Of a configuration the first that it trains on."""
+    if data.suffix not in (".yaml", ".yml"):
+        return schema.Dataset(path=str(data))
+    return load_config(data).config.data.train_sets()[0].dataset
 
 
 def _completions(
@@ -140,7 +148,11 @@ def _option(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not (equals and name.isidentifier()):
         raise ConfigError(f"--option {text!r}: write NAME=VALUE, such as scale=5")
-    return name, parse(value, name=f"--option {name}", numbered=False).plain()
+    read = parse(value, name=f"--option {name}", numbered=False).plain()
+    if not isinstance(read, str | int | float):
+        right = "an option is a text, a number, true or false; a text that YAML reads otherwise is quoted"
+        raise ConfigError(f"--option {text!r}: {right}: '{name}=\"####\"'")
+    return name, read
 
 
 def _as_text(row: PromptRow, completion: str) -> tuple[str, list[int]]:

@@ -81,18 +81,18 @@ class Display:
 
 
 @contextmanager
-def spinner(console: Console) -> Iterator[Callable[[str], None]]:
-    """Shows what it is told last; where there is no terminal, a line now and then."""
+def spinner(console: Console, clock: Callable[[], float] = time.monotonic) -> Iterator[Callable[[str], None]]:
+    """Shows what it is told last; where there is no terminal, a line now and then, the same one seldom."""
     if console.is_terminal:
         with console.status("") as status:
             yield lambda text: status.update(Text(printable(text)))
         return
-    next_line = 0.0
+    said_at, said = -_PLAIN_EVERY_S, ""
 
     def say(text: str) -> None:
-        nonlocal next_line
-        if time.monotonic() >= next_line:
-            next_line = time.monotonic() + _PLAIN_SOONEST_S
+        nonlocal said_at, said
+        if clock() >= said_at + (_PLAIN_EVERY_S if text == said else _PLAIN_SOONEST_S):
+            said_at, said = clock(), text
             console.print(Text(printable(text)), soft_wrap=True)
 
     yield say

@@ -1,0 +1,103 @@
+"""Datasets of a hub, or of a folder, as the library `datasets` reads them: each row the line that a file would hold.
+
+The library fetches what it has not cached, checks it, and hands the rows out in the order of the dataset's files.
+Blocks on the network the first time. It runs no code of a dataset's.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from streamrl.data.dataset import Dataset, named_in
+from streamrl.errors import DataError
+from streamrl.extras import need
+
+_BATCH = 1000
+
+
+def hub_lines(dataset: Dataset, key: str) -> Iterator[tuple[int, bytes]]:
+    """(its number, counting from 1, the row); `key` is the setting that named it, for errors."""
+    need(f"{key} = {dataset.hub!r}", "datasets", extra="hub")
+    loaded = _load(dataset, key)
+    columns = _columns(dataset, loaded.column_names, key)
+    # As Arrow has them: nothing is decoded, so that a picture is no reason to want Pillow.
+    batches = loaded.select_columns(columns).with_format("arrow").iter(_BATCH)
+    rows = (row for batch in batches for row in batch.to_pylist())
+    yield from ((number, _encode(row, dataset, key)) for number, row in enumerate(rows, start=1))
+
+
+def _load(dataset: Dataset, key: str) -> Any:
+    import datasets
+
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    assert dataset.hub is not None, "the caller has asked"
+    cache = _cache_of(Path(dataset.hub), Path(datasets.config.HF_DATASETS_CACHE))
+    try:
+        return datasets.load_dataset(
+            dataset.hub, dataset.name, split=dataset.split, revision=dataset.revision, cache_dir=str(cache)
+        )
+    except datasets.exceptions.DatasetNotFoundError as error:
+        raise DataError(f"{key} = {dataset.hub!r}: there is no such folder, and on the hub: {_told(error)}") from None
+    except ConnectionError as error:
+        remedy = "fetch it once where there is a network, into this machine's HF_HOME, or name a folder that holds it"
+        raise DataError(f"{key} = {dataset.hub!r} cannot be fetched: {_told(error)}; {remedy}") from None
+    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:  # a split or configuration it has not
+        raise DataError(f"{key} = {dataset.hub!r} cannot be loaded: {_told(error)}") from None
+
+
+def _cache_of(folder: Path, cache: Path) -> Path:
+    """Each state of a folder has one of its own: one that has a card the library takes for unchanged, whatever becomes
+    of its files."""
+    if not folder.is_dir():
+        return cache
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    states = [(str(file.relative_to(folder)), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return cache / "folders" / xxhash.xxh3_64_hexdigest(repr(states).encode())
+
+
+def _told(error: Exception) -> str:
+    """Of a message that may go on with how one calls the library."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]).rstrip(".") or type(error).__name__
+
+
+def _columns(dataset: Dataset, there: Sequence[str], key: str) -> list[str]:
+    """Those that are needed, in their order."""
+    wanted = [] if dataset.prompt is None else named_in(dataset.prompt)
+    missing = [name for name in (*wanted, *(dataset.fields or {}).values()) if name not in there]
+    if missing:
+        raise DataError(f"{key}: {dataset.place} has no column {missing[0]!r}; it has: {', '.join(there)}")
+    return [name for name in there if dataset.columns is None or name in dataset.columns]
+
+
+def _encode(row: Mapping[str, Any], dataset: Dataset, key: str) -> bytes:
+    try:
+        return json.dumps({name: _plain(value) for name, value in row.items()}, ensure_ascii=False).encode()
+    except TypeError:
+        name, value = next((name, value) for name, value in row.items() if not _is_json(value))
+        raise DataError(
+            f"{key}: column {name!r} of {dataset.place} holds what is no JSON ({type(value).__name__}); name the "
+            "columns that rewards need by `fields`, and this one not"
+        ) from None
+
+
+def _plain(value: Any) -> Any:
+    """Arrow gives each of several messages all the keys that one of them has."""
+    if not isinstance(value, list):
+        return value
+    return [{k: v for k, v in one.items() if v is not None} if isinstance(one, dict) else one for one in value]
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except TypeError:
+        return False
+    return True
