@@ -44,8 +44,8 @@ def line(step: int, *, term: int = 1, **metrics: float) -> str:
     return json.dumps({"step": step, "term": term, "at": 1.0, **metrics}) + "\n"
 
 
-def trained(step: int, reward: float, *, term: int = 1) -> str:
-    return line(step, term=term, **{"train_rollouts/rewards": reward, "train_optim/optim_step": float(step)})
+def trained(step: int, reward: float, *, term: int = 1, loss: float = 0.0) -> str:
+    return line(step, term=term, **{"train_rollouts/rewards": reward, "train_optim/loss": loss})
 
 
 def make_run(folder: Path, life: LifeDouble) -> Run:

@@ -18,7 +18,7 @@ class Step:
 
     number: int
     at: float  # unix time
-    metrics: Mapping[str, float]  # by the names that the dashboard and metrics.jsonl have
+    metrics: Mapping[str, float]  # by the names that the dashboard has
 
     @property
     def reward(self) -> float | None:
