@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -25,6 +26,8 @@ from streamrl.ops.monitor.remains import Remains
 from streamrl.ops.python.request import Request, pickle_of
 from streamrl.process import ask_to_end_with, take_stdout
 
+_MODULE = "streamrl.ops.cli.beside"  # as it stands in a command line; the program's pid is the last word of it
+_LOOK_EVERY_S = 0.5
 Tell = Callable[..., None]  # a kind, and what belongs to it
 
 
@@ -51,6 +54,9 @@ def run(request: Request, tell: Tell) -> None:
     """Raises what `streamrl up` would tell as an error."""
     folder = load_config(request.config, request.overrides).config.folder
     loaded = load_config(request.config, (*request.overrides, *request.targets(folder)))
+    while (ending := orphan_in(folder)) is not None:
+        tell("doing", text=f"waiting for the launcher before, pid {ending}, whose program is gone: it ends the run ...")
+        time.sleep(_LOOK_EVERY_S)
     with ExitStack() as undo:
         _place(request, loaded.config, undo)
         teller = Teller(loaded.config, tell, on_begun=undo.pop_all)
@@ -69,6 +75,17 @@ def run(request: Request, tell: Tell) -> None:
     else:
         summary = outcome.summary.to_json()
         tell("ended", state=summary["state"], steps=summary["steps"], summary=summary)
+
+
+def orphan_in(folder: Path) -> int | None:
+    """The launcher that has this folder and ends, since the program that asked for it is gone: a notebook's kernel that
+    was restarted, most often. Its end has a limit."""
+    with suppress(OSError, ValueError):  # there is no folder, nobody in it, or nobody any more
+        pid = int((folder / LOCK).read_text())
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]
+        parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+        return pid if _MODULE.encode() in words and words[-1].decode() != parent else None
+    return None
 
 
 class Teller:
