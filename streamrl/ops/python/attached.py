@@ -41,7 +41,8 @@ class Attached:
         run = view.run
         match run.state:
             case "finished" | "stopped" | "failed":
-                return Ended(state=run.state, steps=run.step, summary=view.summary, error=run.error or "")
+                error = run.error or f"run {run.name!r} failed at step {run.step}"
+                return Ended(state=run.state, steps=run.step, summary=view.summary, error=error)
             case "crashed":
                 error = f"run {run.name!r} crashed at step {run.step}; streamrl.start takes it up again"
                 return Ended(state="failed", error=error)
