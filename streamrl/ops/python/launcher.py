@@ -35,6 +35,7 @@ State = Literal["finished", "stopped", "failed"]
 
 _COMMAND = (sys.executable, "-m", "streamrl.ops.cli.beside")
 _LOOK_EVERY_S = 0.2
+_TELL_AFTER_S = 1.0  # why a program waits that ends its run
 _AT_ONCE_S = 30.0  # to end all parts at once, before the launcher is killed, and they with it
 
 log = logging.getLogger("streamrl")
@@ -105,9 +106,13 @@ class Launcher:
         return self._over.wait(timeout_s)
 
     def end(self, timeout_s: float | None) -> None:
+        at_first_s = _TELL_AFTER_S if timeout_s is None else min(_TELL_AFTER_S, timeout_s)
         self._signal(signal.SIGTERM)
         try:
-            if self.wait(timeout_s):
+            if self.wait(at_first_s):
+                return
+            print(f"streamrl: run {self.name} writes a checkpoint and ends (Ctrl-C: at once)", file=sys.stderr)
+            if self.wait(timeout_s if timeout_s is None else timeout_s - at_first_s):
                 return
         except KeyboardInterrupt:  # as at `streamrl up`, where the second one ends it at once
             self.end_now()
@@ -128,7 +133,6 @@ class Launcher:
     def _leave(self) -> None:
         """At the end of the program; not of what it has forked."""
         if os.getpid() == self._owner and self.ended is None:
-            print(f"streamrl: run {self.name} writes a checkpoint and ends (Ctrl-C: at once)", file=sys.stderr)
             with contextlib.suppress(KeyboardInterrupt):
                 self.end(None)
 

@@ -154,6 +154,8 @@ class Run:
         """Stops it where it still goes."""
         if self._life.ended is None:
             self._life.end(None)
+            if error is None:
+                self._ended().check()
 
     def __repr__(self) -> str:
         ended = self._life.ended
