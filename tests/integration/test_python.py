@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,15 @@ def start(folder: Path, program: str) -> subprocess.Popen[str]:
     (folder / "program.py").write_text(HEAD + program)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "program.py"], env=environment, text=True, stdout=pipe, stderr=pipe)
+    return subprocess.Popen(
+        [sys.executable, "program.py"],
+        env=environment,
+        text=True,
+        stdout=pipe,
+        stderr=pipe,
+        # As at a terminal: what a shell has begun in the background does not hear Ctrl-C, nor what that starts.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 @pytest.mark.parametrize("steps", [2, pytest.param(3, marks=pytest.mark.long)])

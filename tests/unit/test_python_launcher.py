@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,15 @@ def test_it_ends_in_good_order_when_it_is_asked_to() -> None:
     assert launcher.ended.state == "stopped"
 
 
+@pytest.fixture
+def hears_ctrl_c() -> Iterator[None]:
+    """As a program at a terminal; whatever is begun in the background does not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("hears_ctrl_c")
 def test_who_waits_for_its_end_is_told_why_and_another_ctrl_c_ends_it_at_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
