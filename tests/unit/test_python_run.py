@@ -79,6 +79,13 @@ def test_of_steps_that_were_made_again_before_it_looks_the_later_ones_count(tmp_
     assert [(step.number, step.reward) for step in make_run(tmp_path, LifeDouble())] == [(1, 0.1), (2, 0.9)]
 
 
+def test_a_line_that_a_crash_has_cut_off_is_no_step(tmp_path: Path) -> None:
+    cut = trained(2, 0.2)[:9]
+    (tmp_path / "metrics.jsonl").write_text(trained(1, 0.1) + cut + trained(2, 0.3, term=2) + trained(3, 0.4, term=2))
+
+    assert [step.number for step in make_run(tmp_path, LifeDouble())] == [1, 3]
+
+
 def test_a_run_that_fails_gives_its_steps_and_raises_its_error_wherever_it_is_waited_for(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(trained(1, 0.1))
     failed = Ended(state="failed", error="8 groups in a row have failed", kind=PartError)

@@ -136,7 +136,11 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """JSON lines; the last one may be cut off by a crash."""
     if not path.exists():
         return
-    for line in path.read_text(encoding="utf-8").splitlines():
+    yield from whole(path.read_text(encoding="utf-8").splitlines())
+
+
+def whole(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
         try:
             yield json.loads(line)
         except ValueError:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from streamrl.ops.monitor.history import METRICS, History, to_record
+from streamrl.ops.monitor.history import METRICS, History, to_record, whole
 from streamrl.protocol.transport.keys import is_validation
 from streamrl.protocol.transport.types import Record
 
@@ -52,8 +51,6 @@ class _Tail:
             return
         with self._path.open("rb") as file:
             file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                self._offset += len(line)
-                yield to_record(json.loads(line))
+            lines = [line for line in file if line.endswith(b"\n")]
+        self._offset += sum(map(len, lines))
+        yield from map(to_record, whole(lines))
