@@ -139,11 +139,12 @@ def _sizes(sources: list[Source]) -> Iterator[Line]:
 
 
 def folder_cycles(sources: list[Source]) -> list[list[str]]:
-    """Folders each of which imports, by way of others, itself. The entries `__main__` are none of the house's rooms."""
+    """Folders each of which imports, by way of others, itself. The entries, `__main__` and the package that people
+    import, are none of the house's rooms."""
     folders = {source.folder for source in sources}
     known: dict[str, set[str]] = {folder: set() for folder in folders}
     for source in sources:
-        if source.path.name == "__main__.py":
+        if source.path.name == "__main__.py" or source.path == ROOT / "streamrl" / "__init__.py":
             continue
         for module in source.imported():
             folder = _folder_of(module, folders)

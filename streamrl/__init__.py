@@ -1,11 +1,45 @@
 """streamrl: asynchronous, off-policy, streaming reinforcement learning for language models.
 
+    import streamrl
+
+    def near(prompt, completion, token_ids, fields):
+        return -abs(len(completion) - 20)
+
+    mine = {"model.path": "./sft", "data.train": "prompts.jsonl"}
+    with streamrl.start("pretrained.yaml", mine, rewards=[near]) as run:
+        for step in run:
+            print(step.number, step.reward)
+
 This package is the shared library: configuration, wire schema, transport, weights, telemetry and the command
 line. It imports neither torch nor vLLM nor transformers; `workers` and `learner` are the two applications on it.
+`docs/python.md` has more of runs from Python; what is not named there is no promise.
 """
 
-__version__ = "0.1.0"
+from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+from streamrl.errors import StreamrlError, UserError
 from streamrl.misfits import do_without
 
+if TYPE_CHECKING:
+    from streamrl.ops.python.run import Result, Run, attach, start
+    from streamrl.ops.python.steps import Step
+
+__all__ = ["Result", "Run", "Step", "StreamrlError", "UserError", "attach", "start"]
+__version__ = "0.1.0"
+
 do_without()  # here, for every program of ours begins with this package, those that others fork or spawn too
+
+_FOUND_IN = {"Step": "streamrl.ops.python.steps"} | dict.fromkeys(
+    ("Result", "Run", "attach", "start"), "streamrl.ops.python.run"
+)
+
+
+def __getattr__(name: str) -> Any:
+    """Imported when first asked for: every child that runs a reward function begins with this package, too."""
+    if name not in _FOUND_IN:
+        raise AttributeError(f"module 'streamrl' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_FOUND_IN[name]), name)

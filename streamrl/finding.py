@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Literal
+
+from streamrl import process
 
 Level = Literal["ok", "warning", "error"]
 
@@ -32,9 +33,8 @@ def error(name: str, evidence: str, remedy: str) -> Finding:
 
 
 def take_stdout() -> Callable[[Finding], None]:
-    """Findings go to whoever started this process; what else is printed, by user code too, goes to stderr."""
-    lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+    """Findings go to whoever started this process."""
+    lines = process.take_stdout()
 
     def write(finding: Finding) -> None:
         lines.write(json.dumps(asdict(finding)) + "\n")

@@ -16,12 +16,16 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 from streamrl.errors import ResourceError
 
 _PR_SET_PDEATHSIG = 1
+_LOOK_EVERY_S = 0.2
 # Of <malloc.h>.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 
@@ -73,6 +77,25 @@ def die_with_parent() -> None:
     """From now on the kernel kills this process when the thread that started it ends, even by kill -9. On Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def take_stdout() -> TextIO:
+    """What is written there goes to whoever started this process; what else is printed, by user code too, to stderr."""
+    lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return lines
+
+
+def ask_to_end_with(parent: int) -> None:
+    """From now on this process gets a SIGTERM when its parent is no more, and so may end in good order. Unlike the
+    kernel's word, this is about the process that started it, whichever of its threads that was."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_EVERY_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="looks for the parent", daemon=True).start()
 
 
 def started_at(pid: int) -> str:

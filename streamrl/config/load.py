@@ -32,6 +32,7 @@ from streamrl.protocol.transport.address import masked
 
 EXTENDS = "extends"
 Where = Callable[[str], str | None]  # the place where a key was set, None for a default (`Loaded.origin`)
+_GIVEN = "configuration"  # what a map is called that stands for a file
 _OWN_CODE = ("loss", "advantages")  # of `algorithm`
 
 
@@ -46,13 +47,30 @@ class Loaded:
         return node.origin if node is not None else None
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
-    """Read a file, what it extends and the overrides; ConfigError names every mistake with its place."""
-    path = Path(path)
-    tree = _read(path if path.exists() else find_shipped(path) or path, chain=())
+def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Loaded:
+    """Read a file, or a map that stands for one in the working directory, what it extends and the overrides;
+    ConfigError names every mistake with its place."""
+    if isinstance(source, Mapping):
+        tree = _extended(parse(as_json(source), name=_GIVEN, numbered=False), Path(_GIVEN), chain=())
+    else:
+        path = Path(source)
+        tree = _read(path if path.exists() else find_shipped(path) or path, chain=())
     for text in overrides:
         tree = merge(tree, _override(text))
     return Loaded(config=_validate(tree), tree=tree)
+
+
+def as_overrides(settings: Mapping[str, Any]) -> list[str]:
+    """As a command line has them; keys may be dotted, and values maps."""
+    return [f"{key}={as_json(value)}" for key, value in settings.items()]
+
+
+def as_json(value: Any) -> str:
+    """Paths are text, as in a file."""
+    try:
+        return json.dumps(value, default=os.fspath, ensure_ascii=False)
+    except (TypeError, ValueError) as error:  # ValueError: it holds itself
+        raise ConfigError(f"no setting can be {value!r:.80}: {error}") from None
 
 
 def merge(base: Node, over: Node) -> Node:
@@ -71,7 +89,10 @@ def merge(base: Node, over: Node) -> Node:
 
 def _read(path: Path, chain: tuple[Path, ...]) -> Node:
     """The tree of one file laid on what it extends; `chain` is the files that led here."""
-    tree = parse(_text(path), name=str(path), numbered=True)
+    return _extended(parse(_text(path), name=str(path), numbered=True), path, chain)
+
+
+def _extended(tree: Node, path: Path, chain: tuple[Path, ...]) -> Node:
     if not isinstance(tree.value, dict):
         found = "it is empty" if tree.value is None else f"it holds {show(tree.plain())}"
         raise ConfigError(f"{path}: a configuration is a map of settings; {found}")

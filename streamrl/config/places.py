@@ -21,8 +21,8 @@ from streamrl.data.prompts import read_prompts
 from streamrl.errors import DataError
 from streamrl.permissions import Permissions
 from streamrl.protocol.transport.address import FORMS, PASSWORD, SCHEMES, has_secret, masked
+from streamrl.recipe.own import FILES, is_own
 from streamrl.recipe.own import FORMS as CODE_FORMS
-from streamrl.recipe.own import is_own
 from streamrl.recipe.rewards import REWARDS
 
 LOCAL_REWARD_SERVER = "local"  # the url of an http source that means the run's own reward_server
@@ -157,7 +157,7 @@ def check_files(config: Config, *, trains: bool = True) -> None:
     for name, source in config.rewards.items():
         if isinstance(source, FunctionReward):
             file, colon, _ = source.target.rpartition(":")
-            if colon and file.endswith(".py"):
+            if colon and file.endswith(FILES):
                 problems += _file(f"rewards.{name}.target", file)
         elif source.token_file is not None:
             problems += _file(f"rewards.{name}.token_file", source.token_file)

@@ -19,10 +19,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from streamrl.config.load import as_overrides
 from streamrl.config.schema import Config
 from streamrl.demos import sums
 from streamrl.demos.report import Showcase
-from streamrl.demos.run import as_overrides, program, run_all, write_rows
+from streamrl.demos.run import program, run_all, write_rows
 from streamrl.errors import ResourceError
 from streamrl.extras import need
 from streamrl.files import locked, replace_folder, write_durably
@@ -112,12 +113,13 @@ def prepare(config: Config, say: Callable[[str], None]) -> list[str]:
     say("writing the data")
     write_data(folder / "data", sums.entries(config.seed))
     made = make_model(find_gguf(), config.dir / "models", converter(folder / "logs", say))
-    settings = {
-        "model.path": made,
-        "data.train": folder / "data" / "train.jsonl",
-        "data.validation": folder / "data" / "validation.jsonl",
-    }
-    return as_overrides({key: str(path) for key, path in settings.items()})
+    return as_overrides(
+        {
+            "model.path": made,
+            "data.train": folder / "data" / "train.jsonl",
+            "data.validation": folder / "data" / "validation.jsonl",
+        }
+    )
 
 
 def write_data(

@@ -31,9 +31,10 @@ from typing import Any
 
 import numpy as np
 
+from streamrl.config.load import as_overrides
 from streamrl.config.schema import Config
 from streamrl.demos.report import Showcase
-from streamrl.demos.run import as_overrides, program, run_all, write_rows
+from streamrl.demos.run import program, run_all, write_rows
 from streamrl.ops.launch.processes import Command
 
 DIGITS = "0123456789"

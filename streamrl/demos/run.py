@@ -115,10 +115,6 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def as_overrides(settings: Mapping[str, object]) -> list[str]:
-    return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-
-
 def run_all(commands: Sequence[Command], say: Callable[[str], None]) -> None:
     """PartError when one of them fails. None is left running."""
     processes: list[Process] = []

@@ -3,6 +3,7 @@
 name                        one of the built-ins
 package.module:function     a module that can be imported: an installed one, or one in the working directory
 path/to/file.py:function    a file, which may import its neighbours
+path/to/file.pkl:function   what no module has, such as a notebook's function, as `streamrl.start` has written it down
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import linecache
 import os
+import pickle
+import platform
 import sys
 import sysconfig
 import traceback
@@ -22,6 +26,7 @@ from types import ModuleType
 from typing import Any
 
 FORMS = "`package.module:function` or `path/to/file.py:function`"
+FILES = (".py", ".pkl")  # how the names of those end that hold code
 
 _MAX_ERROR_CHARS, _MAX_LINE_CHARS = 500, 100
 _OURS = (f"{Path(__file__).parents[1]}/", "<frozen ")
@@ -39,6 +44,8 @@ def load_function(target: str, known: Mapping[str, Callable[..., Any]]) -> Calla
     place, _, name = target.rpartition(":")
     if not place:
         return known[name]
+    if place.endswith(".pkl"):
+        return _load_pickled(Path(place))
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
     function = getattr(module, name, None)
     if function is None:  # whose own words would name it as we do
@@ -68,6 +75,30 @@ def describe(error: BaseException) -> str:
         line = f": {theirs[-1].line[:_MAX_LINE_CHARS]}" if theirs[-1].line else ""
         place = f" ({Path(theirs[-1].filename).name}:{theirs[-1].lineno}{line})"
     return f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS] + place
+
+
+def pickled(function: Callable[..., Any]) -> bytes:
+    """The function with all that it needs of where it was defined; any exception says why that cannot be."""
+    import cloudpickle  # only who gives such a function has a use for it
+
+    file = getattr(getattr(function, "__code__", None), "co_filename", "")
+    # Of a notebook's cell there is no file, and errors are to show the line all the same.
+    lines = [] if os.path.exists(file) else linecache.getlines(file)
+    held = pickle.dumps((file, lines, cloudpickle.dumps(function)))
+    return platform.python_version().encode() + b"\n" + held
+
+
+def _load_pickled(path: Path) -> Callable[..., Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"no such file: {path}")
+    version, _, held = path.read_bytes().partition(b"\n")
+    theirs, ours = version.decode(), platform.python_version()
+    if theirs.split(".")[:2] != ours.split(".")[:2]:  # code objects of one are none of another's
+        raise RuntimeError(f"{path} is of Python {theirs}, and this is {ours}: give streamrl.start the function again")
+    file, lines, function = pickle.loads(held)  # noqa: S301 - it is code, as a file of Python is, and as much allowed
+    if lines:
+        linecache.cache[file] = (sum(map(len, lines)), None, lines, file)
+    return pickle.loads(function)  # type: ignore[no-any-return]  # noqa: S301 - as above
 
 
 def _load_module(name: str) -> ModuleType:

@@ -21,7 +21,7 @@ FORBIDDEN = {
     "streamrl/config": (*SIDES, "streamrl.ops", "streamrl.demos"),
     "streamrl/telemetry": (*SIDES, "streamrl.ops", "streamrl.demos", "streamrl.protocol"),
     "streamrl/recipe": (*SIDES, "streamrl.ops", "streamrl.demos", "vllm"),
-    **{f"streamrl/ops/{room}": SIDES for room in ("audit", "launch", "monitor", "record")},
+    **{f"streamrl/ops/{room}": SIDES for room in ("audit", "launch", "monitor", "python", "record")},
     # A worker never waits for a rank: it knows the learner by the stream alone.
     "workers": ("streamrl.learner", "streamrl.ops", "streamrl.demos", "torch.distributed"),
     "learner": ("streamrl.workers", "streamrl.ops.launch", "streamrl.demos", "vllm"),

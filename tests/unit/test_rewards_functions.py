@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import linecache
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -15,6 +16,7 @@ import pytest
 from streamrl.config import schema
 from streamrl.errors import ConfigError, RewardError
 from streamrl.permissions import Permissions
+from streamrl.recipe.own import pickled
 from streamrl.workers.rewards.functions import FunctionReward, build_function_reward
 from tests.helpers import wait_until
 from tests.tiny_rewards import make_item
@@ -101,6 +103,21 @@ async def test_built_in_functions_need_no_permission() -> None:
 async def test_a_module_on_the_path_can_be_named(start: Start) -> None:
     async with start("streamrl.recipe.rewards:exact_match") as reward:
         assert await reward.score(make_item("42", answer="43")) == 0.0
+
+
+async def test_a_notebooks_function_runs_and_its_error_shows_the_line_that_no_file_has(
+    start: Start, tmp_path: Path
+) -> None:
+    lines = ["def cell(prompt, completion, token_ids, fields):\n", "    return offset + float(completion)\n"]
+    linecache.cache["<cell 7>"] = (len("".join(lines)), None, lines, "<cell 7>")
+    space: dict[str, Any] = {"__name__": "__main__", "offset": 1.0}
+    exec(compile("".join(lines), "<cell 7>", "exec"), space)
+    (tmp_path / "cell.pkl").write_bytes(pickled(space["cell"]))
+
+    async with start(f"{tmp_path}/cell.pkl:cell") as reward:
+        assert await reward.score(make_item("41")) == 42.0
+        with pytest.raises(RewardError, match=r"could not convert .*: 'x' \(<cell 7>:2: return offset \+ float"):
+            await reward.score(make_item("x"))
 
 
 async def test_many_calls_at_once_come_back_each_with_its_own_answer(start: Start) -> None:
@@ -236,6 +253,7 @@ import asyncio, sys
 from streamrl.config import schema
 from tests.tiny_rewards import make_item
 from streamrl.permissions import Permissions
+from streamrl.recipe.own import pickled
 from streamrl.workers.rewards.functions import build_function_reward
 
 async def main():

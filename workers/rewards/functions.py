@@ -41,7 +41,7 @@ from streamrl.config import schema
 from streamrl.errors import ConfigError, RewardError
 from streamrl.permissions import Permissions
 from streamrl.process import dying_with_us
-from streamrl.recipe.own import FORMS, is_own
+from streamrl.recipe.own import FILES, FORMS, is_own
 from streamrl.recipe.rewards import REWARDS
 from streamrl.workers.rewards.base import Health, ScoreItem
 
@@ -83,7 +83,7 @@ def check_target(target: str, *, key: str) -> None:
 
 def _canonical(target: str) -> str:
     place, _, function = target.rpartition(":")
-    return f"{Path(place).resolve()}:{function}" if place.endswith(".py") else target
+    return f"{Path(place).resolve()}:{function}" if place.endswith(FILES) else target
 
 
 class FunctionReward:

@@ -9,10 +9,8 @@ streamrl pause --redis redis://host:6379 --run big   from anywhere; STREAMRL_RED
 from __future__ import annotations
 
 import functools
-import getpass
 import json
 import os
-import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -181,12 +179,3 @@ def _find_run(client: redis.Redis, target: Target) -> OpenRun:
     if seen.run is None:
         raise ResourceError(f"Redis at {server_name(client)} holds no run {target.run!r}")
     return OpenRun(client=client, keys=keys, info=seen.run, reports=seen.reports)
-
-
-def operator() -> str:
-    """Who speaks, for the journal."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a container may run as a number that has no name
-        user = str(os.getuid())
-    return f"{user}@{socket.gethostname()}"

@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from streamrl import __version__
-from streamrl.errors import StreamrlError, UserError
+from streamrl.errors import ResourceError, StreamrlError
 from streamrl.ops.cli.commands import COMMANDS, Entry
 
 EXIT_INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
@@ -57,6 +57,13 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, entry.help) for name, entry in self._entries.items()])
 
 
+def refusal(error: OSError) -> ResourceError | None:
+    """What the user has to mend of it; None where it is a defect."""
+    if error.filename is None or error.errno not in _REFUSALS:
+        return None
+    return ResourceError(f"{error.filename}: {error.strerror}")
+
+
 def main(argv: Sequence[str] | None = None, *, commands: Mapping[str, Entry] = COMMANDS) -> int:
     """Run the command line; the exit code. Raises for defects only."""
 
@@ -92,10 +99,10 @@ def main(argv: Sequence[str] | None = None, *, commands: Mapping[str, Entry] = C
         click.echo(f"error: {error}", err=True)
         return error.exit_code
     except OSError as error:
-        if error.filename is None or error.errno not in _REFUSALS:
+        if (refused := refusal(error)) is None:
             raise
-        click.echo(f"error: {error.filename}: {error.strerror}", err=True)
-        return UserError.exit_code
+        click.echo(f"error: {refused}", err=True)
+        return refused.exit_code
     return result if isinstance(result, int) else 0
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import secrets
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -18,18 +17,14 @@ import click
 from streamrl.errors import ConfigError, DataError, ResourceError, TransportError
 from streamrl.extras import need
 from streamrl.ops.cli.arguments import OutputFile, takes_json, takes_run, takes_server, tell
-from streamrl.ops.monitor.build import build_view
 from streamrl.ops.monitor.causes import unreachable
 from streamrl.ops.monitor.history import History
-from streamrl.ops.monitor.poller import NUM_EVENTS
-from streamrl.ops.monitor.remains import Remains, view_of
-from streamrl.ops.monitor.runs import Opened, Target, find_target, opened
+from streamrl.ops.monitor.poller import look_once
+from streamrl.ops.monitor.remains import Remains
+from streamrl.ops.monitor.runs import Target, find_target, opened
 from streamrl.ops.monitor.text import WIDTH, cause_lines, status_lines, why_lines
 from streamrl.ops.monitor.view import EXIT_CODES, EXIT_UNREACHABLE, SCHEMA, View
 from streamrl.process import LOOPBACK, address_of, bind
-from streamrl.protocol.transport.snapshot import snapshot
-
-_RECORDS = 60  # steps: for a short curve of the reward, and the pace
 
 _EXITS = """\b
 Exits with
@@ -99,7 +94,7 @@ def _answer(
     """Tell what a look at the run has found; the exit code."""
     try:
         with opened(target) as there:
-            view = _look(there)
+            view = look_once(there)
     except (ResourceError, TransportError) as error:
         cause = unreachable(str(error))
         nothing = {"schema": SCHEMA, "run": {"name": target.run}, "verdict": "unreachable", "causes": [asdict(cause)]}
@@ -107,13 +102,6 @@ def _answer(
         return EXIT_UNREACHABLE
     tell(told(view), lines(view), as_json=as_json, indent=None)
     return EXIT_CODES[view.verdict]
-
-
-def _look(there: Opened | Remains) -> View:
-    if isinstance(there, Remains):
-        return view_of(there, now=time.time())
-    seen = snapshot(there.client, there.keys, num_records=_RECORDS, num_events=NUM_EVENTS)
-    return build_view(seen, run_name=there.name, server=there.server)
 
 
 def _causes(view: View) -> dict[str, Any]:

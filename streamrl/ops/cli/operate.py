@@ -11,12 +11,13 @@ from typing import Any
 import click
 
 from streamrl.errors import ConfigError, DataError, ResourceError
-from streamrl.ops.cli.arguments import OpenRun, open_run, operator, takes_json, takes_run, takes_timeout, tell
+from streamrl.ops.cli.arguments import OpenRun, open_run, takes_json, takes_run, takes_timeout, tell
 from streamrl.ops.monitor.runs import Target
 from streamrl.protocol.transport import operator as orders
 from streamrl.protocol.transport.operator import (
     DeadLetter,
     Obedience,
+    operator,
 )
 from streamrl.protocol.transport.types import Control
 from streamrl.terminal import plural

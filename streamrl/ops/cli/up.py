@@ -4,11 +4,17 @@ quickstart` (made on the spot) and `streamrl demo` (pretrained)."""
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import click
 
-from streamrl.config.load import load_config
+from streamrl.config.load import Loaded, load_config
 from streamrl.ops.cli.arguments import takes_config, takes_overrides, tell
+
+if TYPE_CHECKING:
+    from streamrl.ops.launch.display import Audience
+    from streamrl.ops.launch.up import Outcome
+    from streamrl.ops.monitor.remains import Remains
 
 
 @click.command()
@@ -24,31 +30,34 @@ def up(file: str, overrides: tuple[str, ...], takeover: bool, as_json: bool) -> 
     """
     from rich.console import Console
 
-    from streamrl.learner.checkpoints.resume import check_resume
     from streamrl.ops.launch.display import Display
-    from streamrl.ops.launch.finished import finished_lines, nothing_left_of
+    from streamrl.ops.launch.finished import finished_lines
     from streamrl.ops.launch.summary import summary_lines
-    from streamrl.ops.launch.up import up as run_up
+    from streamrl.ops.monitor.remains import Remains
 
-    loaded = load_config(file, overrides)
-    check_resume(loaded.config)
-    if (done := nothing_left_of(loaded.config)) is not None:
-        lines = finished_lines(done, file)
-        tell(
-            done.summary or {"name": done.name, "state": done.state, "steps": done.step},
-            lines,
-            as_json=as_json,
-            indent=None,
-        )
-        return 0
     console = Console(stderr=as_json)
-    outcome = run_up(loaded, display=Display(console), takeover=takeover)
+    outcome = take_up(load_config(file, overrides), Display(console), takeover=takeover)
+    if isinstance(outcome, Remains):
+        told = outcome.summary or {"name": outcome.name, "state": outcome.state, "steps": outcome.step}
+        tell(told, finished_lines(outcome, file), as_json=as_json, indent=None)
+        return 0
     if outcome.summary is not None:
         for name, value in summary_lines(outcome.summary):
             console.print(f"{name:<18}{value}", markup=False, highlight=False, soft_wrap=True)
         if as_json:
             click.echo(json.dumps(outcome.summary.to_json()))
     return outcome.exit_code
+
+
+def take_up(loaded: Loaded, display: Audience, *, takeover: bool = False) -> Outcome | Remains:
+    """A run of this configuration, from wherever it stands; what its folder tells where nothing is left to do. It is
+    what the command does, and a program that calls `streamrl.start`."""
+    from streamrl.learner.checkpoints.resume import check_resume
+    from streamrl.ops.launch.finished import nothing_left_of
+    from streamrl.ops.launch.up import up as run_up
+
+    check_resume(loaded.config)
+    return nothing_left_of(loaded.config) or run_up(loaded, display=display, takeover=takeover)
 
 
 _takes_numbers = click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON, in the last line.")

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Self, TypeGuard
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeGuard
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -41,7 +42,28 @@ class Shown:
     footer: str
 
 
+class Audience(Protocol):
+    """Whom the launcher tells how it gets on: a terminal, or the program that has asked for the run. Entered once the
+    folder is the launcher's."""
+
+    def show(self, shown: Shown) -> None:
+        """Told some times a second while the parts run."""
+
+    def say(self, text: str) -> None:
+        """Told what should not be missed."""
+
+    def checking(self) -> AbstractContextManager[Callable[[str], None]]:
+        """Is told inside, again and again, what is tried before the run."""
+
+    def __enter__(self) -> Any: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
+
+
 class Display:
+    """An audience at a terminal, or before a log."""
+
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._clock = console, clock
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None

@@ -25,7 +25,7 @@ from streamrl.config.placement import Placement
 from streamrl.errors import DataError, PartError, TransportError, UserError
 from streamrl.files import remove_those_of_the_dead
 from streamrl.ops.audit.folder import read_commit
-from streamrl.ops.launch.display import Display, Shown
+from streamrl.ops.launch.display import Audience, Shown
 from streamrl.ops.launch.parts import DRAIN_S, RedisPart, RewardPart, RunFolder, learner_command, worker_command
 from streamrl.ops.launch.processes import Interrupts, Kept, Process, end_all, part_error
 from streamrl.ops.launch.summary import Loads
@@ -53,7 +53,7 @@ class Supervisor:
         redis_url: str,
         embedded: RedisPart | None,
         client: redis.Redis,
-        display: Display,
+        display: Audience,
         interrupts: Interrupts,
         takeover: bool,  # replace a learner that holds the run
         placement: Placement,

@@ -21,7 +21,7 @@ from streamrl.config.places import EMBEDDED_REDIS
 from streamrl.files import only_one, write_durably
 from streamrl.gpus import gpus_here
 from streamrl.ops.audit import audit_folder
-from streamrl.ops.launch.display import Display
+from streamrl.ops.launch.display import Audience
 from streamrl.ops.launch.parts import RedisPart, RunFolder, check_redis
 from streamrl.ops.launch.processes import Interrupts
 from streamrl.ops.launch.summary import Summary, summarise
@@ -39,7 +39,7 @@ class Outcome:
     exit_code: int  # 0, or that of the signal which ended it
 
 
-def up(loaded: Loaded, *, display: Display, takeover: bool = False) -> Outcome:
+def up(loaded: Loaded, *, display: Audience, takeover: bool = False) -> Outcome:
     """`takeover` replaces a learner elsewhere that holds the run. Raises UserError when something is not as it must be,
     PartError when a part of the run cannot go on, and KeyboardInterrupt when asked twice to end."""
     _check(loaded, display)
@@ -72,7 +72,7 @@ def up(loaded: Loaded, *, display: Display, takeover: bool = False) -> Outcome:
         return Outcome(summary=summary, exit_code=interrupts.exit_code)
 
 
-def _check(loaded: Loaded, display: Display) -> None:
+def _check(loaded: Loaded, display: Audience) -> None:
     """One UserError for the first thing that is not as the run needs it, so that a mistake costs seconds and leaves
     nothing. Imports neither torch nor vLLM: what does is tried in processes of its own, last."""
     for check in MUSTS.values():

@@ -24,6 +24,7 @@ from streamrl.protocol.transport.types import START, Record, entry_order
 
 T = TypeVar("T")
 
+METRICS = "metrics.jsonl"  # in the run's folder
 HELD_OUT = "val_rollouts/rewards"
 _NEW_A_LOOK = 500
 _POINTS = 400  # more than a phone or a screen has columns for
@@ -68,10 +69,7 @@ class History:
     @classmethod
     def read(cls, folder: Path) -> History:
         """Of a run's folder: its metrics.jsonl."""
-        return cls.of(
-            Record(id=START, step=line.pop("step"), term=line.pop("term"), at=line.pop("at"), values=line)
-            for line in read_lines(folder / "metrics.jsonl")
-        )
+        return cls.of(map(to_record, read_lines(folder / METRICS)))
 
     def curve(self, metric: str) -> tuple[list[int], list[float]]:
         """(steps, values) of what has it, of training or of validation as the metric is."""
@@ -129,11 +127,20 @@ class History:
             del curve.records[1 : len(curve.records) // 2 : 2]
 
 
+def to_record(line: dict[str, Any]) -> Record:
+    """Of a line of metrics.jsonl."""
+    return Record(id=START, step=line.pop("step"), term=line.pop("term"), at=line.pop("at"), values=line)
+
+
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """JSON lines; the last one may be cut off by a crash."""
     if not path.exists():
         return
-    for line in path.read_text(encoding="utf-8").splitlines():
+    yield from whole(path.read_text(encoding="utf-8").splitlines())
+
+
+def whole(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
         try:
             yield json.loads(line)
         except ValueError:

@@ -20,13 +20,14 @@ import redis
 from streamrl.errors import TransportError
 from streamrl.ops.monitor.build import build_view
 from streamrl.ops.monitor.history import History
-from streamrl.ops.monitor.remains import FolderWatcher, Remains
+from streamrl.ops.monitor.remains import FolderWatcher, Remains, view_of
 from streamrl.ops.monitor.runs import Opened
 from streamrl.ops.monitor.view import View
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.snapshot import snapshot
 from streamrl.telemetry.progress import Liveness
 
+_RECORDS = 60
 _OVERDUE_S = 2.0
 _LEAVE_S = 1.0  # who leaves does not wait until Redis has answered: the thread ends with the process
 
@@ -50,6 +51,14 @@ def watch(there: Opened | Remains) -> Watching:
     if isinstance(there, Remains):
         return FolderWatcher(there)
     return Watcher(there.client, there.keys, server=there.server)
+
+
+def look_once(there: Opened | Remains) -> View:
+    """For who asks now and then: the latest steps alone, for a short curve of the reward, and the pace."""
+    if isinstance(there, Remains):
+        return view_of(there, now=time.time())
+    seen = snapshot(there.client, there.keys, num_records=_RECORDS, num_events=NUM_EVENTS)
+    return build_view(seen, run_name=there.name, server=there.server)
 
 
 class Poller:

@@ -15,6 +15,9 @@ Each call may block for some seconds while Redis is away, then TransportError; a
 
 from __future__ import annotations
 
+import getpass
+import os
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -51,6 +54,15 @@ class Obedience:
     @property
     def complete(self) -> bool:
         return not self.waiting_for
+
+
+def operator() -> str:
+    """Who speaks, for the journal."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container may run as a number that has no name
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
 
 
 def set_control(client: redis.Redis, keys: Keys, mode: Control, *, by: str) -> bool:

@@ -1,0 +1,66 @@
+"""The life of a run that was started elsewhere: on this machine by another program, or by `streamrl up`.
+
+Its folder and its Redis tell how it is. It is ended by an operator's word, as `streamrl stop` says it.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from streamrl.errors import ResourceError
+from streamrl.ops.monitor.poller import look_once
+from streamrl.ops.monitor.remains import Remains
+from streamrl.ops.monitor.runs import find_target, opened
+from streamrl.ops.monitor.view import View
+from streamrl.ops.python.launcher import Ended
+from streamrl.protocol.transport import operator as orders
+
+_LOOK_EVERY_S = 0.5
+
+
+def look_at(folder: Path) -> View:
+    """How the run in this folder is, as `streamrl status` has it."""
+    with opened(find_target(folder, None, None)) as there:
+        return look_once(there)
+
+
+class Attached:
+    phase = ""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        run = look_at(folder).run
+        if run.state == "absent":
+            raise ResourceError(f"the run in {folder} has not begun; streamrl.start begins it")
+        self.name = run.name
+
+    @property
+    def ended(self) -> Ended | None:
+        view = look_at(self._folder)
+        run = view.run
+        match run.state:
+            case "finished" | "stopped" | "failed":
+                error = run.error or f"run {run.name!r} failed at step {run.step}"
+                return Ended(state=run.state, steps=run.step, summary=view.summary, error=error)
+            case "crashed":
+                error = f"run {run.name!r} crashed at step {run.step}; streamrl.start takes it up again"
+                return Ended(state="failed", error=error)
+        return None
+
+    def wait(self, timeout_s: float | None) -> bool:
+        deadline = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
+        while self.ended is None:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return False
+            time.sleep(min(_LOOK_EVERY_S, left_s))
+        return True
+
+    def end(self, timeout_s: float | None) -> None:
+        with opened(find_target(self._folder, None, None)) as there:
+            if isinstance(there, Remains):
+                return
+            orders.set_control(there.client, there.keys, "stop", by=orders.operator())
+        if not self.wait(timeout_s):
+            raise TimeoutError(f"run {self.name!r} has not stopped in {timeout_s:g} s; the word stands")

@@ -1,0 +1,133 @@
+"""What a program asks of the launcher that it starts: a configuration with overrides, and reward functions.
+
+A function is named by where its code is, as in a configuration, wherever a worker can find it there: in a module, or in
+a file. One that no module has (of a notebook, of the program's own file, a lambda, a closure) is pickled by value and
+written into the run's folder:
+
+    near, of my_rewards.py in the working directory    my_rewards.py:near
+    near, of an installed package                       package.module:near
+    near, of a notebook                                 RUN_FOLDER/rewards/near.pkl:near
+
+Neither depends on what the function says, so a run that goes on finds its rewards as they were called.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import sysconfig
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from streamrl.config.load import as_json, as_overrides
+from streamrl.errors import ConfigError
+from streamrl.recipe.own import pickled
+
+Reward = Callable[..., Any] | str  # a function, or what `target` of a configuration may be
+Rewards = Mapping[str, Reward] | Sequence[Reward]
+FOLDER = "rewards"  # within the run's
+_LIBRARIES = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    config: str | Mapping[str, Any]  # a file's name, or a map that stands for one
+    overrides: tuple[str, ...]  # as on a command line
+    functions: Mapping[str, bytes]  # by reward source: those that no file has
+    takeover: bool
+
+    def to_json(self) -> str:
+        functions = {name: b64encode(code).decode() for name, code in self.functions.items()}
+        told = {"config": self.config, "overrides": self.overrides, "functions": functions, "takeover": self.takeover}
+        return as_json(told)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        told = json.loads(text)
+        functions = {name: b64decode(code) for name, code in told["functions"].items()}
+        return cls(
+            config=told["config"],
+            overrides=tuple(told["overrides"]),
+            functions=functions,
+            takeover=told["takeover"],
+        )
+
+    def targets(self, folder: Path) -> list[str]:
+        """The overrides that say where in the run's folder its functions are."""
+        return as_overrides({f"rewards.{name}.target": f"{pickle_of(name, folder)}:{name}" for name in self.functions})
+
+
+def pickle_of(name: str, folder: Path) -> Path:
+    return folder / FOLDER / f"{name}.pkl"
+
+
+def make_request(
+    config: str | Path | Mapping[str, Any],
+    overrides: Mapping[str, Any] | None,
+    rewards: Rewards | None,
+    *,
+    takeover: bool,
+) -> Request:
+    """ConfigError where a reward cannot be taken to the workers."""
+    functions: dict[str, bytes] = {}
+    sources: dict[str, Any] = {}
+    for name, reward in _named(rewards or {}).items():
+        target = reward if isinstance(reward, str) else _place_of(reward, name)
+        if target is None:
+            functions[name] = _pickle(reward, name)
+        sources[f"rewards.{name}"] = {"type": "function", "target": target or f"{name}.pkl:{name}"}
+    if rewards is not None:
+        sources = {"rewards": None} | sources  # in place of the configuration's
+    return Request(
+        config=config if isinstance(config, Mapping) else str(config),
+        overrides=tuple(as_overrides(sources | dict(overrides or {}))),
+        functions=functions,
+        takeover=takeover,
+    )
+
+
+def _named(rewards: Rewards) -> Mapping[str, Reward]:
+    """By source. Functions of a list have their own names; what has none, such as a lambda, that of its place."""
+    if isinstance(rewards, Mapping):
+        return rewards
+    if isinstance(rewards, str) or not isinstance(rewards, Sequence):
+        raise ConfigError(f"rewards = {rewards!r:.80}: must be a list of functions, or a map of them by name")
+    named: dict[str, Reward] = {}
+    for index, reward in enumerate(rewards):
+        name = reward.rpartition(":")[2] if isinstance(reward, str) else getattr(reward, "__name__", "")
+        name = name if name.isidentifier() else f"reward_{index}"
+        if name in named:
+            raise ConfigError(f"rewards: two of them are called {name!r}; give them names: {{'a': ..., 'b': ...}}")
+        named[name] = reward
+    return named
+
+
+def _place_of(function: Callable[..., Any], name: str) -> str | None:
+    """Where a worker finds it; None: nowhere."""
+    if not name.isidentifier():
+        raise ConfigError(f"rewards: {name!r} is no name for a reward: letters, digits and _ alone")
+    if not callable(function):
+        raise ConfigError(f"rewards.{name} = {function!r:.80}: must be a function, or the place of one as text")
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    called = getattr(function, "__qualname__", "")
+    if module is None or module.__name__ == "__main__" or getattr(module, called, None) is not function:
+        return None
+    file = Path(getattr(module, "__file__", None) or "")
+    if "." in module.__name__ or file.suffix != ".py" or any(file.is_relative_to(place) for place in _LIBRARIES):
+        return f"{module.__name__}:{called}"
+    file = file.resolve()
+    place = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+    return f"{place}:{called}"
+
+
+def _pickle(function: Any, name: str) -> bytes:
+    try:
+        return pickled(function)
+    except Exception as error:  # noqa: BLE001 - whatever it holds may refuse in words of its own
+        raise ConfigError(
+            f"rewards.{name}: the function cannot be taken to the workers, with what it uses of where it was defined: "
+            f"{type(error).__name__}: {error}; make that inside of the function, or write it into a file"
+        ) from None

@@ -1,0 +1,195 @@
+"""A run as a Python program has it: started or found, watched step by step, waited for, stopped.
+
+    run = streamrl.start("my.yaml", {"training.max_steps": 20}, rewards=[near])
+    for step in run:                        # blocks until the next one is made
+        print(step.number, step.reward)
+    print(run.wait().export)                # raises what the run has failed with
+
+A run that was started here ends with the program: in good order at its end, and even after `kill -9`. Ctrl-C (a
+notebook's interrupt) ends the wait in which it comes, and nothing else: the run goes on until `stop`, the end of a
+`with` block or of the program; a second one while it is stopped ends it at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from rich.console import Console
+
+from streamrl.errors import ConfigError, ResourceError, TransportError
+from streamrl.ops.launch.display import Shown, spinner
+from streamrl.ops.monitor.history import History
+from streamrl.ops.monitor.view import View
+from streamrl.ops.python.attached import Attached, look_at
+from streamrl.ops.python.launcher import Ended, Launcher, Life
+from streamrl.ops.python.picture import canvas, html
+from streamrl.ops.python.request import Rewards, make_request
+from streamrl.ops.python.steps import Step, follow, to_step
+
+_LOOK_EVERY_S = 0.2
+_SHOW_EVERY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a run came to."""
+
+    name: str
+    state: Literal["finished", "stopped"]  # stopped: `start` with the same configuration goes on with it
+    steps: int  # that a checkpoint or the export holds
+    reward: float | None  # of the last step (`Step.reward`)
+    folder: Path
+    export: Path | None  # the trained model, for plain transformers; of a run that has finished
+    summary: Mapping[str, Any] | None  # what `streamrl up --json` prints; None: ended before there was any
+
+    @property
+    def held_out(self) -> Mapping[str, tuple[float, float]]:
+        """By reward source: at the first validation, and at the last."""
+        held_out: Mapping[str, tuple[float, float]] = (self.summary or {}).get("held_out", {})
+        return held_out
+
+
+def start(
+    config: str | Path | Mapping[str, Any],
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    rewards: Rewards | None = None,
+    takeover: bool = False,
+    quiet: bool = False,
+) -> Run:
+    """Start a run on this machine, as `streamrl up` does, or go on with it from its last checkpoint.
+
+        run = streamrl.start("quickstart.yaml", {"training.max_steps": 20, "optimizer": {"lr": 1e-4}})
+        run = streamrl.start({"extends": "pretrained.yaml", ...}, rewards={"near": near, "right": "exact_match"})
+
+    `config` is a file, the name of a configuration that streamrl ships, or a map that stands for a file. Keys of
+    `overrides` may be dotted. `rewards`, functions by name or in a list, take the place of the configuration's: each of
+    streamrl's signature or of TRL's, from wherever it is defined, or the text that `target` would be. What a source has
+    beside its function is an override: `{"rewards.near.weight": 0.5}`.
+
+    Returns when the parts run, after some seconds in which all is tried that can be; `quiet` says nothing meanwhile.
+    Raises a StreamrlError with the line that the command would print: UserError where something is to be mended. With
+    `takeover` a learner elsewhere that holds the run is replaced.
+    """
+    launcher = Launcher(make_request(config, overrides, rewards, takeover=takeover))
+    with spinner(Console(stderr=True, quiet=quiet)) as say:
+        launcher.await_begun(say)
+    return Run(launcher, name=launcher.name, folder=launcher.folder)
+
+
+def attach(folder: str | Path) -> Run:
+    """The run in this folder, which goes on or has ended, whoever started it. ConfigError where there is none.
+
+    streamrl.attach("runs/quickstart").wait().reward
+    """
+    life = Attached(Path(folder).absolute())
+    return Run(life, name=life.name, folder=Path(folder).absolute())
+
+
+class Run:
+    """A run of this machine. `start` and `attach` make one."""
+
+    def __init__(self, life: Life, *, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self._life, self._began = life, time.time()
+
+    def __iter__(self) -> Iterator[Step]:
+        """Its steps from the first on, and each that comes, until it ends; then raises what it has failed with.
+
+            rewards = [step.reward for step in run]
+
+        A step that is made again, after a crash, comes again.
+        """
+        yield from follow(self.folder, goes_on=lambda: not self._life.wait(_LOOK_EVERY_S))
+        self._ended().check()
+
+    def status(self) -> View:
+        """How it is now: what `streamrl status --json` prints, typed; `to_json()` is the same as plain data.
+
+        print(run.status().learner.metrics["lag/mean"], run.status().verdict)
+        """
+        return look_at(self.folder)
+
+    def wait(self, timeout: float | None = None) -> Result:
+        """Until it has ended. TimeoutError after so many seconds, and it goes on; what a run has failed with is raised:
+        UserError where something is to be mended, else another StreamrlError.
+
+            result = run.wait()
+            model = AutoModelForCausalLM.from_pretrained(result.export)
+        """
+        if not self._life.wait(timeout):
+            raise TimeoutError(f"run {self.name!r} has not ended within {timeout:g} s; it goes on")
+        return self._result(self._ended())
+
+    def stop(self, timeout: float | None = None) -> Result:
+        """Have it finish the step, write a checkpoint and end, as `streamrl stop` and Ctrl-C do. After so many seconds
+        it is ended at once, and goes on from the checkpoint before when it is started again; one that was not started
+        here is left to do as it was told, and TimeoutError raised. Nothing happens to one that has ended.
+
+            run.stop(timeout=60)
+        """
+        if self._life.ended is None:
+            self._life.end(timeout)
+        return self._result(self._ended())
+
+    def watch(self) -> None:
+        """Show it, in the terminal or below a notebook's cell, until it has ended. Ctrl-C ends the watching alone."""
+        with canvas() as shown:
+            is_over = False
+            while not is_over:
+                is_over = self._life.wait(_SHOW_EVERY_S)
+                shown.show(self._shown())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stops it where it still goes."""
+        if self._life.ended is None:
+            self._life.end(None)
+            if error is None:
+                self._ended().check()
+
+    def __repr__(self) -> str:
+        ended = self._life.ended
+        return f"<streamrl run {self.name!r} in {self.folder}: {ended.state if ended else 'goes on'}>"
+
+    def _repr_html_(self) -> str:
+        return html(self._shown())
+
+    def _shown(self) -> Shown:
+        try:
+            view = self.status()
+        except (ConfigError, ResourceError, TransportError) as error:  # it starts, or its Redis is busy
+            return self._drawn(None, str(error))
+        return self._drawn(view, self._life.phase)
+
+    def _drawn(self, view: View | None, phase: str) -> Shown:
+        return Shown(title=self.name, phase=phase, began=self._began, view=view, footer=str(self.folder))
+
+    def _ended(self) -> Ended:
+        ended = self._life.ended
+        assert ended is not None, "somebody has waited for that"
+        return ended
+
+    def _result(self, ended: Ended) -> Result:
+        ended.check()
+        assert ended.state != "failed"
+        steps = History.read(self.folder).steps.records
+        export = self.folder / "export"
+        return Result(
+            name=self.name,
+            state=ended.state,
+            steps=ended.steps,
+            reward=to_step(steps[-1]).reward if steps else None,
+            folder=self.folder,
+            export=export if ended.state == "finished" and export.is_dir() else None,
+            summary=ended.summary,
+        )
