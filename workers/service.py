@@ -48,6 +48,9 @@ from streamrl.workers.engines.base import Engine, EngineSettings, make_engine
 from streamrl.workers.engines.model import ModelFacts, read_model
 from streamrl.workers.health import Health, Parts
 from streamrl.workers.proofs.proving import Prover
+from streamrl.workers.environments.own import build_environment
+from streamrl.workers.environments.play import Player
+from streamrl.workers.environments.tail import Tail
 from streamrl.workers.rewards.base import build_rewards
 from streamrl.workers.rollout import Rollout
 from streamrl.workers.supervise import RestartPatience, Supervisor
@@ -153,10 +156,23 @@ class _Service:
         async with self._following(stream, model) as weights, contextlib.AsyncExitStack() as ending:
             ending.push_async_callback(rewards.close)
             await rewards.start()
+            player = None
+            if config.environment is not None:
+                environment = build_environment(config.environment, options.permissions)
+                ending.push_async_callback(environment.close)
+                await environment.start()
+                player = Player(environment, tail=Tail(model.tokenizer), settings=config.environment)
+            answerer = Answerer(
+                rewards=rewards,
+                config=config,
+                worker=options.worker,
+                fingerprint=model.fingerprint,
+                player=player,
+            )
             rollout = Rollout(
                 tickets=stream,
                 weights=weights,
-                answerer=Answerer(rewards=rewards, config=config, worker=options.worker, fingerprint=model.fingerprint),
+                answerer=answerer,
                 config=config,
                 progress=self._progress,
             )

@@ -84,7 +84,7 @@ class Policy(nn.Module):
         dtype, head, min_tokens = (
             (torch.float32, self.head.plain(), 0) if raw else (self._dtype, self.head, self._min_tokens)
         )
-        early = batch.position < min_tokens
+        early = batch.in_turn < min_tokens
         with torch.autocast(batch.input_ids.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
             if self.way.own_logits:
                 logits = self.model(input_ids=batch.input_ids, use_cache=False).logits

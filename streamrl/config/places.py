@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
 from streamrl.config.explain import Problem
-from streamrl.config.schema import Config, FunctionReward, HttpReward
+from streamrl.config.schema import Config, Environment, FunctionReward, HttpReward
 from streamrl.data.prompts import read_prompts
 from streamrl.errors import DataError
 from streamrl.protocol.transport.address import FORMS, PASSWORD, SCHEMES, masked, split_password
@@ -34,9 +34,10 @@ _OBJECT_STORE = re.compile(r"(?P<scheme>[a-z][a-z0-9+-]*)://[^/\s]\S*\Z")
 
 
 def reward_code(config: Config) -> list[str]:
-    """The user's functions among the sources; what is built in needs nobody's word."""
+    """The user's functions among the sources, and the environment; what is built in needs nobody's word."""
     sources = config.rewards.values()
-    return [one.target for one in sources if isinstance(one, FunctionReward) and ":" in one.target]
+    targets = [one.target for one in sources if isinstance(one, FunctionReward) and ":" in one.target]
+    return targets + ([] if config.environment is None else [config.environment.target])
 
 
 def reward_hosts(config: Config) -> list[str]:
@@ -52,6 +53,11 @@ def is_object_store(url: str) -> bool:
 
 
 def check_rewards(config: Config) -> Iterator[Problem]:
+    if not config.rewards and config.environment is None:
+        remedy = "name at least one source of rewards, or an environment that gives them"
+        yield Problem(key="rewards", remedy=remedy)
+    if config.environment is not None:
+        yield from _check_environment(config, config.environment)
     for name, source in config.rewards.items():
         if isinstance(source, HttpReward):
             yield from _check_service(config, name, source)
@@ -63,6 +69,15 @@ def check_rewards(config: Config) -> Iterator[Problem]:
     if config.reward_server is not None and not any(isinstance(r, HttpReward) for r in config.rewards.values()):
         remedy = f"no reward source asks this server; add one of type http with url: {LOCAL_REWARD_SERVER}"
         yield Problem(key="reward_server.model", remedy=remedy)
+
+
+def _check_environment(config: Config, environment: Environment) -> Iterator[Problem]:
+    if not is_own(environment.target):
+        remedy = f"must be a class of yours as {CODE_FORMS}"
+        yield Problem(key="environment.target", value=environment.target, remedy=remedy)
+    if "environment" in config.rewards:
+        remedy = "is the name of what the environment gives: call this source otherwise"
+        yield Problem(key="rewards.environment", remedy=remedy)
 
 
 def _check_service(config: Config, name: str, source: HttpReward) -> Iterator[Problem]:
@@ -137,15 +152,21 @@ def check_files(config: Config, *, trains: bool = True) -> None:
         problems += _prompts("data.validation", config.data.validation, config)
     if config.reward_server is not None:
         problems += _model("reward_server.model", config.reward_server.model)
+    if config.environment is not None:
+        problems += _code("environment.target", config.environment.target)
     for name, source in config.rewards.items():
         if isinstance(source, FunctionReward):
-            file, colon, _ = source.target.rpartition(":")
-            if colon and file.endswith(".py"):
-                problems += _file(f"rewards.{name}.target", file)
+            problems += _code(f"rewards.{name}.target", source.target)
         elif source.token_file is not None:
             problems += _file(f"rewards.{name}.token_file", source.token_file)
     if problems:
         raise DataError("\n".join(problems))
+
+
+def _code(key: str, target: str) -> Iterator[str]:
+    file, colon, _ = target.rpartition(":")
+    if colon and file.endswith(".py"):
+        yield from _file(key, file)
 
 
 def _model(key: str, path: str) -> Iterator[str]:

@@ -24,10 +24,9 @@ Read = Callable[[Any], float | None]  # the score in what a function returned; N
 
 
 def main() -> None:
-    calls, answers = _take_pipes()
+    calls, answers = take_pipes()
     setup = json.loads(calls.readline())
-    _volunteer_when_memory_is_short()
-    _limit_memory(setup["memory_mb"] << 20)
+    confine(setup["memory_mb"] << 20)
     try:
         function = load_function(setup["target"], REWARDS)
         asynchronous = inspect.iscoroutinefunction(function)
@@ -37,9 +36,9 @@ def main() -> None:
         else:
             function = bind(function, setup["options"], "prompt", "completion", "token_ids", "fields")
     except BaseException as error:  # noqa: BLE001 - user code may raise anything while it is imported
-        _write(answers, {"error": describe(error)})
+        write_answer(answers, {"error": describe(error)})
         return
-    _write(answers, {"concurrent": asynchronous})
+    write_answer(answers, {"concurrent": asynchronous})
     if asynchronous:
         import asyncio  # costs as much time as all the rest of the start
 
@@ -53,10 +52,10 @@ def _serve(function: Callable[..., Any], read: Read, calls: BinaryIO, answers: B
         call = json.loads(line)
         answer: dict[str, Any]
         try:
-            answer = {"score": read(function(*call["arguments"]))}
+            answer = {"value": read(function(*call["arguments"]))}
         except BaseException as error:  # noqa: BLE001 - whatever user code raises fails this sample, and only it
             answer = _failure(error)
-        _write(answers, {"id": call["id"], **answer})
+        write_answer(answers, {"id": call["id"], **answer})
         if answer.get("last"):
             return
 
@@ -71,10 +70,10 @@ async def _serve_concurrently(
         limit = asyncio.timeout(timeout_s)
         try:
             async with limit:
-                result = {"score": read(await function(*call["arguments"]))}
+                result = {"value": read(await function(*call["arguments"]))}
         except BaseException as error:  # noqa: BLE001 - as above
             result = {"error": f"no answer within {timeout_s:g} s"} if limit.expired() else _failure(error)
-        _write(answers, {"id": call["id"], **result})
+        write_answer(answers, {"id": call["id"], **result})
 
     loop = asyncio.get_running_loop()
     tasks: set[asyncio.Task[None]] = set()
@@ -104,12 +103,12 @@ def _failure(error: BaseException) -> dict[str, Any]:
     return {"error": describe(error)} | ({"last": True} if isinstance(error, MemoryError) else {})
 
 
-def _write(answers: BinaryIO, answer: Mapping[str, Any]) -> None:
+def write_answer(answers: BinaryIO, answer: Mapping[str, Any]) -> None:
     answers.write(json.dumps(answer).encode() + b"\n")
     answers.flush()
 
 
-def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
+def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     """Move the pipes to where the function's own reads and prints cannot reach them, nor its subprocesses."""
     calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -117,6 +116,12 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
     os.close(nothing)
     os.dup2(2, 1)
     return calls, answers
+
+
+def confine(memory: int) -> None:
+    """What user code may take of this machine."""
+    _volunteer_when_memory_is_short()
+    _limit_memory(memory)
 
 
 def _volunteer_when_memory_is_short() -> None:

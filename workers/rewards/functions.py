@@ -49,13 +49,18 @@ def build_function_reward(name: str, source: schema.FunctionReward, permissions:
     """Checks the target's form and this worker's permission for it; loads nothing yet."""
     key = f"rewards.{name}.target"
     check_target(source.target, key=key)
-    is_allowed = _canonical(source.target) in map(_canonical, permissions.reward_code)
-    if source.target not in REWARDS and not is_allowed:
-        raise ConfigError(
-            f"{key}: this worker may not run {source.target!r}; if you trust that code, start the worker with "
-            f"--allow-reward-code {source.target}"
-        )
+    if source.target not in REWARDS:
+        may_run(source.target, permissions, key=key)
     return FunctionReward(source, key=key)
+
+
+def may_run(target: str, permissions: Permissions, *, key: str) -> None:
+    """ConfigError where nobody has told this worker to trust the code."""
+    if _canonical(target) not in map(_canonical, permissions.reward_code):
+        raise ConfigError(
+            f"{key}: this worker may not run {target!r}; if you trust that code, start the worker with "
+            f"--allow-reward-code {target}"
+        )
 
 
 def check_target(target: str, *, key: str) -> None:
@@ -132,7 +137,8 @@ class _Place:
             return self._child
 
     async def call(self, arguments: tuple[Any, ...]) -> float | None:
-        return await (await self.child()).call(arguments)
+        value: float | None = await (await self.child()).call(arguments)
+        return value
 
     async def close(self) -> None:
         if self._child is not None:
@@ -144,7 +150,8 @@ LOAD_TIMEOUT_S = 120.0  # a function's file may import torch
 # An `async def` is given up inside the child; the child itself only when it does not even do that.
 CANCEL_GRACE_S = 1.0
 _EXIT_WAIT_S = 0.5  # between the end of its pipe and the end of a process
-_MAX_ANSWER_BYTES = 1 << 16
+_MAX_ANSWER_BYTES = 1 << 20
+_OF_FUNCTIONS = "streamrl.workers.rewards.function_child"
 
 
 class CallFailed(Exception):
@@ -167,14 +174,14 @@ class Child:
         self._limit_s = timeout_s + (CANCEL_GRACE_S if concurrent else 0.0)
         self._timeout_s = timeout_s
         self._numbers = itertools.count()
-        self._pending: dict[int, asyncio.Future[float | None]] = {}
-        self._reader = asyncio.create_task(self._read(), name=f"answers of reward child {process.pid}")
+        self._pending: dict[int, asyncio.Future[Any]] = {}
+        self._reader = asyncio.create_task(self._read(), name=f"answers of child {process.pid}")
 
     @classmethod
-    async def begin(cls, source: schema.FunctionReward) -> Self:
+    async def begin(cls, source: schema.FunctionReward | schema.Environment, module: str = _OF_FUNCTIONS) -> Self:
         process = await asyncio.create_subprocess_exec(
             # By the kernel, since a function that loops never sees its pipe close.
-            *dying_with_us([sys.executable, "-m", "streamrl.workers.rewards.function_child"], by=signal.SIGKILL),
+            *dying_with_us([sys.executable, "-m", module], by=signal.SIGKILL),
             stdin=PIPE,
             stdout=PIPE,
             limit=_MAX_ANSWER_BYTES,
@@ -188,13 +195,13 @@ class Child:
             await process.communicate()  # closes its pipes
             raise
 
-    async def call(self, arguments: tuple[Any, ...]) -> float | None:
-        """The function's number, None where it does not apply; or CallFailed."""
+    async def call(self, arguments: tuple[Any, ...]) -> Any:
+        """What user code made of it; or CallFailed."""
         if self.lost:
             raise ChildLost("the process is gone", alone=False)
         number = next(self._numbers)
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[float | None] = loop.create_future()
+        answer: asyncio.Future[Any] = loop.create_future()
         self._pending[number] = answer
         alarm = loop.call_later(self._limit_s, self._lose, f"no answer within {self._timeout_s:g} s")
         _send(self._process, {"id": number, "arguments": arguments})
@@ -208,6 +215,11 @@ class Child:
         finally:
             alarm.cancel()
             self._pending.pop(number, None)
+
+    def tell(self, arguments: tuple[Any, ...]) -> None:
+        """Without waiting for an answer."""
+        if not self.lost:
+            _send(self._process, {"id": next(self._numbers), "arguments": arguments})
 
     async def close(self) -> None:
         self._lose("the pool was closed")
@@ -247,7 +259,7 @@ class Child:
             if message.get("last"):
                 self._lose("the process had used up its memory", culprit_known=True)
         else:
-            answer.set_result(None if message["score"] is None else float(message["score"]))
+            answer.set_result(message["value"])
 
 
 async def _loaded(process: Process) -> bool:
