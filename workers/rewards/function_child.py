@@ -12,6 +12,7 @@ import json
 import math
 import os
 import resource
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -115,6 +116,7 @@ def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # said at once: it may be killed any moment
     return calls, answers
 
 

@@ -265,12 +265,13 @@ return {'OK', word}
 """
 )
 
-# The operator's word ends with the learner that obeyed it: a stopped run can be resumed.
+# A word that ends a run ends with the learner that obeyed it, so a stopped run can be resumed; a pause is for whoever
+# comes.
 RELEASE = fenced(
     _ORDERS
     + """
 redis.call('DEL', lease)
-take_word_away(meta, KEYS[1])
+if is_end(redis.call('HGET', KEYS[1], 'mode')) then take_word_away(meta, KEYS[1]) end
 redis.call('HSET', meta, 'state', ARGV[1])
 return {'OK'}
 """
