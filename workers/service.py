@@ -46,11 +46,11 @@ from streamrl.telemetry.progress import Progress, Wait
 from streamrl.workers.answer import Answerer
 from streamrl.workers.engines.base import Engine, EngineSettings, make_engine
 from streamrl.workers.engines.model import ModelFacts, read_model
-from streamrl.workers.health import Health, Parts
-from streamrl.workers.proofs.proving import Prover
 from streamrl.workers.environments.own import build_environment
 from streamrl.workers.environments.play import Player
 from streamrl.workers.environments.tail import Tail
+from streamrl.workers.health import Health, Parts
+from streamrl.workers.proofs.proving import Prover
 from streamrl.workers.rewards.base import build_rewards
 from streamrl.workers.rollout import Rollout
 from streamrl.workers.supervise import RestartPatience, Supervisor

@@ -2,13 +2,13 @@
 
     class Guess:
         def __init__(self, *, highest: int = 50): ...                      # `environment.options`
-        def reset(self, row: Mapping[str, Any]) -> str | None: ...         # the row's fields; text before the first turn
+        def reset(self, row: Mapping[str, Any]) -> str | None: ...         # text before the first turn, if any
         def step(self, completion: str) -> tuple[str | None, float, bool]: # what the model reads next, reward, done
         def close(self) -> None: ...                                       # may be left out
 
-An instance for each rollout; its methods may be `async def`, others run in threads of the child, so one that waits holds
-up nobody. A rollout stays with the child that began it, since its state is there: a child that dies, or is killed since
-an answer was late, takes its rollouts along. They count as failed samples, and another child begins.
+An instance for each rollout; its methods may be `async def`, others run in threads of the child, so one that waits
+holds up nobody. A rollout stays with the child that began it, since its state is there: a child that dies, or is killed
+since an answer was late, takes its rollouts along. They count as failed samples, and another child begins.
 """
 
 from __future__ import annotations

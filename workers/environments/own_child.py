@@ -7,6 +7,7 @@ Any number of rollouts, each with an instance of its own and one call at a time;
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
 import math
@@ -57,10 +58,8 @@ async def _serve(make: Callable[[], Any], calls: BinaryIO, answers: BinaryIO, *,
     async def forget(rollout: int) -> None:
         instance = rollouts.pop(rollout, None)
         if instance is not None and hasattr(instance, "close"):
-            try:
+            with contextlib.suppress(BaseException):  # nobody waits for it
                 await _call(instance.close)
-            except BaseException:  # noqa: BLE001 - nobody waits for it
-                pass
 
     tasks: set[asyncio.Task[None]] = set()
     while line := await loop.run_in_executor(reader, calls.readline):
