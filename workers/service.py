@@ -46,9 +46,7 @@ from streamrl.telemetry.progress import Progress, Wait
 from streamrl.workers.answer import Answerer
 from streamrl.workers.engines.base import Engine, EngineSettings, make_engine
 from streamrl.workers.engines.model import ModelFacts, read_model
-from streamrl.workers.environments.own import build_environment
-from streamrl.workers.environments.play import Player
-from streamrl.workers.environments.tail import Tail
+from streamrl.workers.environments.own import playing
 from streamrl.workers.health import Health, Parts
 from streamrl.workers.proofs.proving import Prover
 from streamrl.workers.rewards.base import build_rewards
@@ -156,12 +154,7 @@ class _Service:
         async with self._following(stream, model) as weights, contextlib.AsyncExitStack() as ending:
             ending.push_async_callback(rewards.close)
             await rewards.start()
-            player = None
-            if config.environment is not None:
-                environment = build_environment(config.environment, options.permissions)
-                ending.push_async_callback(environment.close)
-                await environment.start()
-                player = Player(environment, tail=Tail(model.tokenizer), settings=config.environment)
+            player = await ending.enter_async_context(playing(config.environment, options.permissions, model.tokenizer))
             answerer = Answerer(
                 rewards=rewards,
                 config=config,

@@ -5,7 +5,8 @@
 
 Seven guesses find any of 50 numbers, if each halves what is left; who does not heed the answers finds one of seven. The
 model is warmed up on careless players, who heed an answer half the time only and guess anywhere in what they believe is
-left. What teaches the rest is the reward: 1 for finding the number.
+left. What teaches the rest are two rewards: 1 for finding the number, which is read off the transcript, and what each
+guess has told: all of them together 1 where one number is left, nothing where a guess was for nothing.
 
 Model and files are made as those of the quickstart are, of whose vocabulary the game is; `Guess` is an environment as
 anybody's: `environment.target: streamrl.demos.game:Guess`, an instance for each rollout, in a limited process.
@@ -13,8 +14,9 @@ anybody's: `environment.target: streamrl.demos.game:Guess`, an instance for each
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from streamrl.config.schema import Config
@@ -36,6 +38,7 @@ class Guess:
 
     def __init__(self) -> None:
         self._number = self._num_guesses = 0
+        self._low, self._high = LOWEST, HIGHEST  # what is left, by all that was told
 
     def reset(self, row: Mapping[str, Any]) -> None:
         self._number = int(row["answer"])
@@ -43,11 +46,20 @@ class Guess:
     def step(self, completion: str) -> tuple[str | None, float, bool]:
         guess = int(completion) if completion.isdigit() else -1
         self._num_guesses += 1
-        if guess == self._number:
-            return None, 1.0, True
-        if self._num_guesses == NUM_GUESSES or not LOWEST <= guess <= HIGHEST:
-            return None, 0.0, True  # lost; what is no guess at all loses at once
-        return (LARGER if self._number > guess else SMALLER), 0.0, False
+        if not LOWEST <= guess <= HIGHEST:
+            return None, 0.0, True  # what is no guess at all loses at once
+        before = self._num_left()
+        if guess <= self._number:
+            self._low = max(self._low, min(guess + 1, self._number))
+        if guess >= self._number:
+            self._high = min(self._high, max(guess - 1, self._number))
+        told = math.log(before / self._num_left()) / math.log(HIGHEST - LOWEST + 1)
+        if guess == self._number or self._num_guesses == NUM_GUESSES:
+            return None, told, True
+        return LARGER if self._number > guess else SMALLER, told, False
+
+    def _num_left(self) -> int:
+        return self._high - self._low + 1
 
 
 def demonstrate(number: int, rng: random.Random) -> str:
@@ -65,6 +77,11 @@ def demonstrate(number: int, rng: random.Random) -> str:
         if low > high:  # what it overlooked has led it astray
             low, high = LOWEST, HIGHEST
     return "".join(told)
+
+
+def right(prompt: str, completion: str, token_ids: Sequence[int], fields: Mapping[str, Any]) -> float:
+    """1 where the number was found; a reward function as anybody's."""
+    return float(found(completion, fields))
 
 
 def prepare(config: Config, say: Callable[[str], None]) -> list[str]:
@@ -105,7 +122,7 @@ GAME = Showcase(
         f"A game: find a number from {LOWEST} to {HIGHEST} in {NUM_GUESSES} guesses, told '{LARGER}' or '{SMALLER}'.",
         "Demonstrations heed what they are told half the time. Now rewards.",
     ),
-    source="environment",
+    source="found",
     question=lambda _, fields: f"{LOWEST} to {HIGHEST}",
     is_right=found,
     check=lambda _: None,

@@ -14,14 +14,20 @@ since an answer was late, takes its rollouts along. They count as failed samples
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError, SampleError
 from streamrl.permissions import Permissions
 from streamrl.workers.environments.base import Answer, Episode
+from streamrl.workers.environments.play import Player
+from streamrl.workers.environments.tail import Tail
 from streamrl.workers.rewards.functions import CallFailed, Child, may_run
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _CHILD = "streamrl.workers.environments.own_child"
 
@@ -30,6 +36,22 @@ def build_environment(settings: schema.Environment, permissions: Permissions) ->
     """Checks this worker's permission for it; loads nothing yet."""
     may_run(settings.target, permissions, key="environment.target")
     return OwnEnvironment(settings)
+
+
+@asynccontextmanager
+async def playing(
+    settings: schema.Environment | None, permissions: Permissions, tokenizer: PreTrainedTokenizerBase
+) -> AsyncIterator[Player | None]:
+    """Who plays the rollouts of a run, ready to; nobody, where an answer is all there is to a sample."""
+    if settings is None:
+        yield None
+        return
+    environment = build_environment(settings, permissions)
+    try:
+        await environment.start()
+        yield Player(environment, tail=Tail(tokenizer), settings=settings)
+    finally:
+        await environment.close()
 
 
 class OwnEnvironment:

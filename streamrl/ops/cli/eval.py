@@ -195,6 +195,7 @@ def _evaluate(
             weights=weights,
             step=subject.checkpoint.state.step if subject.checkpoint else 0,
             rewards=rewards,
+            permissions=permissions(config),
             show=line.counter(len(prompts), rewards),
         )
         companions = {"reward server": _look_after(server)} if server is not None else {}
@@ -230,6 +231,8 @@ def _try_rewards(config: schema.Config, rewards: Rewards, patience_s: float, lin
     from streamrl.workers.evaluate import try_rewards
     from streamrl.workers.rewards.base import ScoreItem
 
+    if not config.rewards:  # an environment gives them
+        return
     assert config.data.validation is not None, "asked before"
     row = read_prompts(config.data.validation, malformed=config.data.malformed, key="data.validation").rows[0]
     # Some services refuse an empty completion, and a prompt is a text as well.
