@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 import pytest
 
-from streamrl.config.load import load_config
 from streamrl.config.explain import known_keys
+from streamrl.config.load import load_config
 from streamrl.config.schema import Config, HttpReward
 from streamrl.ops.monitor.causes import TABLE
 from tests.helpers import wait_until
