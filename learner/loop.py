@@ -145,7 +145,7 @@ class Loop:
     def _make_step(self, plan: Plan) -> None:
         """fetch ─► gradients ─► updates ─► settle ─► publish ─► validate ─► commit ─► record"""
         self._progress.working("train")
-        tally = Tally(sources=tuple(self._config.rewards), step=self._step, is_dead=self._parts.start.is_dead)
+        tally = Tally(sources=self._config.reward_sources, step=self._step, is_dead=self._parts.start.is_dead)
         fetched, verdicts = self._fetch(plan)
         tally.add_masked(fetched.num_masked)
         updates = self._learn(fetched.groups, tally) if GroupCheck.SOUND in verdicts else []

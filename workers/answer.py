@@ -20,7 +20,9 @@ from streamrl.protocol.wire.group import Group, GroupHeader, Sample
 from streamrl.protocol.wire.ticket import Ticket
 from streamrl.tasks import gather_or_cancel
 from streamrl.workers.engines.base import Engine, SampleRequest
-from streamrl.workers.rewards.base import Rewards, ScoreItem
+from streamrl.workers.environments.base import ENVIRONMENT
+from streamrl.workers.environments.play import Played, Player
+from streamrl.workers.rewards.base import Rewards, ScoreItem, Scores
 
 log = structlog.get_logger(__name__)
 
@@ -35,8 +37,11 @@ class _Scored:
 
 
 class Answerer:
-    def __init__(self, *, rewards: Rewards, config: schema.Config, worker: str, fingerprint: str) -> None:
+    def __init__(
+        self, *, rewards: Rewards, config: schema.Config, worker: str, fingerprint: str, player: Player | None = None
+    ) -> None:
         self.rewards = rewards
+        self._player = player  # of rollouts of several turns
         self._config = config
         self._worker = worker
         self._fingerprint = fingerprint
@@ -67,32 +72,50 @@ class Answerer:
             urgent=ticket.purpose == "eval",
         )
         try:
-            generated = await engine.generate(request)
+            made = await self._make(ticket, engine, request)
             generated_at = time.monotonic()
-            item = ScoreItem(
-                prompt=ticket.prompt,
-                completion=generated.text,
-                token_ids=generated.token_ids,
-                fields=ticket.fields,
-            )
-            scores = await self.rewards.score(item)
+            scores = await self._score(ticket, made)
         except RewardOutage:
             raise
         except (SampleError, RewardError) as error:
             log.warning("sample_failed", ticket=ticket.number, error=str(error))
             return str(error)
         self.num_scored += 1
-        num_tokens = len(generated.token_ids)
         sample = Sample(
-            token_ids=generated.token_ids,
-            logprobs=generated.logprobs,
-            mask_runs=(num_tokens,) if num_tokens else (),
-            spans=generated.spans,
-            finish_reason=generated.finish_reason,
+            token_ids=made.token_ids,
+            logprobs=made.logprobs,
+            mask_runs=made.mask_runs,
+            spans=made.spans,
+            finish_reason=made.finish_reason,
             rewards=scores.rewards,
             reward=scores.total,
         )
         return _Scored(sample=sample, generated_at=generated_at, scored_at=time.monotonic())
+
+    async def _make(self, ticket: Ticket, engine: Engine, request: SampleRequest) -> Played:
+        if self._player is not None:
+            return await self._player.play(ticket, engine, request)
+        generated = await engine.generate(request)
+        num_tokens = len(generated.token_ids)
+        return Played(
+            token_ids=generated.token_ids,
+            logprobs=generated.logprobs,
+            mask_runs=(num_tokens,) if num_tokens else (),
+            spans=generated.spans,
+            text=generated.text,
+            finish_reason=generated.finish_reason,
+        )
+
+    async def _score(self, ticket: Ticket, made: Played) -> Scores:
+        item = ScoreItem(prompt=ticket.prompt, completion=made.text, token_ids=made.token_ids, fields=ticket.fields)
+        settings = self._config.environment
+        if settings is None:
+            return await self.rewards.score(item)
+        scores = await self.rewards.score(item) if self._config.rewards else Scores(rewards={}, total=0.0)
+        return Scores(
+            rewards={**scores.rewards, ENVIRONMENT: made.reward},
+            total=scores.total + settings.weight * made.reward,
+        )
 
     def _group(self, ticket: Ticket, outcomes: Sequence[_Scored | str], began: float) -> Group:
         scored = [outcome for outcome in outcomes if isinstance(outcome, _Scored)]

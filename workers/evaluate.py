@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from streamrl.config import schema
 from streamrl.errors import RewardError, RewardOutage
+from streamrl.permissions import Permissions
 from streamrl.protocol.wire.group import Group
 from streamrl.protocol.wire.ticket import Ticket
 from streamrl.tasks import cancel_all, gather_or_cancel, run_beside
@@ -32,6 +33,7 @@ from streamrl.versions import make_version
 from streamrl.workers.answer import Answerer
 from streamrl.workers.engines.base import Engine, EngineSettings, make_engine
 from streamrl.workers.engines.model import ModelFacts
+from streamrl.workers.environments.own import playing
 from streamrl.workers.rewards.base import Rewards, ScoreItem
 
 _UID = "eval"
@@ -113,6 +115,7 @@ async def evaluate(
     weights: Path,
     step: int,
     rewards: Rewards,
+    permissions: Permissions,
     show: Callable[[int], None] = lambda num_done: None,
 ) -> Result:
     """With the engine that `worker.engine` names, started and stopped here. `show` hears each second how many prompts
@@ -123,10 +126,14 @@ async def evaluate(
         await rewards.start()  # closes all of them where one fails
         await engine.start()
         await engine.load(weights, version=make_version(1, 0), step=step)
-        answerer = Answerer(rewards=rewards, config=config, worker=_UID, fingerprint=model.fingerprint)
-        began = time.monotonic()
-        groups = await _answers([_ticket(i, p, config) for i, p in enumerate(prompts)], engine, answerer, config, show)
-        return summarise(groups, duration_s=time.monotonic() - began)
+        tickets = [_ticket(i, prompt, config) for i, prompt in enumerate(prompts)]
+        async with playing(config.environment, permissions, model.tokenizer) as player:
+            answerer = Answerer(
+                rewards=rewards, config=config, worker=_UID, fingerprint=model.fingerprint, player=player
+            )
+            began = time.monotonic()
+            groups = await _answers(tickets, engine, answerer, config, show)
+            return summarise(groups, duration_s=time.monotonic() - began)
     finally:
         await engine.stop()
         await rewards.close()

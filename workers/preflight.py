@@ -1,5 +1,5 @@
-"""Before a run: can its rewards score what the data hold? `python -m streamrl.workers.preflight`, the configuration on
-stdin.
+"""Before a run: can its rewards score what the data hold, and its environment answer? `python -m
+streamrl.workers.preflight`, the configuration on stdin.
 
 Each source scores made-up completions of the first row of each prompt file, as a worker would have it done: functions
 in a child process with its limits, sources side by side. One that fails with every completion would fail in the run,
@@ -23,11 +23,12 @@ from streamrl.config import schema
 from streamrl.config.load import config_from_json
 from streamrl.config.places import LOCAL_REWARD_SERVER, granted
 from streamrl.data.prompts import PromptRow, read_prompts
-from streamrl.errors import RewardError, UserError
+from streamrl.errors import RewardError, SampleError, UserError
 from streamrl.finding import Finding, error, ok, take_stdout, warning
 from streamrl.permissions import Permissions
 from streamrl.recipe.rewards import REWARDS
 from streamrl.terminal import plural
+from streamrl.workers.environments.own import build_environment
 from streamrl.workers.rewards import confine
 from streamrl.workers.rewards.base import Rewards, ScoreItem, Scores, build_rewards
 
@@ -53,15 +54,19 @@ async def _try_all(config: schema.Config, write: Callable[[Finding], None], *, a
     }
     allowed = granted(config)
 
-    if any(isinstance(source, schema.FunctionReward) for source in config.rewards.values()):
+    if config.environment or any(isinstance(source, schema.FunctionReward) for source in config.rewards.values()):
         write(confinement(_unguarded()))
 
     async def find(name: str, source: schema.Reward) -> None:
         async for finding in _try(name, source, files, allowed):
             write(finding)
 
+    async def play(settings: schema.Environment) -> None:
+        write(await _try_environment(settings, files, allowed))
+
     asked = {name: source for name, source in config.rewards.items() if _is_asked(source, ask_services=ask_services)}
-    await asyncio.gather(*(find(name, source) for name, source in asked.items()))
+    playing = [] if config.environment is None else [play(config.environment)]
+    await asyncio.gather(*(find(name, source) for name, source in asked.items()), *playing)
 
 
 def _unguarded() -> dict[str, str]:
@@ -108,6 +113,27 @@ async def _try(name: str, source: schema.Reward, files: Files, allowed: Permissi
     if isinstance(source, schema.FunctionReward) and source.target in REWARDS:
         for found in _lacking(name, source, files):
             yield found
+
+
+async def _try_environment(settings: schema.Environment, files: Files, allowed: Permissions) -> Finding:
+    """One turn of a rollout of each file's first row."""
+    environment = build_environment(settings.model_copy(update={"processes": 1}), allowed)
+    told = ""
+    try:
+        await environment.start()
+        for path, (row, *_) in files.items():
+            try:
+                rollout = await environment.begin(row.fields)
+                answer = await rollout.step(_COMPLETIONS[0])
+            except SampleError as failed:
+                what = f"environment.target = {settings.target!r} fails for {path}:{row.line}: {failed}"
+                return error("environment", what, "mend it; a turn that it cannot judge ends the rollout, not the code")
+            told = f"answers a made-up turn about {path}:{row.line} with {answer.given!r:.40}, reward {answer.reward:g}"
+    except UserError as mistake:
+        return error("environment", str(mistake), "")
+    finally:
+        await environment.close()
+    return ok("environment", told)
 
 
 def _once(source: schema.Reward) -> schema.Reward:

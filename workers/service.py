@@ -46,6 +46,7 @@ from streamrl.telemetry.progress import Progress, Wait
 from streamrl.workers.answer import Answerer
 from streamrl.workers.engines.base import Engine, EngineSettings, make_engine
 from streamrl.workers.engines.model import ModelFacts, read_model
+from streamrl.workers.environments.own import playing
 from streamrl.workers.health import Health, Parts
 from streamrl.workers.proofs.proving import Prover
 from streamrl.workers.rewards.base import build_rewards
@@ -154,10 +155,18 @@ class _Service:
         async with self._following(stream, model) as weights, contextlib.AsyncExitStack() as ending:
             ending.push_async_callback(rewards.close)
             await rewards.start()
+            player = await ending.enter_async_context(playing(config.environment, options.permissions, model.tokenizer))
+            answerer = Answerer(
+                rewards=rewards,
+                config=config,
+                worker=options.worker,
+                fingerprint=model.fingerprint,
+                player=player,
+            )
             rollout = Rollout(
                 tickets=stream,
                 weights=weights,
-                answerer=Answerer(rewards=rewards, config=config, worker=options.worker, fingerprint=model.fingerprint),
+                answerer=answerer,
                 config=config,
                 progress=self._progress,
             )

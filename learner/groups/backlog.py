@@ -88,7 +88,7 @@ class Backlog:
 
 def largest_group(config: schema.Config) -> int:
     """Bytes of a group whose responses are all as long as they may be."""
-    per_sample = 8 * config.sampling.max_tokens + 256  # a token id and a log-prob a token
+    per_sample = 8 * config.max_response_tokens + 256  # a token id and a log-prob a token
     return config.sampling.num_samples * per_sample + 4 * config.data.max_prompt_tokens
 
 

@@ -69,7 +69,7 @@ class Feed:
         self._clock = clock
         self._sleep = sleep
         self._ledger = Ledger(state.ledger, state.uncommitted)
-        self._lengths = Lengths(config.sampling.max_tokens, state.lengths)
+        self._lengths = Lengths(config.max_response_tokens, state.lengths)
         self._datasets = Datasets(lambda ticket: self._prompt_of(ticket).dataset, state.datasets)
         self._lag = LagRule(config.lag, state.versions)
         self._ready_groups = ReadyGroups(

@@ -91,9 +91,11 @@ class Tally:
             self._add_sample(sample)
 
     def staleness(self, sample: Sample) -> npt.NDArray[np.int64]:  # [T]
-        """Steps between the weights that made each token and today's."""
-        ages = [max(0, self._step - span.step) for span in sample.spans]
-        return np.repeat(np.array(ages, dtype=np.int64), [span.end - span.start for span in sample.spans])
+        """Steps between the weights that made each token and today's; 0 of given tokens, which nobody made."""
+        ages = np.zeros(len(sample.token_ids), dtype=np.int64)
+        for span in sample.spans:
+            ages[span.start : span.end] = max(0, self._step - span.step)
+        return ages
 
     def is_fresh(self, sample: Sample) -> bool:
         """Whether the very weights of this step made all of it: then engine and learner should agree on each token. A

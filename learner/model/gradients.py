@@ -223,6 +223,7 @@ def _pieces(groups: Sequence[Group], selections: Sequence[Selection]) -> list[Pi
                         token_ids=sample.token_ids,
                         behaviour_logprobs=sample.logprobs,
                         mask=mask,
+                        turns=tuple(begin for begin, _ in sample.turns()),
                     )
                 )
             sample_index += 1

@@ -68,7 +68,7 @@ def load_policy(config: schema.Config, world: World, end_ids: tuple[int, ...]) -
     """The model to train, as the hub or the folder has it, with fp32 masters, or float64 ones."""
     attention = choose(config.model, world.device)
     model, sources = begin_model(config.model.path, attention=attention, device=world.device)
-    refuse_long(model, config.data.max_prompt_tokens + config.sampling.max_tokens)
+    refuse_long(model, config.data.max_prompt_tokens + config.max_response_tokens)
     if config.model.lora is not None:
         inject_adapters(model, config.model.lora, world.device)
     if config.model.dtype == "float64":
@@ -84,7 +84,7 @@ def outline(config: schema.Config) -> transformers.PreTrainedModel:
     """The model without weights or memory for them; what can be known to be wrong is refused as `load_policy` would."""
     device = torch.device("cpu")
     model = _build(config.model.path, choose(config.model, device))
-    refuse_long(model, config.data.max_prompt_tokens + config.sampling.max_tokens)
+    refuse_long(model, config.data.max_prompt_tokens + config.max_response_tokens)
     if config.model.gradient_checkpointing:
         _checkpoint(model)
     if config.model.lora is not None:

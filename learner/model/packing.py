@@ -38,6 +38,7 @@ class Piece:
     token_ids: npt.NDArray[np.int32]  # [T] the response, at least one
     behaviour_logprobs: npt.NDArray[np.float32]  # [T]
     mask: npt.NDArray[np.bool_]  # [T] has a loss
+    turns: tuple[int, ...] = (0,)  # where the model began to speak: of several, each is a response of its own
 
     @property
     def num_tokens(self) -> int:
@@ -53,6 +54,7 @@ class MicroBatch:
     index: torch.Tensor  # [T] of the position, rows laid end to end, whose output predicts the token
     targets: torch.Tensor  # [T] the tokens with a loss
     position: torch.Tensor  # [T] of the token in its response
+    in_turn: torch.Tensor  # [T] of the token in its turn
     behaviour_logprobs: torch.Tensor  # [T]
     sample: torch.Tensor  # [T] whose token it is
     starts: torch.Tensor  # [sequences + 1] int32: where sequences begin, rows laid end to end; then the end of the last
@@ -165,7 +167,7 @@ def _fill(bundles: Sequence[_Bundle], length: int) -> list[list[_Bundle]]:
 
 def _lay_out(rows: Sequence[Sequence[_Bundle]], length: int) -> MicroBatch:
     cells = np.zeros((4, len(rows), length), dtype=np.int64)  # input ids, position ids, bundle, branch
-    trained: list[npt.NDArray[np.int64]] = []  # [4, t] index, target, position, sample
+    trained: list[npt.NDArray[np.int64]] = []  # [5, t] index, target, position, place in the turn, sample
     behaviour_logprobs: list[npt.NDArray[np.float32]] = [np.zeros(0, dtype=np.float32)]
     for r, row in enumerate(rows):
         start = 0
@@ -179,15 +181,16 @@ def _lay_out(rows: Sequence[Sequence[_Bundle]], length: int) -> MicroBatch:
                 position = np.flatnonzero(piece.mask)
                 # The prompt's last cell predicts the first token of every response.
                 index = r * length + np.where(position == 0, start + len(prompt_ids), first + position) - 1
-                trained.append(
-                    np.stack([index, piece.token_ids[position], position, np.full_like(index, piece.sample)])
-                )
+                begun = np.asarray(piece.turns)
+                in_turn = position - begun[np.searchsorted(begun, position, side="right") - 1]
+                sample = np.full_like(index, piece.sample)
+                trained.append(np.stack([index, piece.token_ids[position], position, in_turn, sample]))
                 behaviour_logprobs.append(piece.behaviour_logprobs[position])
                 first = end
             start = first
-    flat = np.concatenate(trained, axis=1) if trained else np.zeros((4, 0), dtype=np.int64)
+    flat = np.concatenate(trained, axis=1) if trained else np.zeros((5, 0), dtype=np.int64)
     input_ids, position_ids, bundle_ids, branch_ids = torch.from_numpy(cells)
-    index_of, targets, positions, samples = torch.from_numpy(flat)
+    index_of, targets, positions, in_turn_of, samples = torch.from_numpy(flat)
     starts = np.append(np.flatnonzero(cells[1] == 0), cells[1].size).astype(np.int32)
     return MicroBatch(
         input_ids=input_ids,
@@ -197,6 +200,7 @@ def _lay_out(rows: Sequence[Sequence[_Bundle]], length: int) -> MicroBatch:
         index=index_of,
         targets=targets,
         position=positions,
+        in_turn=in_turn_of,
         behaviour_logprobs=torch.from_numpy(np.concatenate(behaviour_logprobs)),
         sample=samples,
         starts=torch.from_numpy(starts),

@@ -84,7 +84,7 @@ class Policy(nn.Module):
         dtype, head, min_tokens = (
             (torch.float32, self.head.plain(), 0) if raw else (self._dtype, self.head, self._min_tokens)
         )
-        early = batch.position < min_tokens
+        early = batch.in_turn < min_tokens
         device, is_half = batch.input_ids.device.type, dtype == torch.bfloat16
         # Its cache would keep each layer's weights in bf16 to the end of the pass, of layers that FSDP has freed, too.
         with torch.autocast(device, dtype=torch.bfloat16, enabled=is_half, cache_enabled=False):

@@ -42,6 +42,8 @@ RULES: tuple[tuple[str, str | None], ...] = (
     ("sampling.*", _SAMPLED),
     *((f"rewards.*.{name}", None) for name in (*_OF_A_REQUEST, *_OF_A_PROCESS)),
     ("rewards*", _SCORED),
+    *((f"environment.{name}", None) for name in (*_OF_A_PROCESS, "timeout_s")),
+    ("environment*", _SAMPLED),
     *((f"reward_server.{name}", _SCORED) for name in ("model", "reward_*", "pool", "attribute_weights")),
     ("reward_server*", None),
     ("algorithm.name", "the optimizer's state is that of another objective"),

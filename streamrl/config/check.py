@@ -92,6 +92,8 @@ def _messages(config: Config) -> Iterator[Problem]:
         left = MAX_GROUP_TOKENS - min(num_prompt_tokens, MAX_TOKENS)
         limit = min(MAX_TOKENS, left // min(sampling.num_samples, MAX_SAMPLES))
         yield from _at_most(f"{section}.max_tokens", sampling.max_tokens, limit)
+        if config.environment is not None:
+            yield from _at_most("environment.max_tokens", config.environment.max_tokens, limit)
     yield from _at_most("rewards", len(config.rewards), MAX_REWARD_SOURCES)
 
 

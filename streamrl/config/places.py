@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
 from streamrl.config.explain import Problem
-from streamrl.config.schema import Config, Dataset, FunctionReward, HttpReward, NamedDataset
+from streamrl.config.schema import Config, Dataset, Environment, FunctionReward, HttpReward, NamedDataset
 from streamrl.data.prompts import read_prompts
 from streamrl.errors import DataError
 from streamrl.permissions import Permissions
@@ -35,14 +35,18 @@ _OBJECT_STORE = re.compile(r"(?P<scheme>[a-z][a-z0-9+-]*)://[^/\s]\S*\Z")
 
 
 def granted(config: Config) -> Permissions:
-    """What it names: the user's functions (what is built in needs nobody's word), what those want of their worker's
-    machine, and `name:port` of each service that is asked, replicas too; not the run's own reward server."""
-    functions = [one for one in config.rewards.values() if isinstance(one, FunctionReward)]
+    """What it names: the user's functions and environment (what is built in needs nobody's word), what those want of
+    their worker's machine, and `name:port` of each service that is asked, replicas too; not the run's own reward
+    server."""
+    code: list[FunctionReward | Environment] = [
+        one for one in config.rewards.values() if isinstance(one, FunctionReward)
+    ]
+    code += [] if config.environment is None else [config.environment]
     urls = [url for one in config.rewards.values() if isinstance(one, HttpReward) for url in one.urls]
     return Permissions(
-        reward_code=tuple(one.target for one in functions if ":" in one.target),
-        reward_network=tuple(one.target for one in functions if one.network),
-        reward_environment=tuple(dict.fromkeys(name for one in functions for name in one.environment)),
+        reward_code=tuple(one.target for one in code if ":" in one.target),
+        reward_network=tuple(one.target for one in code if one.network),
+        reward_environment=tuple(dict.fromkeys(name for one in code for name in one.environment)),
         hosts=tuple(urlsplit(url).netloc for url in urls if url != LOCAL_REWARD_SERVER),
     )
 
@@ -54,6 +58,11 @@ def is_object_store(url: str) -> bool:
 
 
 def check_rewards(config: Config) -> Iterator[Problem]:
+    if not config.rewards and config.environment is None:
+        remedy = "name at least one source of rewards, or an environment that gives them"
+        yield Problem(key="rewards", remedy=remedy)
+    if config.environment is not None:
+        yield from _check_environment(config, config.environment)
     for name, source in config.rewards.items():
         if isinstance(source, HttpReward):
             yield from _check_service(config, name, source)
@@ -65,6 +74,15 @@ def check_rewards(config: Config) -> Iterator[Problem]:
     if config.reward_server is not None and not any(isinstance(r, HttpReward) for r in config.rewards.values()):
         remedy = f"no reward source asks this server; add one of type http with url: {LOCAL_REWARD_SERVER}"
         yield Problem(key="reward_server.model", remedy=remedy)
+
+
+def _check_environment(config: Config, environment: Environment) -> Iterator[Problem]:
+    if not is_own(environment.target):
+        remedy = f"must be a class of yours as {CODE_FORMS}"
+        yield Problem(key="environment.target", value=environment.target, remedy=remedy)
+    if "environment" in config.rewards:
+        remedy = "is the name of what the environment gives: call this source otherwise"
+        yield Problem(key="rewards.environment", remedy=remedy)
 
 
 def _check_service(config: Config, name: str, source: HttpReward) -> Iterator[Problem]:
@@ -154,15 +172,21 @@ def check_files(config: Config, *, trains: bool = True) -> None:
         problems += _prompts(one, config)
     if config.reward_server is not None:
         problems += _model("reward_server.model", config.reward_server.model)
+    if config.environment is not None:
+        problems += _code("environment.target", config.environment.target)
     for name, source in config.rewards.items():
         if isinstance(source, FunctionReward):
-            file, colon, _ = source.target.rpartition(":")
-            if colon and file.endswith(FILES):
-                problems += _file(f"rewards.{name}.target", file)
+            problems += _code(f"rewards.{name}.target", source.target)
         elif source.token_file is not None:
             problems += _file(f"rewards.{name}.token_file", source.token_file)
     if problems:
         raise DataError("\n".join(problems))
+
+
+def _code(key: str, target: str) -> Iterator[str]:
+    file, colon, _ = target.rpartition(":")
+    if colon and file.endswith(FILES):
+        yield from _file(key, file)
 
 
 def _model(key: str, path: str) -> Iterator[str]:

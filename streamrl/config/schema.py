@@ -159,6 +159,22 @@ class HttpReward(Section):
 Reward = Annotated[FunctionReward | HttpReward, Field(discriminator="type")]
 
 
+class Environment(Section):
+    """What answers the model in a rollout of several turns; its rewards are a source of that name."""
+
+    target: str  # a class: `package.module:Class` or `path/to/file.py:Class`
+    options: Arguments = Field(default_factory=dict)  # keyword arguments of the class
+    weight: float = 1.0  # of its rewards beside those of `rewards`
+    max_turns: Positive = 8  # of the model; then the rollout is cut off
+    # Of a rollout beyond its prompt, sampled and given; sampling.max_tokens is that of a turn.
+    max_tokens: Positive = 1024
+    timeout_s: PositiveFloat = 10.0  # for one answer
+    memory_mb: Positive = 4096  # of one child process
+    processes: Positive = 1  # child processes that rollouts are spread over
+    network: bool = False  # it may open connections, where its worker allows it
+    environment: tuple[str, ...] = ()  # variables that it gets of its worker's, beside PATH, HOME and their like
+
+
 class RewardServer(Section):
     """A reward model that `streamrl up` serves on this machine; http sources with url `local` use it."""
 
@@ -289,7 +305,9 @@ class Config(Section):
     model: Model
     data: Data
     sampling: Sampling = Sampling()
-    rewards: dict[str, Reward] = Field(min_length=1)  # sources by name; the reward is their weighted sum
+    # Sources by name; the reward is their weighted sum. At least one, but where an environment gives rewards
+    rewards: dict[str, Reward] = Field(default_factory=dict)
+    environment: Environment | None = None  # rollouts of several turns
     reward_server: RewardServer | None = None
     algorithm: Algorithm = Algorithm()
     optimizer: Optimizer = Optimizer()
@@ -301,6 +319,15 @@ class Config(Section):
     metrics: Metrics = Metrics()
     worker: Worker = Worker()
     learner: Learner = Learner()
+
+    @property
+    def reward_sources(self) -> tuple[str, ...]:
+        return (*self.rewards, *(() if self.environment is None else ("environment",)))
+
+    @property
+    def max_response_tokens(self) -> int:
+        """Of a training sample, beyond its prompt."""
+        return self.sampling.max_tokens if self.environment is None else self.environment.max_tokens
 
     @property
     def folder(self) -> Path:

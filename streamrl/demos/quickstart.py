@@ -182,7 +182,7 @@ def prepare(config: Config, say: Callable[[str], None]) -> list[str]:
     say("writing the data and an untrained model")
     write_data(folder / "data", seed=seed)
     write_base_model(folder / "base", seed=seed)
-    run_all([_warm_up(folder, seed), _train_reward_model(folder, seed)], say)
+    run_all([warm_up(folder, seed), _train_reward_model(folder, seed)], say)
     return overrides(folder)
 
 
@@ -217,7 +217,7 @@ def write_data(folder: Path, *, seed: int) -> None:
     )
 
 
-def _warm_up(folder: Path, seed: int) -> Command:
+def warm_up(folder: Path, seed: int) -> Command:
     options = {"--data": folder / "data" / "demonstrations.jsonl", "--output": folder / "sft"}
     return _training("warm-up", ["-m", "streamrl.learner.model.sft"], options, folder, seed)
 

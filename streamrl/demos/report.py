@@ -5,6 +5,7 @@ The curve of a run as text, for the terminal.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -120,26 +121,32 @@ def count_prompts(config: Config) -> Prompts:
 
 
 def _texts(dataset: Dataset, *, at_most: int | None = None) -> set[str]:
-    return {row.plain for row in read_prompts(dataset, malformed="error").rows[:at_most]}
+    rows = read_prompts(dataset, malformed="error").rows[:at_most]
+    return {row.plain + json.dumps(dict(row.fields), sort_keys=True) for row in rows}
 
 
 def _completions(folder: Path, case: Showcase) -> tuple[Completion, ...]:
     """Held-out prompts as the first and the last validation answered them; those that changed come first."""
     validations = list(read_lines(folder / "validation.jsonl"))
-    after = {sample["prompt"]: sample["completion"] for sample in validations[-1]["samples"]}
+    after = {_asked(sample): sample["completion"] for sample in validations[-1]["samples"]}
     pairs = [
         Completion(
             prompt=case.question(sample["prompt"], sample["fields"]),
             answer=str(sample["fields"]["answer"]),
             before=sample["completion"],
-            after=after[sample["prompt"]],
+            after=after[_asked(sample)],
             before_is_right=case.is_right(sample["completion"], sample["fields"]),
-            after_is_right=case.is_right(after[sample["prompt"]], sample["fields"]),
+            after_is_right=case.is_right(after[_asked(sample)], sample["fields"]),
         )
         for sample in validations[0]["samples"]
-        if sample["prompt"] in after
+        if _asked(sample) in after
     ]
     return tuple(sorted(pairs, key=lambda pair: pair.before == pair.after)[:_NUM_SHOWN])
+
+
+def _asked(sample: Mapping[str, Any]) -> tuple[str, str]:
+    """Prompts of one text may ask for different things."""
+    return sample["prompt"], json.dumps(sample["fields"], sort_keys=True)
 
 
 def report_lines(report: Report) -> Iterator[str]:

@@ -9,7 +9,7 @@ import asyncio
 import os
 import tempfile
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,9 @@ import transformers
 
 from streamrl.config import schema
 from streamrl.errors import SampleError
+from streamrl.learner.model.load import Policy, load_model
+from streamrl.learner.model.logprobs import Head
+from streamrl.learner.model.packing import Piece, pack
 from streamrl.protocol.weights.manifest import Manifest
 from streamrl.protocol.wire.group import Span
 from streamrl.telemetry.progress import Progress
@@ -29,7 +32,11 @@ from streamrl.workers.engines.base import Engine, EngineSettings, Generated, KvC
 from streamrl.workers.engines.hf_model import RowState, processed_logprobs
 from streamrl.workers.engines.model import read_model
 from streamrl.workers.engines.vllm_engine import VllmEngine
+from streamrl.workers.environments.base import Answer, EnvironmentDouble
+from streamrl.workers.environments.play import Played, Player
+from streamrl.workers.environments.tail import Tail
 from streamrl.workers.proofs.proving import Prover
+from tests.helpers import as_sample, make_ticket
 from tests.tiny_models import CHARACTERS, Architecture, make_model
 from tests.worker_world import worker_config
 
@@ -257,6 +264,66 @@ async def test_two_hundred_sequences_that_a_load_comes_across_agree_with_the_ver
     )
     assert len(off) == 200
     assert max(off) <= TOLERANCE
+
+
+async def test_each_turn_of_an_episode_has_the_logprobs_that_the_learner_gives_it(
+    served: Served, record_property: Any
+) -> None:
+    """Through packing and the policy, as it is trained: end tokens are banned anew at the begin of each turn."""
+    first = await served.load(0)
+    sampling = schema.Sampling(max_tokens=12, min_tokens=3)
+    environment = EnvironmentDouble(lambda row, said: Answer(given=f"{said[-1][:4]}?", done=len(said) == 4))
+    settings = schema.Environment(target="m:f", max_turns=4, max_tokens=80)
+    player = Player(environment, tail=Tail(served.facts.tokenizer), settings=settings)
+    asked = prompts(24, seed=9)
+    playing = asyncio.gather(
+        *(
+            player.play(make_ticket(i), served.engine, replace(served.request(prompt), sampling=sampling))
+            for i, prompt in enumerate(asked)
+        )
+    )
+    await served.sample(prompts(1, seed=3), max_tokens=16, min_tokens=16)
+    second = await served.load(1, "clear")
+    played = await playing
+
+    said = {version: policy_logprobs(served, model, asked, played) for model, version in enumerate((first, second))}
+    off = [
+        abs(float(one.logprobs[at]) - said[span.version][i, at])
+        for i, one in enumerate(played)
+        for span in one.spans
+        for at in range(span.start, span.end)
+    ]
+    versions = [{span.version for span in one.spans} for one in played]
+    num_across = sum(len(each) == 2 for each in versions)
+    record_property("figure", f"{len(off)} tokens of 24 episodes, {num_across} across a load: off by {max(off):.1e}")
+    assert num_across > 0
+    assert max(off) <= TOLERANCE
+
+
+def policy_logprobs(
+    served: Served, model: int, asked: Sequence[Sequence[int]], played: Sequence[Played]
+) -> dict[tuple[int, int], float]:
+    """By sample and position, as the learner computes them."""
+    head = Head(end_ids=served.facts.stop_ids)
+    policy = Policy(load_model(str(served.folders[model])), head=head, min_tokens=3, dtype=torch.float32)
+    pieces = [
+        Piece(
+            sample=i,
+            group=i,
+            prompt_ids=np.asarray(prompt, np.int32),
+            token_ids=one.token_ids,
+            behaviour_logprobs=one.logprobs,
+            mask=as_sample(one).loss_mask(),
+            turns=tuple(begin for begin, _ in as_sample(one).turns()),
+        )
+        for i, (prompt, one) in enumerate(zip(asked, played, strict=True))
+    ]
+    found = {}
+    with torch.no_grad():
+        for batch in pack(pieces, max_tokens=500, shape=policy.shape):
+            logp = policy(batch).logp.tolist()
+            found |= dict(zip(zip(batch.sample.tolist(), batch.position.tolist(), strict=True), logp, strict=True))
+    return found
 
 
 async def test_a_cleared_cache_makes_each_token_what_its_own_version_makes_of_it(served: Served) -> None:

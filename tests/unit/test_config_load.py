@@ -28,10 +28,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-SHIPPED = (
-    "streamrl ships demo.yaml, gpu_qwen_1.5b.yaml, gpu_qwen_1.5b_lora.yaml, gpu_qwen_32b.yaml, gpu_qwen_7b.yaml, "
-    "gpu_qwen_7b_lora.yaml, gsm8k.yaml, pretrained.yaml, quickstart.yaml, reinforce.yaml, rejection_sampling.yaml"
-)
+CONF = Path(__file__).resolve().parents[2] / "conf"
+SHIPPED = f"streamrl ships {', '.join(sorted(path.name for path in CONF.glob('*.yaml')))}"
 
 
 def error_of(path: str, *overrides: str) -> str:

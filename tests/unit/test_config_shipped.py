@@ -12,7 +12,7 @@ import pytest
 from streamrl.config.check import check_config
 from streamrl.config.explain import ANY_NAME, known_keys
 from streamrl.config.load import load_config
-from streamrl.config.schema import Config, FunctionReward, HttpReward, Lora, RewardServer, Wandb
+from streamrl.config.schema import Config, Environment, FunctionReward, HttpReward, Lora, RewardServer, Wandb
 from streamrl.config.source import parse
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -28,6 +28,7 @@ EXAMPLES = {
     "rewards.answer.type",
     "rewards.answer.target",
     "reward_server.model",
+    "environment.target",
 }
 
 
@@ -38,7 +39,11 @@ def test_every_shipped_configuration_loads_and_agrees_with_itself(path: Path) ->
     check_config(loaded.config, loaded.origin)
 
 
-MAPS = {"model.lora": Lora(), "metrics.wandb": Wandb()}  # sections that are null by default
+MAPS = {
+    "model.lora": Lora(),
+    "metrics.wandb": Wandb(),
+    "environment": Environment(target="e"),
+}  # sections that are null by default
 
 
 def test_the_reference_holds_every_setting() -> None:
@@ -74,8 +79,8 @@ def reference() -> Mapping[str, Any]:
     text = (CONF / "reinforce.yaml").read_text()
     for key in MAPS:
         name = key.rpartition(".")[2]
-        assert re.search(rf"(?m)^  {name}: null ", text), f"{key} must be shown with its default"
-        text = text.replace(f"\n  {name}: null ", f"\n  {name}: ")
+        assert re.search(rf"(?m)^ *{name}: null ", text), f"{key} must be shown with its default"
+        text = re.sub(rf"(?m)^( *{name}: )null ", r"\1", text)
     assert "\n  train: prompts.jsonl " in text, "one file is the rule; a map is shown in comments"
     text = text.replace("\n  train: prompts.jsonl ", "\n  train: ")
     text = re.sub(r"(?m)^    # ( *\w+:)", r"    \1", text)

@@ -62,6 +62,17 @@ def test_without_colour_a_mark_stands_where_another_version_took_over() -> None:
     assert "abcd⟨1.5⟩ef" in told
 
 
+def test_what_was_given_between_two_turns_is_told_from_what_was_said() -> None:
+    said = Span(version=make_version(1, 4), step=4, start=0, end=2)
+    again = said._replace(start=4, end=5)
+    sample = make_sample(num_tokens=6, mask_runs=(2, 2, 1, 1), spans=(said, again))
+
+    told = text(make_group(make_ticket(7), samples=(sample,)), Letters("abcdef"))
+
+    assert "versions 1.4 (2 tokens) 1.4 (1 token)" in told
+    assert "ab⟨given⟩cd⟨1.4⟩e⟨given⟩f" in told
+
+
 def test_in_colour_tokens_of_one_version_look_alike_and_those_of_another_different() -> None:
     sample = make_sample(num_tokens=6, spans=two_versions(6, 4))
 

@@ -98,6 +98,7 @@ result = asyncio.run(
         weights=Path("none"),
         step=3,
         rewards=build_rewards(config.rewards, Permissions(), None),
+        permissions=Permissions(),
     )
 )
 assert result.num_answered == 8, result

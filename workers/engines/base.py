@@ -117,7 +117,9 @@ class EngineSettings:
     def max_length(self) -> int:
         """Tokens of the longest sequence that a ticket can ask for, prompt included."""
         responses = {"sampling.max_tokens": self.config.sampling.max_tokens}
-        if self.config.data.validation is not None:
+        if self.config.environment is not None:
+            responses = {"environment.max_tokens": self.config.environment.max_tokens}
+        elif self.config.data.validation is not None:
             responses["validation.sampling.max_tokens"] = self.config.validation.sampling.max_tokens
         key = max(responses, key=responses.__getitem__)
         longest = self.config.data.max_prompt_tokens + responses[key]

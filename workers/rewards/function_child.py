@@ -29,10 +29,9 @@ Read = Callable[[Any], float | None]  # the score in what a function returned; N
 
 
 def main() -> None:
-    calls, answers = _take_pipes()
+    calls, answers = take_pipes()
     setup = json.loads(calls.readline())
-    _volunteer_when_memory_is_short()
-    _limit_memory(setup["memory_mb"] << 20)
+    limit_memory(setup["memory_mb"] << 20)
     try:
         confine(own=setup["target"] not in REWARDS, network=setup["network"])
         function = load_function(setup["target"], REWARDS)
@@ -43,9 +42,9 @@ def main() -> None:
         else:
             function = bind(function, setup["options"], "prompt", "completion", "token_ids", "fields")
     except BaseException as error:  # noqa: BLE001 - user code may raise anything while it is imported
-        _write(answers, {"error": describe(error)})
+        write_answer(answers, {"error": describe(error)})
         return
-    _write(answers, {"concurrent": asynchronous})
+    write_answer(answers, {"concurrent": asynchronous})
     if asynchronous:
         import asyncio  # costs as much time as all the rest of the start
 
@@ -59,10 +58,10 @@ def _serve(function: Callable[..., Any], read: Read, calls: BinaryIO, answers: B
         call = json.loads(line)
         answer: dict[str, Any]
         try:
-            answer = {"score": read(function(*call["arguments"]))}
+            answer = {"value": read(function(*call["arguments"]))}
         except BaseException as error:  # noqa: BLE001 - whatever user code raises fails this sample, and only it
             answer = _failure(error)
-        _write(answers, {"id": call["id"], **answer})
+        write_answer(answers, {"id": call["id"], **answer})
         if answer.get("last"):
             return
 
@@ -77,10 +76,10 @@ async def _serve_concurrently(
         limit = asyncio.timeout(timeout_s)
         try:
             async with limit:
-                result = {"score": read(await function(*call["arguments"]))}
+                result = {"value": read(await function(*call["arguments"]))}
         except BaseException as error:  # noqa: BLE001 - as above
             result = {"error": f"no answer within {timeout_s:g} s"} if limit.expired() else _failure(error)
-        _write(answers, {"id": call["id"], **result})
+        write_answer(answers, {"id": call["id"], **result})
 
     loop = asyncio.get_running_loop()
     tasks: set[asyncio.Task[None]] = set()
@@ -120,12 +119,12 @@ def _wanted_network(error: BaseException | None) -> bool:
     return False
 
 
-def _write(answers: BinaryIO, answer: Mapping[str, Any]) -> None:
+def write_answer(answers: BinaryIO, answer: Mapping[str, Any]) -> None:
     answers.write(json.dumps(answer).encode() + b"\n")
     answers.flush()
 
 
-def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
+def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     """Move the pipes to where the function's own reads and prints cannot reach them, nor its subprocesses."""
     calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -136,10 +135,12 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
     return calls, answers
 
 
-def _volunteer_when_memory_is_short() -> None:
-    """The kernel ends this process before the worker: a function that eats memory costs its sample and no more."""
+def limit_memory(num_bytes: int) -> None:
+    """Of data, not of addresses: libraries reserve far more than they ever use. And where memory is short, the kernel
+    ends this process before the worker: code that eats it costs its samples and no more."""
     with contextlib.suppress(OSError):  # a container may hide the file
         Path("/proc/self/oom_score_adj").write_text("1000")
+    resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
 
 
 def confine(
@@ -158,11 +159,6 @@ def confine(
         if own and not network:
             reason = f"this machine cannot keep a function from the network ({error.strerror})"
             raise RuntimeError(f"{reason}; if it may have one, set the source's `network: true`") from None
-
-
-def _limit_memory(num_bytes: int) -> None:
-    """Data, not address space: libraries reserve far more addresses than they ever use."""
-    resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
 
 
 if __name__ == "__main__":

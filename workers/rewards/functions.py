@@ -52,27 +52,29 @@ def build_function_reward(name: str, source: schema.FunctionReward, permissions:
     """Checks the target's form and this worker's permission for it; loads nothing yet."""
     key = f"rewards.{name}.target"
     check_target(source.target, key=key)
-    is_allowed = _canonical(source.target) in map(_canonical, permissions.reward_code)
-    if source.target not in REWARDS and not is_allowed:
-        raise ConfigError(
-            f"{key}: this worker may not run {source.target!r}; if you trust that code, start the worker with "
-            f"--allow-reward-code {source.target}"
-        )
-    _check_wishes(name, source, permissions)
+    if source.target not in REWARDS:
+        may_run(source, permissions, section=f"rewards.{name}")
     return FunctionReward(source, key=key)
 
 
-def _check_wishes(name: str, source: schema.FunctionReward, permissions: Permissions) -> None:
-    if source.network and _canonical(source.target) not in map(_canonical, permissions.reward_network):
+def may_run(source: schema.FunctionReward | schema.Environment, permissions: Permissions, *, section: str) -> None:
+    """ConfigError where nobody has told this worker to trust the code, or to give it what it wants."""
+    target = source.target
+    if _canonical(target) not in map(_canonical, permissions.reward_code):
         raise ConfigError(
-            f"rewards.{name}.network: this worker gives {source.target!r} no network; if it may have one, start the "
-            f"worker with --allow-reward-network {source.target}"
+            f"{section}.target: this worker may not run {target!r}; if you trust that code, start the worker with "
+            f"--allow-reward-code {target}"
+        )
+    if source.network and _canonical(target) not in map(_canonical, permissions.reward_network):
+        raise ConfigError(
+            f"{section}.network: this worker gives {target!r} no network; if it may have one, start the worker with "
+            f"--allow-reward-network {target}"
         )
     for variable in source.environment:
         if variable not in permissions.reward_environment:
             raise ConfigError(
-                f"rewards.{name}.environment: this worker gives {variable} to no reward; if functions may have it, "
-                f"start the worker with --allow-reward-env {variable}"
+                f"{section}.environment: this worker gives {variable} to no code of a user's; if it may have it, start "
+                f"the worker with --allow-reward-env {variable}"
             )
 
 
@@ -150,7 +152,8 @@ class _Place:
             return self._child
 
     async def call(self, arguments: tuple[Any, ...]) -> float | None:
-        return await (await self.child()).call(arguments)
+        value: float | None = await (await self.child()).call(arguments)
+        return value
 
     async def close(self) -> None:
         if self._child is not None:
@@ -162,7 +165,8 @@ LOAD_TIMEOUT_S = 120.0  # a function's file may import torch
 # An `async def` is given up inside the child; the child itself only when it does not even do that.
 CANCEL_GRACE_S = 1.0
 _EXIT_WAIT_S = 0.5  # between the end of its pipe and the end of a process
-_MAX_ANSWER_BYTES = 1 << 16
+_MAX_ANSWER_BYTES = 1 << 20
+_OF_FUNCTIONS = "streamrl.workers.rewards.function_child"
 _PASSED = {"PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH"}
 _PASSED |= {"HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE"}  # not HF_TOKEN
 _PASSED_FAMILIES = ("LC_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "CUDA_", "NVIDIA_", "TORCH", "TOKENIZERS_", "XDG_")
@@ -188,14 +192,14 @@ class Child:
         self._limit_s = timeout_s + (CANCEL_GRACE_S if concurrent else 0.0)
         self._timeout_s = timeout_s
         self._numbers = itertools.count()
-        self._pending: dict[int, asyncio.Future[float | None]] = {}
-        self._reader = asyncio.create_task(self._read(), name=f"answers of reward child {process.pid}")
+        self._pending: dict[int, asyncio.Future[Any]] = {}
+        self._reader = asyncio.create_task(self._read(), name=f"answers of child {process.pid}")
 
     @classmethod
-    async def begin(cls, source: schema.FunctionReward) -> Self:
+    async def begin(cls, source: schema.FunctionReward | schema.Environment, module: str = _OF_FUNCTIONS) -> Self:
         process = await asyncio.create_subprocess_exec(
             # By the kernel, since a function that loops never sees its pipe close.
-            *dying_with_us([sys.executable, "-m", "streamrl.workers.rewards.function_child"], by=signal.SIGKILL),
+            *dying_with_us([sys.executable, "-m", module], by=signal.SIGKILL),
             stdin=PIPE,
             stdout=PIPE,
             limit=_MAX_ANSWER_BYTES,
@@ -210,13 +214,13 @@ class Child:
             await process.communicate()  # closes its pipes
             raise
 
-    async def call(self, arguments: tuple[Any, ...]) -> float | None:
-        """The function's number, None where it does not apply; or CallFailed."""
+    async def call(self, arguments: tuple[Any, ...]) -> Any:
+        """What user code made of it; or CallFailed."""
         if self.lost:
             raise ChildLost("the process is gone", alone=False)
         number = next(self._numbers)
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[float | None] = loop.create_future()
+        answer: asyncio.Future[Any] = loop.create_future()
         self._pending[number] = answer
         alarm = loop.call_later(self._limit_s, self._lose, f"no answer within {self._timeout_s:g} s")
         _send(self._process, {"id": number, "arguments": arguments})
@@ -230,6 +234,11 @@ class Child:
         finally:
             alarm.cancel()
             self._pending.pop(number, None)
+
+    def tell(self, arguments: tuple[Any, ...]) -> None:
+        """Without waiting for an answer."""
+        if not self.lost:
+            _send(self._process, {"id": next(self._numbers), "arguments": arguments})
 
     async def close(self) -> None:
         self._lose("the pool was closed")
@@ -269,7 +278,7 @@ class Child:
             if message.get("last"):
                 self._lose("the process had used up its memory", culprit_known=True)
         else:
-            answer.set_result(None if message["score"] is None else float(message["score"]))
+            answer.set_result(message["value"])
 
 
 async def _loaded(process: Process) -> bool:

@@ -13,6 +13,7 @@ class Entry(NamedTuple):
 
 COMMANDS: Mapping[str, Entry] = {
     "quickstart": Entry("streamrl.ops.cli.up:quickstart", "Watch a small model learn on this machine."),
+    "game": Entry("streamrl.ops.cli.up:game", "Watch a small model learn a game of several turns."),
     "demo": Entry("streamrl.ops.cli.up:demo", "Watch a pretrained model learn on this machine."),
     "up": Entry("streamrl.ops.cli.up:up", "Run everything on this machine: Redis, rewards, workers, learner."),
     "learn": Entry("streamrl.ops.cli.learn:learn", "Run the learner alone, under torchrun, on one machine or several."),

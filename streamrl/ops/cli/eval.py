@@ -194,6 +194,7 @@ def _evaluate(
             weights=weights,
             step=subject.checkpoint.state.step if subject.checkpoint else 0,
             rewards=rewards,
+            permissions=granted(config),
             show=line.counter(len(prompts), rewards),
         )
         companions = {"reward server": _look_after(server)} if server is not None else {}
@@ -229,6 +230,8 @@ def _try_rewards(config: schema.Config, rewards: Rewards, patience_s: float, lin
     from streamrl.workers.evaluate import try_rewards
     from streamrl.workers.rewards.base import ScoreItem
 
+    if not config.rewards:  # an environment gives them
+        return
     named = config.data.validation_set()
     assert named is not None, "asked before"
     row = read_prompts(named.dataset, malformed=config.data.malformed, key=named.key).rows[0]

@@ -81,6 +81,20 @@ def quickstart(overrides: tuple[str, ...], as_json: bool) -> int:
 @click.command()
 @takes_overrides
 @_takes_numbers
+def game(overrides: tuple[str, ...], as_json: bool) -> int:
+    """Make a small model and teach it a game of several turns: to find a number by asking, in some minutes.
+
+    It begins anew each time. The environment is streamrl/demos/game.py, and conf/game.yaml has the settings.
+    """
+    from streamrl.demos.game import GAME
+    from streamrl.demos.run import run_showcase
+
+    return run_showcase(GAME, overrides, as_json=as_json)
+
+
+@click.command()
+@takes_overrides
+@_takes_numbers
 def demo(overrides: tuple[str, ...], as_json: bool) -> int:
     """Train a pretrained model of 135M parameters on sums, by reinforcement learning, in about a quarter of an hour.
 

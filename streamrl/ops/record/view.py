@@ -21,7 +21,7 @@ from rich.text import Text
 
 from streamrl.errors import DataError, ResourceError
 from streamrl.protocol.transport.types import Entry
-from streamrl.protocol.wire.group import Group, GroupHeader, Sample
+from streamrl.protocol.wire.group import Group, GroupHeader, Sample, Span
 from streamrl.terminal import printable
 from streamrl.versions import show
 
@@ -54,10 +54,14 @@ def _parts(entry: Entry, group: Group, decoder: TokenDecoder | None, *, colour: 
     for at, sample in enumerate(group.samples, start=1):
         yield Text(_verdict(at, sample), style="bold"), True
         legend, response = Text("versions", style="dim"), Text()
-        for span, piece in zip(sample.spans, _pieces(sample, decoder), strict=True):
+        stretches = _stretches(sample)
+        for (span, start, end), piece in zip(stretches, _pieces(sample, stretches, decoder), strict=True):
+            if span is None:
+                response.append(piece if colour else f"⟨given⟩{piece}", style="dim")
+                continue
             legend.append(f" {show(span.version)}", style=styles[span.version])
-            legend.append(f" ({_count(span.end - span.start, 'token')})")
-            if span.start and not colour:
+            legend.append(f" ({_count(end - start, 'token')})")
+            if start and not colour:
                 response.append(f"⟨{show(span.version)}⟩")
             response.append(piece, style=styles[span.version])
         yield legend, False
@@ -85,16 +89,31 @@ def _styles(samples: Sequence[Sample]) -> dict[int, str]:
     return {version: _COLOURS[at % len(_COLOURS)] for at, version in enumerate(versions)}
 
 
-def _pieces(sample: Sample, decoder: TokenDecoder | None) -> Iterator[str]:
-    """The text of each span. A tokenizer may decode a piece otherwise than the whole, so each is what it adds."""
-    before = ""
+def _stretches(sample: Sample) -> list[tuple[Span | None, int, int]]:
+    """(span, start, end) of all tokens in order; no span: they were given."""
+    found: list[tuple[Span | None, int, int]] = []
+    reached = 0
     for span in sample.spans:
+        if reached < span.start:
+            found.append((None, reached, span.start))
+        found.append((span, span.start, span.end))
+        reached = span.end
+    if reached < len(sample.token_ids):
+        found.append((None, reached, len(sample.token_ids)))
+    return found
+
+
+def _pieces(
+    sample: Sample, stretches: Sequence[tuple[Span | None, int, int]], decoder: TokenDecoder | None
+) -> Iterator[str]:
+    """The text of each. A tokenizer may decode a piece otherwise than the whole, so each is what it adds."""
+    before = ""
+    for _, start, end in stretches:
         if decoder is None:
-            yield _ids(sample.token_ids[span.start : span.end]) + " "
+            yield _ids(sample.token_ids[start:end]) + " "
             continue
-        so_far = decoder.decode(sample.token_ids[: span.end])
-        alone = sample.token_ids[span.start : span.end]
-        yield plain(so_far[len(before) :] if so_far.startswith(before) else decoder.decode(alone))
+        so_far = decoder.decode(sample.token_ids[:end])
+        yield plain(so_far[len(before) :] if so_far.startswith(before) else decoder.decode(sample.token_ids[start:end]))
         before = so_far
 
 

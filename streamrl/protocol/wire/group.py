@@ -3,8 +3,9 @@
 Header and body go apart. The header, a message, is small and has what planning needs (lengths, versions, rewards); the
 body has the arrays and is decoded only by the rank that trains on it. The header carries the body's digest.
 
-Per sample: token ids, a loss mask in runs (alternating lengths, trained tokens first; tool and environment tokens fit
-in without a new schema), the behaviour's log-probs, version spans, rewards by source, finish reason. The body has them
+Per sample: token ids, a loss mask in runs (alternating lengths, trained tokens first), the behaviour's log-probs,
+version spans, rewards by source, finish reason. Tokens within a span were sampled; what lies between spans was given,
+by an environment between two turns of the model, and never has a loss. Its log-probs are 0. The body has them
 by columns, all samples of a group in one array, so that a group is checked by a few looks at large arrays. What is
 large lies in front, raw and in this order, and is used where it lies; the rest is a message behind it:
 
@@ -68,7 +69,7 @@ class Sample(NamedTuple):
     token_ids: npt.NDArray[np.int32]  # [T] the response alone
     logprobs: npt.NDArray[np.float32]  # [T] of the distribution really sampled from
     mask_runs: tuple[int, ...]  # lengths, alternating trained / not trained, summing to T
-    spans: tuple[Span, ...]  # cover [0, T) without gap
+    spans: tuple[Span, ...]  # in order; all that has a loss lies in one
     finish_reason: FinishReason
     rewards: Mapping[str, float]  # by source, before weights
     reward: float  # the weighted sum
@@ -76,6 +77,14 @@ class Sample(NamedTuple):
     def loss_mask(self) -> npt.NDArray[np.bool_]:  # [T]
         values = np.arange(len(self.mask_runs)) % 2 == 0
         return np.repeat(values, self.mask_runs)
+
+    def turns(self) -> list[tuple[int, int]]:
+        """Where the model spoke: [start, end) of each turn, given tokens between them."""
+        found: list[tuple[int, int]] = []
+        for span in self.spans:
+            begin = found.pop()[0] if found and found[-1][1] == span.start else span.start
+            found.append((begin, span.end))
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,19 +295,25 @@ def _take_integers(f: Fields, lengths: Sequence[int]) -> tuple[list[tuple[int, .
         raise WireError(f"loss masks cover {covered} tokens of {lengths}")
     columns = (integers[at : at + count] for at in range(begin, len(integers), count or 1))
     spans = _cut(tuple(map(Span, *columns)) if count else (), num_spans)
-    _check_cover(spans, lengths)
+    _check_cover(runs, spans, lengths)
     return runs, spans
 
 
-def _check_cover(spans: Sequence[Sequence[Span]], lengths: Sequence[int]) -> None:
-    for of_sample, length in zip(spans, lengths, strict=True):
+def _check_cover(runs: Sequence[Sequence[int]], spans: Sequence[Sequence[Span]], lengths: Sequence[int]) -> None:
+    for of_runs, of_sample, length in zip(runs, spans, lengths, strict=True):
+        covered: list[tuple[int, int]] = []
         reached = 0
         for _, _, start, end in of_sample:
-            if start != reached or end <= start:
-                raise WireError("version spans must follow one another without a gap")
+            if start < reached or end <= start:
+                raise WireError("version spans must follow one another")
+            covered.append((covered.pop()[0] if covered and start == reached else start, end))
             reached = end
-        if reached != length:
-            raise WireError(f"version spans cover {reached} of {length} tokens")
+        if reached > length:
+            raise WireError(f"version spans reach to {reached} of {length} tokens")
+        bounds = list(accumulate(of_runs, initial=0))
+        for start, end in zip(bounds[:-1:2], bounds[1::2], strict=True):
+            if start < end and not any(begin <= start and end <= until for begin, until in covered):
+                raise WireError(f"tokens {start} to {end} have a loss and no version")
 
 
 def stop_ids(*, tokenizer_eos: int | None, generation_eos: int | Iterable[int] | None) -> tuple[int, ...]:

@@ -1,0 +1,131 @@
+"""The game: a small model learns to find a number in several turns, by what it is told after each guess.
+
+    the model     25        38        31        34
+    it is told       >         <         >         (found)         `>`: the number is larger
+
+Seven guesses find any of 50 numbers, if each halves what is left; who does not heed the answers finds one of seven. The
+model is warmed up on careless players, who heed an answer half the time only and guess anywhere in what they believe is
+left. What teaches the rest are two rewards: 1 for finding the number, which is read off the transcript, and what each
+guess has told: all of them together 1 where one number is left, nothing where a guess was for nothing.
+
+Model and files are made as those of the quickstart are, of whose vocabulary the game is; `Guess` is an environment as
+anybody's: `environment.target: streamrl.demos.game:Guess`, an instance for each rollout, in a limited process.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from streamrl.config.schema import Config
+from streamrl.demos.quickstart import END, FALLING, RISING, warm_up, write_base_model
+from streamrl.demos.report import Showcase
+from streamrl.demos.run import as_overrides, run_all, write_rows
+
+LOWEST, HIGHEST = 1, 50
+NUM_GUESSES = 7
+SMALLER, LARGER = RISING, FALLING  # the signs are `<` and `>`: what the number is, beside the guess
+PROMPT = f"{LOWEST}{SMALLER}{HIGHEST}"
+_HEEDS = 0.5  # of the answers, a careless player
+_NUM_DEMONSTRATIONS = 16_000
+_REPEATS = 40  # of each number among the training rows: enough for the run
+
+
+class Guess:
+    """The number is the row's `answer`."""
+
+    def __init__(self) -> None:
+        self._number = self._num_guesses = 0
+        self._low, self._high = LOWEST, HIGHEST  # what is left, by all that was told
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        self._number = int(row["answer"])
+
+    def step(self, completion: str) -> tuple[str | None, float, bool]:
+        guess = int(completion) if completion.isdigit() else -1
+        self._num_guesses += 1
+        if not LOWEST <= guess <= HIGHEST:
+            return None, 0.0, True  # what is no guess at all loses at once
+        before = self._num_left()
+        if guess <= self._number:
+            self._low = max(self._low, min(guess + 1, self._number))
+        if guess >= self._number:
+            self._high = min(self._high, max(guess - 1, self._number))
+        told = math.log(before / self._num_left()) / math.log(HIGHEST - LOWEST + 1)
+        if guess == self._number or self._num_guesses == NUM_GUESSES:
+            return None, told, True
+        return LARGER if self._number > guess else SMALLER, told, False
+
+    def _num_left(self) -> int:
+        return self._high - self._low + 1
+
+
+def demonstrate(number: int, rng: random.Random) -> str:
+    """A careless player's guesses and what came back, to the end of the game."""
+    low, high, told = LOWEST, HIGHEST, []
+    for turn in range(NUM_GUESSES):
+        guess = rng.randint(low, high)
+        told.append(str(guess))
+        if guess == number or turn == NUM_GUESSES - 1:
+            break
+        is_larger = number > guess
+        told.append(f"{END}{LARGER if is_larger else SMALLER}")
+        if rng.random() < _HEEDS:
+            low, high = (max(low, guess + 1), high) if is_larger else (low, min(high, guess - 1))
+        if low > high:  # what it overlooked has led it astray
+            low, high = LOWEST, HIGHEST
+    return "".join(told)
+
+
+def right(prompt: str, completion: str, token_ids: Sequence[int], fields: Mapping[str, Any]) -> float:
+    """1 where the number was found; a reward function as anybody's."""
+    return float(found(completion, fields))
+
+
+def prepare(config: Config, say: Callable[[str], None]) -> list[str]:
+    folder, seed = config.folder, config.seed
+    say("writing the numbers and an untrained model")
+    rng = random.Random(seed)
+    numbers = range(LOWEST, HIGHEST + 1)
+    write_rows(folder / "data" / "validation.jsonl", map(_row, numbers))
+    write_rows(folder / "data" / "train.jsonl", map(_row, [*numbers] * _REPEATS))
+    write_rows(folder / "data" / "demonstrations.jsonl", _demonstrations(rng))
+    write_base_model(folder / "base", seed=seed)
+    run_all([warm_up(folder, seed)], say)
+    settings = {
+        "model.path": str(folder / "sft"),
+        "data.train": str(folder / "data" / "train.jsonl"),
+        "data.validation": str(folder / "data" / "validation.jsonl"),
+    }
+    return as_overrides(settings)
+
+
+def _row(number: int) -> dict[str, Any]:
+    return {"prompt": PROMPT, "answer": str(number)}
+
+
+def _demonstrations(rng: random.Random) -> Iterator[dict[str, str]]:
+    for _ in range(_NUM_DEMONSTRATIONS):
+        yield {"prompt": PROMPT, "completion": demonstrate(rng.randint(LOWEST, HIGHEST), rng)}
+
+
+def found(transcript: str, fields: Mapping[str, Any]) -> bool:
+    """Whether its last guess is the number."""
+    return transcript.replace(SMALLER, " ").replace(LARGER, " ").split()[-1:] == [fields["answer"]]
+
+
+GAME = Showcase(
+    name="game",
+    explanation=(
+        f"A game: find a number from {LOWEST} to {HIGHEST} in {NUM_GUESSES} guesses, told '{LARGER}' or '{SMALLER}'.",
+        "Demonstrations heed what they are told half the time. Now rewards.",
+    ),
+    source="found",
+    question=lambda _, fields: f"{LOWEST} to {HIGHEST}",
+    is_right=found,
+    check=lambda _: None,
+    prepare=prepare,
+    prepared="numbers and warm-up",
+)

@@ -1,0 +1,172 @@
+"""Environments of the user's in their child processes: good ones, and every kind of bad one beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.config import schema
+from streamrl.errors import ConfigError, SampleError
+from streamrl.permissions import Permissions
+from streamrl.workers.environments.base import Answer
+from streamrl.workers.environments.own import OwnEnvironment, build_environment
+from tests.helpers import wait_until_async
+
+CODE = """
+import asyncio, os, time
+
+class Echo:
+    left = 0
+    def __init__(self, *, shout=False): self.shout = shout
+    def reset(self, row):
+        print("a print must not disturb the answers")
+        self.row = row
+        return row.get("opening")
+    def step(self, completion):
+        said = completion.upper() if self.shout else completion
+        return f"{self.row['name']}: {said}", 1, completion == "bye"
+    def close(self): Echo.left += 1
+
+class Left(Echo):
+    def step(self, completion): return str(Left.left), 0, False
+    def close(self): Left.left += 1
+
+class Bad(Echo):
+    def step(self, completion):
+        if completion == "raise": raise KeyError("what")
+        if completion == "exit": os._exit(3)
+        if completion == "hang": time.sleep(3600)
+        if completion == "nan": return "", float("nan"), False
+        if completion == "two": return "", 1.0
+        if completion == "number": return 7, 1.0, False
+        if completion == "huge": return "x" * (1 << 22), 1.0, False
+        if completion == "eat": return "x" * (1 << 34), 1.0, False
+        return "well", 0.0, False
+
+class Waits:
+    async def reset(self, row): await asyncio.sleep(0)
+    async def step(self, completion):
+        await asyncio.sleep(0.5)
+        return None, 1.0, True
+
+class Sleeps(Waits):
+    async def reset(self, row): pass
+    def step(self, completion):
+        time.sleep(0.5)
+        return None, 1.0, True
+
+class Mute:
+    def reset(self, row): pass
+
+number = 7
+"""
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    (tmp_path / "mine.py").write_text(CODE)
+
+    @asynccontextmanager
+    async def start(name: str, **settings: Any) -> AsyncIterator[OwnEnvironment]:
+        target = f"{tmp_path / 'mine.py'}:{name}"
+        made = schema.Environment(target=target, **{"timeout_s": 60.0, **settings})
+        environment = build_environment(made, Permissions(reward_code=(target,)))
+        await environment.start()
+        try:
+            yield environment
+        finally:
+            await environment.close()
+
+    return start
+
+
+async def test_each_rollout_has_an_instance_of_its_own(start: Start) -> None:
+    async with start("Echo", options={"shout": True}, processes=2) as environment:
+        rollouts = [await environment.begin({"name": name, "opening": f"hi {name}"}) for name in "abc"]
+        assert [one.opening for one in rollouts] == ["hi a", "hi b", "hi c"]
+        told = await asyncio.gather(*(one.step("x") for one in rollouts))
+        assert told == [Answer(given=f"{name}: X", reward=1.0) for name in "abc"]
+        assert (await rollouts[0].step("bye")).done
+
+
+async def test_a_rollout_that_is_over_is_closed(start: Start) -> None:
+    async with start("Left") as environment:
+        watching = await environment.begin({})
+        for _ in range(3):
+            await (await environment.begin({})).close()
+
+        async def all_closed() -> bool:
+            return (await watching.step("")).given == "3"
+
+        await wait_until_async(all_closed, description="three rollouts are closed")
+
+
+@pytest.mark.parametrize("name", ["Waits", "Sleeps"])
+async def test_rollouts_that_wait_do_so_together(start: Start, name: str) -> None:
+    async with start(name) as environment:
+        rollouts = [await environment.begin({}) for _ in range(40)]
+        began = time.monotonic()
+        await asyncio.gather(*(one.step("") for one in rollouts))
+        assert time.monotonic() - began < 0.5 * 40 / 2, "not one after the other"
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("raise", r"KeyError: 'what' \(mine.py:\d+: if completion == \"raise\""),
+        ("nan", "step\\(\\) must give a finite number as reward, and gave nan"),
+        ("two", "step\\(\\) must return \\(observation, reward, done\\)"),
+        ("number", "step\\(\\) must say a text or nothing, and said 7"),
+        ("eat", "MemoryError"),
+    ],
+)
+async def test_what_fails_a_rollout_fails_no_other(start: Start, said: str, why: str) -> None:
+    async with start("Bad", memory_mb=1024) as environment:
+        good, bad = await environment.begin({}), await environment.begin({})
+        with pytest.raises(SampleError, match=f"the environment failed in step: .*{why}"):
+            await bad.step(said)
+        assert (await good.step("")).given == "well"
+
+
+@pytest.mark.parametrize(
+    ("said", "why"), [("exit", "ended with status 3"), ("hang", "no answer within 0.5 s"), ("huge", "no answer")]
+)
+async def test_a_child_that_is_lost_takes_its_rollouts_along_and_another_begins(
+    start: Start, said: str, why: str
+) -> None:
+    async with start("Bad", timeout_s=0.5 if said == "hang" else 60.0) as environment:
+        bad = await environment.begin({})
+        with pytest.raises(SampleError, match=why):
+            await bad.step(said)
+        await bad.close()
+        for _ in range(2):
+            next_one = await environment.begin({})
+            assert (await next_one.step("")).given == "well"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("Mute", "has no method step"),
+        ("Missing", "has no 'Missing'"),
+        ("number", "is a int, not a function"),
+        ("Echo", "cannot be called"),
+    ],
+)
+async def test_what_cannot_be_used_is_an_error_at_start(start: Start, name: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"environment.target: .*{why}"):
+        async with start(name, options={"unknown": 1} if name == "Echo" else {}):
+            pass
+
+
+async def test_code_that_nobody_allowed_is_not_run() -> None:
+    with pytest.raises(ConfigError, match=r"environment\.target: this worker may not run 'mine\.py:Echo'"):
+        build_environment(schema.Environment(target="mine.py:Echo"), Permissions())
