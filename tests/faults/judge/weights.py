@@ -1,0 +1,143 @@
+"""Published weights, held against those of the checkpoint of the same step, byte by byte.
+
+    checkpoint's shards (safetensors) ─► runs of the masters ─► cast as served ─┐
+    version's blobs, from the store, raw ────────────────────────────────────────┴─► every byte once, or what is wrong
+
+An anchor's blobs are the elements' bytes, range after range (docs/wire.md); so what is to be found in them is known
+without the manifest, whose frame nobody can open with the standard library. Deltas say nothing by themselves, and a
+version without an anchor is passed over: a run to be judged asks for an anchor with each version. Blocks on the disk
+and, for a moment, on Redis.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+import redis
+
+from tests.faults.judge.books import Violation
+
+Store = Callable[[int], Mapping[str, bytes]]  # the blobs of a version, by name
+Masters = Mapping[str, npt.NDArray[np.float32]]  # by tensor, all elements in row-major order
+_BYTES_OF = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(slots=True)
+class WeightsLooks:
+    """What was found of the versions that could be looked at."""
+
+    compared: list[int] = field(default_factory=list)
+    violations: list[Violation] = field(default_factory=list)
+
+    def compare(self, version: int, step: int, masters: Masters, blobs: Mapping[str, bytes], *, dtype: str) -> bool:
+        """Whether this version could be looked at: deltas, and blobs that are not all there, say nothing."""
+        anchors = anchors_of(blobs, sum(master.size for master in masters.values()) * _BYTES_OF[dtype])
+        if anchors is None:
+            return False
+        self.compared.append(version)
+        if missing := missing_tensors({name: served_bytes(m, dtype) for name, m in masters.items()}, anchors):
+            what = f"version {version} was published without the checkpoint's values of {missing[:5]}"
+            self.violations.append(Violation(kind="weights", what=what, step=step))
+        return True
+
+
+def read_masters(checkpoint: Path) -> Masters:
+    """Put together from the ranks' files."""
+    pieces: dict[str, list[tuple[int, npt.NDArray[np.float32]]]] = {}
+    for path in sorted(checkpoint.glob("train-*-of-*.safetensors")):
+        data = path.read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        head = json.loads(data[8 : 8 + length])
+        starts = json.loads(head["__metadata__"]["starts"])
+        for name, start in starts.items():
+            begin, end = (8 + length + offset for offset in head[f"master/{name}"]["data_offsets"])
+            pieces.setdefault(name, []).append((start, np.frombuffer(data[begin:end], "<f4")))
+    return {name: np.concatenate([run for _, run in sorted(runs, key=lambda r: r[0])]) for name, runs in pieces.items()}
+
+
+def served_bytes(master: npt.NDArray[np.float32], dtype: str) -> bytes:
+    """Rounded to the nearest, ties to even, where the served dtype is the shorter one."""
+    if dtype == "float32":
+        return master.tobytes()
+    bits = master.view("<u4").astype(np.uint64)
+    rounded: npt.NDArray[np.uint16] = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+    return rounded.tobytes()
+
+
+def anchors_of(blobs: Mapping[str, bytes], num_bytes: int) -> list[bytes] | None:
+    """Those that hold the whole state together; None where no such are there. A delta beside them is smaller than the
+    part that its rank holds."""
+    by_rank: dict[str, bytes] = {}
+    for name, data in blobs.items():
+        rank = name.rpartition("/")[2].split("-")[1]
+        by_rank[rank] = max(by_rank.get(rank, b""), data, key=len)
+    found = list(by_rank.values())
+    return found if sum(map(len, found)) == num_bytes else None
+
+
+def missing_tensors(tensors: Mapping[str, bytes], anchors: list[bytes]) -> list[str]:
+    """Names of those that do not lie in the blobs, whole or cut among them."""
+    return [name for name, data in tensors.items() if not _lies_in(data, anchors)]
+
+
+def _lies_in(data: bytes, anchors: list[bytes]) -> bool:
+    """Greedily: the longest beginning of it that lies in one blob, then what is left."""
+    while data:
+        longest = max((_longest_start(data, blob) for blob in anchors), default=0)
+        if longest == 0:
+            return False
+        data = data[longest:]
+    return True
+
+
+def _longest_start(data: bytes, blob: bytes) -> int:
+    if data in blob:
+        return len(data)
+    low, high = 0, len(data)
+    while high - low > 1:  # whether a beginning lies there only falls with its length
+        middle = (low + high) // 2
+        low, high = (middle, high) if data[:middle] in blob else (low, middle)
+    return low if low >= min(len(data), 8) else 0  # a few bytes lie anywhere
+
+
+def redis_store(client: redis.Redis, run: str, run_uid: str) -> Store:
+    """Blobs that lie in Redis in chunks, under an index that says how many."""
+    prefix = f"streamrl:{{{run}}}:"
+
+    def get(version: int) -> Mapping[str, bytes]:
+        found: dict[str, bytes] = {}
+        for raw_name, raw in client.hgetall(f"{prefix}blobs").items():
+            name, index = raw_name.decode(), msgpack.unpackb(raw)
+            if index["whole"] and name.startswith(beginning_of(run_uid, version)):
+                count = -(-index["num_bytes"] // index["chunk_bytes"])
+                chunks = [client.get(f"{prefix}blob:{name}:{at}") or b"" for at in range(count)]
+                found[name] = b"".join(chunks)
+        return found
+
+    return get
+
+
+def file_store(folder: Path, run_uid: str) -> Store:
+    def get(version: int) -> Mapping[str, bytes]:
+        beginning = beginning_of(run_uid, version)
+        paths = (folder / beginning).parent.glob(f"{beginning.rpartition('/')[2]}*")
+        found: dict[str, bytes] = {}
+        for path in paths:
+            try:
+                found[path.relative_to(folder).as_posix()] = path.read_bytes()
+            except FileNotFoundError:  # swept away meanwhile
+                continue
+        return found
+
+    return get
+
+
+def beginning_of(run_uid: str, version: int) -> str:
+    """Of the names of its blobs."""
+    return f"{run_uid}/{version >> 32:06d}/{version & 0xFFFFFFFF}-"
