@@ -18,7 +18,7 @@ import numpy as np
 from tests.faults.judge.books import Prompts, Rules
 from tests.faults.judge.history import Ended, History
 from tests.faults.judge.layout import name_of
-from tests.faults.judge.recorder import GROUPS, TICKETS, Record, Seen
+from tests.faults.judge.recorder import GROUPS, TICKETS, Final, Record, Seen
 
 RUN = "the run"
 NUM_STEPS = 4
@@ -108,7 +108,7 @@ class MadeUpRun:
             for at, (kind, fields) in enumerate(entries)
         }
         steps = {version_of(step): step for step in range(NUM_STEPS + 1)}
-        return Record(seen=seen, steps=steps, eras=["begin"], final=self.present)
+        return Record(seen=seen, steps=steps, eras=["begin"], final=Final(tickets=self.present))
 
     def history(self) -> History:
         return History(

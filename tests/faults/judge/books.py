@@ -154,14 +154,15 @@ def _check_endings(history: History, record: Record, asked: Collection[int], fou
             found.add(kind, f"ended {[(e.outcome, e.term, e.step) for e in several]}", ticket=ticket)
         if ticket >= history.issued or ticket not in asked:
             found.add("unasked", f"ended as {several[0].outcome}, and nobody was seen to ask for it", ticket=ticket)
-    num_open = 0
+    num_open, final = 0, record.final
+    present = None if final is None else final.open_tickets(history.cursor, history.carry)
     for ticket in range(history.issued):
         if ticket in endings:
             continue
         num_open += 1
         if history.has_resolved(ticket):
             found.add("lost", "the checkpoint says that it has ended, and no journal how", ticket=ticket)
-        elif record.final is not None and ticket not in record.final:
+        elif present is not None and ticket not in present:
             found.add("lost", "neither ended nor in the streams", ticket=ticket)
     return num_open
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,18 @@ class Seen:
     eras: list[int]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Final:
+    """By their entries alone: whoever answers a ticket finds out whether it can be read."""
+
+    tickets: frozenset[int] = frozenset()
+    groups: tuple[tuple[str, int], ...] = ()  # entry id, ticket
+
+    def open_tickets(self, cursor: str, carry: Collection[str]) -> frozenset[int]:
+        """Asked for, or answered by a group that is not read for good."""
+        return self.tickets | {number for at, number in self.groups if at in carry or _order(at) > _order(cursor)}
+
+
 @dataclass(slots=True, kw_only=True)
 class Record:
     """What was seen so far."""
@@ -46,8 +58,7 @@ class Record:
     seen: dict[tuple[str, str, str], Seen] = field(default_factory=dict)  # by stream, id and name
     steps: dict[int, int] = field(default_factory=dict)  # optimizer step of each version that was announced
     eras: list[str] = field(default_factory=list)  # why each began
-    # Tickets that were asked for, or answered and not read, when all had come to rest; None: nobody has looked.
-    final: frozenset[int] | None = None
+    final: Final | None = None  # what lay there when all had come to rest; None: nobody has looked
 
     def of(self, kind: str) -> list[Seen]:
         return [one for one in self.seen.values() if one.kind == kind]
@@ -129,3 +140,18 @@ class Recorder:
         latest, step = client.hmget(f"{self._prefix}weights", "latest", "step")
         if latest is not None and step is not None:
             self.record.steps.setdefault(int(latest), int(step))
+
+
+def look(client: redis.Redis, run: str, run_uid: str) -> Final:
+    """Tickets first: a delivery moves one from there to the groups, and never back."""
+    found: dict[str, list[tuple[str, int]]] = {}
+    for kind in (TICKETS, GROUPS):
+        entries: Any = client.xrange(f"streamrl:{{{run}}}:{kind}:train")
+        ours = [(at.decode(), fields[b"n"]) for at, fields in entries if fields.get(b"u") == run_uid.encode()]
+        found[kind] = [(at, int(number)) for at, number in ours if number.isdigit()]
+    return Final(tickets=frozenset(number for _, number in found[TICKETS]), groups=tuple(found[GROUPS]))
+
+
+def _order(entry_id: str) -> tuple[int, int]:
+    milliseconds, _, sequence = entry_id.partition("-")
+    return int(milliseconds), int(sequence)

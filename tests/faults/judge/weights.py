@@ -12,6 +12,7 @@ and, for a moment, on Redis.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +23,12 @@ import numpy.typing as npt
 import redis
 
 from tests.faults.judge.books import Violation
+from tests.faults.judge.recorder import Record
 
 Store = Callable[[int], Mapping[str, bytes]]  # the blobs of a version, by name
 Masters = Mapping[str, npt.NDArray[np.float32]]  # by tensor, all elements in row-major order
+_LOOK_EVERY_S = 0.2
+_MOST_WAITING = 8  # checkpoints
 _BYTES_OF = {"float32": 4, "bfloat16": 2}
 
 
@@ -141,3 +145,55 @@ def file_store(folder: Path, run_uid: str) -> Store:
 def beginning_of(run_uid: str, version: int) -> str:
     """Of the names of its blobs."""
     return f"{run_uid}/{version >> 32:06d}/{version & 0xFFFFFFFF}-"
+
+
+class WeightsWatch:
+    """Compares while the run goes on, for checkpoints are pruned and versions swept away. A thread of its own."""
+
+    def __init__(self, folder: Path, record: Record, store: Callable[[], Store], *, dtype: str) -> None:
+        """`store` opens the place of the blobs anew; RedisError where it cannot be reached just now."""
+        self._folder, self._record, self._store, self._dtype = folder, record, store, dtype
+        self.looks = WeightsLooks()
+        self._waiting: dict[tuple[int, int], Masters] = {}  # of checkpoints whose version is not there yet
+        self._met: set[str] = set()
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._live, name="weights watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> WeightsLooks:
+        self._stop.set()
+        self._thread.join(30.0)
+        if self._error is not None:
+            raise self._error
+        return self.looks
+
+    def _live(self) -> None:
+        try:
+            while not self._stop.wait(_LOOK_EVERY_S):
+                self._look()
+            self._look()
+        except BaseException as error:  # noqa: BLE001 - who stops it gets it
+            self._error = error
+
+    def _look(self) -> None:
+        for path in sorted((self._folder / "checkpoints").glob("e*")):
+            if path.name not in self._met:
+                self._met.add(path.name)
+                term, step = int(path.name[1:7]), int(path.name.rpartition("-s")[2])
+                try:
+                    self._waiting[term, step] = read_masters(path)
+                except FileNotFoundError:  # pruned meanwhile
+                    continue
+        versions = {(version >> 32, step): version for version, step in list(self._record.steps.items())}
+        for place in sorted(self._waiting)[:-_MOST_WAITING]:
+            del self._waiting[place]
+        for place in [place for place in self._waiting if place in versions]:
+            try:
+                blobs = self._store()(versions[place])
+            except redis.RedisError:
+                return
+            masters = self._waiting.pop(place)
+            self.looks.compare(versions[place], place[1], masters, blobs, dtype=self._dtype)
