@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from streamrl.config import schema
 from tests.helpers import wait_until
@@ -23,7 +24,7 @@ def ranks(agent: subprocess.Popen[str], *, number: int) -> list[int]:
     return wait_until(all_there, description=f"{number} ranks", timeout_s=PATIENCE_S)
 
 
-def named_ranks(agent: subprocess.Popen[str]) -> dict[int, int]:
+def named_ranks(agent: subprocess.Popen[Any]) -> dict[int, int]:
     """Process by rank, of those that have joined already."""
     words = {pid: _name(pid).partition("rank-")[2] for pid in descendants(agent.pid)}
     return {int(word): pid for pid, word in words.items() if word.isdecimal()}

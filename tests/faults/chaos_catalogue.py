@@ -38,6 +38,7 @@ SCENARIOS: Mapping[str, str] = {
     "T23": "each command under each Redis role",
     "T24": "kill -9 or zombie at every crash point",
     "T25": "everything at random",
+    "T26": "Redis put back to an older copy, then to a newer one",
 }
 
 _NAMED = re.compile(r"(T\d+(?:, T\d+)*): ")

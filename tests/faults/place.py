@@ -11,7 +11,7 @@ from streamrl.config import schema
 from tests.feed_world import make_config
 
 GROUPS_PER_STEP = 3
-FAILING_TICKET = 4  # its samples fail, however often it is tried
+FAILING_TICKET = 4  # its samples fail, however often it is tried, but with a worker whose habit is another
 _DEADLINE_S = 60  # no stand-in lives longer
 
 

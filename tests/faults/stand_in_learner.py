@@ -91,7 +91,7 @@ def open_store_of(config: schema.Config, client: redis.Redis, keys: Keys) -> Blo
 
 def learn(place: Place, *, holder: str, takeover: bool) -> None:
     """The whole life; Fenced when another learner is there."""
-    config, prompts = place.config(), make_prompts(place.num_prompts)
+    config, prompts = place.config(), make_prompts(place.num_prompts, own_tokens=True)
     with connect(place.url, config.redis) as client:
         keys = Keys(config.name)
         server = Server(client=client, keys=keys, holder=holder, began=time.monotonic())

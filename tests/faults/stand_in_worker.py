@@ -43,10 +43,11 @@ _DULL_EVERY = 5  # prompts: their samples get equal rewards, so that the learner
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Habits:
-    """What a worker does that none should."""
+    """What a worker does that none should; or who it is that fails no ticket."""
 
     keeps_first_version: bool = False  # for good, and takes tickets that ask for younger ones all the same
     fingerprint: str = MODEL  # what it says of its model and tokenizer
+    fails: bool = True  # the tickets that are made to
 
 
 SOUND = Habits()
@@ -93,7 +94,7 @@ async def work(place: Place, *, name: str, habits: Habits = SOUND) -> None:
                 config=config,
                 progress=Progress(part=f"worker/{name}", role="worker"),
             )
-            await rollout.run(_PacedEngine(place.pace_s), stop)
+            await rollout.run(_PacedEngine(place.pace_s, fails=habits.fails), stop)
             operator.cancel()
             await stream.leave()
 
@@ -127,8 +128,8 @@ class _Judge:
 class _PacedEngine(EngineDouble):
     """Takes its time, and refuses the samples of one ticket."""
 
-    def __init__(self, pace_s: float) -> None:
-        super().__init__(trouble=_refuse)
+    def __init__(self, pace_s: float, *, fails: bool) -> None:
+        super().__init__(trouble=_refuse if fails else lambda request: None)
         self._pace_s = pace_s
 
     async def generate(self, request: SampleRequest) -> Generated:

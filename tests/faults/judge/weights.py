@@ -195,5 +195,5 @@ class WeightsWatch:
                 blobs = self._store()(versions[place])
             except redis.RedisError:
                 return
-            masters = self._waiting.pop(place)
-            self.looks.compare(versions[place], place[1], masters, blobs, dtype=self._dtype)
+            if self.looks.compare(versions[place], place[1], self._waiting[place], blobs, dtype=self._dtype):
+                del self._waiting[place]  # else its anchor may still come
