@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-
 from streamrl.protocol.transport.operator import read_letters, request_retries
 from tests.faults.agents import descendants
 from tests.faults.judge.recorder import Recorder

@@ -3,7 +3,7 @@
     start ─► first checkpoint ─► volley: one or two faults begin ─► a moment ─► they end ─► the next checkpoint ─► ...
           ─► drain ─► verdict ─► beside the audit's
 
-The seed decides what happens and in which order; when exactly it meets the run, the machine does. Every wait is bounded.
+The seed decides what happens and in which order; when it meets the run, the machine does. Every wait is bounded.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def run_judged(
             watch.start()
             parts.callback(watch.stop)
         scene = Scene(team, recorder, random.Random(f"{seed} {kind.name}"))
-        ordeal = _Ordeal(scene, without=without, say=say)
+        ordeal = _Ordeal(scene, seed=seed, without=without, say=say)
         stuck = ordeal.suffer(seconds)
         found = _conclude(ordeal, watch, seed=seed, stuck=stuck)
     if found.ok:
@@ -91,6 +91,8 @@ def run_judged(
 
 def _conclude(ordeal: _Ordeal, watch: WeightsWatch, *, seed: int, stuck: str) -> Judged:
     scene, team = ordeal.scene, ordeal.scene.team
+    if stuck:
+        team.end_all()
     with team.server.client() as client:
         history = read_history(team.run_folder)
         record = scene.recorder.stop()
@@ -137,11 +139,13 @@ def _fields(found: Judged) -> dict[str, Any]:
 
 
 class _Ordeal:
-    def __init__(self, scene: Scene, *, without: Collection[str], say: Say) -> None:
+    def __init__(self, scene: Scene, *, seed: int, without: Collection[str], say: Say) -> None:
         self.scene, self._say = scene, say
         self.injections: Counter[str] = Counter()
         self.recoveries_s: list[float] = []
         self.began = time.monotonic()
+        # Of its own: what faults draw depends on what they find.
+        self._order = random.Random(f"{seed} {scene.team.kind.name}")
         left_out = {*without, *(ON_ROADS if scene.team.kind.tls else ())}
         self._names = sorted(FAULTS.keys() - left_out)
 
@@ -158,11 +162,9 @@ class _Ordeal:
         return ""
 
     def _volley(self) -> None:
-        chance = self.scene.chance
         self.scene.keep_copy()
-        self.scene.wait(chance.uniform(*_QUIET_S))
-        names = chance.sample(self._names, k=chance.randint(1, _MOST_AT_ONCE))
-        lasts_s = chance.uniform(*_LASTS_S)
+        self.scene.wait(self._order.uniform(*_QUIET_S))
+        names, lasts_s = self._draw(), self._order.uniform(*_LASTS_S)
         self._say(f"{self.scene.team.kind.name}: {' and '.join(names)}")
         with ExitStack() as under_way:
             for name in names:
@@ -173,6 +175,11 @@ class _Ordeal:
                     continue
             self.scene.wait(lasts_s)
         self.recoveries_s.append(self._wait_for_progress(f"a checkpoint after {names}", _RECOVERED_WITHIN_S))
+
+    def _draw(self) -> list[str]:
+        """Nobody ends a server that somebody else is about to start."""
+        names = self._order.sample(self._names, k=self._order.randint(1, _MOST_AT_ONCE))
+        return names if sum(name.startswith("Redis") for name in names) < len(names) else names[:1]
 
     def _wait_for_progress(self, description: str, timeout_s: float) -> float:
         """Seconds until a checkpoint was made that was not there."""

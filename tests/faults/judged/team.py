@@ -43,7 +43,7 @@ class Team:
         parts.callback(lambda: self.server.kill())
         names = () if kind.tls else ("learner", "worker")
         self.roads = {name: parts.enter_context(Proxy(self.server.url, seed=seed)) for name in names}
-        parts.callback(self._end_all)
+        parts.callback(self.end_all)
         self.endings: Counter[str] = Counter()  # of parts, by how
         self._num_started = 0
         self._all: list[subprocess.Popen[bytes]] = []
@@ -127,7 +127,7 @@ class Team:
         self._all.append(process)
         return process
 
-    def _end_all(self) -> None:
+    def end_all(self) -> None:
         """What is left, with all below it."""
         left = [pid for process in self._all if process.poll() is None for pid in descendants(process.pid)]
         for pid in left:
