@@ -54,7 +54,7 @@ def make(kind: Kind, folder: Path, *, seed: int) -> schema.Config:
         worker=schema.Worker(
             engine="transformers", threads=1, grace_s=1.0, lease_s=5.0, max_attempts=1, max_groups_in_flight=8
         ),
-        learner=schema.Learner(threads=1, lease_s=3.0, idle_timeout_s=40.0),
+        learner=schema.Learner(threads=1, lease_s=3.0, idle_timeout_s=60.0),
     )
     rows = [{"text": f"say {number}:", "number": number} for number in range(_NUM_PROMPTS)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -32,6 +32,7 @@ NUM_WORKERS = 2
 KEYS = Keys(RUN)
 ENDS_WITHIN_S = 120.0
 _WORDS_OF_ENDING = 600  # characters
+_MISTAKE = 2  # exit code: of the user's, and starting it again does not help
 
 
 class Team:
@@ -61,6 +62,7 @@ class Team:
             self.learner = self._start_learner()
         for at, worker in enumerate(self.workers):
             if worker.poll() is not None:
+                assert worker.returncode != _MISTAKE, f"a worker was started wrongly\n{self.last_words()}"
                 self.endings[f"worker {worker.returncode}"] += 1
                 self.workers[at] = self._start_worker()
 
@@ -106,7 +108,14 @@ class Team:
 
     def _start_worker(self) -> subprocess.Popen[bytes]:
         words = [sys.executable, "-m", "workers", "--redis", self._url("worker"), "--run", RUN]
-        words += ["--worker-id", f"w{self._num_started}", "--allow-reward-code", REWARD]
+        words += [
+            "--worker-id",
+            f"w{self._num_started}",
+            "--model",
+            self.config.model.path,
+            "--allow-reward-code",
+            REWARD,
+        ]
         return self._start("worker", words)
 
     def _url(self, role: str) -> str:
