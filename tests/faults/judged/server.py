@@ -1,4 +1,4 @@
-"""A Redis that is killed, stopped, emptied, and put back to older copies of itself; with TLS and users where wanted.
+"""A Redis that is killed, stopped, emptied, and put back to older copies of itself; with users where they are wanted.
 
 A copy is the append-only file as it is at that moment, so a server that is put back knows what that one knew, and no
 more. Blocks in starting until the server answers.
@@ -9,11 +9,9 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import redis
@@ -29,32 +27,14 @@ _READY_S = 60.0
 _NAME = "appendonly*"  # one file up to Redis 6.2, a folder since
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tls:
-    """A certificate of its own for 127.0.0.1."""
-
-    certificate: Path
-    key: Path
-
-    @staticmethod
-    def make(folder: Path) -> Tls:
-        made = Tls(certificate=folder / "server.crt", key=folder / "server.key")
-        words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-        words += ["-days", "2", "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
-        words += ["-keyout", str(made.key), "-out", str(made.certificate)]
-        subprocess.run(words, check=True, capture_output=True)
-        return made
-
-
 class MortalRedis:
-    """Speaks on a unix socket, and with TLS on a port as well."""
+    """Speaks on a unix socket alone."""
 
-    def __init__(self, folder: Path, *, tls: Tls | None = None, users: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, *, users: Sequence[str] = ()) -> None:
         """`users`: lines of a file of users; without any everybody may do everything."""
-        self._folder, self._socket, self._tls = folder, folder / "redis.sock", tls
+        self._folder, self.socket = folder, folder / "redis.sock"
         self._num_copies = 0
         folder.mkdir(parents=True)
-        self._port = _free_port() if tls else 0
         self._users = folder / "users.acl"
         self._users.write_text("\n".join([*users, f"user {ADMIN} on nopass ~* &* +@all"]) + "\n")
         self._has_users = bool(users)
@@ -63,17 +43,12 @@ class MortalRedis:
     @property
     def url(self) -> str:
         """By which whoever looks from outside may do everything."""
-        return f"unix://{f'{ADMIN}@' if self._has_users else ''}{self._socket}"
-
-    def url_of(self, user: str) -> str:
-        """With TLS, as a user with a password of its own."""
-        assert self._tls is not None, "only a server with TLS has a port"
-        return f"rediss://{user}@127.0.0.1:{self._port}?ssl_ca_certs={self._tls.certificate}"
+        return f"unix://{f'{ADMIN}@' if self._has_users else ''}{self.socket}"
 
     def client(self) -> redis.Redis:
         """Never repeats a call."""
         return redis.Redis(
-            unix_socket_path=str(self._socket),
+            unix_socket_path=str(self.socket),
             username=ADMIN if self._has_users else None,
             protocol=2,
             socket_timeout=10.0,
@@ -123,9 +98,9 @@ class MortalRedis:
             self.process.send_signal(signal.SIGCONT)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        options = {
+        options: dict[str, object] = {
             "port": 0,
-            "unixsocket": self._socket,
+            "unixsocket": self.socket,
             "dir": self._folder,
             "appendonly": "yes",
             "appendfsync": "everysec",
@@ -135,10 +110,6 @@ class MortalRedis:
         }
         if self._has_users:
             options["aclfile"] = self._users
-        if self._tls:
-            options |= {"tls-port": self._port, "tls-auth-clients": "no", "bind": "127.0.0.1"}
-            options |= {"tls-cert-file": self._tls.certificate, "tls-key-file": self._tls.key}
-            options |= {"tls-ca-cert-file": self._tls.certificate}
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         with (self._folder / "redis.log").open("ab") as log:
             process = subprocess.Popen(
@@ -166,9 +137,3 @@ def _copy_all(folder: Path, to: Path) -> None:
             shutil.copytree(path, to / path.name)
         else:
             shutil.copy2(path, to / path.name)
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])

@@ -23,7 +23,8 @@ from streamrl.protocol.transport.types import Control
 from tests.faults.agents import descendants, is_alive, named_ranks
 from tests.faults.judge.history import newest_checkpoint
 from tests.faults.judged.kinds import REWARD, RUN, Kind, make
-from tests.faults.judged.server import MortalRedis, Tls
+from tests.faults.judged.server import MortalRedis
+from tests.faults.judged.tls import TlsRoad
 from tests.helpers import wait_until
 from tests.integration.learner_world import ROOT, learner_command
 from tests.proxy import Proxy
@@ -40,8 +41,9 @@ class Team:
         self.kind, self.folder = kind, folder
         self.config: schema.Config = make(kind, folder, seed=seed)
         users = [f"user {role} on >{role} {rules(role, run=RUN)}" for role in ROLES] if kind.tls else []
-        self.server = MortalRedis(folder / "redis", tls=Tls.make(folder) if kind.tls else None, users=users)
-        parts.callback(lambda: self.server.kill())
+        self.server = MortalRedis(folder / "redis", users=users)
+        parts.callback(self.server.kill)
+        self._tls = parts.enter_context(TlsRoad(self.server.socket, folder)) if kind.tls else None
         names = () if kind.tls else ("learner", "worker")
         self.roads = {name: parts.enter_context(Proxy(self.server.url, seed=seed)) for name in names}
         parts.callback(self.end_all)
@@ -119,7 +121,7 @@ class Team:
         return self._start("worker", words)
 
     def _url(self, role: str) -> str:
-        return self.server.url_of(role) if self.kind.tls else self.roads[role].url
+        return self._tls.url_of(role) if self._tls else self.roads[role].url
 
     def _start(self, role: str, words: Sequence[str]) -> subprocess.Popen[bytes]:
         environment = {
