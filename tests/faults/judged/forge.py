@@ -37,6 +37,8 @@ def forge(server: MortalRedis, record: Record, chance: random.Random, *, how: st
             return set()
         scene = _Scene(chance, dict(chance.choice(genuine[-50:]).fields), chance.choice(waiting))
         forged = FORGERIES[how](scene)
+        if name_of(forged) in {seen.name for seen in genuine}:
+            return set()  # the very group of a ticket that waits again, since Redis was put back
         client.xadd(KEYS.groups("train"), forged)  # type: ignore[arg-type]
     return {name_of(forged)}
 

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from streamrl.config import schema
+from streamrl.process import dying_with_us
 from streamrl.protocol.transport.acl import ROLES, rules
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.operator import set_control
@@ -134,7 +135,8 @@ class Team:
         }
         self._num_started += 1
         with (self.folder / f"{role}-{self._num_started}.out").open("ab") as out:
-            process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=out, stderr=out)
+            program = dying_with_us(words, by=signal.SIGKILL)
+            process = subprocess.Popen(program, cwd=ROOT, env=environment, stdout=out, stderr=out)
         self._all.append(process)
         return process
 
