@@ -112,7 +112,7 @@ class Recorder:
         client.ping()
         self.record.eras.append(self._why)
         self._why = "connection lost"
-        after = dict.fromkeys([*self._keys, f"{self._prefix}announced"], "0-0")
+        after: dict[Any, Any] = dict.fromkeys([*self._keys, f"{self._prefix}announced"], "0-0")
         while not self._stop.is_set():
             reply: Any = client.xread(after, count=_AT_ONCE, block=_BLOCK_MS)
             for key, entries in reply:

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -116,11 +117,12 @@ def redis_store(client: redis.Redis, run: str, run_uid: str) -> Store:
 
     def get(version: int) -> Mapping[str, bytes]:
         found: dict[str, bytes] = {}
-        for raw_name, raw in client.hgetall(f"{prefix}blobs").items():
+        indices: Any = client.hgetall(f"{prefix}blobs")
+        for raw_name, raw in indices.items():
             name, index = raw_name.decode(), msgpack.unpackb(raw)
             if index["whole"] and name.startswith(beginning_of(run_uid, version)):
                 count = -(-index["num_bytes"] // index["chunk_bytes"])
-                chunks = [client.get(f"{prefix}blob:{name}:{at}") or b"" for at in range(count)]
+                chunks: list[Any] = [client.get(f"{prefix}blob:{name}:{at}") or b"" for at in range(count)]
                 found[name] = b"".join(chunks)
         return found
 

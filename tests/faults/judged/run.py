@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +85,8 @@ def run_judged(
     if found.ok:
         return found
     evidence = keep / f"{time.strftime('%Y%m%d-%H%M%S')}-{kind.name}-{seed}"
-    shutil.copytree(folder, evidence, ignore=shutil.ignore_patterns("*.sock", "copies", "torchelastic*"))
-    return Judged(**{**_fields(found), "evidence": str(evidence)})
+    shutil.copytree(folder, evidence, ignore=_no_evidence)
+    return replace(found, evidence=str(evidence))
 
 
 def _conclude(ordeal: _Ordeal, watch: WeightsWatch, *, seed: int, stuck: str) -> Judged:
@@ -134,8 +134,9 @@ def _store(team: Team) -> Store:
     return redis_store(team.server.client(), RUN, run_uid)
 
 
-def _fields(found: Judged) -> dict[str, Any]:
-    return {name: getattr(found, name) for name in Judged.__slots__}
+def _no_evidence(folder: str, names: list[str]) -> list[str]:
+    """Copies of Redis, and what cannot be copied."""
+    return [name for name in names if name == "copies" or (Path(folder) / name).is_socket()]
 
 
 class _Ordeal:
