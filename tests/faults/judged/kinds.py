@@ -24,6 +24,7 @@ class Kind:
     lora: bool = False
     tls: bool = False  # and users with the least rights
     files: bool = False  # weights go through a folder
+    light: bool = False  # stand-ins: no tensors, no engine, and so many faults a minute
 
 
 KINDS: Mapping[str, Kind] = {
@@ -33,6 +34,7 @@ KINDS: Mapping[str, Kind] = {
         Kind(name="lora", lora=True),
         Kind(name="files", files=True),
         Kind(name="tls", tls=True),
+        Kind(name="light", light=True),
     )
 }
 

@@ -23,13 +23,14 @@ from typing import Any
 import redis
 
 from bench.measure import Say
-from tests.faults.judge.books import Prompts, Rules, Verdict, Violation, judge
+from tests.faults.judge.books import Rules, Verdict, Violation, judge
 from tests.faults.judge.compare import disagreements
 from tests.faults.judge.history import read_history
 from tests.faults.judge.recorder import Recorder, look
 from tests.faults.judge.weights import Store, WeightsWatch, file_store, redis_store
 from tests.faults.judged.faults import FAULTS, ON_ROADS, Scene
-from tests.faults.judged.kinds import DTYPE, MAX_LAG, RUN, Kind
+from tests.faults.judged.kinds import DTYPE, RUN, Kind
+from tests.faults.judged.light import LightTeam
 from tests.faults.judged.team import Team
 from tests.helpers import wait_until
 
@@ -71,11 +72,11 @@ def run_judged(
 ) -> Judged:
     """`keep`: where the folder is copied to when something is wrong."""
     with ExitStack() as parts:
-        team = Team(kind, folder, parts, seed=seed)
+        team = (LightTeam if kind.light else Team)(kind, folder, parts, seed=seed)
         recorder = Recorder(team.server.client, RUN, to=folder / "seen.msgpack")
         recorder.start()
         watch = WeightsWatch(team.run_folder, recorder.record, lambda: _store(team), dtype=DTYPE)
-        if not kind.lora:  # what is published then is merged from what a checkpoint has not
+        if team.publishes_masters:
             watch.start()
             parts.callback(watch.stop)
         scene = Scene(team, recorder, random.Random(f"{seed} {kind.name}"))
@@ -96,11 +97,10 @@ def _conclude(ordeal: _Ordeal, watch: WeightsWatch, *, seed: int, stuck: str) ->
     with team.server.client() as client:
         history = read_history(team.run_folder)
         record = scene.recorder.stop()
-        looks = watch.looks if team.kind.lora else watch.stop()
+        looks = watch.stop() if team.publishes_masters else watch.looks
         record.final = look(client, RUN, history.run_uid)
     audit = _audit(team)
-    prompts = Prompts.read(team.folder / "prompts.jsonl", seed=seed, shuffle=True)
-    verdict = judge(history, record, Rules(prompts=prompts, max_lag=MAX_LAG, forged=scene.forged))
+    verdict = judge(history, record, Rules(prompts=team.prompts(), max_lag=team.max_lag, forged=scene.forged))
     return Judged(
         kind=team.kind.name,
         seed=seed,
@@ -155,7 +155,8 @@ class _Ordeal:
         try:
             self._wait_for_progress("the run has begun", _BEGUN_WITHIN_S)
             self._say(f"{self.scene.team.kind.name}: at work after {time.monotonic() - self.began:.0f} s")
-            while time.monotonic() < self.began + seconds:
+            ends = time.monotonic() + seconds
+            while time.monotonic() < ends:
                 self._volley()
             self.scene.team.drain()
         except AssertionError as error:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, Protocol
 
 from streamrl.config import schema
 from streamrl.process import dying_with_us
@@ -22,8 +23,9 @@ from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.operator import set_control
 from streamrl.protocol.transport.types import Control
 from tests.faults.agents import descendants, is_alive, named_ranks
+from tests.faults.judge.books import Prompts
 from tests.faults.judge.history import newest_checkpoint
-from tests.faults.judged.kinds import REWARD, RUN, Kind, make
+from tests.faults.judged.kinds import MAX_LAG, REWARD, RUN, Kind, make
 from tests.faults.judged.server import MortalRedis
 from tests.faults.judged.tls import TlsRoad
 from tests.helpers import wait_until
@@ -37,10 +39,27 @@ _WORDS_OF_ENDING = 600  # characters
 _MISTAKE = 2  # exit code: of the user's, and starting it again does not help
 
 
+class Process(Protocol):
+    """What is asked of a part: `subprocess.Popen` has it."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def returncode(self) -> Any: ...
+    def poll(self) -> int | None: ...
+    def kill(self) -> None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, sig: int) -> None: ...
+
+
 class Team:
+    max_lag = MAX_LAG
+
     def __init__(self, kind: Kind, folder: Path, parts: ExitStack, *, seed: int) -> None:
-        self.kind, self.folder = kind, folder
-        self.config: schema.Config = make(kind, folder, seed=seed)
+        self.kind, self.folder, self.seed = kind, folder, seed
+        # Else a version is merged from what a checkpoint has not, or no tensors at all.
+        self.publishes_masters = not (kind.lora or kind.light)
+        self.config = self._make_config()
         users = [f"user {role} on >{role} {rules(role, run=RUN)}" for role in ROLES] if kind.tls else []
         self.server = MortalRedis(folder / "redis", users=users)
         parts.callback(self.server.kill)
@@ -50,7 +69,7 @@ class Team:
         parts.callback(self.end_all)
         self.endings: Counter[str] = Counter()  # of parts, by how
         self._num_started = 0
-        self._all: list[subprocess.Popen[bytes]] = []
+        self._all: list[Process] = []
         self.learner = self._start_learner()
         self.workers = [self._start_worker() for _ in range(NUM_WORKERS)]
 
@@ -71,7 +90,7 @@ class Team:
 
     def ranks(self) -> list[int]:
         """Processes of the ranks that are there."""
-        return sorted(named_ranks(self.learner).values())
+        return sorted(named_ranks(self.learner.pid).values())
 
     def progress(self) -> tuple[int, int]:
         return newest_checkpoint(self.run_folder) or (0, 0)
@@ -105,11 +124,17 @@ class Team:
         logs = sorted(self.folder.glob("*.out"), key=lambda path: path.stat().st_mtime)[-3:]
         return "\n".join(f"{path.name}: {path.read_text(errors='replace')[-_WORDS_OF_ENDING:]}" for path in logs)
 
-    def _start_learner(self) -> subprocess.Popen[bytes]:
+    def prompts(self) -> Prompts:
+        return Prompts.read(self.folder / "prompts.jsonl", seed=self.seed, shuffle=True)
+
+    def _make_config(self) -> schema.Config:
+        return make(self.kind, self.folder, seed=self.seed)
+
+    def _start_learner(self) -> Process:
         words = learner_command(self.config, self._url("learner"), processes=self.kind.ranks, max_restarts=100)
         return self._start("learner", words)
 
-    def _start_worker(self) -> subprocess.Popen[bytes]:
+    def _start_worker(self) -> Process:
         words = [sys.executable, "-m", "workers", "--redis", self._url("worker"), "--run", RUN]
         words += [
             "--worker-id",
@@ -124,7 +149,7 @@ class Team:
     def _url(self, role: str) -> str:
         return self._tls.url_of(role) if self._tls else self.roads[role].url
 
-    def _start(self, role: str, words: Sequence[str]) -> subprocess.Popen[bytes]:
+    def _start(self, role: str, words: Sequence[str]) -> Process:
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
