@@ -26,7 +26,7 @@ from streamrl.learner.checkpoints.checkpoint import CheckpointRoot, describe
 from streamrl.learner.checkpoints.terms import CheckpointName
 from streamrl.learner.conductor import Conductor
 from streamrl.learner.groups.feed import Feed
-from streamrl.learner.groups.plan import GroupCheck, Kind, Plan
+from streamrl.learner.groups.plan import GroupCheck, Kind, Plan, fetch_groups
 from streamrl.learner.groups.prompts import PromptSet
 from streamrl.learner.groups.quarantine import Quarantine
 from streamrl.learner.metrics.keepsakes import append_line
@@ -49,6 +49,7 @@ from tests.feed_world import MODEL, keep, make_prompts
 
 STEP = "step "  # begins a line of its output for each that it makes
 _VERSION = "version "
+_VOCABULARY = 1 << 20
 _CHUNK_BYTES = 64  # so that a version has several
 _NUM_KEPT = 2  # versions
 
@@ -118,7 +119,7 @@ class _Loop:
         self, place: Place, admitted: Admitted, keeper: LeaseKeeper, prompts: PromptSet, store: BlobStore
     ) -> None:
         config = place.config()
-        self._deadly_ticket = place.deadly_ticket
+        self._deadly_ticket, self._stream = place.deadly_ticket, admitted.stream
         start, state = admitted.start, admitted.checkpoint.state.stream if admitted.checkpoint else None
         self._config, self._start, self._checkpoints = config, start, CheckpointRoot(config.folder)
         self._step = start.step
@@ -160,9 +161,12 @@ class _Loop:
     def _train_on(self, plan: Plan) -> None:
         if self._deadly_ticket in [entry.ticket for entry in plan.entries]:
             os.kill(os.getpid(), signal.SIGKILL)
-        self._conductor.settle(plan, [GroupCheck.SOUND] * len(plan.entries), trained=True)
+        fetched = fetch_groups(self._stream, plan, rank=0, vocabulary=_VOCABULARY)
+        self._conductor.settle(plan, [GroupCheck(int(one)) for one in fetched.verdicts], trained=bool(fetched.groups))
+        if not fetched.groups:
+            return
         self._step += 1
-        self._record([entry.opened[0] for entry in plan.entries if entry.opened is not None])
+        self._record([group.header for group in fetched.groups])
         print(f"{STEP}{self._step}")
         self._publish()
         if self._step % self._config.checkpoint.every_steps == 0:

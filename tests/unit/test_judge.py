@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import msgpack
@@ -15,7 +16,7 @@ from streamrl.protocol.wire.ticket import encode_ticket
 from tests.faults.judge.books import Prompts, Verdict, judge
 from tests.faults.judge.compare import disagreements
 from tests.faults.judge.history import BrokenError, Ended, newest_checkpoint, read_history
-from tests.faults.judge.layout import UnreadableError, read_group, read_ticket
+from tests.faults.judge.layout import UnreadableError, name_of, read_group, read_ticket
 from tests.faults.judge.weights import WeightsLooks, anchors_of, file_store, missing_tensors, read_masters, served_bytes
 from tests.helpers import make_group, make_sample, make_ticket
 from tests.judge_cases import (
@@ -76,6 +77,19 @@ def test_a_forged_group_that_was_trained_in_the_place_of_the_sound_one_is_found(
     assert kinds(run) == [], "it was only seen"
     run.figures[1, 2] = figures_of([forged, run.answers[3]])
     assert kinds(run) == [("forged", 2)]
+
+
+def test_a_group_whose_body_is_not_what_its_header_says_is_found_where_it_was_trained() -> None:
+    run = sound_run()
+    forged = replace(run.answers[2], rewards=(9.0, 9.0))
+    run.forged.append(forged)
+    record = run.record()
+    (seen,) = [one for one in record.seen.values() if one.name == name_of(forged.fields())]
+    seen.fields = {**seen.fields, b"b": b"anything"}
+    run.figures[1, 2] = figures_of([forged, run.answers[3]])
+    for forgers, kind in ((run.rules(), "forged"), (replace(run.rules(), forged=()), "malformed")):
+        found = judge(run.history(), record, forgers)
+        assert [(one.kind, one.ticket) for one in found.violations] == [(kind, 2)]
 
 
 def test_a_group_of_another_prompt_is_found() -> None:

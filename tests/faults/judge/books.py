@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from tests.faults.judge.history import TRAINED, Ended, History
-from tests.faults.judge.layout import Answered, Asked, UnreadableError, read_group, read_ticket
+from tests.faults.judge.layout import Answered, Asked, Fields, UnreadableError, read_group, read_header, read_ticket
 from tests.faults.judge.recorder import GROUPS, TICKETS, Record
 
 _DROPPED = "dropped/"  # and the reason
@@ -171,13 +171,12 @@ def _check_steps(history: History, record: Record, rules: Rules, asked: Iterable
     ids = _token_ids(asked, found)
     candidates: dict[int, dict[str, _Candidate]] = defaultdict(dict)
     for seen in record.of(GROUPS):
-        try:
-            group = read_group(seen.fields)
-        except UnreadableError:
-            continue
-        if not group.failed:
-            flaw = _flaw(group, history, rules, ids, is_forged=seen.name in rules.forged)
-            candidates[group.number][seen.name] = _Candidate(group, flaw)
+        found_group = _read(seen.fields)
+        if found_group is not None and not found_group[0].failed:
+            group, flaw = found_group
+            if seen.name in rules.forged:
+                flaw = "forged"
+            candidates[group.number][seen.name] = _Candidate(group, flaw or _flaw(group, history, rules, ids))
     by_step: dict[tuple[int, int], list[int]] = defaultdict(list)
     for ended in history.ended:
         if ended.outcome == TRAINED:
@@ -198,12 +197,20 @@ def _token_ids(asked: Iterable[Asked], found: _Findings) -> Mapping[str, tuple[i
     return ids
 
 
-def _flaw(
-    group: Answered, history: History, rules: Rules, ids: Mapping[str, tuple[int, ...]], *, is_forged: bool
-) -> str:
-    """Why no learner may train it."""
-    if is_forged:
-        return "forged"
+def _read(fields: Fields) -> tuple[Answered, str] | None:
+    """(the group, what is wrong with it); None where not even its header can be read, so that nobody can train it."""
+    try:
+        return read_group(fields), ""
+    except UnreadableError:
+        pass
+    try:
+        return read_header(fields), "malformed"
+    except UnreadableError:
+        return None
+
+
+def _flaw(group: Answered, history: History, rules: Rules, ids: Mapping[str, tuple[int, ...]]) -> str:
+    """Why no learner may train it, sound as it is in itself."""
     if group.run_uid != history.run_uid:
         return "other run"
     text = rules.prompts.text_of(group.number, history.retries)
@@ -265,7 +272,7 @@ def _choose(choices: Sequence[Sequence[_Candidate]], figures: Mapping[str, float
 def _figures_of(groups: Sequence[Answered]) -> dict[str, float]:
     """As `docs/wire.md` says that a step's record has them."""
     samples = sum(group.num_samples for group in groups)
-    prompts = sum(len(group.prompt_ids) * group.num_samples for group in groups)
+    prompts = sum(group.num_prompt_tokens * group.num_samples for group in groups)
     values = (
         samples,
         math.fsum(reward for group in groups for reward in group.rewards) / max(1, samples),

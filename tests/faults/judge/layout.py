@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import msgpack
@@ -45,7 +45,8 @@ class Answered:
     number: int
     run_uid: str
     failed: bool
-    prompt_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    prompt_ids: tuple[int, ...]  # empty where the header alone was read
     lengths: tuple[int, ...]  # of each sample, in tokens
     rewards: tuple[float, ...]  # likewise
     spans: tuple[Span, ...]  # of all samples
@@ -85,43 +86,51 @@ def read_ticket(fields: Fields) -> Asked:
     return asked
 
 
-def read_group(fields: Fields) -> Answered:
+def read_header(fields: Fields) -> Answered:
+    """Without the body, which may be anything."""
     header = _unpack(fields.get(b"h", b""))
     try:
-        lengths = tuple(map(_whole, header["sample_lengths"]))
-        rewards = tuple(map(float, header["sample_rewards"]))
-        failed = bool(header["error"])
-        prompt_ids, spans = ((), ()) if failed else _read_body(fields.get(b"b", b""), header, lengths, rewards)
         answered = Answered(
             number=_whole(header["ticket"]),
             run_uid=str(header["run_uid"]),
-            failed=failed,
-            prompt_ids=prompt_ids,
-            lengths=lengths,
-            rewards=rewards,
-            spans=spans,
+            failed=bool(header["error"]),
+            num_prompt_tokens=_whole(header["num_prompt_tokens"]),
+            prompt_ids=(),
+            lengths=tuple(map(_whole, header["sample_lengths"])),
+            rewards=tuple(map(float, header["sample_rewards"])),
+            spans=(),
             generate_s=float(header["generate_s"]),
         )
         purpose = header["purpose"]
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise UnreadableError(f"no group: {error!r}") from None
-    if purpose != "train" or len(lengths) != len(rewards) or not all(map(math.isfinite, rewards)):
+        raise UnreadableError(f"no header: {error!r}") from None
+    rewards = answered.rewards
+    if purpose != "train" or len(answered.lengths) != len(rewards) or not all(map(math.isfinite, rewards)):
         raise UnreadableError("a group of something else, or whose numbers do not agree")
     _must_agree(fields, answered.number, answered.run_uid)
     return answered
 
 
-def _read_body(
-    body: bytes, header: Mapping[str, Any], lengths: tuple[int, ...], rewards: tuple[float, ...]
-) -> tuple[tuple[int, ...], tuple[Span, ...]]:
+def read_group(fields: Fields) -> Answered:
+    answered = read_header(fields)
+    if answered.failed:
+        return answered
+    try:
+        prompt_ids, spans = _read_body(fields.get(b"b", b""), answered)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise UnreadableError(f"no body: {error!r}") from None
+    return replace(answered, prompt_ids=prompt_ids, spans=spans)
+
+
+def _read_body(body: bytes, header: Answered) -> tuple[tuple[int, ...], tuple[Span, ...]]:
     """(the prompt's tokens, the spans of all samples)"""
-    num_prompt, num_tokens = _whole(header["num_prompt_tokens"]), sum(lengths)
+    lengths, num_prompt, num_tokens = header.lengths, header.num_prompt_tokens, sum(header.lengths)
     ids = np.frombuffer(body, "<i4", num_prompt + num_tokens)
     logprobs = np.frombuffer(body, "<f4", num_tokens, offset=ids.nbytes)
     columns = _unpack(body[ids.nbytes + logprobs.nbytes :])
     numbers = np.frombuffer(columns["integers"], "<u8").tolist()
     totals = np.frombuffer(columns["fractions"], "<f8").tolist()[: len(lengths)]
-    if tuple(totals) != rewards:
+    if tuple(totals) != header.rewards:
         raise UnreadableError("header and body tell different rewards")
     if (ids < 0).any() or not np.isfinite(logprobs).all() or (logprobs > 1e-3).any():
         raise UnreadableError("token ids or log-probs that cannot be")
