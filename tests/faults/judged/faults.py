@@ -233,3 +233,4 @@ FAULTS: Mapping[str, Fault] = {
     **{f"replies to {road} lost": partial(replies_lost, road=road) for road in ("learner", "worker")},
 }
 ON_ROADS = tuple(name for name in FAULTS if name.startswith(("road of", "replies to")))
+NEED_WATCHDOG = ("rank stopped",)  # nobody else finds out

@@ -28,7 +28,7 @@ from tests.faults.judge.compare import disagreements
 from tests.faults.judge.history import read_history
 from tests.faults.judge.recorder import Recorder, look
 from tests.faults.judge.weights import Store, WeightsWatch, file_store, redis_store
-from tests.faults.judged.faults import FAULTS, ON_ROADS, Scene
+from tests.faults.judged.faults import FAULTS, NEED_WATCHDOG, ON_ROADS, Scene
 from tests.faults.judged.kinds import DTYPE, RUN, Kind
 from tests.faults.judged.light import LightTeam
 from tests.faults.judged.team import Team
@@ -115,7 +115,7 @@ def _conclude(ordeal: _Ordeal, watch: WeightsWatch, *, seed: int, stuck: str) ->
         endings=dict(team.endings),
         verdict=verdict,
         violations=(*verdict.violations, *looks.violations),
-        disagreements=disagreements(verdict, audit),
+        disagreements=() if stuck else disagreements(verdict, audit),  # of tickets that are open the audit knows more
         stuck=stuck,
     )
 
@@ -147,7 +147,8 @@ class _Ordeal:
         self.began = time.monotonic()
         # Of its own: what faults draw depends on what they find.
         self._order = random.Random(f"{seed} {scene.team.kind.name}")
-        left_out = {*without, *(ON_ROADS if scene.team.kind.tls else ())}
+        kind = scene.team.kind
+        left_out = {*without, *(ON_ROADS if kind.tls else ()), *(NEED_WATCHDOG if kind.light else ())}
         self._names = sorted(FAULTS.keys() - left_out)
 
     def suffer(self, seconds: float) -> str:
