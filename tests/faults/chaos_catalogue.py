@@ -44,6 +44,7 @@ SCENARIOS: Mapping[str, str] = {
     "T29": "judged: TLS and users of least rights, all faults",
     "T30": "judged: LoRA, all faults",
     "T31": "judged: two ranks, each version against its checkpoint",
+    "T32": "judged: stand-ins, one fault upon the other",
 }
 
 _NAMED = re.compile(r"(T\d+(?:, T\d+)*): ")

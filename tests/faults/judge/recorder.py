@@ -61,7 +61,7 @@ class Record:
     final: Final | None = None  # what lay there when all had come to rest; None: nobody has looked
 
     def of(self, kind: str) -> list[Seen]:
-        return [one for one in self.seen.values() if one.kind == kind]
+        return [one for one in list(self.seen.values()) if one.kind == kind]  # more may come meanwhile
 
     @property
     def newest_version(self) -> int:

@@ -176,7 +176,8 @@ def connections_broken(scene: Scene) -> Iterator[None]:
 @contextmanager
 def group_forged(scene: Scene, *, how: str) -> Iterator[None]:
     for _ in range(3):
-        scene.forged |= forge(scene.team.server, scene.recorder.record, scene.chance, how=how)
+        made = forge(scene.team.server, scene.recorder.record, scene.chance, how=how, before=scene.forged)
+        scene.forged |= made
     yield
 
 

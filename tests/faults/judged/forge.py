@@ -6,7 +6,7 @@ They are made of genuine ones that were seen, changed byte by byte: so each is w
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import msgpack
@@ -28,9 +28,9 @@ class _Scene:
     open_ticket: int  # that somebody waits for
 
 
-def forge(server: MortalRedis, record: Record, chance: random.Random, *, how: str) -> set[str]:
-    """One group; its name."""
-    genuine = record.of(GROUPS)
+def forge(server: MortalRedis, record: Record, chance: random.Random, *, how: str, before: Collection[str]) -> set[str]:
+    """One group; its name. `before`: those of others that were forged."""
+    genuine = [seen for seen in record.of(GROUPS) if seen.name not in before]
     with server.client() as client:
         waiting = [int(fields[b"n"]) for _, fields in client.xrange(KEYS.tickets("train"), count=50)]
         if not genuine or not waiting:

@@ -75,7 +75,8 @@ def run_judged(
         team = (LightTeam if kind.light else Team)(kind, folder, parts, seed=seed)
         recorder = Recorder(team.server.client, RUN, to=folder / "seen.msgpack")
         recorder.start()
-        watch = WeightsWatch(team.run_folder, recorder.record, lambda: _store(team), dtype=DTYPE)
+        client = parts.enter_context(team.server.client())
+        watch = WeightsWatch(team.run_folder, recorder.record, lambda: _store(team, client), dtype=DTYPE)
         if team.publishes_masters:
             watch.start()
             parts.callback(watch.stop)
@@ -94,6 +95,7 @@ def _conclude(ordeal: _Ordeal, watch: WeightsWatch, *, seed: int, stuck: str) ->
     scene, team = ordeal.scene, ordeal.scene.team
     if stuck:
         team.end_all()
+        team.server.revive()
     with team.server.client() as client:
         history = read_history(team.run_folder)
         record = scene.recorder.stop()
@@ -127,11 +129,11 @@ def _audit(team: Team) -> dict[str, Any]:
     return found
 
 
-def _store(team: Team) -> Store:
+def _store(team: Team, client: redis.Redis) -> Store:
     run_uid = json.loads((team.run_folder / "run.json").read_text())["run_uid"]
     if team.kind.files:
         return file_store(team.folder / "blobs", run_uid)
-    return redis_store(team.server.client(), RUN, run_uid)
+    return redis_store(client, RUN, run_uid)
 
 
 def _no_evidence(folder: str, names: list[str]) -> list[str]:

@@ -62,6 +62,12 @@ class MortalRedis:
     def start(self) -> None:
         self.process = self._start()
 
+    def revive(self) -> None:
+        """Whatever a fault that was broken off has left it in."""
+        if self.process.poll() is not None:
+            self.start()
+        self.process.send_signal(signal.SIGCONT)
+
     def sizes(self) -> dict[Path, int]:
         """Of what is being appended to."""
         files = [*self._folder.glob("appendonly.aof"), *self._folder.glob("appendonlydir/*.incr.aof")]
