@@ -46,7 +46,7 @@ docs: setup  ## the documentation as a site, in build/docs/site (`python -m http
 bench: setup  ## measure the stream, the codec and the weights (ARGS chooses; see bench/)
 	.venv/bin/python -m bench $(ARGS)
 
-chaos: setup  ## all that a run must survive, in one table (ARGS="full", "random --minutes 30", "quick --record")
+chaos: setup  ## all that a run must survive, in one table (ARGS="full", "random --minutes 30", "judge --minutes 60")
 	.venv/bin/python -m tests.faults.chaos $(ARGS)
 
 scale: setup  ## 1 to 2,000 simulated workers on a real Redis, and what that says of 10,000 GPUs (ARGS="--quick")

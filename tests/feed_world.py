@@ -36,9 +36,11 @@ class Clock:
         self.now += seconds
 
 
-def make_prompts(count: int, *, shuffle: bool = True) -> PromptSet:
+def make_prompts(count: int, *, shuffle: bool = True, own_tokens: bool = False) -> PromptSet:
+    """`own_tokens`: answers to each can be told from others."""
+    first = [i if own_tokens else 0 for i in range(count)]
     rows = [
-        Prompt(line=i + 1, text=f"prompt {i}", token_ids=np.arange(3, dtype=np.int32), fields={"answer": i})
+        Prompt(line=i + 1, text=f"prompt {i}", token_ids=np.arange(3, dtype=np.int32) + first[i], fields={"answer": i})
         for i in range(count)
     ]
     return PromptSet(rows, seed=1, shuffle=shuffle)

@@ -19,10 +19,11 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from streamrl.config.load import as_overrides
 from streamrl.config.schema import Config
 from streamrl.demos.quickstart import END, FALLING, RISING, warm_up, write_base_model
 from streamrl.demos.report import Showcase
-from streamrl.demos.run import as_overrides, run_all, write_rows
+from streamrl.demos.run import run_all, write_rows
 
 LOWEST, HIGHEST = 1, 50
 NUM_GUESSES = 7

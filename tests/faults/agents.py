@@ -17,15 +17,15 @@ def ranks(agent: subprocess.Popen[str], *, number: int) -> list[int]:
     """The processes that the agent has started, in the order of ranks, once all of them are there."""
 
     def all_there() -> list[int]:
-        found = named_ranks(agent)
+        found = named_ranks(agent.pid)
         return [found[rank] for rank in sorted(found)] if len(found) == number else []
 
     return wait_until(all_there, description=f"{number} ranks", timeout_s=PATIENCE_S)
 
 
-def named_ranks(agent: subprocess.Popen[str]) -> dict[int, int]:
+def named_ranks(agent: int) -> dict[int, int]:
     """Process by rank, of those that have joined already."""
-    words = {pid: _name(pid).partition("rank-")[2] for pid in descendants(agent.pid)}
+    words = {pid: _name(pid).partition("rank-")[2] for pid in descendants(agent)}
     return {int(word): pid for pid, word in words.items() if word.isdecimal()}
 
 

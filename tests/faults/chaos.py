@@ -26,6 +26,9 @@ from bench.resume import Done, commit_of
 from streamrl.files import scratch_folder
 from tests.faults.chaos_catalogue import find_modules
 from tests.faults.chaos_table import FAILED, Line, ModuleResult, line_of, render
+from tests.faults.judged.faults import FAULTS
+from tests.faults.judged.kinds import KINDS
+from tests.faults.judged.outcome import sit
 from tests.faults.random_faults import Outcome, run_at_random
 from tests.faults.report import VARIABLE
 
@@ -39,21 +42,38 @@ _HELP = """Run what a run must survive, and print what came of it.
   full     the long ones too: about an hour
   all      and those that need root
   random   everything at random for --minutes, from --seed
+  judge    real processes, under a judge that shares no code with streamrl; runs of each --kind by turns
 """
 
 
 @click.command(help=_HELP, context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("what", type=click.Choice([*_SETS, "random"]), default="quick")
+@click.argument("what", type=click.Choice([*_SETS, "random", "judge"]), default="quick")
 @click.option("--minutes", default=30.0, show_default=True, help="How long, at random.")
 @click.option("--seed", type=int, help="Of the order, at random; printed, so that it can be had again.")
+@click.option("--kind", "kinds", type=click.Choice([*KINDS]), multiple=True, help="Judge these alone; else all.")
+@click.option("--without", type=click.Choice([*FAULTS]), multiple=True, metavar="FAULT", help="Judge without this one.")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON instead of a table.")
 @click.option("--fresh", is_flag=True, help="Run again what an interrupted set had finished.")
 @click.option("--record", "to_record", is_flag=True, help="Add a dated section to bench/RESULTS.md.")
-def main(what: str, minutes: float, seed: int | None, as_json: bool, fresh: bool, to_record: bool) -> None:
+def main(
+    what: str,
+    minutes: float,
+    seed: int | None,
+    kinds: tuple[str, ...],
+    without: tuple[str, ...],
+    as_json: bool,
+    fresh: bool,
+    to_record: bool,
+) -> None:
     say = Say("chaos")
     machine = describe_machine()
-    if what == "random":
-        chosen = int(time.time()) if seed is None else seed
+    chosen = int(time.time()) if seed is None else seed
+    if what == "judge":
+        sitting = sit(kinds=kinds or [*KINDS], seconds=60 * minutes, seed=chosen, without=without, say=say)
+        command, shown = f"judge --minutes {minutes:g} --seed {chosen}", sitting.render()
+        found = {"set": what, "seed": chosen, "machine": asdict(machine), **sitting.to_json()}
+        is_ok = sitting.ok
+    elif what == "random":
         outcome = _random(minutes, chosen, say)
         command, shown = f"random --minutes {minutes:g} --seed {chosen}", outcome.render()
         found = {"set": what, "machine": asdict(machine), **outcome.to_json()}

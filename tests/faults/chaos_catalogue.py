@@ -38,6 +38,13 @@ SCENARIOS: Mapping[str, str] = {
     "T23": "each command under each Redis role",
     "T24": "kill -9 or zombie at every crash point",
     "T25": "everything at random",
+    "T26": "Redis put back to an older copy, then to a newer one",
+    "T27": "copies of several branches put back in any order",
+    "T28": "judged: weights through a folder, all faults",
+    "T29": "judged: TLS and users of least rights, all faults",
+    "T30": "judged: LoRA, all faults",
+    "T31": "judged: two ranks, each version against its checkpoint",
+    "T32": "judged: stand-ins, one fault upon the other",
 }
 
 _NAMED = re.compile(r"(T\d+(?:, T\d+)*): ")

@@ -119,6 +119,10 @@ class FaultWorld:
         place = self._place_at(url)
         return self._start("worker", _Worker(replace(place, pace_s=pace_s or place.pace_s), name, habits), crash_at)
 
+    def parts(self, kind: str) -> list[Part]:
+        """All learners, or all workers, that were started, in their order."""
+        return [part for part in self._parts if part.name.startswith(f"{kind}-")]
+
     def held_by(self, client: redis.Redis, worker: str) -> set[bytes]:
         """The tickets that the server counts as this worker's; none before the run is there."""
         if not client.exists(self.keys.tickets("train")):

@@ -11,7 +11,7 @@ from streamrl.config import schema
 from tests.feed_world import make_config
 
 GROUPS_PER_STEP = 3
-FAILING_TICKET = 4  # its samples fail, however often it is tried
+FAILING_TICKET = 4  # its samples fail, however often it is tried, but with a worker of other habits
 _DEADLINE_S = 60  # no stand-in lives longer
 
 
@@ -29,6 +29,7 @@ class Place:
     commit_every: int = 2  # steps
     reply_timeout_s: float = 5.0  # of Redis
     idle_timeout_s: float = 600.0  # a learner ends that gets no group for so long
+    failing_every: int | None = None  # so many tickets one more fails, from the failing one on
     deadly_ticket: int | None = None  # its group kills the learner that trains it
     lag: Mapping[str, Any] = field(default_factory=dict)  # of the configuration; else one step
     deadline_s: int = _DEADLINE_S

@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -25,9 +26,10 @@ from streamrl.learner.checkpoints.checkpoint import CheckpointRoot, describe
 from streamrl.learner.checkpoints.terms import CheckpointName
 from streamrl.learner.conductor import Conductor
 from streamrl.learner.groups.feed import Feed
-from streamrl.learner.groups.plan import GroupCheck, Kind, Plan
+from streamrl.learner.groups.plan import GroupCheck, Kind, Plan, fetch_groups
 from streamrl.learner.groups.prompts import PromptSet
 from streamrl.learner.groups.quarantine import Quarantine
+from streamrl.learner.metrics.keepsakes import append_line
 from streamrl.learner.metrics.record import Timers
 from streamrl.learner.process.lease import LeaseKeeper
 from streamrl.learner.start import Admitted, Server, admit, take_lease
@@ -39,6 +41,7 @@ from streamrl.protocol.weights.format import blob_name, digest_of
 from streamrl.protocol.weights.redis_store import RedisStore
 from streamrl.protocol.weights.retention import collectable
 from streamrl.protocol.weights.stores import BlobStore, open_store
+from streamrl.protocol.wire.group import GroupHeader
 from streamrl.telemetry.progress import Progress
 from streamrl.versions import make_version, show
 from tests.faults.place import Place
@@ -46,6 +49,7 @@ from tests.feed_world import MODEL, keep, make_prompts
 
 STEP = "step "  # begins a line of its output for each that it makes
 _VERSION = "version "
+_VOCABULARY = 1 << 20
 _CHUNK_BYTES = 64  # so that a version has several
 _NUM_KEPT = 2  # versions
 
@@ -91,7 +95,7 @@ def open_store_of(config: schema.Config, client: redis.Redis, keys: Keys) -> Blo
 
 def learn(place: Place, *, holder: str, takeover: bool) -> None:
     """The whole life; Fenced when another learner is there."""
-    config, prompts = place.config(), make_prompts(place.num_prompts)
+    config, prompts = place.config(), make_prompts(place.num_prompts, own_tokens=True)
     with connect(place.url, config.redis) as client:
         keys = Keys(config.name)
         server = Server(client=client, keys=keys, holder=holder, began=time.monotonic())
@@ -115,7 +119,7 @@ class _Loop:
         self, place: Place, admitted: Admitted, keeper: LeaseKeeper, prompts: PromptSet, store: BlobStore
     ) -> None:
         config = place.config()
-        self._deadly_ticket = place.deadly_ticket
+        self._deadly_ticket, self._stream = place.deadly_ticket, admitted.stream
         start, state = admitted.start, admitted.checkpoint.state.stream if admitted.checkpoint else None
         self._config, self._start, self._checkpoints = config, start, CheckpointRoot(config.folder)
         self._step = start.step
@@ -157,12 +161,31 @@ class _Loop:
     def _train_on(self, plan: Plan) -> None:
         if self._deadly_ticket in [entry.ticket for entry in plan.entries]:
             os.kill(os.getpid(), signal.SIGKILL)
-        self._conductor.settle(plan, [GroupCheck.SOUND] * len(plan.entries), trained=True)
+        fetched = fetch_groups(self._stream, plan, rank=0, vocabulary=_VOCABULARY)
+        self._conductor.settle(plan, [GroupCheck(int(one)) for one in fetched.verdicts], trained=bool(fetched.groups))
+        if not fetched.groups:
+            return
         self._step += 1
+        self._record([group.header for group in fetched.groups])
         print(f"{STEP}{self._step}")
         self._publish()
         if self._step % self._config.checkpoint.every_steps == 0:
             self._commit()
+
+    def _record(self, trained: Sequence[GroupHeader]) -> None:
+        """By which a judge can tell what was trained; the real record has more."""
+        samples = sum(len(header.sample_lengths) for header in trained)
+        prompts = sum(header.num_prompt_tokens * len(header.sample_lengths) for header in trained)
+        row = {
+            "step": self._step,
+            "term": self._start.term,
+            "train_rollouts/rollout_size": samples,
+            "train_rollouts/rewards": sum(sum(header.sample_rewards) for header in trained) / samples,
+            "train_rollouts/response_lengths": sum(sum(header.sample_lengths) for header in trained) / samples,
+            "train_rollouts/prompt_lengths": prompts / samples,
+            "timers/generate": sum(header.generate_s for header in trained) / len(trained),
+        }
+        append_line(self._config.folder / "metrics.jsonl", row)
 
     def _publish(self) -> None:
         """As the publisher does: what the store refuses is tried again with the next step's weights."""

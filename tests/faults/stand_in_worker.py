@@ -43,10 +43,11 @@ _DULL_EVERY = 5  # prompts: their samples get equal rewards, so that the learner
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Habits:
-    """What a worker does that none should."""
+    """What a worker does that none should; or who it is that fails no ticket."""
 
     keeps_first_version: bool = False  # for good, and takes tickets that ask for younger ones all the same
     fingerprint: str = MODEL  # what it says of its model and tokenizer
+    fails: bool = True  # the tickets that are made to
 
 
 SOUND = Habits()
@@ -93,7 +94,7 @@ async def work(place: Place, *, name: str, habits: Habits = SOUND) -> None:
                 config=config,
                 progress=Progress(part=f"worker/{name}", role="worker"),
             )
-            await rollout.run(_PacedEngine(place.pace_s), stop)
+            await rollout.run(_PacedEngine(place, fails=habits.fails), stop)
             operator.cancel()
             await stream.leave()
 
@@ -125,19 +126,20 @@ class _Judge:
 
 
 class _PacedEngine(EngineDouble):
-    """Takes its time, and refuses the samples of one ticket."""
+    """Takes its time, and refuses the samples of some tickets."""
 
-    def __init__(self, pace_s: float) -> None:
-        super().__init__(trouble=_refuse)
-        self._pace_s = pace_s
+    def __init__(self, place: Place, *, fails: bool) -> None:
+        super().__init__(trouble=partial(_refuse, place) if fails else lambda request: None)
+        self._pace_s = place.pace_s
 
     async def generate(self, request: SampleRequest) -> Generated:
         await asyncio.sleep(self._pace_s * random.uniform(0.5, 1.5))
         return await super().generate(request)
 
 
-def _refuse(request: SampleRequest) -> SampleError | None:
-    failing = request.request_id.startswith(f"train-{FAILING_TICKET}-")
+def _refuse(place: Place, request: SampleRequest) -> SampleError | None:
+    further = int(request.request_id.split("-")[1]) - FAILING_TICKET
+    failing = further == 0 or (place.failing_every and further > 0 and further % place.failing_every == 0)
     return SampleError("made to fail") if failing else None
 
 

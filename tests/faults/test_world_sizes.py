@@ -79,7 +79,7 @@ def await_ranks(config: schema.Config, agents: list[subprocess.Popen[str]]) -> N
 
     def all_there() -> bool:
         assert all(agent.poll() is None for agent in agents), f"a machine has left\n{output(config)[-3000:]}"
-        return sorted(rank for agent in agents for rank in named_ranks(agent)) == list(range(len(agents)))
+        return sorted(rank for agent in agents for rank in named_ranks(agent.pid)) == list(range(len(agents)))
 
     wait_until(all_there, description=f"a world of {len(agents)}", timeout_s=PATIENCE_S)
 

@@ -178,7 +178,7 @@ def test_of_two_learners_too_many_one_ends_by_itself_and_a_stop_ends_the_standby
         assert not (config.folder / "error.json").exists(), "the run is well"
         both = [("standby", "lease")] * 3
         wait_until(lambda: shown() == both, description="the ranks that stand by are shown", timeout_s=PATIENCE_S)
-        wait_until(lambda: len(named_ranks(leaver)) == 2, description="its ranks are there", timeout_s=PATIENCE_S)
+        wait_until(lambda: len(named_ranks(leaver.pid)) == 2, description="its ranks are there", timeout_s=PATIENCE_S)
         leaver.send_signal(signal.SIGTERM)
         assert leaver.wait(PATIENCE_S) == 0, output(config)
         assert order("stop", config, url) == 0

@@ -1,0 +1,19 @@
+"""The verdict beside the product's own: what `streamrl audit --json` says of the same run must be the same. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tests.faults.judge.books import Verdict
+
+_ALIKE = ("issued", "trained", "dropped", "dead", "outstanding")
+_WRONG = ("lost", "twice", "contradictory")
+
+
+def disagreements(verdict: Verdict, audit: Mapping[str, Any]) -> list[str]:
+    """What the two say differently."""
+    told = [(name, getattr(verdict, name), audit[name]) for name in _ALIKE]
+    told += [(name, verdict.count(name), audit[name]) for name in _WRONG]
+    told.append(("clean", not sum(map(verdict.count, _WRONG)), bool(audit["clean"])))
+    return [f"{name}: the judge {mine!r}, the audit {its!r}" for name, mine, its in told if mine != its]

@@ -1,0 +1,167 @@
+"""Entries of the streams, read as docs/wire.md says: a ticket's, and a group's. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import msgpack
+import numpy as np
+
+Fields = Mapping[bytes, bytes]
+
+
+class UnreadableError(ValueError):
+    """Not what an entry of a stream is to be; whoever may write there may write anything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A ticket, as it lay in its stream."""
+
+    number: int
+    run_uid: str
+    prompt: str
+    token_ids: tuple[int, ...]
+    num_samples: int
+    retry_of: int | None
+
+
+class Span(NamedTuple):
+    """Some tokens of a sample."""
+
+    version: int
+    step: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """A group, as it lay in its stream."""
+
+    number: int
+    run_uid: str
+    failed: bool
+    num_prompt_tokens: int
+    prompt_ids: tuple[int, ...]  # empty where the header alone was read
+    lengths: tuple[int, ...]  # of each sample, in tokens
+    rewards: tuple[float, ...]  # likewise
+    spans: tuple[Span, ...]  # of all samples
+    generate_s: float
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.lengths)
+
+
+def name_of(fields: Fields) -> str:
+    """The same for the same fields alone."""
+    digest = hashlib.sha256()
+    for name, value in sorted(fields.items()):
+        digest.update(b"%d %d " % (len(name), len(value)) + name + value)
+    return digest.hexdigest()
+
+
+def read_ticket(fields: Fields) -> Asked:
+    found = _unpack(fields.get(b"b", b""))
+    try:
+        ids = np.frombuffer(found["token_ids"], "<i4")
+        asked = Asked(
+            number=_whole(found["number"]),
+            run_uid=str(found["run_uid"]),
+            prompt=str(found["prompt"]),
+            token_ids=tuple(ids.tolist()),
+            num_samples=_whole(found["num_samples"]),
+            retry_of=None if found["retry_of"] < 0 else _whole(found["retry_of"]),
+        )
+        says = (found["purpose"], len(ids))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnreadableError(f"no ticket: {error!r}") from None
+    if says != ("train", found.get("num_prompt_tokens")):
+        raise UnreadableError(f"a ticket says {says} of itself")
+    _must_agree(fields, asked.number, asked.run_uid)
+    return asked
+
+
+def read_header(fields: Fields) -> Answered:
+    """Without the body, which may be anything."""
+    header = _unpack(fields.get(b"h", b""))
+    try:
+        answered = Answered(
+            number=_whole(header["ticket"]),
+            run_uid=str(header["run_uid"]),
+            failed=bool(header["error"]),
+            num_prompt_tokens=_whole(header["num_prompt_tokens"]),
+            prompt_ids=(),
+            lengths=tuple(map(_whole, header["sample_lengths"])),
+            rewards=tuple(map(float, header["sample_rewards"])),
+            spans=(),
+            generate_s=float(header["generate_s"]),
+        )
+        purpose = header["purpose"]
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise UnreadableError(f"no header: {error!r}") from None
+    rewards = answered.rewards
+    if purpose != "train" or len(answered.lengths) != len(rewards) or not all(map(math.isfinite, rewards)):
+        raise UnreadableError("a group of something else, or whose numbers do not agree")
+    _must_agree(fields, answered.number, answered.run_uid)
+    return answered
+
+
+def read_group(fields: Fields) -> Answered:
+    answered = read_header(fields)
+    if answered.failed:
+        return answered
+    try:
+        prompt_ids, spans = _read_body(fields.get(b"b", b""), answered)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise UnreadableError(f"no body: {error!r}") from None
+    return replace(answered, prompt_ids=prompt_ids, spans=spans)
+
+
+def _read_body(body: bytes, header: Answered) -> tuple[tuple[int, ...], tuple[Span, ...]]:
+    """(the prompt's tokens, the spans of all samples)"""
+    lengths, num_prompt, num_tokens = header.lengths, header.num_prompt_tokens, sum(header.lengths)
+    ids = np.frombuffer(body, "<i4", num_prompt + num_tokens)
+    logprobs = np.frombuffer(body, "<f4", num_tokens, offset=ids.nbytes)
+    columns = _unpack(body[ids.nbytes + logprobs.nbytes :])
+    numbers = np.frombuffer(columns["integers"], "<u8").tolist()
+    totals = np.frombuffer(columns["fractions"], "<f8").tolist()[: len(lengths)]
+    if tuple(totals) != header.rewards:
+        raise UnreadableError("header and body tell different rewards")
+    if (ids < 0).any() or not np.isfinite(logprobs).all() or (logprobs > 1e-3).any():
+        raise UnreadableError("token ids or log-probs that cannot be")
+    num_runs, num_spans = sum(numbers[: len(lengths)]), sum(numbers[len(lengths) : 2 * len(lengths)])
+    begin = 2 * len(lengths) + num_runs
+    if len(numbers) != begin + 4 * num_spans:
+        raise UnreadableError("mask runs and spans are not as many as it says")
+    versions, steps, starts, ends = (numbers[begin + at * num_spans :][:num_spans] for at in range(4))
+    spans = tuple(Span(v, s, end - start) for v, s, start, end in zip(versions, steps, starts, ends, strict=True))
+    if sum(span.num_tokens for span in spans) > num_tokens:  # fewer, where an environment gave some
+        raise UnreadableError("spans cover more than the tokens")
+    return tuple(ids[:num_prompt].tolist()), spans
+
+
+def _must_agree(fields: Fields, number: int, run_uid: str) -> None:
+    if (fields.get(b"n"), fields.get(b"u")) != (str(number).encode(), run_uid.encode()):
+        raise UnreadableError("the entry does not say of itself what its message says")
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise TypeError(f"{value!r:.40} is no count")
+    return value
+
+
+def _unpack(data: bytes) -> dict[str, Any]:
+    limits = {"max_array_len": 4096, "max_map_len": 64, "max_ext_len": 0}
+    try:
+        found = msgpack.unpackb(data, raw=False, strict_map_key=True, **limits)
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise UnreadableError(f"no message: {type(error).__name__}") from None
+    if not isinstance(found, dict):
+        raise UnreadableError("no map")
+    return found

@@ -1,0 +1,237 @@
+"""What befalls a run that is judged: each begins, lasts as long as its context, and ends."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+from streamrl.protocol.transport.operator import read_letters, request_retries
+from tests.faults.agents import descendants
+from tests.faults.judge.recorder import Recorder
+from tests.faults.judged.forge import FORGERIES, forge
+from tests.faults.judged.team import KEYS, Team
+
+_MOST_COPIES = 6
+_A_WHILE_S = (1.0, 4.0)  # in which a run works under an older copy
+
+
+class Scene:
+    """A run, who looks at it, and what is kept for later harm."""
+
+    def __init__(self, team: Team, recorder: Recorder, chance: random.Random) -> None:
+        self.team, self.recorder, self.chance = team, recorder, chance
+        self.forged: set[str] = set()  # names of entries
+        self.copies: list[Path] = []  # of Redis, the oldest first
+        self._moment = threading.Event()  # never set: to wait for a time
+
+    def keep_copy(self) -> None:
+        self.copies = [*self.copies[-_MOST_COPIES:], self.team.server.copy()]
+
+    def wait(self, seconds: float) -> None:
+        self._moment.wait(seconds)
+
+    def put_back(self, copy: Path, *, why: str) -> None:
+        self.recorder.note(why)
+        self.team.server.put_back(copy)
+
+
+Fault = Callable[[Scene], AbstractContextManager[None]]
+
+
+@contextmanager
+def rank_hit(scene: Scene, *, by: signal.Signals) -> Iterator[None]:
+    """Where it was stopped, those beside it find that out and all are replaced."""
+    if ranks := scene.team.ranks():
+        _send(scene.chance.choice(ranks), by)
+    yield
+
+
+@contextmanager
+def agent_hit(scene: Scene, *, by: signal.Signals) -> Iterator[None]:
+    _send(scene.team.learner.pid, by)
+    yield
+
+
+@contextmanager
+def tree_asleep(scene: Scene) -> Iterator[None]:
+    """The whole learner, for a moment shorter than its lease or longer."""
+    tree = descendants(scene.team.learner.pid)
+    for pid in tree:
+        _send(pid, signal.SIGSTOP)
+    yield
+    scene.wait(scene.chance.uniform(0.0, 4.0))
+    for pid in tree:
+        _send(pid, signal.SIGCONT)
+
+
+@contextmanager
+def worker_hit(scene: Scene, *, by: signal.Signals) -> Iterator[None]:
+    _send(scene.chance.choice(scene.team.workers).pid, by)
+    yield
+
+
+@contextmanager
+def worker_asleep(scene: Scene) -> Iterator[None]:
+    pid = scene.chance.choice(scene.team.workers).pid
+    _send(pid, signal.SIGSTOP)
+    yield
+    scene.wait(scene.chance.uniform(0.0, 6.0))  # past its leases, now and then
+    _send(pid, signal.SIGCONT)
+
+
+@contextmanager
+def redis_killed(scene: Scene) -> Iterator[None]:
+    scene.recorder.note("killed")
+    scene.team.server.kill()
+    yield
+    scene.team.server.start()
+
+
+@contextmanager
+def redis_loses_a_second(scene: Scene) -> Iterator[None]:
+    server = scene.team.server
+    sizes = server.sizes()
+    scene.wait(1.0)
+    scene.recorder.note("killed, and a second lost")
+    server.kill()
+    server.cut(sizes)
+    yield
+    server.start()
+
+
+@contextmanager
+def redis_emptied(scene: Scene) -> Iterator[None]:
+    scene.recorder.note("emptied")
+    with scene.team.server.client() as client:
+        client.flushall()
+    yield
+
+
+@contextmanager
+def redis_put_back(scene: Scene) -> Iterator[None]:
+    scene.put_back(scene.chance.choice(scene.copies), why="older copy")
+    yield
+
+
+@contextmanager
+def redis_put_back_and_forth(scene: Scene) -> Iterator[None]:
+    """To an older copy, and then to what was before it: two branches meet."""
+    older = scene.chance.choice(scene.copies)
+    newer = scene.team.server.copy()
+    scene.put_back(older, why="older copy")
+    yield
+    scene.wait(scene.chance.uniform(*_A_WHILE_S))
+    scene.put_back(newer, why="newer copy")
+
+
+@contextmanager
+def redis_and_learner_put_back_and_forth(scene: Scene) -> Iterator[None]:
+    """And what the learner had in memory goes with each branch."""
+    older = scene.chance.choice(scene.copies)
+    newer = scene.team.server.copy()
+    scene.team.learner.kill()
+    scene.put_back(older, why="older copy, learner dead")
+    scene.team.learner.wait()
+    scene.team.tend()
+    yield
+    scene.wait(scene.chance.uniform(*_A_WHILE_S) + 8.0)
+    scene.put_back(newer, why="newer copy")
+
+
+@contextmanager
+def redis_asleep(scene: Scene) -> Iterator[None]:
+    with scene.team.server.asleep():
+        yield
+        scene.wait(scene.chance.uniform(0.0, 4.0))  # beyond what a reply may take, now and then
+
+
+@contextmanager
+def road_blocked(scene: Scene, *, road: str) -> Iterator[None]:
+    with scene.team.roads[road].blackhole():
+        yield
+        scene.wait(scene.chance.uniform(0.0, 4.0))
+
+
+@contextmanager
+def replies_lost(scene: Scene, *, road: str) -> Iterator[None]:
+    scene.team.roads[road].loss = scene.chance.uniform(0.02, 0.2)
+    yield
+    scene.wait(1.0)
+    scene.team.roads[road].loss = 0.0
+
+
+@contextmanager
+def connections_broken(scene: Scene) -> Iterator[None]:
+    with scene.team.server.client() as client:
+        client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+    yield
+
+
+@contextmanager
+def group_forged(scene: Scene, *, how: str) -> Iterator[None]:
+    for _ in range(3):
+        made = forge(scene.team.server, scene.recorder.record, scene.chance, how=how, before=scene.forged)
+        scene.forged |= made
+    yield
+
+
+@contextmanager
+def stopped_by_the_operator(scene: Scene) -> Iterator[None]:
+    """And started again, as whoever told it to stop does."""
+    scene.team.say("stop")
+    yield
+
+
+@contextmanager
+def paused(scene: Scene) -> Iterator[None]:
+    scene.team.say("pause")
+    yield
+    scene.team.say("run")
+
+
+@contextmanager
+def dead_repeated(scene: Scene) -> Iterator[None]:
+    with scene.team.server.client() as client:
+        letters = [letter for letter in read_letters(client, KEYS) if not letter.retry_requested]
+        request_retries(client, KEYS, letters, by="the judge")
+    yield
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+FAULTS: Mapping[str, Fault] = {
+    "rank killed": partial(rank_hit, by=signal.SIGKILL),
+    "rank stopped": partial(rank_hit, by=signal.SIGSTOP),
+    "rank told to end": partial(rank_hit, by=signal.SIGTERM),
+    "agent killed": partial(agent_hit, by=signal.SIGKILL),
+    "agent told to end": partial(agent_hit, by=signal.SIGTERM),
+    "learner asleep": tree_asleep,
+    "worker killed": partial(worker_hit, by=signal.SIGKILL),
+    "worker told to end": partial(worker_hit, by=signal.SIGTERM),
+    "worker asleep": worker_asleep,
+    "Redis killed": redis_killed,
+    "Redis loses a second": redis_loses_a_second,
+    "Redis emptied": redis_emptied,
+    "Redis put back": redis_put_back,
+    "Redis put back and forth": redis_put_back_and_forth,
+    "Redis and learner put back and forth": redis_and_learner_put_back_and_forth,
+    "Redis asleep": redis_asleep,
+    "connections broken": connections_broken,
+    "stopped by the operator": stopped_by_the_operator,
+    "paused": paused,
+    "dead letters repeated": dead_repeated,
+    **{f"forged: {how}": partial(group_forged, how=how) for how in FORGERIES},
+    **{f"road of {road} blocked": partial(road_blocked, road=road) for road in ("learner", "worker")},
+    **{f"replies to {road} lost": partial(replies_lost, road=road) for road in ("learner", "worker")},
+}
+ON_ROADS = tuple(name for name in FAULTS if name.startswith(("road of", "replies to")))
+NEED_WATCHDOG = ("rank stopped",)  # nobody else finds out
