@@ -28,11 +28,12 @@ from streamrl.errors import Ended, Refused, Replaced, RunGone, StreamrlError, Tr
 from streamrl.learner.assemble import learn
 from streamrl.learner.checkpoints.resume import check_resume
 from streamrl.learner.process.guardian import guarded
-from streamrl.learner.process.job import EXIT_TOLD, tell
+from streamrl.learner.process.job import EXIT_TOLD, have_nothing_to_finish, tell
 from streamrl.learner.process.ranks import die_with_parent, join_world, show_rank
 from streamrl.learner.rank_context import stall_limit_s
 from streamrl.learner.replay import replay
 from streamrl.learner.start import was_restarted
+from streamrl.protocol.transport.types import RunState
 from streamrl.telemetry.logs import configure_logging
 
 _STOPPED_LIMIT_S = 10.0  # of a rank that was stopped from outside; longer than any look at a process takes
@@ -47,13 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     log_file = options.log_file and Path(str(options.log_file).replace("{rank}", rank))
     configure_logging(f"learner/{rank}", log_file)
     under_agent = "TORCHELASTIC_RUN_ID" in os.environ
+    stop = threading.Event()
     if under_agent:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until it has joined the others it has nothing to finish
         die_with_parent(parent)
         show_rank(rank)
     try:
         with guarded(limit_s=_STOPPED_LIMIT_S) if under_agent else nullcontext():
-            was_told = _run(options, under_agent=under_agent)
+            state = _run(options, stop, under_agent=under_agent)
     except StreamrlError as error:
         is_told = isinstance(error, UserError | TrainingError | RunGone)
         comes_back = isinstance(error, Replaced) and options.standby
@@ -67,6 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             tell(error.exit_code, os.environ)
             os.kill(_agent(parent), signal.SIGTERM)  # or it would try again, max-restarts times
         return error.exit_code
+    was_told = stop.is_set() or state == "running"  # this rank, or another one
+    if under_agent and not was_told:
+        have_nothing_to_finish()
+        was_told = stop.is_set()  # since we looked
     return EXIT_TOLD if under_agent and was_told else 0
 
 
@@ -76,14 +82,13 @@ def _agent(parent: int) -> int:
     return parent if above is None or above.pid is None else above.pid
 
 
-def _run(options: argparse.Namespace, *, under_agent: bool) -> bool:
-    """Whether a signal has ended it, to this rank or to another one."""
+def _run(options: argparse.Namespace, stop: threading.Event, *, under_agent: bool) -> RunState:
+    """The state in which it leaves the run; `stop` is set by a signal to this rank."""
     config = load_config(options.config).config
     if not under_agent:  # else whoever started the agent has asked
         check_resume(config)
     if config.learner.threads:
         torch.set_num_threads(config.learner.threads)
-    stop = threading.Event()
     with join_world(os.environ, timeout_s=stall_limit_s(config), gpu_memory=options.gpu_memory) as world:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
@@ -102,7 +107,7 @@ def _run(options: argparse.Namespace, *, under_agent: bool) -> bool:
                 environment=os.environ,
             )
         log.info("learner ends", state=state)
-    return stop.is_set() or state == "running"
+    return state
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

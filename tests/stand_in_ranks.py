@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
-from streamrl.learner.process.job import EXIT_TOLD
+from streamrl.learner.process.job import EXIT_TOLD, have_nothing_to_finish
 
 FOLDER, HOLD_AT = "STAND_IN_FOLDER", "STAND_IN_HOLD_AT"
-OF_A_RANK = ("joining", "step", "save", "publish", "drain")  # in this order
+OF_A_RANK = ("joining", "step", "save", "publish", "drain", "done")  # in this order
 OF_TORCHRUN = ("rendezvous", "first failure", "restart", "end")
 _HOLD_S = 60.0
 _STEP_S = 0.1
@@ -47,12 +47,17 @@ def rank(*, restarts: int) -> int:
     pass_by("joining")
     told = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: told.set())
-    for moment in OF_A_RANK[1:]:
+    for moment in OF_A_RANK[1:-1]:
         if not told.is_set():
             pass_by(moment, told=told)
     time.sleep(_STEP_S)  # the step that is under way
+    if not told.is_set():
+        have_nothing_to_finish()
     note("finished")
-    return EXIT_TOLD if told.is_set() else 0
+    if told.is_set():
+        return EXIT_TOLD
+    pass_by("done")  # torchrun has a rank wait here until it has heard of all
+    return 0
 
 
 def torchrun(_words: Sequence[str]) -> None:

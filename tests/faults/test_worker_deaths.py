@@ -42,7 +42,7 @@ def test_tickets_of_workers_that_die_or_sleep_in_mid_group_go_to_others(
 ) -> None:
     learner = world.start_learner()
     workers: dict[str, Part] = {f"w{n}": world.start_worker(name=f"w{n}") for n in range(_NUM_WORKERS)}
-    asleep: list[Part] = []
+    asleep: dict[str, Part] = {}
     longest_s = 0.0
     choose = random.Random(1)
     for n in range(count):
@@ -52,17 +52,20 @@ def test_tickets_of_workers_that_die_or_sleep_in_mid_group_go_to_others(
         number = signal.SIGKILL if n % 2 else signal.SIGSTOP
         victim.send(number)
         if number is signal.SIGSTOP:
-            asleep.append(victim)
+            asleep[name] = victim
         longest_s = max(longest_s, reclaimed_after_s(client, world, name))
         replacement = f"w{_NUM_WORKERS + n}"
         workers[replacement] = world.start_worker(name=replacement)
-    for sleeper in asleep:
+    for sleeper in asleep.values():
         sleeper.send(signal.SIGCONT)
-    # By the refusal of a group that comes too late, or before that by the next renewal.
-    wait_until(
-        lambda: all("group_came_late" in part.output or "lease_lost" in part.output for part in asleep),
-        description="who slept finds that its tickets are others'",
-    )
+
+    def goes_on(name: str) -> bool:
+        """It finds that its tickets are others': by the refusal of a group that comes too late, or before that by the
+        next renewal. Or it has slept through the very answer that gave it the tickets, and takes others."""
+        said = asleep[name].output
+        return "group_came_late" in said or "lease_lost" in said or bool(world.held_by(client, name))
+
+    wait_until(lambda: all(map(goes_on, asleep)), description="who slept goes on, and without the tickets that it had")
 
     set_control(client, world.keys, "drain", by="the test")
     learner.ends_with(0)
