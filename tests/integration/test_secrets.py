@@ -3,6 +3,7 @@ store or are called by is searched for them."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from tests.worker_processes import descendants
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "marked-secret"  # in each, so that a part of one is found, too
 PASSWORD, WRONG, REWARD, DASHBOARD = (f"{MARK}-{name}" for name in ("redis", "wrong", "reward", "dashboard"))
+_LOOK_EVERY_S, _LIMIT_S = 0.1, 200.0
 OF_THE_ENVIRONMENT = (
     *("HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY"),
     *("STREAMRL_SENTINEL_PASSWORD", "JUDGE_API_KEY"),
@@ -35,7 +37,7 @@ rewards:
   tells: {{type: function, target: "{dir}/rewards.py:tells"}}
   fails: {{type: function, target: "{dir}/rewards.py:fails"}}
   judge: {{type: http, url: "http://127.0.0.1:{port}", token_file: {dir}/reward-token}}
-training: {{groups_per_step: 2, max_steps: 2}}
+training: {{groups_per_step: 2, max_steps: 1}}
 weights: {{dtype: float32, prove: false}}
 validation: {{every_steps: 0, at_start: false, at_end: false}}
 worker: {{engine: transformers, threads: 1, grace_s: 1.0}}
@@ -110,7 +112,7 @@ class Watch:
     def streamrl(self, *words: str, until: str | None = None, codes: tuple[int, ...] = (0,), **more: str) -> None:
         """Runs to its end, or until it has said something."""
         command = [sys.executable, "-m", "streamrl.ops.cli.main", *words]
-        name, end = " ".join(words[:2]), time.monotonic() + 200
+        name, end = " ".join(words[:2]), time.monotonic() + _LIMIT_S
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**self.environment, **more}, cwd=ROOT
         ) as process:
@@ -118,7 +120,9 @@ class Watch:
             os.set_blocking(process.stdout.fileno(), False)
             said = b""
             while process.poll() is None and time.monotonic() < end:
-                self._look_at_commands({process.pid} | descendants(process.pid))
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_LOOK_EVERY_S)
+                self._look_at_commands(descendants(process.pid))  # its own words are what the test typed
                 said += process.stdout.read() or b""
                 if until is not None and until.encode() in said:
                     process.terminate()
@@ -136,24 +140,32 @@ class Watch:
                 continue
 
 
-def test_no_secret_of_a_run_is_said_written_stored_or_in_a_list_of_processes(
+def test_commands_that_are_given_a_password_show_it_nowhere(
     folder: Path, server: EmbeddedRedis, environment: dict[str, str]
 ) -> None:
-    watch, config, run = Watch(environment), str(folder / "run.yaml"), str(folder / "runs" / "secretive")
-    watch.streamrl("doctor", config, codes=(0, 1, 2))
+    watch, config = Watch(environment), str(folder / "run.yaml")
     watch.streamrl("config", "show", config)
-    watch.streamrl("up", config, "--json")
-    for command in ("status", "why", "groups", "audit"):
-        words = [command, "tail", run, "--json"] if command == "groups" else [command, run, "--json"]
-        watch.streamrl(*words, codes=(0, 1, 2, 3, 4, 5))
-    watch.streamrl("dashboard", run, "--port", "0", "--token-file", str(folder / "dashboard-token"), until="http://")
-    watch.streamrl("export", "prometheus", run, "--port", "0", until="http://")
     watch.streamrl("learn", config, "--dry-run", "--redis", _with_password(server.url))
-    watch.streamrl("status", run, codes=(0, 5, 6), STREAMRL_REDIS_PASSWORD=WRONG)
     watch.streamrl("learn", config, codes=(1, 2), STREAMRL_REDIS_PASSWORD=WRONG)
     watch.streamrl("learn", config, f"redis.url={_with_password(server.url)}", codes=(2,))
-    found = [name for name, text in watch.said.items() if MARK in text]
-    assert found == []
+    assert [name for name, text in watch.said.items() if MARK in text] == []
+    assert _files_with_a_secret(folder) == ["dashboard-token", "reward-token"]
+
+
+@pytest.mark.long
+def test_no_secret_of_a_run_is_said_written_stored_or_in_a_list_of_processes(
+    folder: Path, environment: dict[str, str]
+) -> None:
+    watch, config, run = Watch(environment), str(folder / "run.yaml"), str(folder / "runs" / "secretive")
+    watch.streamrl("doctor", config, "--for", "worker", codes=(0, 1, 2))
+    watch.streamrl("up", config, "--json")
+    for command in ("status", "why", "audit"):
+        watch.streamrl(command, run, "--json", codes=(0, 1, 2, 3, 4, 5))
+    watch.streamrl("groups", "tail", run, "--json", codes=(0, 1, 2))
+    watch.streamrl("dashboard", run, "--port", "0", "--token-file", str(folder / "dashboard-token"), until="http://")
+    watch.streamrl("export", "prometheus", run, "--port", "0", until="http://")
+    watch.streamrl("status", run, codes=(0, 5, 6), STREAMRL_REDIS_PASSWORD=WRONG)
+    assert [name for name, text in watch.said.items() if MARK in text] == []
     assert _files_with_a_secret(folder) == ["dashboard-token", "reward-token"]
 
 
