@@ -72,7 +72,9 @@ def run(case: Case) -> dict[str, int]:
     with FakeTensorMode() as mode:
         policy = _policy(case, world, trains=True)
         frozen = policy if case.config.model.lora else _policy(case, world, trains=False)
-        optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=1e-6, foreach=True)
+        # By their own parts: of whole ones DTensor first tries each operation at full size, to know its shape.
+        trained = {p: nn.Parameter(_mine(p.detach())) for p in policy.parameters() if p.requires_grad}
+        optimizer = torch.optim.AdamW(trained.values(), lr=1e-6, foreach=True)
         batch = _batch(case.tokens, model_config(case.size).vocab_size)
         held = Held(mode, [*policy.parameters(), *policy.buffers(), *frozen.parameters()])
         with held:
@@ -85,10 +87,17 @@ def run(case: Case) -> dict[str, int]:
                     with held.phase("backward"):
                         logp.sum().backward()
                     del logp
+                for whole, part in trained.items():
+                    assert whole.grad is not None
+                    part.grad, whole.grad = _mine(whole.grad), None
                 with held.phase("step"):
                     optimizer.step()
                     optimizer.zero_grad()
     return held.peaks
+
+
+def _mine(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Held(TorchDispatchMode):
@@ -100,7 +109,7 @@ class Held(TorchDispatchMode):
         self._now, self._most, self._sizes = 0, 0, dict[int, int]()
         self.peaks: dict[str, int] = {}
         for tensor in there:
-            self._see(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+            self._see(_mine(tensor))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
     always     masters 4, gradients 4 and moments 8 a trained weight; a frozen base 4, a reference 2: all of it sharded
     backward   what layers keep for it, and one layer at work: what it keeps, its weights in bf16, its gradients
-               over ranks: that layer and the next one gathered, the outermost weights throughout, gradients under way
+               over ranks: that layer and the next one gathered, the outermost weights throughout
     step       a copy of 4 a trained weight, by AdamW over many tensors at once
 
 T tokens of a micro-batch, H the width, I that of the MLP, Q and K those of queries and of keys, V the vocabulary, W the
@@ -97,7 +97,8 @@ def plan(sizes: Sizes, config: schema.Config) -> Plan:
     copies = 0 if is_lora or config.algorithm.kl.placement == "none" or config.model.reference == "cpu" else 2
     total = sizes.trained + sizes.frozen
     always = (16 * sizes.trained + 4 * sizes.frozen + copies * total) // ranks
-    over_ranks = 0 if ranks == 1 else 4 * (sizes.outermost + 4 * sizes.layer)
+    # The next layer is gathered beside the one at work; gradients on their way take what a layer done has freed.
+    over_ranks = 0 if ranks == 1 else 4 * (sizes.outermost + 2 * sizes.layer)
     return Plan(
         always=always,
         passes=over_ranks + max(_in_a_layer(sizes, config), _in_the_head(sizes, config)),

@@ -10,6 +10,7 @@ import redis
 import redis.asyncio
 from rich.console import Console
 
+from streamrl.config.placement import Placement
 from streamrl.ops.launch.display import Display
 from streamrl.ops.launch.processes import Interrupts
 from streamrl.ops.launch.summary import Loads
@@ -38,6 +39,7 @@ def make_supervisor(run: Watched, out: io.StringIO) -> Supervisor:
         display=Display(Console(file=out, width=300), clock=lambda: next(now)),
         interrupts=Interrupts(),
         takeover=False,
+        placement=Placement(shares={}),
     )
 
 

@@ -1,0 +1,61 @@
+"""What vLLM is told before it starts, without starting it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.workers.engines.base import EngineSettings
+from streamrl.workers.engines.model import read_model
+from streamrl.workers.engines.vllm_start import _environment, engine_args
+from tests.tiny_models import make_model
+from tests.worker_world import worker_config
+
+METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+
+
+@pytest.mark.parametrize("before", [None, "fork", "spawn"])
+def test_its_processes_are_spawned_whatever_anybody_said(
+    before: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By vLLM's own reading of it, which without a word is fork: its platform for GPUs says none."""
+    from vllm.utils.system_utils import get_mp_context
+
+    monkeypatch.delenv(METHOD, raising=False)
+    assert get_mp_context().get_start_method() == "fork"
+    if before is not None:
+        monkeypatch.setenv(METHOD, before)
+    monkeypatch.setattr(os, "environ", {**os.environ, **_environment(worker_config().worker, tmp_path)})
+
+    assert os.environ[METHOD] == "spawn"
+    assert get_mp_context().get_start_method() == "spawn"
+
+
+@pytest.mark.parametrize(
+    ("worker", "gpu_memory", "expected"),
+    [
+        ({}, None, {}),
+        ({}, 0.4, {"gpu_memory_utilization": 0.4}),
+        ({"gpus": 4}, None, {"tensor_parallel_size": 4}),
+        ({"gpus": 4, "engine_args": {"pipeline_parallel_size": 2}}, None, {"tensor_parallel_size": 2}),
+        ({"engine_args": {"gpu_memory_utilization": 0.7}}, 0.4, {"gpu_memory_utilization": 0.7}),
+        ({"gpus": 1}, None, {}),
+    ],
+)
+def test_on_gpus_it_is_told_how_many_and_how_much(
+    worker: dict[str, Any], gpu_memory: float | None, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    facts = read_model(str(make_model(tmp_path / "model")), trust_remote_code=False)
+    config = worker_config(**worker)
+    settings = EngineSettings(model=facts, config=config, seed=1, gpu_memory=gpu_memory)
+
+    found = engine_args(settings, on_cpu=False)
+    assert {
+        name: found[name] for name in ("tensor_parallel_size", "gpu_memory_utilization") if name in found
+    } == expected
+    on_cpu = engine_args(settings, on_cpu=True)
+    assert on_cpu.get("gpu_memory_utilization") == config.worker.engine_args.get("gpu_memory_utilization")
+    assert "tensor_parallel_size" not in on_cpu
