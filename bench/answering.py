@@ -96,6 +96,7 @@ def write_plainly(url: str, header: bytes, body: bytes, batch: int) -> None:
 def encode_answer(ticket: Ticket, samples: tuple[Sample, ...], *, worker: str = "bench") -> tuple[bytes, bytes]:
     header = GroupHeader(
         ticket=ticket.number,
+        identity=ticket.identity,
         run_uid=ticket.run_uid,
         purpose=ticket.purpose,
         attempt=ticket.attempt,

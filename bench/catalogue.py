@@ -28,6 +28,7 @@ BENCHES: Mapping[str, Entry] = {
     "transport": Entry("bench.transport:bench", "Tickets and groups through Redis: speed, growth, reclaiming."),
     "weights": Entry("bench.weights:bench", "Weight deltas: size, speed, catching up, into vLLM, and corrupted ones."),
     "proofs": Entry("bench.proofs:bench", "What proves a load: false alarms, faults found, and what it costs."),
+    "memory": Entry("bench.memory:bench", "What the learner takes of a GPU: the closed form against its own code."),
     "learner": Entry("bench.learner:bench", "The learner's step against bare passes and against TRL."),
     "learner-gpu": Entry("bench.learner_gpu:bench", "The same on a GPU, for models of 0.5 and 1.5B parameters."),
     "worker": Entry("bench.worker:bench", "A worker's whole path against bare vLLM, with updates and without."),

@@ -71,6 +71,7 @@ def _group(rng: np.random.Generator, ticket: int, num_samples: int, lengths: Len
     samples = tuple(_sample(rng, lengths, vocabulary) for _ in range(num_samples))
     header = GroupHeader(
         ticket=ticket,
+        identity="",
         run_uid="bench",
         purpose="train",
         attempt=0,

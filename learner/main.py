@@ -84,7 +84,7 @@ def _run(options: argparse.Namespace, *, under_agent: bool) -> bool:
     if config.learner.threads:
         torch.set_num_threads(config.learner.threads)
     stop = threading.Event()
-    with join_world(os.environ, timeout_s=stall_limit_s(config)) as world:
+    with join_world(os.environ, timeout_s=stall_limit_s(config), gpu_memory=options.gpu_memory) as world:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
         if options.replay is not None:
@@ -114,6 +114,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--takeover", action="store_true", help="replace a learner that still holds the run")
     parser.add_argument("--standby", action="store_true", help="wait for as long as another learner holds the run")
     parser.add_argument("--elastic", action="store_true", help="when told to end, leave the run to other machines")
+    parser.add_argument("--gpu-memory", type=float, help="share of its GPU's memory, where others use it too")
     parser.add_argument("--log-file", type=Path, help="write JSON lines here; {rank} in it becomes the rank")
     parser.add_argument("--error-file", type=Path, help="write an error here that no restart can mend, as JSON")
     return parser.parse_args(arguments)

@@ -1,6 +1,7 @@
 """Before a run: can the learner read what it is given? `python -m streamrl.learner.preflight`, configuration on stdin.
 
     own loss and advantages ─► tokenizer ─► prompts, by the run's own reader ─► the model on `meta`, its LoRA targets
+                                                         ─► what a rank takes of its GPU, `--elsewhere`: without workers
 
 It stops at the first mistake, with the words that the learner would end with some minutes later. No weights are loaded
 and nothing is downloaded: a model that is only on a hub is left to the learner. Blocks on the disk.
@@ -16,10 +17,15 @@ from typing import TYPE_CHECKING
 
 from streamrl.config import schema
 from streamrl.config.load import config_from_json
-from streamrl.errors import DataError, UserError
+from streamrl.config.placement import LEARNER, Part, place
+from streamrl.errors import DataError, ResourceError, UserError
 from streamrl.finding import Finding, error, ok, take_stdout, warning
+from streamrl.gpus import gpus_here
+from streamrl.terminal import size
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from streamrl.learner.model.load import TokenizerInfo
 
 _READ_S = 10.0  # for so long prompts are tokenised; the learner reads the rest
@@ -28,14 +34,15 @@ _READ_S = 10.0  # for so long prompts are tokenised; the learner reads the rest
 def main() -> int:
     write = take_stdout()
     try:
-        for finding in examine(config_from_json(sys.stdin.read())):
+        part: Part = "learner" if "--elsewhere" in sys.argv[1:] else "all"
+        for finding in examine(config_from_json(sys.stdin.read()), part):
             write(finding)
     except UserError as mistake:
         write(error("learner", str(mistake), ""))
     return 0
 
 
-def examine(config: schema.Config) -> Iterator[Finding]:
+def examine(config: schema.Config, part: Part = "all") -> Iterator[Finding]:
     """UserError for what no learner could go on with."""
     from streamrl.learner.model.trial import try_out  # torch alone, half of what transformers take to import
 
@@ -52,8 +59,30 @@ def examine(config: schema.Config) -> Iterator[Finding]:
 
     info = read_tokenizer_info(config.model.path)
     yield from _prompts(config, info)
-    outline(config)
+    model = outline(config)
     yield ok("model without weights", "it is a causal language model with room for the longest sequence")
+    yield from _memory(config, model, part)
+
+
+def _memory(config: schema.Config, model: PreTrainedModel, part: Part) -> Iterator[Finding]:
+    """Of a rank on its GPU; where the learner is on several hosts, their number is not known here."""
+    from streamrl.learner.model.memory import Sizes, plan
+
+    try:
+        share = place(config, gpus_here(), part).shares.get(LEARNER)
+    except ResourceError:  # told where GPUs are given out
+        return
+    if share is None or not share.memory or config.model.dtype != "bfloat16":
+        return
+    planned = plan(Sizes.of(model), config)
+    told = f"{size(planned.needed)} a rank at its peak, by calculation, {size(share.memory)} to have on {share.words}"
+    remedy = "lower training.micro_batch_tokens, set model.gradient_checkpointing, train adapters, or on more GPUs"
+    if planned.needed <= share.memory:
+        yield ok("learner on GPU", told)
+    elif planned.peak > share.memory and part == "all":
+        yield error("learner on GPU", f"{told}; {remedy}", "")
+    else:
+        yield warning("learner on GPU", told if part == "all" else f"{told}, were this host alone", remedy)
 
 
 def _is_here(path: str) -> bool:

@@ -10,7 +10,7 @@ weights are not published: nobody listens. Every rank opens the recording by its
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import count
 from pathlib import Path
@@ -21,7 +21,7 @@ from streamrl.errors import WireError
 from streamrl.learner.groups.ledger import DROPPED, FeedState, Ledger, LedgerState
 from streamrl.learner.publishing.shipping import Published
 from streamrl.ops.record.recording import Place, Recording, open_group, read_group
-from streamrl.protocol.transport.types import Entry, Orders, PresentGroup, PresentTicket, entry_order
+from streamrl.protocol.transport.types import Entry, Letter, Orders, PresentGroup, PresentTicket, entry_order
 from streamrl.protocol.wire.ticket import Purpose, Ticket
 from streamrl.telemetry.progress import Report
 from streamrl.versions import make_version
@@ -30,6 +30,19 @@ NOT_RECORDED = "not_recorded"  # why tickets end that the recording has no answe
 
 
 _LARGEST_GAP = 1000  # between the numbers of retries
+
+
+class _NoLetters:
+    def put(self, letters: Iterable[tuple[Ticket, Letter]], *, wait_for_room: bool = True) -> bool:
+        return True
+
+    def present(self) -> Sequence[PresentGroup]:
+        return ()
+
+    def purged(self) -> Set[int]:
+        return frozenset()
+
+    def remove(self, entry_ids: Sequence[str], *, requests: Sequence[int] = ()) -> None: ...
 
 
 class ReplayStream:
@@ -41,6 +54,7 @@ class ReplayStream:
         self._places = recording.places
         self._orders = [entry_order(place.entry_id) for place in self._places]
         self._by_id = {place.entry_id: place for place in self._places}
+        self.letters = _NoLetters()
         self._files: dict[Path, BinaryIO] = {}
         self._stack = ExitStack()
         self.now_s = self._orders[0][0] / 1000 if self._orders else 0.0
@@ -67,7 +81,9 @@ class ReplayStream:
     def present_groups(self, purpose: Purpose, *, after: str) -> list[PresentGroup]:
         first = bisect_right(self._orders, entry_order(after))
         return [
-            PresentGroup(entry_id=place.entry_id, number=place.number, num_bytes=place.num_bytes)
+            PresentGroup(
+                entry_id=place.entry_id, number=place.number, identity=place.identity, num_bytes=place.num_bytes
+            )
             for place in self._places[first:]
         ]
 
@@ -77,7 +93,7 @@ class ReplayStream:
 
     # What a live stream would keep
 
-    def restore(self, *, cursor: str, retried: Mapping[int, int] | None = None) -> None: ...
+    def restore(self, *, cursor: str, retried: Mapping[int, int | None] | None = None) -> None: ...
 
     def issue(self, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
         return []
@@ -87,8 +103,6 @@ class ReplayStream:
     def commit(self, *, step: int, cursor: str, trim_below: str, ended: Sequence[str] = ()) -> None: ...
 
     def delete_tickets(self, purpose: Purpose, entry_ids: Sequence[str]) -> None: ...
-
-    def dead(self, ticket: Ticket, *, error: str) -> None: ...
 
     def trim_eval(self, *, below: str) -> None: ...
 
@@ -104,6 +118,9 @@ class ReplayStream:
 
     def present_tickets(self, purpose: Purpose) -> list[PresentTicket]:
         return []
+
+    def waiting(self, purpose: Purpose) -> set[tuple[int, str]]:
+        return set()
 
     def retried(self) -> Mapping[int, int]:
         return {}

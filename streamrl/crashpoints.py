@@ -48,7 +48,8 @@ Point = Literal[
     # Issuing
     "issue.counted",  # the ledger counts the tickets; none is written
     "issue.written",  # a chunk of tickets is in the stream
-    "dead.written",  # the dead letter is there; the ledger has the ticket open
+    "dead.written",  # some dead letters are there; no checkpoint says that their tickets are dead
+    "letters.removed",  # of tickets that are not dead, or dead no more
     "retry.counted",  # the ledger has the tickets that repeat dead ones; Redis has the requests
     # A worker's ticket
     "ticket.leased",  # the server counts it as ours; nobody here works at it

@@ -12,6 +12,8 @@ from streamrl.errors import ConfigError
 class Permissions:
     # Targets, as in the configuration: `package.module:function`, `path/file.py:function`.
     reward_code: tuple[str, ...] = ()
+    reward_network: tuple[str, ...] = ()  # those of them that may open connections
+    reward_environment: tuple[str, ...] = ()  # variables that a reward function may be given
     model_roots: tuple[str, ...] = ()  # folders and hub names that models may come from
     hosts: tuple[str, ...] = ()  # hosts of reward servers, `name` or `name:port`
     trust_remote_code: bool = False  # run code that a model folder brings along

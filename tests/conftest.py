@@ -13,11 +13,15 @@ from pathlib import Path
 import pytest
 import redis
 import redis.asyncio
+from hypothesis import settings
 
 from streamrl.config import schema
 from streamrl.protocol.transport.connection import connect, connect_async
 from streamrl.protocol.transport.embedded import EmbeddedRedis, find_server
 from streamrl.protocol.transport.keys import Keys
+
+settings.register_profile("busy machines", deadline=None)  # how long an example takes says nothing
+settings.load_profile("busy machines")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,6 +1,6 @@
 """A reward server without torch, in a process of its own: the real application around the double of its model.
 
-python -m tests.fake_reward_server PORT     a text scores the sum of its characters' code points
+python -m tests.fake_reward_server PORT [TOKEN_FILE]     a text scores the sum of its characters' code points
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ import sys
 
 from streamrl.process import bind
 from streamrl.workers.rewards.batcher import Batcher, ScoringModelDouble
+from streamrl.workers.rewards.http_request import read_token
 from streamrl.workers.rewards.server import RewardApp, run
 
 
 def main() -> None:
     model = ScoringModelDouble()
-    app = RewardApp(model, Batcher(model, max_delay_s=0.001, max_batch_tokens=4096), token=None)
+    token = read_token(sys.argv[2], key="TOKEN_FILE") if len(sys.argv) > 2 else None
+    app = RewardApp(model, Batcher(model, max_delay_s=0.001, max_batch_tokens=4096), token=token)
     with bind("127.0.0.1", int(sys.argv[1]), what="the test") as bound:
         run(app, bound, lambda: print(bound.getsockname()[1], flush=True))
 

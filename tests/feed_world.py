@@ -185,9 +185,13 @@ class FeedWorld:
         header, body = encode(self.tickets()[number])
         assert self.server.deliver("train", self.ticket_id(number), header, body)
 
-    def forge(self, number: int, *, run_uid: str = RUN, header: bytes = b"", body: bytes = b"") -> str:
+    def forge(self, number: int, *, run_uid: str = RUN, header: bytes = b"", body: bytes = b"", **fields: str) -> str:
         """Whatever anybody may append to the stream."""
-        return self.server.append("train", number=number, run_uid=run_uid, header=header, body=body)
+        return self.server.append("train", number=number, run_uid=run_uid, header=header, body=body, **fields)
+
+    def deliver(self, number: int, header: bytes, body: bytes = b"") -> None:
+        """Whatever the holder of the ticket's lease may deliver."""
+        assert self.server.deliver("train", self.ticket_id(number), header, body)
 
     def run_to_end(self, *, max_rounds: int = 1000) -> list[int]:
         """Workers answer everything until the data is used up; the tickets trained on the way."""

@@ -74,6 +74,7 @@ def make_group(ticket: Ticket, *, samples: tuple[Sample, ...] | None = None, **h
     made = tuple(make_sample(reward=float(i)) for i in range(ticket.num_samples)) if samples is None else samples
     fields: dict[str, Any] = {
         "ticket": ticket.number,
+        "identity": ticket.identity,
         "run_uid": ticket.run_uid,
         "purpose": ticket.purpose,
         "attempt": ticket.attempt,

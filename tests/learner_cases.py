@@ -44,6 +44,7 @@ def group_of(
     )
     header = GroupHeader(
         ticket=ticket,
+        identity=f"{ticket:016x}",
         run_uid=run_uid,
         purpose="train",
         attempt=0,

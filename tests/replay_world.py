@@ -51,7 +51,17 @@ def make_entries(config: schema.Config, numbers: range, *, seed: int = 0) -> lis
             step=step,
         )
         header, body = encode_group(group)
-        entries.append(Entry(id=f"{1000 + number}-0", number=number, run_uid=RECORDED, header=header, body=body))
+        entries.append(
+            Entry(
+                id=f"{1000 + number}-0",
+                number=number,
+                run_uid=RECORDED,
+                header=header,
+                body=body,
+                identity=group.header.identity,
+                ticket_entry=f"{number}-0",
+            )
+        )
     return entries
 
 

@@ -26,11 +26,21 @@ class RunFolder:
         (self.path / "terms").mkdir(exist_ok=True)
         (self.path / "terms" / f"{number:06d}").write_text(json.dumps({"parent": parent, "run_uid": UID}))
 
-    def journal(self, name: str, *lines: tuple[int, str, Ranges], after: str | None = None) -> Path:
-        """Lines are (step, outcome, ranges of tickets)."""
+    def journal(
+        self,
+        name: str,
+        *lines: tuple[int, str, Ranges],
+        after: str | None = None,
+        answered: Mapping[int, Mapping[str, str]] | None = None,
+    ) -> Path:
+        """Lines are (step, outcome, ranges of tickets); `answered`, by step: tickets ended by what answers another."""
         (self.path / "journal").mkdir(exist_ok=True)
-        records = [{"step": step, "outcome": outcome, "tickets": list(ranges)} for step, outcome, ranges in lines]
-        body = "".join(json.dumps(r) + "\n" for r in [{"schema": 1, "run_uid": UID, "after": after}, *records])
+        others = {step: {"answered": dict(those)} for step, those in (answered or {}).items()}
+        records = [
+            {"step": step, "outcome": outcome, "tickets": list(ranges), **others.get(step, {})}
+            for step, outcome, ranges in lines
+        ]
+        body = "".join(json.dumps(r) + "\n" for r in [{"schema": 2, "run_uid": UID, "after": after}, *records])
         num_tickets = sum(end - start for _, _, ranges in lines for start, end in ranges)
         seal = {"num_tickets": num_tickets, "digest": xxhash.xxh3_128_hexdigest(body.encode())}
         path = self.path / "journal" / f"{name}.jsonl"
@@ -58,6 +68,7 @@ class RunFolder:
             "watermark": ended,
             "exceptions": list(exceptions),
             "outcomes": {"trained": ended} if outcomes is None else outcomes,
+            "asked": {},
         }
         stream = {
             "cursor": cursor,
@@ -66,7 +77,7 @@ class RunFolder:
             "journal": name if journal == "" else journal,
         }
         state = {"step": int(name[-8:]), "stream": stream}
-        content = {"schema": 3, "files": {"weights": [10, "digest"]}, "state": state}
+        content = {"schema": 4, "files": {"weights": [10, "digest"]}, "state": state}
         digest = xxhash.xxh3_128_hexdigest(json.dumps(json.loads(json.dumps(content)), sort_keys=True).encode())
         (folder / "manifest.json").write_text(json.dumps({"content": content, "digest": digest}))
         return folder

@@ -102,6 +102,7 @@ class Answerer:
         scored_at = max((one.scored_at for one in scored), default=began)
         header = GroupHeader(
             ticket=ticket.number,
+            identity=ticket.identity,
             run_uid=ticket.run_uid,
             purpose=ticket.purpose,
             attempt=ticket.attempt,

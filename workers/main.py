@@ -35,15 +35,26 @@ log = structlog.get_logger(__name__)
     "--allow-model-root", multiple=True, help="The run may name any model under this folder or hub organisation."
 )
 @click.option("--allow-reward-code", multiple=True, metavar="TARGET", help="The run may use this reward function.")
+@click.option(
+    "--allow-reward-network", multiple=True, metavar="TARGET", help="This reward function may open connections."
+)
+@click.option("--allow-reward-env", multiple=True, metavar="NAME", help="Reward functions may be given this variable.")
 @click.option("--allow-host", multiple=True, metavar="HOST", help="The run may use reward servers on this host.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that the model's folder brings along.")
 @click.option("--local-reward-url", help="The reward server that the run's configuration calls `local`.")
 @click.option("--http", metavar="HOST:PORT", help="Answer /livez, /readyz and /metrics there; port 0: any free one.")
+@click.option(
+    "--gpu-memory",
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Share of its GPUs' memory for vLLM, where others use them too; worker.engine_args wins.",
+)
 @click.option("--log-file", type=click.Path(dir_okay=False, path_type=Path), help="JSON lines go to this file.")
 def main(
     worker_id: str | None,
     allow_model_root: tuple[str, ...],
     allow_reward_code: tuple[str, ...],
+    allow_reward_network: tuple[str, ...],
+    allow_reward_env: tuple[str, ...],
     allow_host: tuple[str, ...],
     trust_remote_code: bool,
     log_file: Path | None,
@@ -60,6 +71,8 @@ def main(
         worker=worker_id or f"{socket.gethostname()}-{os.getpid()}",
         permissions=Permissions(
             reward_code=allow_reward_code,
+            reward_network=allow_reward_network,
+            reward_environment=allow_reward_env,
             model_roots=allow_model_root,
             hosts=allow_host,
             trust_remote_code=trust_remote_code,

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -19,15 +21,17 @@ import numpy as np
 
 from streamrl.config import schema
 from streamrl.config.load import config_from_json
-from streamrl.config.places import LOCAL_REWARD_SERVER, reward_code, reward_hosts
+from streamrl.config.places import LOCAL_REWARD_SERVER, granted
 from streamrl.data.prompts import PromptRow, read_prompts
 from streamrl.errors import RewardError, UserError
 from streamrl.finding import Finding, error, ok, take_stdout, warning
 from streamrl.permissions import Permissions
 from streamrl.recipe.rewards import REWARDS
 from streamrl.terminal import plural
+from streamrl.workers.rewards import confine
 from streamrl.workers.rewards.base import Rewards, ScoreItem, Scores, build_rewards
 
+_CONFINED = "reward processes"
 _COMPLETIONS = ("The answer is 42.", "")  # a function may refuse what it cannot read
 
 
@@ -45,7 +49,10 @@ async def _try_all(config: schema.Config, write: Callable[[Finding], None], *, a
     data = config.data
     paths = [*(one.path for one in data.train_sets()), *filter(None, [data.validation])]
     files = {path: read_prompts(path, malformed=data.malformed).rows for path in paths}
-    allowed = Permissions(reward_code=tuple(reward_code(config)), hosts=tuple(reward_hosts(config)))
+    allowed = granted(config)
+
+    if any(isinstance(source, schema.FunctionReward) for source in config.rewards.values()):
+        write(confinement(_unguarded()))
 
     async def find(name: str, source: schema.Reward) -> None:
         async for finding in _try(name, source, files, allowed):
@@ -53,6 +60,24 @@ async def _try_all(config: schema.Config, write: Callable[[Finding], None], *, a
 
     asked = {name: source for name, source in config.rewards.items() if _is_asked(source, ask_services=ask_services)}
     await asyncio.gather(*(find(name, source) for name, source in asked.items()))
+
+
+def _unguarded() -> dict[str, str]:
+    """Of the guards over reward functions, asked of a process, which is confined for good."""
+    done = subprocess.run([sys.executable, "-m", confine.__name__], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        return dict.fromkeys(confine.GUARDS, (done.stderr.strip().splitlines() or ["it ended at once"])[-1])
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+def confinement(lacking: Mapping[str, str]) -> Finding:
+    """What this machine keeps reward functions from."""
+    if not lacking:
+        return ok(_CONFINED, f"kept from {' and '.join(confine.GUARDS)}")
+    told = "; ".join(f"{name} ({reason})" for name, reason in lacking.items())
+    remedy = "Linux 5.13 or newer holds it, and 6.12 all of it, where the container's own seccomp profile lets it"
+    return warning(_CONFINED, f"not kept from {told}", remedy)
 
 
 def _is_asked(source: schema.Reward, *, ask_services: bool) -> bool:

@@ -70,6 +70,7 @@ class Options:
     model: str | None = None  # instead of the run's
     local_reward_url: str | None = None
     http: str | None = None  # HOST:PORT to answer probes and metrics on
+    gpu_memory: float | None = None  # share of its GPUs' memory that its engine may take
 
 
 @dataclass(slots=True)
@@ -208,7 +209,8 @@ class _Service:
     def _engine(self, model: ModelFacts) -> Engine:
         self._num_engines += 1
         seed = _engine_seed(self._config.seed, self._options.worker, self._num_engines)
-        return make_engine(EngineSettings(model=model, config=self._config, seed=seed))
+        memory = self._options.gpu_memory
+        return make_engine(EngineSettings(model=model, config=self._config, seed=seed, gpu_memory=memory))
 
 
 def _engine_seed(run_seed: int, worker: str, engine: int) -> int:

@@ -5,11 +5,19 @@
 #   LEARNERS="a b" WORKERS="c d" REWARD=e RUN_NAME=big MODEL=/models/policy REWARD_MODEL=/models/reward \
 #     STREAMRL_REDIS=redis://host:6379 docs/hosts/ssh.sh run.yaml
 #
+# GPUS=8 GPUS_A_WORKER=1: of each host in WORKERS, which then starts a worker for each (worker.gpus is the same number, or
+# auto); without GPUS it starts one, which takes what it finds. A learner takes the first learner.processes of its host.
+#
 # Logs lie in runs/NAME/logs. What is started goes on without this script; `streamrl drain` ends the run.
 set -euo pipefail
 config=${1:?usage: docs/hosts/ssh.sh CONFIG, with the variables that this file shows}
 : "${LEARNERS:?hosts that learn}" "${WORKERS:?hosts that generate}" "${REWARD:?the host of the reward model}"
 : "${RUN_NAME:?}" "${MODEL:?}" "${REWARD_MODEL:?}" "${STREAMRL_REDIS:?where Redis is, without a password}"
+
+if [ -n "${GPUS:-}" ] && [[ " $LEARNERS $WORKERS " == *" $REWARD "* ]]; then
+  echo "REWARD=$REWARD learns or generates too, and its GPUs are taken: name a host of its own" >&2
+  exit 2
+fi
 
 read -ra learners <<< "$LEARNERS"
 read -ra workers <<< "$WORKERS"
@@ -41,7 +49,12 @@ for host in "${learners[@]}"; do
     --nodes "1:${#learners[@]}" --rendezvous "${learners[0]}:29400"
 done
 
+worker=(streamrl worker --redis "$STREAMRL_REDIS" --run "$RUN_NAME" --model "$MODEL" --allow-host "$REWARD:5555")
+each=${GPUS_A_WORKER:-1}
 for host in "${workers[@]}"; do
-  start "$host" "worker-$host" \
-    streamrl worker --redis "$STREAMRL_REDIS" --run "$RUN_NAME" --model "$MODEL" --allow-host "$REWARD:5555"
+  [ -n "${GPUS:-}" ] || start "$host" "worker-$host" "${worker[@]}"
+  for ((first = 0; first + each <= ${GPUS:-0}; first += each)); do
+    start "$host" "worker-$host-$first" env CUDA_DEVICE_ORDER=PCI_BUS_ID \
+      CUDA_VISIBLE_DEVICES="$(seq -s , "$first" $((first + each - 1)))" "${worker[@]}"
+  done
 done

@@ -62,7 +62,7 @@ from streamrl.learner.groups.ledger import FeedState
 
 MANIFEST = "manifest.json"
 Files = Mapping[str, tuple[int, str]]  # size and digest, by path within the checkpoint's folder
-_SCHEMA = 3
+_SCHEMA = 4
 _CHUNK_BYTES = 1 << 22
 
 log = structlog.get_logger(__name__)

@@ -6,10 +6,14 @@
         e000001-s00000010.1.jsonl    what ended since then without another step: the checkpoint was committed anew
         e000002-s00000020.jsonl
 
-    {"schema": 1, "run_uid": "5f...", "after": "e000001-s00000010.1"}          the file before, null for the first
-    {"step": 11, "outcome": "trained", "tickets": [[40, 56], [58, 59]]}        ranges [start, end)
-    {"step": 12, "outcome": "dropped/stale", "tickets": [[56, 58]]}
-    {"num_tickets": 19, "digest": "8c..."}                                     XXH3-128 of all lines before
+    {"schema": 2, "run_uid": "5f...", "after": "e000001-s00000010.1"}          the file before, null for the first
+    {"step": 11, "outcome": "trained", "tickets": [[40, 43]], "asked": ["1c...", "07...", "b2..."]}
+    {"step": 12, "outcome": "dropped/stale", "tickets": [[43, 44], [46, 47]], "asked": ["9f...", "e0..."]}
+    {"num_tickets": 5, "digest": "8c..."}                                      XXH3-128 of all lines before
+
+Tickets are ranges [start, end), and beside them stands what each had asked for: its identity (wire.ticket), as it was
+when it was issued. Where the group that ended a ticket answers something else, the line says so, for the audit to see;
+nobody may have let it in: `"answered": {"41": "55..."}`.
 
 A file is written, and synced, just before the checkpoint that names it in its manifest. So the rename of the checkpoint
 stays the only commit point of a run: a file that no checkpoint names, because the learner died in between or was
@@ -26,6 +30,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, count
+from operator import attrgetter
 from pathlib import Path
 
 import xxhash
@@ -33,7 +38,7 @@ import xxhash
 from streamrl.files import create_exclusively, fsync_folder
 from streamrl.learner.groups.ledger import Ending
 
-_SCHEMA = 1
+_SCHEMA = 2
 
 
 def write_journal(root: Path, checkpoint: str, endings: Sequence[Ending], *, after: str | None, run_uid: str) -> str:
@@ -52,11 +57,19 @@ def write_journal(root: Path, checkpoint: str, endings: Sequence[Ending], *, aft
 
 def _lines(endings: Iterable[Ending], *, after: str | None, run_uid: str) -> Iterator[dict[str, object]]:
     yield {"schema": _SCHEMA, "run_uid": run_uid, "after": after}
-    tickets: dict[tuple[int, str], list[int]] = {}
+    alike: dict[tuple[int, str], list[Ending]] = {}
     for ending in endings:
-        tickets.setdefault((ending.step, ending.outcome), []).append(ending.ticket)
-    for (step, outcome), numbers in tickets.items():
-        yield {"step": step, "outcome": outcome, "tickets": _ranges(sorted(numbers))}
+        alike.setdefault((ending.step, ending.outcome), []).append(ending)
+    for (step, outcome), ended in alike.items():
+        ended.sort(key=attrgetter("ticket"))
+        others = {str(one.ticket): one.answered for one in ended if one.answered not in ("", one.asked)}
+        yield {
+            "step": step,
+            "outcome": outcome,
+            "tickets": _ranges([one.ticket for one in ended]),
+            "asked": [one.asked for one in ended],
+            **({"answered": others} if others else {}),
+        }
 
 
 def _ranges(numbers: Iterable[int]) -> list[list[int]]:

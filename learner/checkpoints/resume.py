@@ -162,7 +162,9 @@ def _behind(before: LedgerState, *, step: int) -> FeedState:
     still_open = set(ended.open_tickets())
     endings = tuple(Ending(step, OUTCOME, number) for number in range(before.issued) if number not in still_open)
     begins = dict.fromkeys(sorted(still_open), step)
-    ledger = replace(before, outcomes={OUTCOME: len(endings)}, ignored={}, attempts={}, begins=begins)
+    ledger = replace(
+        before, outcomes={OUTCOME: len(endings)}, ignored={}, attempts={}, begins=begins, asked={}, letters={}
+    )
     return FeedState(ledger=ledger, uncommitted=endings)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from streamrl.config import schema
@@ -97,35 +97,58 @@ class Inventory:
     tickets: Sequence[PresentTicket]
     groups: Sequence[PresentGroup]  # all that no commit has trimmed
     retried: Mapping[int, int]  # which ticket repeats which dead one
+    letters: Sequence[PresentGroup]  # the dead ones
+    purged: Set[int]  # tickets whose letters an operator threw away
 
     @staticmethod
     def take(stream: GroupStream) -> Inventory:
         # Tickets first: delivering turns a ticket into a group, so one that moves in between is seen at least once.
         tickets = stream.present_tickets("train")
-        return Inventory(tickets=tickets, groups=stream.present_groups("train", after=START), retried=stream.retried())
+        return Inventory(
+            tickets=tickets,
+            groups=stream.present_groups("train", after=START),
+            retried=stream.retried(),
+            letters=stream.letters.present(),  # and then what was purged, or a letter might be missing without a reason
+            purged=stream.letters.purged(),
+        )
 
-    def answered(self, *, cursor: str, unread: Sequence[str]) -> set[int]:
-        """Tickets whose groups are there and will be read."""
+    def shown(self, *, cursor: str, unread: Sequence[str]) -> set[tuple[int, str]]:
+        """Number and identity of the tickets that workers can take up, or have, and of those whose groups are there and
+        will be read."""
         last, again = entry_order(cursor), set(unread)
-        return {g.number for g in self.groups if entry_order(g.entry_id) > last or g.entry_id in again} - {-1}
+        asked = {(ticket.number, ticket.identity) for ticket in self.tickets if ticket.sound}
+        to_read = (g for g in self.groups if entry_order(g.entry_id) > last or g.entry_id in again)
+        return asked | {(group.number, group.identity) for group in to_read if group.number >= 0}
 
-    def asked(self) -> set[int]:
-        """Tickets that workers can take up, or have."""
-        return {ticket.number for ticket in self.tickets if ticket.sound}
-
-    def unreadable(self) -> dict[int, str]:
+    def unreadable(self, ledger: Ledger) -> dict[int, str]:
         """Tickets whose entries no worker can read, and why. They would go round from lease to lease for ever."""
-        asked = self.asked() | {-1}
-        return {t.number: t.flaw for t in self.tickets if t.flaw is not None and t.number not in asked}
+        return {t.number: t.flaw for t in self.tickets if t.flaw is not None and _is_asked(t, ledger)}
+
+    def of_another_branch(self, ledger: Ledger) -> list[PresentTicket]:
+        """They ask for something else than their numbers stand for."""
+        return [t for t in self.tickets if t.sound and ledger.is_open(t.number) and not _is_asked(t, ledger)]
 
     def superfluous(self, ledger: Ledger) -> list[str]:
-        """Entries among the tickets that nobody should take up: unreadable, of tickets that have ended, or a second
-        one of the same ticket."""
+        """Entries among the tickets that nobody should take up: unreadable, of tickets that have ended or are of
+        another branch, or a second one of the same ticket."""
         found: list[str] = []
         seen: set[int] = set()
         for ticket in self.tickets:
-            if not ticket.sound or ticket.number in seen or not ledger.is_open(ticket.number):
+            if not ticket.sound or ticket.number in seen or not _is_asked(ticket, ledger):
                 found.append(ticket.entry_id)
             else:
                 seen.add(ticket.number)
         return found
+
+    def listed(self, ledger: Ledger) -> dict[int, str]:
+        """By the number of a dead ticket, its letter: the first one. All others are nobody's."""
+        letters = reversed(self.letters)
+        return {
+            letter.number: letter.entry_id
+            for letter in letters
+            if (known := ledger.letters.get(letter.number)) and known.identity in ("", letter.identity)
+        }
+
+
+def _is_asked(ticket: PresentTicket, ledger: Ledger) -> bool:
+    return ledger.is_open(ticket.number) and ledger.asks(ticket.number, ticket.identity)

@@ -16,23 +16,33 @@ Reconciling puts right what Redis has lost, or holds too much of: at the start, 
 then. Blocks on Redis within its bounds.
 
     streams made whole ─► inventory: tickets, then groups ─► superfluous tickets deleted ─► missing ones issued again
-                                                                                            ─► the audit told the count
+                                                             ─► dead letters likewise    ─► the audit told the count
+
+What lies there under a number of ours counts only if it is what the number stands for: a Redis that went back, and
+forth again, may hold what another learner has issued under it (`wire.ticket`).
+
+Which dead letters there are the ledger says, and a checkpoint with it. So a ticket is dead before its letter lies in
+Redis, and what that has lost of them, or kept for too long, is put right with all else. Lost ones never stop a run:
+what a full server does not take of them is offered again at the next look.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import replace
 
 import structlog
 
 from streamrl.config import schema
 from streamrl.crashpoints import crashpoint
 from streamrl.learner.groups.backlog import Backlog, Inventory
+from streamrl.learner.groups.gate import NOT_ASKED
 from streamrl.learner.groups.lag import LagRule
-from streamrl.learner.groups.ledger import DEAD, Ledger, Retries
+from streamrl.learner.groups.ledger import Ledger, Retries
 from streamrl.learner.groups.plan import ReadyGroups
 from streamrl.learner.groups.prompts import PromptSet
-from streamrl.protocol.transport.types import GroupStream
+from streamrl.protocol.transport.types import GroupStream, Letter
 from streamrl.protocol.wire.ticket import Ticket
 
 log = structlog.get_logger(__name__)
@@ -91,7 +101,7 @@ class Dispatch:
         first = self._ledger.issued
         for dead in self._repeatable()[:room]:
             self.to_repeat.remove(dead)  # issuing answers the request
-            self._ledger.retries.add(self._ledger.issued, dead)
+            self._ledger.repeat(dead, by=self._ledger.issued)
             self._ledger.issued += 1
             crashpoint("retry.counted")
         self._ledger.issued = max(self._ledger.issued, min(first + room, self.num_tickets))
@@ -100,10 +110,13 @@ class Dispatch:
 
     def issue(self, numbers: Iterable[int] = (), *, step: int) -> None:
         """Write these tickets, for the first time or again, behind those that were refused before."""
-        first_version = self._lag.first_version()
+        first_version, begins_with = self._lag.first_version()
         before, self.refused = self.refused, []  # should this fail, reconciling finds out what is missing
         wanted = dict.fromkeys((*filter(self._ledger.is_open, before), *numbers))
-        tickets = [self._ticket(number, step, first_version) for number in wanted]
+        retries = self._ledger.retries
+        tickets = [self._ticket(number, retries, step=step, min_version=first_version) for number in wanted]
+        for ticket in tickets:
+            self._ledger.begin(ticket.number, step=begins_with, asked=ticket.identity)
         if tickets:
             self.refused = [ticket.number for ticket in self._stream.issue(tickets)]
         if self.refused and not before:
@@ -116,26 +129,34 @@ class Dispatch:
         if self._ledger.failed(number) < self._max_attempts:
             self.issue([number], step=step)
         else:
-            self._stream.dead(self._ticket(number, step, self._lag.first_version()), error=error)
-            self._ledger.resolve(number, DEAD, step=step + 1)
+            version, _ = self._lag.first_version()
+            ticket = self._ticket(number, self._ledger.retries, step=step, min_version=version)
+            letter = Letter(error, time.time())
+            self._ledger.die(number, letter, step=step + 1)
+            self._stream.letters.put([(ticket, letter)])
 
     def reconcile(self, *, cursor: str, step: int) -> Inventory:
         """Groups up to the cursor have been read; those that were not resolved are to be read again, for the bodies may
         be gone, and the ranks have yet to fetch them."""
-        self._stream.restore(cursor=cursor, retried=self._ledger.retries.known())
+        self._stream.restore(cursor=cursor, retried=self._retried())
         self._ready_groups.put_back()
         found = Inventory.take(self._stream)
         self._backlog.recount(found.groups, cursor=cursor)
-        present = found.asked() | found.answered(cursor=cursor, unread=self._ready_groups.unread)
-        self._count_issued(present, found.retried, step=step)
+        shown = found.shown(cursor=cursor, unread=self._ready_groups.unread)
+        self._count_issued(shown, found.retried, step=step)
+        present = {n for n, identity in shown if self._ledger.is_open(n) and self._ledger.asks(n, identity)}
         superfluous = found.superfluous(self._ledger)
         missing = [number for number in self._ledger.open_tickets() if number not in present]
-        flaws = found.unreadable()
+        flaws = found.unreadable(self._ledger)
         unreadable = flaws.keys() & set(missing)
+        for ticket in (others := found.of_another_branch(self._ledger)):
+            self._ledger.ignore(NOT_ASKED)
+            log.warning("ticket of another branch", entry=ticket.entry_id, ticket=ticket.number)
         if superfluous:
             self._stream.delete_tickets("train", superfluous)
             crashpoint("reconcile.deleted")
         self.issue((number for number in missing if number not in unreadable), step=step)
+        self._put_letters_right(found, step=step)
         for number in sorted(unreadable):
             self.failed(number, error=f"no worker could read the ticket: {flaws[number]}", step=step)
         self._stream.count_issued(self._ledger.issued)
@@ -143,34 +164,72 @@ class Dispatch:
             "reconciled",
             present=len(present),
             deleted=len(superfluous),
+            of_another_branch=len(others),
             issued_again=len(missing),
             unreadable=len(unreadable),
         )
         return found
 
-    def _count_issued(self, present: Iterable[int], retried: Mapping[int, int], *, step: int) -> None:
+    def _retried(self) -> dict[int, int | None]:
+        """What Redis shall know of retries: ours, and none of numbers that another branch has given to some."""
+        known = self._ledger.retries.known()
+        others = {n: None for n in self._stream.retried() if n < self._ledger.issued and n not in known}
+        return {**others, **known}
+
+    def _count_issued(self, shown: Set[tuple[int, str]], retried: Mapping[int, int], *, step: int) -> None:
         """Once: go on behind the tickets that a learner before us issued after the checkpoint, as far as Redis shows
         them.
 
         What was issued since then is still there, but for what Redis has lost; so beyond a gap of more than a window
         nothing counts. A forged number far up must not make us issue all those below it, and to issue genuine ones
-        that lie beyond a gap once more costs only their work.
+        that lie beyond a gap once more costs only their work. Nor does anything count that asks for something else
+        than its number would stand for, given these retries: nothing beyond the checkpoint has ended, so we are free
+        to give these numbers out anew.
         """
         if self._is_sure:
             return
         counter = first = self._ledger.issued
         repeated = {number: dead for number, dead in retried.items() if number >= first}
         retries = Retries({**self._ledger.retries.known(), **repeated})
-        for number in sorted(number for number in {*present, *repeated} if number >= first):
+        for number in sorted(number for number in {*(n for n, _ in shown), *repeated} if number >= first):
             if number - counter > self._widest_window or retries.place(number) >= self._num_of_data:
                 break
-            counter = number + 1
+            if number in repeated or (number, self._ticket(number, retries).identity) in shown:
+                counter = number + 1
         self._ledger.issued = counter
         for number in range(first, counter):
             if number in repeated:
-                self._ledger.retries.add(number, repeated[number])
-            self._ledger.begin(number, step=step)  # with weights at least as young as the checkpoint's
+                self._ledger.repeat(repeated[number], by=number)
+            asked = self._ticket(number, self._ledger.retries).identity
+            self._ledger.begin(number, step=step, asked=asked)  # with weights at least as young as the checkpoint's
         self._is_sure = True
+
+    def _put_letters_right(self, found: Inventory, *, step: int) -> None:
+        ledger = self._ledger
+        ledger.adopt_letters(letter.number for letter in found.letters)
+        for number in found.purged:
+            ledger.letters.pop(number, None)
+        listed = found.listed(ledger)
+        stale = sorted({letter.entry_id for letter in found.letters} - set(listed.values()))
+        # A request stands while its ticket may yet die: in the life that it was asked for, it did.
+        settled = [number for number in self.to_repeat if number not in ledger.letters and not ledger.is_open(number)]
+        if stale or settled:
+            self._stream.letters.remove(stale, requests=settled)
+        missing = [(number, letter) for number, letter in ledger.letters.items() if number not in listed]
+        version, _ = self._lag.first_version()
+        again = (
+            (
+                replace(
+                    self._ticket(number, ledger.retries, step=step, min_version=version), attempt=self._max_attempts
+                ),
+                letter,
+            )
+            for number, letter in missing
+        )
+        if not self._stream.letters.put(again, wait_for_room=False):
+            log.warning("Redis is full, and dead letters that it lost are not listed", letters=len(missing))
+        if stale or missing:
+            log.info("put dead letters right", letters=len(ledger.letters), removed=len(stale), put_back=len(missing))
 
     def _room(self, step: int) -> int:
         """For how many tickets; negative where the window has shrunk."""
@@ -186,13 +245,12 @@ class Dispatch:
 
     def _repeatable(self) -> list[int]:
         """Dead tickets; one that a lost step has brought back to life must die first."""
-        return [dead for dead in self.to_repeat if dead < self._ledger.issued and not self._ledger.is_open(dead)]
+        return [dead for dead in self.to_repeat if dead in self._ledger.letters]
 
-    def _ticket(self, number: int, step: int, first_version: tuple[int, int]) -> Ticket:
-        data_epoch, prompt_index = self._prompts.locate(self._ledger.retries.place(number))
+    def _ticket(self, number: int, retries: Retries, *, step: int = 0, min_version: int = 0) -> Ticket:
+        """What the number stands for, given these retries."""
+        data_epoch, prompt_index = self._prompts.locate(retries.place(number))
         prompt = self._prompts.rows[prompt_index]
-        version, begins_with = first_version
-        self._ledger.begin(number, step=begins_with)
         return Ticket(
             number=number,
             run_uid=self._run_uid,
@@ -205,6 +263,6 @@ class Dispatch:
             num_samples=self._num_samples,
             attempt=self._ledger.attempts(number),
             issued_step=step,
-            min_version=version,
-            retry_of=self._ledger.retries.dead_of(number),
+            min_version=min_version,
+            retry_of=retries.dead_of(number),
         )

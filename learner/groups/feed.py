@@ -2,7 +2,7 @@
 
       ┌── top_up ──► tickets ──► workers ──► groups ──┐
       │                                               ▼ read by the cursor, in order
-    ledger ◄── settle ◄── plan ◄── in hand ◄── accept: whose, what, how old, worth training?
+    ledger ◄── settle ◄── plan ◄── in hand ◄── accept: whose, what (gate), how old, worth training?
                                                       │
       ▲───────────── dropped, failed, ignored ────────┘
 
@@ -23,11 +23,11 @@ import structlog
 
 from streamrl.config import schema
 from streamrl.crashpoints import crashpoint
-from streamrl.errors import WireError
 from streamrl.learner.groups.backlog import Backlog, largest_group
 from streamrl.learner.groups.counts import Datasets, Lengths
 from streamrl.learner.groups.dispatch import Dispatch
 from streamrl.learner.groups.failures import FailuresInRow
+from streamrl.learner.groups.gate import LATE_FAILURE, NOT_ASKED, NOT_LEASED, Gate
 from streamrl.learner.groups.lag import LagRule
 from streamrl.learner.groups.ledger import DEAD, DROPPED, TRAINED, FeedState, Ledger
 from streamrl.learner.groups.plan import GroupCheck, Kind, Plan, ReadyGroup, ReadyGroups, balance
@@ -35,7 +35,7 @@ from streamrl.learner.groups.prompts import Prompt, PromptSet
 from streamrl.learner.groups.quarantine import QUARANTINED, Quarantine
 from streamrl.learner.groups.waiting import WaitTimers
 from streamrl.protocol.transport.types import Control, Entry, GroupStream
-from streamrl.protocol.wire.group import GroupHeader, decode_header
+from streamrl.protocol.wire.group import GroupHeader
 from streamrl.telemetry.progress import Wait
 
 _READ_BYTES = 1 << 20  # about so much is read at a time: larger answers cost more memory, and gain nothing
@@ -62,8 +62,7 @@ class Feed:
         state = state or FeedState()
         self._stream, self._prompts = stream, prompts
         self._groups_per_step = config.training.groups_per_step
-        self._max_samples = config.sampling.num_samples  # what tickets ask for
-        self._run_uid, self._fingerprint, self._keep = run_uid, fingerprint, keep
+        self._keep = keep
         self._quarantine = quarantine or Quarantine()
         self._failures = FailuresInRow(config.training.max_failed_in_row)
         self._wait_timers = WaitTimers(config, clock)
@@ -75,6 +74,15 @@ class Feed:
         self._lag = LagRule(config.lag, state.versions)
         self._ready_groups = ReadyGroups(
             ledger=self._ledger, lag=self._lag, groups_per_step=self._groups_per_step, carry=state.carry
+        )
+        self._gate = Gate(
+            stream=stream,
+            ledger=self._ledger,
+            ready_groups=self._ready_groups,
+            failures=self._failures,
+            run_uid=run_uid,
+            fingerprint=fingerprint,
+            max_samples=config.sampling.num_samples,
         )
         self._backlog = Backlog(max_bytes=config.redis.max_backlog_bytes, largest_group=largest_group(config))
         self._dispatch = Dispatch(
@@ -131,6 +139,7 @@ class Feed:
     def settle(self, plan: Plan, verdicts: Sequence[int], *, trained: bool = True) -> None:
         """The ranks' verdicts on the groups of the plan. `trained=False`: the step itself was skipped."""
         assert plan is self._planned, "only the current plan can be settled"
+        waiting = self._stream.waiting("train") if GroupCheck.MALFORMED in verdicts else set()
         self._quarantine.survived()
         outcomes = {
             GroupCheck.SOUND: TRAINED if trained else f"{DROPPED}non_finite",
@@ -142,6 +151,8 @@ class Feed:
             if verdict == GroupCheck.MISSING:  # lost with Redis, after it was read: reconciling asks for it again
                 self._ledger.ignore("missing")
                 self._doubtful = True
+            elif verdict == GroupCheck.MALFORMED and (entry.ticket, held.header.identity) in waiting:
+                self._set_aside(held.entry_id, entry.ticket, NOT_LEASED)
             else:
                 self._end(held.header, outcomes[GroupCheck(verdict)], step=plan.step)
         self._planned = None
@@ -182,6 +193,7 @@ class Feed:
             "stream/groups_trained": float(self._ledger.outcomes[TRAINED]),
             "stream/groups_dropped": sum(dropped.values()),
             "stream/dead": float(self._ledger.outcomes[DEAD]),
+            "stream/dead_letters": float(len(self._ledger.letters)),
             "stream/retries": float(len(self._ledger.retries)),
             "stream/backlog_bytes": self._backlog.expected(self._dispatch.num_on_the_way),
             "stream/straggler_wait_s": self._wait_timers.straggler_wait_s,
@@ -280,42 +292,32 @@ class Feed:
     def _accept(self, entry: Entry, step: int) -> None:
         """Train on it, drop its ticket, count a failure, or ignore it: `step` is the one that would train this group.
 
-        Whoever may write to the stream may write anything, so each entry is looked at from the outside in: is it of
-        this run, does it parse, is it about an open ticket, is it worth training? Bodies are the ranks' business.
+        Bodies are the ranks' business.
         """
         num_bytes = len(entry.header) + len(entry.body)
         self._backlog.add(entry.id, num_bytes)
-        header = self._header(entry)
-        if entry.run_uid != self._run_uid:
-            self._ledger.ignore("wrong_run")
-        elif not 0 <= entry.number < self._ledger.issued:
-            self._ledger.ignore("unknown_ticket" if header else "malformed")
-        elif entry.number in self._ready_groups or not self._ledger.is_open(entry.number):
-            self._ledger.ignore("duplicate")
+        header = self._gate.header(entry)
+        reason = self._gate.reason_to_ignore(entry, header)
+        if reason is not None:
+            self._set_aside(entry.id, entry.number, reason)
         elif header is None:
             self._ledger.resolve(entry.number, f"{DROPPED}malformed", step=step + 1)
         elif not header.failed:
             self._backlog.expect(num_bytes)
             self._failures.sound()
             self._weigh(entry, header, step)
-        elif header.attempt < self._ledger.attempts(entry.number) or self._failures.is_old(entry.id):
-            # The failure of an earlier attempt has been counted, and another attempt is under way; or was, where
-            # a Redis that went back in time has given out the earlier one again. Or nobody has counted it.
-            self._ledger.ignore("late_failure")
-            self._wait_timers.look_soon()
         else:
             self._dispatch.failed(entry.number, error=header.error, step=step)
             self._failures.failed(self._prompt_of(entry.number), error=header.error)
 
-    def _header(self, entry: Entry) -> GroupHeader | None:
-        """None when it is no header of a training group for this very ticket."""
-        try:
-            header = decode_header(entry.header)
-        except WireError:
-            return None
-        expected = (entry.number, self._run_uid, "train")
-        fits = (header.ticket, header.run_uid, header.purpose) == expected
-        return header if fits and len(header.sample_lengths) <= self._max_samples else None
+    def _set_aside(self, entry_id: str, number: int, reason: str) -> None:
+        """It decides no ticket."""
+        self._ledger.ignore(reason)
+        if reason == LATE_FAILURE or (reason == NOT_ASKED and not self._gate.still_waits(number)):
+            self._wait_timers.look_soon()  # Redis is not what we thought
+        if reason in (NOT_ASKED, NOT_LEASED) and self._ledger.ignored[reason].bit_count() == 1:  # 1, 2, 4, 8, ...
+            count = self._ledger.ignored[reason]
+            log.warning("group set aside", entry=entry_id, ticket=number, reason=reason, so_far=count)
 
     def _weigh(self, entry: Entry, header: GroupHeader, step: int) -> None:
         reason = self._reason_to_drop(header, step)
@@ -325,7 +327,7 @@ class Feed:
             self._end(header, f"{DROPPED}{reason}", step=step)
 
     def _reason_to_drop(self, header: GroupHeader, step: int) -> str | None:
-        if header.fingerprint != self._fingerprint:
+        if header.fingerprint != self._gate.fingerprint:
             return "wrong_model"
         if self._lag.is_stale(header.min_version, header.max_version, step):
             return "stale"
@@ -342,6 +344,6 @@ class Feed:
         return self._prompts.rows[row]
 
     def _end(self, header: GroupHeader, outcome: str, *, step: int) -> None:
-        self._ledger.resolve(header.ticket, outcome, step=step + 1)
+        self._ledger.resolve(header.ticket, outcome, step=step + 1, answered=header.identity)
         self._lengths.count(header, dropped=outcome != TRAINED)
         self._datasets.count(header, outcome=outcome, step=step)

@@ -23,11 +23,12 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
-from streamrl.protocol.transport.types import START, entry_order
+from streamrl.protocol.transport.types import START, Letter, entry_order
 
 TRAINED = "trained"
 DEAD = "dead"
 DROPPED = "dropped/"  # and the reason
+_ERROR_CHARS = 300  # of a dead ticket, in each checkpoint until it is repeated or purged
 
 
 class Ending(NamedTuple):
@@ -36,6 +37,8 @@ class Ending(NamedTuple):
     step: int  # the optimizer step that was being made, counting from 1
     outcome: str  # trained, dead, or dropped/ and the reason
     ticket: int
+    asked: str = ""  # its identity (wire.ticket); empty where nobody asked, as for what had ended before a fork
+    answered: str = ""  # what the group that ended it answers; empty where it was ended by none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +52,9 @@ class LedgerState:
     ignored: Mapping[str, int] = field(default_factory=dict)  # messages that decided no ticket, by reason
     attempts: Mapping[int, int] = field(default_factory=dict)  # failures so far, of unresolved tickets
     begins: Mapping[int, int] = field(default_factory=dict)  # step of the weights an unresolved ticket begins with
+    asked: Mapping[int, str] = field(default_factory=dict)  # identities of unresolved tickets: what a number stands for
     retries: Mapping[int, int] = field(default_factory=dict)  # all there ever were: number -> the dead ticket
+    letters: Mapping[int, Letter] | None = None  # dead tickets that nobody repeated or purged; None: not noted yet
 
     @property
     def num_resolved(self) -> int:
@@ -94,8 +99,11 @@ class Ledger:
         self.outcomes = Counter(state.outcomes)
         self.ignored = Counter(state.ignored)
         self.retries = Retries(state.retries)
+        self.letters = dict(state.letters or {})
+        self.knows_letters = state.letters is not None or not state.outcomes.get(DEAD)
         self._attempts = dict(state.attempts)
         self._begins = dict(state.begins)
+        self._asked = dict(state.asked)
         self._uncommitted = list(uncommitted)
 
     @property
@@ -114,14 +122,31 @@ class Ledger:
         """What ended since the last commit."""
         return tuple(self._uncommitted)
 
-    def resolve(self, number: int, outcome: str, *, step: int) -> None:
-        """The ticket ends, while this optimizer step is being made."""
+    def resolve(self, number: int, outcome: str, *, step: int, answered: str = "") -> None:
+        """The ticket ends, while this optimizer step is being made, by a group that answers this."""
         assert self.is_open(number), f"ticket {number} cannot end as {outcome}: it is not open"
         self._resolved.add(number)
         self._attempts.pop(number, None)
         self._begins.pop(number, None)
         self.outcomes[outcome] += 1
-        self._uncommitted.append(Ending(step, outcome, number))
+        self._uncommitted.append(Ending(step, outcome, number, self._asked.pop(number, ""), answered))
+
+    def die(self, number: int, letter: Letter, *, step: int) -> None:
+        identity = self._asked.get(number, "")
+        self.resolve(number, DEAD, step=step)
+        self.letters[number] = letter._replace(error=letter.error[:_ERROR_CHARS], identity=identity)
+
+    def repeat(self, dead: int, *, by: int) -> None:
+        """This number stands for the dead ticket from here on."""
+        self.retries.add(by, dead)
+        self.letters.pop(dead, None)
+
+    def adopt_letters(self, numbers: Iterable[int]) -> None:
+        """A checkpoint from before letters were noted: those that Redis lists of tickets that have ended count."""
+        if not self.knows_letters:
+            known = {number for number in numbers if number in self._resolved} - set(self.retries.known().values())
+            self.letters = dict.fromkeys(sorted(known), Letter("an older version did not note it", 0.0))
+            self.knows_letters = True
 
     def committed(self, state: LedgerState) -> None:
         """What had ended in this state is in the journal."""
@@ -135,9 +160,17 @@ class Ledger:
     def attempts(self, number: int) -> int:
         return self._attempts.get(number, 0)
 
-    def begin(self, number: int, *, step: int) -> None:
-        """The ticket is asked for; who takes it begins with weights of this step, or younger ones."""
+    def begin(self, number: int, *, step: int, asked: str) -> None:
+        """The ticket is asked for, which this identity stands for; who takes it begins with weights of this step, or
+        younger ones."""
         self._begins[number] = step
+        self._asked[number] = asked
+
+    def asks(self, number: int, identity: str) -> bool:
+        """Whether this is what the open ticket asks for. Of the tickets of a recording nobody knows it before their
+        first answer."""
+        assert self.is_open(number), f"ticket {number} asks for nothing: it is not open"
+        return self._asked.setdefault(number, identity) == identity
 
     def begun_at(self, number: int) -> int:
         return self._begins[number]
@@ -163,7 +196,9 @@ class Ledger:
             ignored=dict(self.ignored),
             attempts=dict(self._attempts),
             begins=dict(self._begins),
+            asked=dict(self._asked),
             retries=self.retries.known(),
+            letters=dict(self.letters) if self.knows_letters else None,
         )
 
 

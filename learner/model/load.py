@@ -80,8 +80,8 @@ def load_policy(config: schema.Config, world: World, end_ids: tuple[int, ...]) -
     return policy
 
 
-def outline(config: schema.Config) -> None:
-    """Refuse what can be known to be wrong without weights or memory for them, as `load_policy` would."""
+def outline(config: schema.Config) -> transformers.PreTrainedModel:
+    """The model without weights or memory for them; what can be known to be wrong is refused as `load_policy` would."""
     device = torch.device("cpu")
     model = _build(config.model.path, choose(config.model, device))
     refuse_long(model, config.data.max_prompt_tokens + config.sampling.max_tokens)
@@ -89,6 +89,7 @@ def outline(config: schema.Config) -> None:
         _checkpoint(model)
     if config.model.lora is not None:
         place_adapters(model, config.model.lora)
+    return model
 
 
 def _checkpoint(model: transformers.PreTrainedModel) -> None:

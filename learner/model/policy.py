@@ -85,7 +85,9 @@ class Policy(nn.Module):
             (torch.float32, self.head.plain(), 0) if raw else (self._dtype, self.head, self._min_tokens)
         )
         early = batch.position < min_tokens
-        with torch.autocast(batch.input_ids.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        device, is_half = batch.input_ids.device.type, dtype == torch.bfloat16
+        # Its cache would keep each layer's weights in bf16 to the end of the pass, of layers that FSDP has freed, too.
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=is_half, cache_enabled=False):
             if self.way.own_logits:
                 logits = self.model(input_ids=batch.input_ids, use_cache=False).logits
                 return given_logprobs(logits.flatten(0, 1)[batch.index], batch.targets, early, head, entropy_learns)

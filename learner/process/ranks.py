@@ -95,13 +95,16 @@ class World:
 
 
 @contextmanager
-def join_world(environment: Mapping[str, str], *, timeout_s: float) -> Iterator[World]:
-    """The world that torchrun's variables describe; without them, a world of one."""
+def join_world(environment: Mapping[str, str], *, timeout_s: float, gpu_memory: float | None = None) -> Iterator[World]:
+    """The world that torchrun's variables describe; without them, a world of one. `gpu_memory`: the share of its GPU's
+    memory beyond which this rank, and not who shares the GPU, is out of memory. What is done for a GPU never ran."""
     rank, size = int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1"))
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(environment.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+        if gpu_memory is not None:
+            torch.cuda.set_per_process_memory_fraction(gpu_memory, device)
     if size > 1:
         dist.init_process_group(_backend(device), timeout=timedelta(seconds=timeout_s))
     try:

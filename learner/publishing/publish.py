@@ -16,7 +16,6 @@ without an anchor that is due.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -27,7 +26,7 @@ from typing import Protocol
 import numpy as np
 
 from streamrl.config import schema
-from streamrl.errors import ResourceError, TrainingError
+from streamrl.errors import TrainingError
 from streamrl.learner.model.lora import merged_parameters
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.process.background import Jobs
@@ -38,7 +37,7 @@ from streamrl.learner.publishing.sweep import Sweeper
 from streamrl.protocol.weights.format import TensorMeta
 from streamrl.protocol.weights.manifest import Manifest
 from streamrl.protocol.weights.retention import AnchorPace
-from streamrl.protocol.weights.stores import BlobStore, budget_in_redis
+from streamrl.protocol.weights.stores import BlobStore, budget_in_redis, refuse_too_large
 from streamrl.versions import make_version
 
 _SPARE_S = 60.0  # the loop, which says why it gives up, comes before the timeout of a collective, which does not
@@ -108,7 +107,7 @@ class Publisher:
         )
         max_bytes = budget_in_redis(config.weights)
         if max_bytes:
-            _refuse_too_large(sum(tensor.num_bytes for tensor in self._tensors), config.weights)
+            refuse_too_large(sum(tensor.num_bytes for tensor in self._tensors), config.weights)
         self._shipper = Shipper(
             world=world.beside(timeout_s=config.weights.give_up_after_s + _SPARE_S),
             store=store,
@@ -216,15 +215,3 @@ class Publisher:
                 f"no {what} could be published for {trying_s:.0f} s (weights.give_up_after_s = "
                 f"{self._settings.give_up_after_s:.0f}); is weights.store {self._settings.store!r} there, with room?"
             )
-
-
-def _refuse_too_large(model_bytes: int, settings: schema.Weights) -> None:
-    """The newest anchor with its deltas, of which the last may be as large, and the next one, which must be there
-    before the other may go."""
-    needed = math.ceil(model_bytes * (3 + settings.anchor_share))
-    if needed > settings.max_store_bytes:
-        raise ResourceError(
-            f"weights.max_store_bytes = {settings.max_store_bytes}: this model's weights need {needed} bytes in Redis "
-            f"(three copies of {model_bytes} bytes, and deltas); raise it, or set weights.store to a shared directory "
-            "or an object store"
-        )

@@ -113,10 +113,10 @@ class Validation:
         return self._summarise(current)
 
     def _receive(self, current: _Round, entry: Entry) -> None:
-        if entry.run_uid != self._run_uid or entry.number not in current.attempts:
-            return  # of an earlier validation, or answered already
+        if entry.run_uid != self._run_uid or entry.number not in current.attempts or not entry.ticket_entry:
+            return  # of an earlier validation, answered already, or delivered by no holder of a lease
         try:
-            current.answers[entry.number] = self._open(entry)
+            current.answers[entry.number] = self._open(entry, asked=self._ticket(current, entry.number).identity)
         except WireError as error:
             current.attempts[entry.number] += 1
             if current.attempts[entry.number] < self._max_attempts:
@@ -125,13 +125,13 @@ class Validation:
             log.warning("validation prompt given up", line=self._prompt(current, entry.number).line, error=str(error))
         del current.attempts[entry.number]
 
-    def _open(self, entry: Entry) -> Group:
+    def _open(self, entry: Entry, *, asked: str) -> Group:
         """The group, or WireError when it is no sound answer."""
         header = decode_header(entry.header)
         if header.failed:
             raise WireError(f"reported by worker {header.worker}: {header.error}")
-        expected = (entry.number, self._run_uid, "eval", self._fingerprint)
-        if (header.ticket, header.run_uid, header.purpose, header.fingerprint) != expected:
+        expected = (entry.number, asked, self._run_uid, "eval", self._fingerprint)
+        if (header.ticket, header.identity, header.run_uid, header.purpose, header.fingerprint) != expected:
             raise WireError("the answer is not to this ticket, or was made by another model")
         return decode_body(header, entry.body)
 

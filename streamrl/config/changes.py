@@ -24,7 +24,7 @@ _SERVED = "workers that run were started with it"
 
 _FREE = ("redis", "optimizer", "training", "lag", "checkpoint", "validation", "metrics", "worker", "learner")
 _OF_A_REQUEST = ("url", "replicas", "timeout_s", "attempts", "outage_s", "max_concurrency", "token_file")
-_OF_A_PROCESS = ("processes", "memory_mb")
+_OF_A_PROCESS = ("processes", "memory_mb", "network", "environment")
 
 # The first pattern that fits decides; None: it may change. Every setting is decided, which a test holds.
 RULES: tuple[tuple[str, str | None], ...] = (

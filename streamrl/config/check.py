@@ -15,6 +15,7 @@ from typing import Any
 from streamrl.config import places
 from streamrl.config.explain import Problem, show
 from streamrl.config.load import Where
+from streamrl.config.placement import parallel_in
 from streamrl.config.schema import Algorithm, Config, Sampling
 from streamrl.errors import ConfigError
 from streamrl.protocol.wire.ticket import MAX_GROUP_TOKENS, MAX_REWARD_SOURCES, MAX_SAMPLES, MAX_TOKENS
@@ -205,6 +206,19 @@ def _pace(config: Config) -> Iterator[Problem]:
         yield Problem(key="validation.every_steps", remedy=remedy)
 
 
+def _gpus(config: Config) -> Iterator[Problem]:
+    learner, worker = config.learner, config.worker
+    if learner.gpus not in ("auto", 0, learner.processes):
+        remedy = f"each rank takes one: must be auto, 0 or learner.processes = {learner.processes}"
+        yield Problem(key="learner.gpus", remedy=remedy)
+    parallel = parallel_in(worker)
+    if worker.gpus == "auto" or not worker.gpus:
+        return
+    if worker.gpus != parallel and ("tensor_parallel_size" in worker.engine_args or worker.gpus % parallel):
+        remedy = f"worker.engine_args spread each worker over {parallel}; take one of the two away"
+        yield Problem(key="worker.gpus", remedy=remedy)
+
+
 def _names(config: Config) -> Iterator[Problem]:
     datasets = () if isinstance(config.data.train, str) else config.data.train
     for what, key, names in (("datasets", "data.train", datasets), ("sources", "rewards", config.rewards)):
@@ -220,6 +234,7 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _groups,
     _algorithm,
     _pace,
+    _gpus,
     _names,
     places.check_rewards,
     places.check_redis,

@@ -1,7 +1,7 @@
 """The places that a configuration names: Redis, the store of weights, reward services and code.
 
 What is no address is told, and what holds a password is refused: a configuration is written to disk and into Redis.
-Whoever starts a run with a configuration has thereby allowed what it names (`reward_code`, `reward_hosts`).
+Whoever starts a run with a configuration has thereby allowed what it names (`granted`).
 
 The files that a configuration names: there, readable, and what they should be. Looked at before a run starts
 anything, so that a wrong path costs a second and not a minute.
@@ -19,7 +19,8 @@ from streamrl.config.explain import Problem
 from streamrl.config.schema import Config, FunctionReward, HttpReward
 from streamrl.data.prompts import read_prompts
 from streamrl.errors import DataError
-from streamrl.protocol.transport.address import FORMS, PASSWORD, SCHEMES, masked, split_password
+from streamrl.permissions import Permissions
+from streamrl.protocol.transport.address import FORMS, PASSWORD, SCHEMES, has_secret, masked
 from streamrl.recipe.own import FORMS as CODE_FORMS
 from streamrl.recipe.own import is_own
 from streamrl.recipe.rewards import REWARDS
@@ -33,16 +34,17 @@ _NO_PASSWORD = "a configuration is written to disk and into Redis, so it must no
 _OBJECT_STORE = re.compile(r"(?P<scheme>[a-z][a-z0-9+-]*)://[^/\s]\S*\Z")
 
 
-def reward_code(config: Config) -> list[str]:
-    """The user's functions among the sources; what is built in needs nobody's word."""
-    sources = config.rewards.values()
-    return [one.target for one in sources if isinstance(one, FunctionReward) and ":" in one.target]
-
-
-def reward_hosts(config: Config) -> list[str]:
-    """`name:port` of each service that is asked, replicas too; not the run's own reward server."""
+def granted(config: Config) -> Permissions:
+    """What it names: the user's functions (what is built in needs nobody's word), what those want of their worker's
+    machine, and `name:port` of each service that is asked, replicas too; not the run's own reward server."""
+    functions = [one for one in config.rewards.values() if isinstance(one, FunctionReward)]
     urls = [url for one in config.rewards.values() if isinstance(one, HttpReward) for url in one.urls]
-    return [urlsplit(url).netloc for url in urls if url != LOCAL_REWARD_SERVER]
+    return Permissions(
+        reward_code=tuple(one.target for one in functions if ":" in one.target),
+        reward_network=tuple(one.target for one in functions if one.network),
+        reward_environment=tuple(dict.fromkeys(name for one in functions for name in one.environment)),
+        hosts=tuple(urlsplit(url).netloc for url in urls if url != LOCAL_REWARD_SERVER),
+    )
 
 
 def is_object_store(url: str) -> bool:
@@ -90,7 +92,7 @@ def check_redis(config: Config) -> Iterator[Problem]:
         return
     if not _is_server(url):
         yield Problem(key="redis.url", remedy=f"must be {FORMS}, or {EMBEDDED_REDIS}")
-    elif split_password(url)[1] is not None:
+    elif has_secret(url):
         remedy = f"{_NO_PASSWORD}; leave the user only, and name a file that holds the password in the environment: "
         yield Problem(key="redis.url", remedy=f"{remedy}{PASSWORD}_FILE")
 

@@ -123,6 +123,8 @@ class FunctionReward(Section):
     memory_mb: Positive = 4096  # of one child process; beyond it the function gets a MemoryError
     options: Arguments = Field(default_factory=dict)  # keyword arguments of the function
     processes: Positive = 1  # child processes that run it side by side
+    network: bool = False  # it may open connections, where its worker allows it
+    environment: tuple[str, ...] = ()  # variables that it gets of its worker's, beside PATH, HOME and their like
 
 
 class HttpReward(Section):
@@ -240,8 +242,13 @@ def _known_engine(name: str) -> str:
     return name
 
 
+# GPUs: a number, or what there is of them (`config.placement`).
+Gpus = Literal["auto"] | NonNegative
+
+
 class Worker(Section):
     count: NonNegative = 1  # workers that `streamrl up` starts
+    gpus: Gpus = "auto"  # of each worker: as many, shared with nobody; auto: as engine_args want, shared where few
     engine: Annotated[str, AfterValidator(_known_engine)] = "vllm"  # one of `config.engines`
     max_groups_in_flight: Positive = 32  # so many groups' samples; those that are done leave their places to others
     lease_s: PositiveFloat = 60.0  # a ticket whose worker shows no life for so long goes to another
@@ -256,6 +263,7 @@ class Worker(Section):
 
 class Learner(Section):
     processes: Positive = 1  # ranks that `streamrl up` starts on this machine
+    gpus: Gpus = "auto"  # for these ranks: one each, shared with no worker; auto: one each where there are any; 0: none
     max_restarts: NonNegative = 20
     threads: NonNegative = 0  # CPU threads of each rank; 0: torch's choice
     lease_s: PositiveFloat = 30.0  # a learner without sign of life for so long may be replaced

@@ -68,6 +68,7 @@ METRICS: Mapping[str, Explained] = {
     "stream/groups_trained": ("groups", "groups trained since the start of the run"),
     "stream/groups_dropped": ("groups", "groups dropped for any reason since the start of the run"),
     "stream/dead": ("tickets", "tickets given up after too many failures"),
+    "stream/dead_letters": ("tickets", "dead tickets that nobody has repeated or purged"),
     "stream/retries": ("tickets", "tickets issued to repeat a dead one"),
     "stream/backlog_bytes": ("bytes", "bytes of groups in Redis, and about to be there for the tickets under way"),
     "stream/straggler_wait_s": ("s", "seconds that full batches waited for old tickets, since the learner began"),

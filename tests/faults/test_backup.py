@@ -37,7 +37,7 @@ def copy(run_folder: Path, to: Path) -> None:
 
 
 def trained_until(world: FaultWorld, step: int) -> None:
-    wait_until(lambda: world.newest_checkpoint().step >= step, description=f"checkpoint of step {step}", timeout_s=30.0)
+    wait_until(lambda: world.newest_checkpoint().step >= step, description=f"checkpoint of step {step}")
 
 
 @pytest.mark.parametrize("redis_is_lost", [False, True], ids=["Redis is ahead", "Redis is empty"])

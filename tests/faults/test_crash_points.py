@@ -21,6 +21,8 @@ IN_A_DIRECTORY = ("blob.aside", "blob.renamed")
 AT_SIGTERM = ("ticket.handed_back", "worker.left")
 ONCE = ("lease.taken", "run.recorded", "term.recorded", "claim.written", "restore.written", "release.written")
 ONCE += ("dead.written", "retry.counted", "reconcile.deleted", "reconcile.counted", "prune.aside", "prune.removed")
+ONCE += ("letters.removed",)
+OF_WHAT_IS_TOO_MUCH = ("reconcile.deleted", "letters.removed")
 ONCE += AT_SIGTERM
 _FOR_EVER_S = 3600.0
 BEFORE_THE_EPOCH = ("lease.taken", "run.recorded", "file.aside")  # its second passing is the term's record
@@ -50,7 +52,7 @@ def finished(world: FaultWorld, point: str) -> Audit:
 
 @pytest.mark.parametrize("point", OF_LEARNERS)
 def test_a_learner_that_dies_at_a_point_is_gone_on_from(world: FaultWorld, client: redis.Redis, point: Point) -> None:
-    superfluous = point == "reconcile.deleted"
+    superfluous = point in OF_WHAT_IS_TOO_MUCH
     if superfluous:
         make_tickets_superfluous(world, client)
     else:
@@ -66,7 +68,7 @@ def test_a_learner_that_dies_at_a_point_is_gone_on_from(world: FaultWorld, clien
 def test_a_learner_that_stops_at_a_point_wakes_as_a_zombie_without_effect(
     world: FaultWorld, client: redis.Redis, point: Point
 ) -> None:
-    superfluous = point == "reconcile.deleted"
+    superfluous = point in OF_WHAT_IS_TOO_MUCH
     if superfluous:
         make_tickets_superfluous(world, client)
     else:
@@ -124,11 +126,12 @@ def start_armed_worker(world: FaultWorld, client: redis.Redis, point: str, crash
 
 
 def make_tickets_superfluous(world: FaultWorld, client: redis.Redis) -> None:
-    """A learner dies, and each ticket that waits stands twice in the stream."""
+    """A learner dies, and each ticket that waits stands twice in the stream; and among the dead letters, too."""
     world.start_learner(crash_at="issue.written").ends_with(-signal.SIGKILL)
     tickets = world.keys.tickets("train")
     for _, fields in client.xrange(tickets):
         client.xadd(tickets, fields)
+        client.xadd(world.keys.dead, fields)
 
 
 def term(client: redis.Redis, world: FaultWorld) -> int:

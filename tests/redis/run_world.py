@@ -120,13 +120,14 @@ class RunWorld:
         keys: Keys,
         url: str,
         num_prompts: int = NUM_PROMPTS,
+        prompts: PromptSet | None = None,
         patience_s: float = 5.0,
         **sections: dict[str, Any],
     ) -> None:
         """`sections` change the configuration, as those of `make_config`."""
         config = make_config(**{"training": {"groups_per_step": 3}, "worker": {"max_attempts": 2}, **sections})
         self.config = config.model_copy(update={"name": keys.name, "dir": path})
-        self.prompts, self.patience_s = make_prompts(num_prompts), patience_s
+        self.prompts, self.patience_s = prompts or make_prompts(num_prompts), patience_s
         self.client, self.keys, self.url = client, keys, url
         self.worker = WorkerStream(async_client, keys, worker="w", lease_s=30.0, give_up_after_s=5.0)
         self.learner = Learner(self)
@@ -141,14 +142,22 @@ class RunWorld:
 
     async def answer_all(self, *, failing: frozenset[int] = frozenset(), dull: frozenset[int] = frozenset()) -> None:
         """The dull ones are answered with equal rewards, so that the learner drops them."""
+        while await self.answer_some(8, failing=failing, dull=dull):
+            pass
+
+    async def answer_some(
+        self, count: int, *, failing: frozenset[int] = frozenset(), dull: frozenset[int] = frozenset()
+    ) -> bool:
+        """So many at most; whether there were any."""
         await self.worker.run_info()
-        while leased := await self.worker.lease(max_tickets=8, block_ms=1):
-            for each in leased:
-                number = each.ticket.number
-                rewards = (1.0, 1.0) if number in dull else (0.0, 1.0)
-                failed = number in failing
-                answer = encode_failure(each.ticket) if failed else encode_answer(each.ticket, rewards=rewards)
-                assert await self.worker.deliver(each, *answer)
+        leased = await self.worker.lease(max_tickets=count, block_ms=1)
+        for each in leased:
+            number = each.ticket.number
+            rewards = (1.0, 1.0) if number in dull else (0.0, 1.0)
+            failed = number in failing
+            answer = encode_failure(each.ticket) if failed else encode_answer(each.ticket, rewards=rewards)
+            assert await self.worker.deliver(each, *answer)
+        return bool(leased)
 
     async def next_step(self, **answers: frozenset[int]) -> Plan:
         """The next batch, or the end of the run."""

@@ -44,7 +44,7 @@ GROUP = sum(len(part) for part in encode_answer(make_ticket(0)))
 STARTING: tuple[Point, ...] = ("lease.taken", "run.recorded", "term.recorded", "claim.written", "announce.written")
 PLANNING: tuple[Point, ...] = (
     "restore.written", "reconcile.deleted", "reconcile.counted", "issue.counted", "issue.written", "dead.written",
-    "retry.counted", "group.read",
+    "letters.removed", "retry.counted", "group.read",
 )  # fmt: skip
 TRAINING: tuple[Point, ...] = ("group.settled", "announce.written")
 COMMITTING: tuple[Point, ...] = (
@@ -252,10 +252,10 @@ class AnyOrder(RuleBasedStateMachine):
     # The operator
 
     @rule(who=some_hand, pick=st.integers(0, 100), away=st.sampled_from([False, False, False, True]),
-          peril=perils(("dead.written", "retry.counted")))  # fmt: skip
+          peril=perils(("dead.written", "letters.removed", "retry.counted")))  # fmt: skip
     def treat_dead_letters(self, who: int, pick: int, away: bool, peril: Peril) -> None:
         client, keys = self.world.client, self.world.keys
-        if not (letters := read_letters(client, keys)):
+        if not (letters := list(read_letters(client, keys))):
             self.answer_all_and_plan(who, "failed", peril)
             return
         chosen = [letters[pick % len(letters)]]

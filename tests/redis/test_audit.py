@@ -20,6 +20,7 @@ from streamrl.ops.audit import Audit, audit_folder
 from streamrl.ops.audit.streams import read_streams
 from streamrl.ops.cli.main import main
 from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.types import Letter
 from tests.feed_world import encode_answer
 from tests.helpers import make_ticket
 from tests.redis.run_world import NUM_PROMPTS, RunWorld
@@ -242,8 +243,10 @@ async def test_answers_of_a_lost_lineage_that_lie_beyond_the_counter_are_no_gap(
     uid, keys = world.learner.uid, world.keys
     world.client.delete(keys.tickets("train"), keys.groups("train"))
     world.restart()
-    header, body = encode_answer(make_ticket(17, run_uid=uid))
-    world.client.xadd(keys.groups("train"), {"n": "17", "u": uid, "h": header, "b": body})
+    ticket = make_ticket(17, run_uid=uid)
+    header, body = encode_answer(ticket)
+    delivered = {"n": "17", "u": uid, "d": ticket.identity, "t": "1-0", "h": header, "b": body}
+    world.client.xadd(keys.groups("train"), delivered)
     world.learner.plan()
     audit = found_clean(world.audit())
     assert (audit.issued, audit.waiting, audit.malformed) == (9, 9 - 3, {"groups/never_issued": 1})
@@ -255,17 +258,20 @@ async def test_answers_of_a_lost_lineage_that_lie_beyond_the_counter_are_no_gap(
 async def test_malformed_and_foreign_entries_are_counted_and_change_no_sum(world: RunWorld) -> None:
     world.learner.plan()
     uid, keys = world.learner.uid, world.keys
-    header, body = encode_answer(make_ticket(1, run_uid=uid))
-    for fields in (
-        {"n": "1", "u": "another", "h": header, "b": body},
-        {"n": "one", "u": uid, "h": header, "b": body},
-        {"n": "1", "u": uid, "h": b"rubbish", "b": body},
-        {"n": "0", "u": uid, "h": header, "b": body},
-        {"n": "1", "u": uid, "h": header, "b": b"rubbish"},
-        {"n": "100", "u": uid, "h": b"", "b": b""},
-        {"what": "ever"},
+    ticket = make_ticket(1, run_uid=uid)
+    header, body = encode_answer(ticket)
+    delivered: dict[str, str | bytes] = {"n": "1", "u": uid, "d": ticket.identity, "t": "1-0", "h": header, "b": body}
+    for changed in (
+        {"u": "another"},
+        {"n": "one"},
+        {"h": b"rubbish"},
+        {"n": "0"},
+        {"b": b"rubbish"},
+        {"n": "100", "h": b"", "b": b""},
+        {"t": ""},
     ):
-        world.client.xadd(keys.groups("train"), fields)
+        world.client.xadd(keys.groups("train"), {**delivered, **changed})
+    world.client.xadd(keys.groups("train"), {"what": "ever"})
     world.client.xadd(keys.tickets("train"), {"n": "0", "u": uid, "b": "rubbish"})
     audit = found_clean(world.audit())
     assert audit.malformed == {
@@ -273,6 +279,7 @@ async def test_malformed_and_foreign_entries_are_counted_and_change_no_sum(world
         "groups/no_number": 1,
         "groups/header": 3,
         "groups/body": 1,
+        "groups/not_delivered": 1,
         "groups/never_issued": 1,
         "tickets/body": 1,
     }
@@ -300,9 +307,10 @@ async def test_junk_is_no_letter_and_no_answer_whoever_counts(
     learner, keys = world.learner, world.keys
     uid, asked = learner.uid, make_ticket(0, run_uid=learner.uid, purpose="eval")
     learner.stream.issue([asked])
-    learner.stream.dead(make_ticket(3, run_uid=uid), error="x")
+    learner.stream.letters.put([(make_ticket(3, run_uid=uid), Letter("x", 1.0))])
     header, body = encode_answer(asked)
-    world.client.xadd(keys.groups("eval"), {"n": "0", "u": uid, "h": header, "b": body})
+    delivered = {"n": "0", "u": uid, "d": asked.identity, "t": "1-0", "h": header, "b": body}
+    world.client.xadd(keys.groups("eval"), delivered)
     world.client.xadd(keys.dead, {"p": "train", "n": "4", "u": uid, "b": "rubbish"})  # of ours once, and damaged
     junk: list[dict[str, str | bytes]] = [
         {"what": "ever"},
@@ -312,7 +320,7 @@ async def test_junk_is_no_letter_and_no_answer_whoever_counts(
     for fields in junk:
         for stream in (keys.dead, keys.groups("eval"), keys.tickets("eval")):
             world.client.xadd(stream, fields)
-    world.client.xadd(keys.groups("eval"), {"n": "0", "u": uid, "h": b"rubbish", "b": body})
+    world.client.xadd(keys.groups("eval"), {**delivered, "h": b"rubbish"})
 
     audit = found_clean(world.audit())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import urllib.error
@@ -23,6 +24,7 @@ from streamrl.versions import make_version
 from tests.browser_world import Page, chromium, find_chromium
 from tests.redis.monitor_world import Watched
 from tests.redis.run_world import RunWorld
+from tests.terminal_world import in_terminal
 
 NUM_STEPS = 60
 _METRICS = (
@@ -68,7 +70,9 @@ def dashboard(run: Watched, *arguments: str) -> Iterator[str]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            yield process.stdout.readline().rpartition(" ")[2].strip()
+            found = re.search(r"http://[^\s#]+", process.stdout.readline())
+            assert found
+            yield found[0]
         finally:
             process.terminate()
             process.wait(10)
@@ -111,17 +115,42 @@ def test_a_page_of_another_site_reaches_nothing(run: Watched) -> None:
     with dashboard(run) as url:
         assert status_of(f"{url}api/view", Host="evil.example") == 421
         assert status_of(f"{url}api/view", Host="localhost:1234") == 200
+        assert status_of(f"{url}api/view", **{"Sec-Fetch-Site": "cross-site"}) == 403
+        assert status_of(f"{url}api/view", Origin="http://evil.example") == 403
 
 
-def test_with_a_token_only_who_has_it_sees_the_run(run: Watched) -> None:
-    with dashboard(run, "--token") as url:
-        base, _, token = url.partition("#token=")
-        assert len(token) > 20
+def test_with_a_token_only_who_has_it_sees_the_run(run: Watched, tmp_path: Path) -> None:
+    token = "a-token-of-this-test"
+    (tmp_path / "token").write_text(token)
+    with dashboard(run, "--token-file", str(tmp_path / "token")) as base:
         assert run.world.keys.name not in get(base)
         for path in ("api/view", "api/history", "api/rollouts", "metrics"):
             assert status_of(base + path) == 401
+            assert status_of(base + path, Host="127.0.0.1/#") == 421
             assert status_of(base + path, Authorization="Bearer wrong") == 401
             assert status_of(base + path, Authorization=f"Bearer {token}") == 200
+
+
+def test_a_token_is_shown_on_a_terminal_and_nowhere_else(run: Watched, tmp_path: Path) -> None:
+    token = "a-token-of-this-test"
+    (tmp_path / "token").write_text(token)
+    arguments = ["--redis", run.world.url, "--run", run.world.keys.name, "--port", "0"]
+    arguments = ["dashboard", *arguments, "--token-file", str(tmp_path / "token")]
+    command = [sys.executable, "-m", "streamrl.ops.cli.main", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        process.terminate()
+        told = line + process.stdout.read()
+    assert str(tmp_path / "token") in told
+    assert token not in told
+    with in_terminal(arguments, width=200) as terminal:
+        terminal.shows(f"#token={token}")
+
+
+def test_a_token_that_nobody_would_see_is_not_made_up(run: Watched, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dashboard", "--redis", run.world.url, "--run", run.world.keys.name, "--token"]) == 2
+    assert "--token-file FILE" in capsys.readouterr().err
 
 
 def test_beyond_loopback_a_token_is_needed(run: Watched, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,3 +236,19 @@ def test_the_page_says_that_redis_is_gone(run: Watched, page: Page) -> None:
         page.wait_for("!document.getElementById('gone').hidden")
         assert "Redis is gone" in page.evaluate("document.getElementById('gone').textContent")
         page.wait_for("document.getElementById('gone').hidden")
+
+
+_INJECTED = """
+const script = document.createElement('script');
+script.textContent = 'window.injected = true';
+document.body.append(script);
+window.injected === undefined
+"""
+
+
+def test_a_script_that_is_not_the_pages_own_does_not_run(run: Watched, page: Page) -> None:
+    with run.alive(), dashboard(run) as url:
+        page.open(url)
+        page.wait_for(_HAS_DATA)
+        assert page.evaluate(_INJECTED)
+        assert any("Content Security Policy" in complaint for complaint in map(str, page.complaints))

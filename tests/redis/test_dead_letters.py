@@ -16,6 +16,7 @@ from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.learner import LearnerStream
 from streamrl.protocol.transport.operator import purge, read_letters, read_requests, read_retried, request_retries
 from streamrl.protocol.transport.snapshot import snapshot
+from streamrl.protocol.transport.types import Letter
 from streamrl.protocol.transport.worker import WorkerStream
 from tests.feed_world import MODEL, encode_answer, encode_failure, keep, make_config, make_prompts
 from tests.helpers import make_ticket
@@ -128,7 +129,7 @@ async def test_a_purge_removes_letters_and_the_requests_for_them(
     redis_url: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    letters = read_letters(client, keys)
+    letters = list(read_letters(client, keys))
     assert request_retries(client, keys, letters, by="me") == 2
     capsys.readouterr()
     assert dead("purge", "--ticket", "2", keys=keys, url=redis_url) == 0
@@ -163,9 +164,9 @@ async def test_tickets_that_are_not_dead_are_one_clear_error(
 def test_a_letter_that_changed_under_our_hands_is_not_repeated(
     learner: LearnerStream, client: redis.Redis, keys: Keys
 ) -> None:
-    learner.dead(make_ticket(4), error="x")
-    learner.dead(make_ticket(5, purpose="eval"), error="evaluation is asked for anew by itself")
-    letters = read_letters(client, keys)
+    learner.letters.put([(make_ticket(4), Letter("x", 1.0))])
+    client.xadd(keys.dead, {"p": "eval", "n": "5", "u": UID, "b": "", "error": "it is asked for anew by itself"})
+    letters = list(read_letters(client, keys))
     client.xdel(keys.dead, letters[0].entry_id)
     assert request_retries(client, keys, letters, by="me") == 0
     assert read_requests(client, keys) == set()
@@ -195,7 +196,7 @@ async def test_the_audit_accounts_for_retries_over_a_crash(
     failing = frozenset({1, 2})
     await world.train_steps(2, failing=failing)
     world.learner.commit()
-    letters = read_letters(client, keys)
+    letters = list(read_letters(client, keys))
     assert [letter.number for letter in letters] == [1, 2]
     request_retries(client, keys, letters, by="me")
     await world.train_steps(1, failing=failing)

@@ -61,27 +61,45 @@ async def test_a_reclaimed_ticket_gives_one_group_and_the_second_delivery_is_cou
         return bool(reclaimed)
 
     await wait_until_async(is_reclaimed, description="the expired lease is reclaimed")
-    outcomes = await asyncio.gather(
-        quick.deliver(reclaimed[0], *packed(reclaimed[0])), slow.deliver(first, *packed(first))
-    )
-    assert sorted(outcomes) == [False, True]
+    assert await quick.deliver(reclaimed[0], *packed(reclaimed[0]))
+    assert not await slow.deliver(first, *packed(first))
     assert delivered(learner) == [0]
     assert client.hget(keys.counters, "duplicates:train") == b"1"
     assert client.hget(keys.counters, "delivered:train") == b"1"
 
 
-async def test_a_late_worker_may_deliver_what_another_only_holds(
-    learner: LearnerStream, make_worker: MakeWorker
+async def test_a_late_worker_is_refused_once_another_holds_the_ticket(
+    learner: LearnerStream, make_worker: MakeWorker, client: redis.Redis, keys: Keys
 ) -> None:
     learner.issue([make_ticket(0)])
     slow, other = make_worker("slow"), make_worker("other")
     [leased] = await slow.lease(max_tickets=1, block_ms=0)
     await slow.hand_back([leased])
     [held] = await other.lease(max_tickets=1, block_ms=0)
-    assert await slow.deliver(leased, *packed(leased))
-    assert await other.renew([held]) == [held]
-    assert not await other.deliver(held, *packed(held))
+    assert not await slow.deliver(leased, *packed(leased))
+    assert client.hget(keys.counters, "refused:train") == b"1"
+    assert await other.renew([held]) == []
+    assert await other.deliver(held, *packed(held))
     assert delivered(learner) == [0]
+
+
+async def test_a_late_worker_may_deliver_what_nobody_took_over(learner: LearnerStream, worker: WorkerStream) -> None:
+    learner.issue([make_ticket(0)])
+    [leased] = await worker.lease(max_tickets=1, block_ms=0)
+    await worker.hand_back([leased])  # as when its lease has run out
+    assert await worker.deliver(leased, *packed(leased))
+    assert delivered(learner) == [0]
+
+
+async def test_an_answer_to_something_else_under_the_same_number_is_not_delivered(
+    learner: LearnerStream, worker: WorkerStream
+) -> None:
+    """Redis went back, and forth again: the entry is the worker's, and asks for another prompt."""
+    learner.issue([make_ticket(0)])
+    [leased] = await worker.lease(max_tickets=1, block_ms=0)
+    other = replace(leased, ticket=make_ticket(0, retry_of=7))
+    assert not await worker.deliver(other, *packed(other))
+    assert await worker.deliver(leased, *packed(leased))
 
 
 async def test_a_ticket_the_learner_took_back_is_not_delivered(learner: LearnerStream, worker: WorkerStream) -> None:
@@ -164,8 +182,8 @@ async def test_a_call_that_comes_again_after_the_next_of_its_lane_delivers_nothi
 
     def call(one: Leased, *, lane: int) -> Call:
         touched = (keys.meta, keys.tombstone, keys.receipt("w", lane), keys.counters, *streams)
-        entry = ("train", one.entry_id, one.ticket.number, *packed(one))
-        return Call(scripts.DELIVER, touched, ("uid", WORKERS, f"call {one.entry_id}", 10_000, *entry))
+        entry = ("train", one.entry_id, one.ticket.number, one.ticket.identity, *packed(one))
+        return Call(scripts.DELIVER, touched, ("uid", WORKERS, "w", f"call {one.entry_id}", 10_000, *entry))
 
     calls = [call(one, lane=lane) for lane, one in zip((0, 1, 0), leased, strict=True)]
     assert [run(client, call) for call in calls] == [[b"OK", b"1"]] * 3

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,16 @@ import pytest
 import redis
 
 from streamrl.config.load import Loaded, load_config
+from streamrl.config.placement import Part
 from streamrl.errors import ResourceError
 from streamrl.finding import Finding
 from streamrl.ops.cli.main import main
 from streamrl.ops.monitor.doctor import look, machine
-from streamrl.ops.monitor.doctor.machine import count_parameters, worker_bytes
-from streamrl.ops.monitor.doctor.musts import Part, check_packages
+from streamrl.ops.monitor.doctor.machine import worker_bytes
+from streamrl.ops.monitor.doctor.musts import check_packages
+from streamrl.ops.monitor.doctor.sizes import count_parameters, trained_parameters
 from streamrl.terminal import size
+from tests.gpus_world import machine_with
 
 TOKENS = ["<eos>", *"abcdefgh"]
 
@@ -35,13 +38,15 @@ def model(tmp_path: Path) -> Path:
     vocabulary = {token: place for place, token in enumerate(TOKENS)}
     (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": []}))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
-    write_tensors(folder, rows=1000)
+    write_tensors(folder, rows=10)
     (tmp_path / "train.jsonl").write_text('{"text": "ab", "answer": "b"}\n')
     return folder
 
 
 def write_tensors(folder: Path, *, rows: int) -> None:
-    header = json.dumps({"w": {"dtype": "F32", "shape": [rows, 1000], "data_offsets": [0, 4000 * rows]}}).encode()
+    header = json.dumps(
+        {"layer.w.weight": {"dtype": "F32", "shape": [rows, 1000], "data_offsets": [0, 4000 * rows]}}
+    ).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
 
 
@@ -70,7 +75,8 @@ def found(model: Path, url: str, *overrides: str) -> dict[str, Finding]:
 
 
 def test_a_sound_configuration_has_no_error(model: Path, redis_url: str) -> None:
-    findings = found(model, redis_url)
+    write_tensors(model, rows=1000)
+    findings = found(model, redis_url, "weights.max_store_bytes=10000000")
     wrong = {name: one for name, one in findings.items() if one.level == "error"}
     assert wrong == {}
     looked_at = ("settings", "redis version", "redis latency", "model vocabulary", "learner memory", "disk", "limits")
@@ -120,11 +126,26 @@ def test_a_model_that_cannot_fit_is_found_before_it_is_loaded(model: Path, redis
 
 
 def test_the_memory_of_a_machine_without_gpus_counts_the_engine_and_the_mirror(model: Path, redis_url: str) -> None:
-    gigabyte = 10**9  # of weights, in two bytes each
-    assert worker_bytes(load(model, redis_url).config, gigabyte // 2) == 2 * gigabyte
     write_tensors(model, rows=10**6)
+    assert worker_bytes(load(model, redis_url).config) == 2 * 2 * 10**9
     shown = found(model, redis_url, "worker.count=3")["shared memory"].evidence.partition("about ")[2]
     assert shown.partition(" for")[0] == size(3 * 2 * 10**9)
+
+
+def test_weights_that_redis_may_not_hold_are_found_before_the_run(model: Path, redis_url: str) -> None:
+    """The 7B LoRA configuration began like that: 46 GB where 16 were allowed."""
+    write_tensors(model, rows=7_616_000)
+    findings = found(model, redis_url, "weights.max_store_bytes=16000000000")
+    assert findings["weights store"].level == "error"
+    assert "need 46457600000 bytes in Redis" in findings["weights store"].evidence
+    assert found(model, redis_url, f"weights.store=file:{model.parent}")["weights store"].level == "ok"
+
+
+def test_checkpoints_of_adapters_are_small(model: Path, redis_url: str) -> None:
+    write_tensors(model, rows=10**7)
+    whole, adapters = load(model, redis_url).config, load(model, redis_url, "model.lora.targets=[w]").config
+    assert trained_parameters(whole) == 10**10
+    assert trained_parameters(adapters) == 32 * (10**7 + 1000)
 
 
 @pytest.fixture
@@ -154,19 +175,52 @@ def test_reward_sources_are_asked_whether_they_are_there(model: Path, redis_url:
     assert found(model, redis_url, *reward("http://127.0.0.1:9"))["reward judge"].level == "error"
 
 
-def test_gpus_are_listed_and_counted(
-    model: Path, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a driver tells them."""
-    program = tmp_path / "bin" / "nvidia-smi"
-    program.parent.mkdir()
-    program.write_text("#!/bin/sh\necho 'NVIDIA X, 81920, 81000, 570.1'\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
-    findings = found(model, redis_url, "worker.count=3")
-    assert findings["gpu 0"].evidence == "NVIDIA X, 81000 of 81920 MiB free, driver 570.1"
-    assert "1 GPU for 3 workers" in findings["gpu"].evidence
-    program.write_text("#!/bin/sh\nexit 9\n")
+@pytest.fixture
+def on_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """A machine with so many, to a torch that could use them."""
+    monkeypatch.setattr("streamrl.gpus.version", lambda _name: "2.13.0+cu130")
+
+    def become(count: int) -> None:
+        monkeypatch.setenv("PATH", machine_with(tmp_path, count)["PATH"])
+
+    return become
+
+
+def placements(model: Path, url: str, *overrides: str) -> list[str]:
+    findings = [finding for _, finding in look(load(model, url, *overrides)) if finding.name == "placement"]
+    return [f"{one.level}: {one.evidence}" for one in findings]
+
+
+def test_gpus_are_listed_and_given_out(model: Path, redis_url: str, on_gpus: Callable[[int], None]) -> None:
+    on_gpus(3)
+    findings = found(model, redis_url, "worker.count=1")
+    assert findings["gpu 0"].evidence == "NVIDIA H100 80GB HBM3, driver 580.65.06, 85.0 GB of 85.5 GB free"
+    assert placements(model, redis_url, "worker.count=1") == [
+        "ok: learner on GPU 0",
+        "ok: worker/0 on GPU 1",
+        "warning: nothing of the run is on GPU 2",
+    ]
+    assert placements(model, redis_url, "learner.processes=4", "worker.count=0") == [
+        "error: learner.processes = 4: each rank needs a GPU of its own, and there are 3 GPUs; "
+        "set it to 3, or start the learner where there are more"
+    ]
+
+
+def test_one_gpu_is_shared_and_that_is_told(model: Path, redis_url: str, on_gpus: Callable[[int], None]) -> None:
+    on_gpus(1)
+    assert placements(model, redis_url) == [
+        "warning: learner on GPU 0, 0.50 of its memory, which it shares",
+        "warning: worker/0 on GPU 0, 0.40 of its memory, which it shares",
+    ]
+    write_tensors(model, rows=40_000_000)  # 80 GB as it is served
+    worker = found(model, redis_url, "weights.max_store_bytes=999000000000")["worker on GPU"]
+    assert worker.level == "error"
+    assert "82.1 GB of weights and work a GPU, 34.2 GB to have" in worker.evidence
+
+
+def test_a_driver_that_is_broken_is_found(model: Path, redis_url: str, on_gpus: Callable[[int], None]) -> None:
+    on_gpus(1)
+    (model.parent / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
     assert found(model, redis_url)["gpu"].level == "error"
 
 

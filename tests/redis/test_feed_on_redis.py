@@ -169,9 +169,9 @@ async def test_a_ticket_that_no_worker_can_read_is_issued_again_and_leaves_nothi
     feed = make_feed(learner)
     feed.plan(step=0, world_size=1, timeout_s=0.0)
     stream = keys.tickets("train")
-    [(entry_id, _)] = client.xrange(stream, count=1)
+    [(entry_id, fields)] = client.xrange(stream, count=1)
     client.xdel(stream, entry_id)
-    client.xadd(stream, {"n": "0", "u": UID, "b": b"\xff not a ticket"})
+    client.xadd(stream, {**fields, b"b": b"\xff not a ticket"})
     client.xadd(stream, {"nonsense": "1"})
     await worker.run_info()
     assert 0 not in [each.ticket.number for each in await worker.lease(max_tickets=8, block_ms=1)]

@@ -17,7 +17,7 @@ from streamrl.protocol.transport.embedded import EmbeddedRedis
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.learner import LearnerStream
 from streamrl.protocol.transport.lease import await_lease
-from streamrl.protocol.transport.types import START, Announcement
+from streamrl.protocol.transport.types import START, Announcement, Letter
 from streamrl.protocol.transport.worker import WorkerStream
 from streamrl.protocol.wire.group import encode_group
 from streamrl.versions import make_version
@@ -94,7 +94,9 @@ def test_what_repeats_a_dead_ticket_is_noted_and_a_ticket_can_die(client: redis.
     fill(client)
     learner.restore(cursor=START, retried={7: 3})
     assert learner.retried() == {7: 3}
-    learner.dead(make_ticket(0), error="it failed too often")
+    assert learner.letters.put([(make_ticket(0), Letter("it failed too often", 1.0))])
+    assert client.xlen(KEYS.dead) == 1
+    assert not learner.letters.put([(make_ticket(1), Letter("it was lost", 1.0))], wait_for_room=False)
     assert client.xlen(KEYS.dead) == 1
 
 

@@ -16,18 +16,19 @@ from streamrl.protocol.transport.keys import WORKERS, Keys
 from streamrl.protocol.transport.learner import LearnerStream
 from streamrl.protocol.transport.operator import set_control
 from streamrl.protocol.transport.snapshot import snapshot
-from streamrl.protocol.transport.types import START, Announcement
+from streamrl.protocol.transport.types import START, Announcement, Letter
 from streamrl.protocol.transport.worker import WorkerStream
 from streamrl.protocol.wire.ticket import Purpose, decode_ticket, encode_ticket
 from streamrl.telemetry.progress import Progress
 from streamrl.versions import make_version
 from tests.helpers import make_ticket, wait_until
-from tests.redis.conftest import MakeLearner, MakeWorker
+from tests.redis.conftest import UID, MakeLearner, MakeWorker
 
 
 def add_groups(client: redis.Redis, keys: Keys, numbers: range | list[int], *, uid: str = "uid") -> list[str]:
     stream = keys.groups("train")
-    added = [client.xadd(stream, {"n": n, "u": uid, "h": b"h%d" % n, "b": b"b"}) for n in numbers]
+    fields = {"u": uid, "d": "asked", "t": "1-0", "b": b"b"}
+    added = [client.xadd(stream, {"n": n, "h": b"h%d" % n, **fields}) for n in numbers]
     return [entry_id.decode() for entry_id in added]
 
 
@@ -161,15 +162,14 @@ def test_tickets_that_cannot_be_read_or_are_of_another_run_are_told_apart(
     assert found == [(0, True), (1, False), (0, False), (-1, False), (-1, False)]
     assert [ticket.flaw for ticket in present[:3]] == [
         None,
-        "the ticket and its entry do not agree on number, purpose or run",
+        "the ticket and its entry do not agree on number, purpose, run or what is asked",
         "not a message: a map was expected, got int",
     ]
 
 
 def test_evaluation_groups_are_trimmed_apart(learner: LearnerStream, client: redis.Redis, keys: Keys) -> None:
     train = add_groups(client, keys, range(2))
-    first = client.xadd(keys.groups("eval"), {"n": 0, "u": "uid"})
-    second = client.xadd(keys.groups("eval"), {"n": 1, "u": "uid"})
+    first, second = (client.xadd(keys.groups("eval"), {"n": n, "u": "uid", "t": "1-0"}) for n in range(2))
     learner.trim_eval(below=second.decode())
     assert [(g.entry_id, g.number) for g in learner.present_groups("eval", after=START)] == [(second.decode(), 1)]
     assert first != second
@@ -236,15 +236,31 @@ async def test_restoring_forgets_idle_consumers_but_never_one_with_leases(
     assert [one["name"] for one in client.xinfo_consumers(keys.tickets("train"), WORKERS)] == [b"w"]
 
 
-def test_dead_letters_are_kept_once_per_ticket(learner: LearnerStream, client: redis.Redis, keys: Keys) -> None:
-    learner.dead(make_ticket(4, attempt=3), error="reward server answered 500")
-    learner.dead(make_ticket(4, attempt=3), error="read again after a restore")
-    learner.dead(make_ticket(5), error="engine died")
-    learner.dead(make_ticket(4, purpose="eval"), error="another ticket, of evaluation")
-    entries = [fields for _, fields in client.xrange(keys.dead)]
-    assert [(e[b"p"], e[b"n"]) for e in entries] == [(b"train", b"4"), (b"train", b"5"), (b"eval", b"4")]
-    assert decode_ticket(entries[0][b"b"]).attempt == 3
-    assert entries[0][b"error"] == b"reward server answered 500"
+def test_dead_letters_carry_their_tickets_and_lie_there_until_they_are_removed(
+    learner: LearnerStream, client: redis.Redis, keys: Keys
+) -> None:
+    tickets = [make_ticket(n, run_uid=UID, attempt=3) for n in range(150)]  # more than go in a call
+    assert learner.letters.put((ticket, Letter(f"error {ticket.number}", 7.5)) for ticket in tickets)
+    found = learner.letters.present()
+    assert [letter.number for letter in found] == list(range(150))
+    fields = client.xrange(keys.dead)[4][1]
+    assert decode_ticket(fields[b"b"]).attempt == 3
+    assert (fields[b"p"], fields[b"error"], fields[b"at"]) == (b"train", b"error 4", b"7.5")
+    client.hset(keys.retry_requests, mapping={"0": found[0].entry_id, "1": found[1].entry_id})
+    learner.letters.remove([letter.entry_id for letter in found[2:]], requests=[0])
+    assert [letter.number for letter in learner.letters.present()] == [0, 1]
+    assert client.hkeys(keys.retry_requests) == [b"1"]
+
+
+def test_a_letter_that_is_put_again_has_the_request_that_its_ticket_had_and_is_purged_no_more(
+    learner: LearnerStream, client: redis.Redis, keys: Keys
+) -> None:
+    client.hset(keys.retry_requests, "4", "1-1")
+    client.sadd(keys.purged, 4, 5)
+    learner.letters.put([(make_ticket(4, run_uid=UID), Letter("x", 1.0))])
+    [letter] = learner.letters.present()
+    assert client.hget(keys.retry_requests, "4") == letter.entry_id.encode()
+    assert learner.letters.purged() == {5}
 
 
 async def test_an_announced_version_is_what_workers_see(learner: LearnerStream, worker: WorkerStream) -> None:

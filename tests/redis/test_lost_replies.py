@@ -14,7 +14,7 @@ from streamrl.errors import TransportError
 from streamrl.protocol.transport.connection import check_server, connect, connect_async
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.learner import LearnerStream
-from streamrl.protocol.transport.types import START, Announcement
+from streamrl.protocol.transport.types import START, Announcement, Letter
 from streamrl.protocol.transport.worker import WorkerStream
 from streamrl.protocol.wire.group import encode_group
 from streamrl.versions import make_version
@@ -70,7 +70,7 @@ async def test_an_async_client_repeats_nothing_by_itself(
 
 APPENDS: dict[str, tuple[Callable[[LearnerStream, int], None], Callable[[Keys], str]]] = {
     "issue": (lambda learner, n: learner.issue([make_ticket(n)]), lambda keys: keys.tickets("train")),
-    "dead": (lambda learner, n: learner.dead(make_ticket(n), error="x"), lambda keys: keys.dead),
+    "dead": (lambda learner, n: learner.letters.put([(make_ticket(n), Letter("x", 1.0))]), lambda keys: keys.dead),
     "record": (lambda learner, n: learner.record(n, {"train_optim/loss": 1.0}), lambda keys: keys.metrics),
     "event": (lambda learner, n: learner.event("x", n=n), lambda keys: keys.events),
 }
@@ -129,6 +129,8 @@ async def test_a_delivery_whose_reply_is_lost_is_known_as_our_own(
     # What somebody else delivered stays not ours, also when asked twice.
     other = WorkerStream(worker._client, keys, worker="other", lease_s=60.0)
     await other.run_info()
+    await worker.hand_back([third])
+    [third] = await other.lease(max_tickets=1, block_ms=0)
     assert await other.deliver(third, *encode_group(make_group(third.ticket)))
     proxy.drop_reply_to(SCRIPT)
     assert not await worker.deliver(third, *encode_group(make_group(third.ticket)))

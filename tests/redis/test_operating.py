@@ -108,6 +108,18 @@ def test_the_end_of_the_run_answers_drain_and_stop(learner: LearnerStream, clien
     assert (found.state, found.complete) == ("stopped", True)
 
 
+def test_a_word_that_ends_a_run_ends_with_it_and_a_pause_is_for_whoever_comes(
+    learner: LearnerStream, client: redis.Redis, keys: Keys
+) -> None:
+    set_control(client, keys, "pause", by="test")
+    learner.release("failed")
+    assert learner.orders().control == "pause"
+    client.hset(keys.meta, "state", "running")
+    set_control(client, keys, "drain", by="test")
+    learner.release("stopped")
+    assert learner.orders().control == "run"
+
+
 def test_the_command_says_the_word_and_who_follows(
     learner: LearnerStream,
     client: redis.Redis,

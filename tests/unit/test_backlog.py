@@ -58,7 +58,7 @@ def test_a_commit_lets_go_of_what_has_ended_and_names_what_the_trim_leaves() -> 
 
 def test_a_recount_believes_the_server_about_what_was_read() -> None:
     backlog = full(10, 20)
-    groups = [PresentGroup(entry_id=f"{at}-0", number=at, num_bytes=50) for at in range(1, 5)]
+    groups = [PresentGroup(entry_id=f"{at}-0", number=at, identity="", num_bytes=50) for at in range(1, 5)]
     backlog.recount(groups, cursor="2-0")
     assert backlog.num_bytes == 100
     assert backlog.freeable(["1-0"]) == 50

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from streamrl.config import schema
-from streamrl.ops.cli.eval import permissions
+from streamrl.config.places import granted
 from streamrl.ops.cli.main import main
 from streamrl.workers.engines.model import read_model
 from streamrl.workers.evaluate import summarise
@@ -194,7 +194,7 @@ def test_a_result_counts_what_failed_and_what_was_not_answered() -> None:
 def test_every_replica_that_the_configuration_names_may_be_asked(run: schema.Config) -> None:
     service = schema.HttpReward(type="http", url="http://a:1", replicas=("http://b:2",))
 
-    allowed = permissions(run.model_copy(update={"rewards": {**run.rewards, "judge": service}}))
+    allowed = granted(run.model_copy(update={"rewards": {**run.rewards, "judge": service}}))
 
     assert allowed.hosts == ("a:1", "b:2")
     build_rewards({"judge": service}, allowed, None)  # refuses a host that is not allowed

@@ -29,8 +29,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 SHIPPED = (
-    "streamrl ships demo.yaml, gpu_qwen_1.5b.yaml, gpu_qwen_7b_lora.yaml, pretrained.yaml, quickstart.yaml, "
-    "reinforce.yaml, rejection_sampling.yaml"
+    "streamrl ships demo.yaml, gpu_qwen_1.5b.yaml, gpu_qwen_1.5b_lora.yaml, gpu_qwen_32b.yaml, gpu_qwen_7b.yaml, "
+    "gpu_qwen_7b_lora.yaml, pretrained.yaml, quickstart.yaml, reinforce.yaml, rejection_sampling.yaml"
 )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
 import redis
 
-from streamrl.errors import TransportError
-from streamrl.protocol.transport.address import server_name
+from streamrl.errors import ConfigError, TransportError
+from streamrl.protocol.transport.address import open_client, server_name
 from streamrl.protocol.transport.connection import bounded_block_ms, pacing, repeat, repeat_async
 
 
@@ -68,6 +69,15 @@ def test_an_error_that_stays_is_raised_at_once(error: redis.RedisError, client: 
     with pytest.raises(TransportError, match=r"Redis at stream\.example:7000/2 could not deliver: "):
         repeat(client, "deliver", flaky, give_up_after_s=10.0)
     assert flaky.num_calls == 1
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://host:1/0?password=hunter2", "unix:///run/x.sock?password=hunter2", "redis://u:hun/ter2@host"]
+)
+def test_a_password_where_all_would_see_it_is_refused_and_not_shown(url: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        open_client(url)
+    assert not re.search("hunter2|ter2", str(refused.value))
 
 
 async def test_patience_ends_with_the_servers_name_and_no_password(client: redis.Redis) -> None:

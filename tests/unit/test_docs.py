@@ -121,7 +121,7 @@ def test_a_script_is_one_and_says_what_it_misses(script: Path) -> None:
 def test_the_settings_that_scripts_override_exist(tmp_path: Path) -> None:
     wanted = {found for script in SCRIPTS for found in re.findall(r"\b(rewards\.model\.\w+)=", script.read_text())}
     assert wanted == {"rewards.model.url", "rewards.model.token_file"}
-    loaded = load_config(ROOT / "conf" / "gpu_qwen_1.5b.yaml", [f"{key}=http://x" for key in sorted(wanted)])
+    loaded = load_config(ROOT / "conf" / "gpu_qwen_32b.yaml", [f"{key}=http://x" for key in sorted(wanted)])
     assert loaded.config.rewards["model"].type == "http"
 
 

@@ -93,6 +93,16 @@ class Crashes(RuleBasedStateMachine):
             self.world.server.ask_for_retry(number)
         self._go_on(then)
 
+    @precondition(lambda self: self.world.server.dead)
+    @rule(pick=st.integers(0, 100), lost=st.booleans(), then=then_go_on)
+    def lose_or_purge_a_letter(self, pick: int, lost: bool, then: list[GroupCheck] | None) -> None:
+        letters = self.world.server.dead
+        ticket, _ = letters.pop(pick % len(letters))
+        if not lost:
+            self.world.server.purged.add(ticket.number)
+            self.world.server.retry_requests.discard(ticket.number)
+        self._go_on(then)
+
     @rule(then=then_go_on)
     def lose_everything(self, then: list[GroupCheck] | None) -> None:
         self.world.server.flush()
@@ -106,7 +116,7 @@ class Crashes(RuleBasedStateMachine):
     # The learner
 
     @precondition(lambda self: self.plan_in_work is None)
-    @rule(long=st.booleans(), fault=st.sampled_from([None, "issue", "dead", "restore", "delete_tickets"]),
+    @rule(long=st.booleans(), fault=st.sampled_from([None, "issue", "dead", "letters", "restore", "delete_tickets"]),
           moment=st.sampled_from(["before", "after"]), disk_is_full=st.booleans(),
           verdicts=st.none() | some_verdicts)  # fmt: skip
     def plan(
@@ -195,8 +205,10 @@ class Crashes(RuleBasedStateMachine):
         num_tickets = NUM_TICKETS + metrics["stream/retries"]
         assert metrics["stream/issued"] == num_tickets
         assert metrics["stream/outstanding"] == 0
+        self.world.feed.reconcile(step=self.world.step)
         assert self.world.server.retry_requests == set()
         ledger = self.world.feed.state().ledger
+        assert sorted(ticket.number for ticket, _ in self.world.server.dead) == sorted(ledger.letters or ())
         assert (ledger.watermark, ledger.exceptions) == (num_tickets, ())
 
     def _go_on(self, verdicts: list[GroupCheck] | None) -> None:
@@ -216,6 +228,4 @@ class Crashes(RuleBasedStateMachine):
 
 
 TestCrashes = Crashes.TestCase
-TestCrashes.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+TestCrashes.settings = settings(max_examples=60, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow])

@@ -118,8 +118,9 @@ def test_a_forged_number_far_up_does_not_move_the_counter() -> None:
     world = FeedWorld(make_config(training={"max_epochs": 10**9}))
     world.commit()
     world.plan()
-    header, body = encode_answer(make_ticket(10**9))
-    world.forge(10**9, header=header, body=body)
+    forged = make_ticket(10**9)
+    header, body = encode_answer(forged)
+    world.forge(10**9, header=header, body=body, identity=forged.identity)
     world.start()
     world.plan()
     assert world.feed.metrics()["stream/issued"] == 4

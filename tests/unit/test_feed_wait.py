@@ -51,7 +51,7 @@ def test_the_first_tickets_are_not_put_off_until_there_are_too_many_for_one_step
     assert planned(world.plan()) == [2, 5]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     groups_per_step=st.integers(1, 4),
     max_steps=st.integers(0, 4),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import distributions, version
 from pathlib import Path
 
 import pytest
@@ -36,7 +38,7 @@ def test_hadolint_finds_nothing() -> None:
 def test_what_comes_from_elsewhere_is_pinned() -> None:
     for image in re.findall(r"^FROM (\S+)", TEXT, re.MULTILINE):
         assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+|source|base", image), image
-    for line in re.findall(r"pip install (.*)", TEXT):
+    for line in re.findall(r"pip install (.*?)(?: \\)?$", TEXT, re.MULTILINE):
         for word in line.split(" && ")[0].split():
             named = not word.startswith(("-", '"', "$")) and not word.endswith(".txt") and word not in ("cpu", "cu130")
             assert not named or "==" in word, f"{word} in {line}"
@@ -49,7 +51,7 @@ def test_what_comes_from_elsewhere_is_pinned() -> None:
 @pytest.mark.parametrize("target", ["monitor", "learner", "worker-gpu"])
 def test_what_an_image_installs_can_be_had_together(target: str, tmp_path: Path) -> None:
     """Asks the package index, as .ci/setup does; what is in worker-cpu that very script installs."""
-    (line,) = re.findall(r"uv pip install (.*)", stage(f"build-{target}"))
+    (line,) = re.findall(r"uv pip install (.*?)(?: \\)?$", stage(f"build-{target}"), re.MULTILINE)
     words = [word for word in shlex.split(line) if "==" in word or word.startswith(".[")]
     wanted = [f"streamrl{word[1:]} @ {ROOT.as_uri()}" if word[0] == "." else word for word in words]
     asked = tmp_path / "asked.txt"
@@ -69,6 +71,31 @@ def test_an_image_is_built_elsewhere_and_runs_as_nobody(target: str) -> None:
     assert f"COPY --from=build-{target} /opt/streamrl /opt/streamrl" in text
     assert re.findall(r"^USER (.*)$", text, re.MULTILINE) == ["10001:10001"]
     assert "pip install" not in text
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_image_tells_what_is_in_it(target: str) -> None:
+    run = stage(f"build-{target}")
+    assert "/opt/streamrl/bin/python sbom.py /opt/streamrl/sbom.cdx.json" in run
+    assert run.index("uv pip install") < run.index("sbom.py")
+
+
+def test_what_is_told_to_be_in_an_image_is_what_is_installed(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("a.json", "b.json")]
+    for file in files:
+        subprocess.run([sys.executable, "-I", ROOT / "docker" / "sbom.py", file], timeout=60, check=True)
+    assert files[0].read_text() == files[1].read_text(), "the same packages are the same document"
+    told = json.loads(files[0].read_text())
+    assert (told["bomFormat"], told["specVersion"]) == ("CycloneDX", "1.5")
+    packages = {component["name"]: component for component in told["components"]}
+    for name in ("redis", "msgpack", "pydantic", "starlette"):
+        assert packages[name]["purl"] == f"pkg:pypi/{name}@{version(name)}"
+    refs = [component["bom-ref"] for component in told["components"]]
+    assert len(refs) == len(set(refs)) == len({one.metadata["Name"].lower() for one in distributions()})
+    depends = {one["ref"]: one["dependsOn"] for one in told["dependencies"]}
+    assert set(depends) == set(refs)
+    assert {ref for others in depends.values() for ref in others} <= set(refs)
+    assert packages["pydantic-core"]["bom-ref"] in depends[packages["pydantic"]["bom-ref"]]
 
 
 @pytest.mark.parametrize("target", TARGETS)

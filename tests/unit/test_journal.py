@@ -15,14 +15,26 @@ def read(root: Path, name: str) -> list[dict[str, Any]]:
 
 
 def test_a_file_tells_which_ticket_ended_how_and_in_which_step(tmp_path: Path) -> None:
-    endings = [Ending(11, "trained", n) for n in (4, 2, 3, 9)] + [Ending(12, "dropped/stale", 5), Ending(12, "dead", 0)]
+    endings = [Ending(11, "trained", n, asked=f"ask {n}", answered=f"ask {n}") for n in (4, 2, 3, 9)]
+    endings += [Ending(12, "dropped/stale", 5, asked="ask 5", answered="ask 6"), Ending(12, "dead", 0, asked="ask 0")]
     name = write_journal(tmp_path, "e000001-s00000020", endings, after="e000001-s00000010", run_uid="uid")
     assert name == "e000001-s00000020"
     assert read(tmp_path, name)[:-1] == [
-        {"schema": 1, "run_uid": "uid", "after": "e000001-s00000010"},
-        {"step": 11, "outcome": "trained", "tickets": [[2, 5], [9, 10]]},
-        {"step": 12, "outcome": "dropped/stale", "tickets": [[5, 6]]},
-        {"step": 12, "outcome": "dead", "tickets": [[0, 1]]},
+        {"schema": 2, "run_uid": "uid", "after": "e000001-s00000010"},
+        {
+            "step": 11,
+            "outcome": "trained",
+            "tickets": [[2, 5], [9, 10]],
+            "asked": ["ask 2", "ask 3", "ask 4", "ask 9"],
+        },
+        {
+            "step": 12,
+            "outcome": "dropped/stale",
+            "tickets": [[5, 6]],
+            "asked": ["ask 5"],
+            "answered": {"5": "ask 6"},
+        },
+        {"step": 12, "outcome": "dead", "tickets": [[0, 1]], "asked": ["ask 0"]},
     ]
 
 
@@ -54,6 +66,6 @@ def test_a_ticket_that_ends_twice_is_written_twice(tmp_path: Path) -> None:
 
 def test_a_ticket_costs_few_bytes_however_many_there_are(tmp_path: Path) -> None:
     """In order, as tickets mostly end."""
-    endings = [Ending(1 + n // 16, "trained", n) for n in range(16 * 1000)]
+    endings = [Ending(1 + n // 16, "trained", n, f"{n:016x}", f"{n:016x}") for n in range(16 * 1000)]
     name = write_journal(tmp_path, "e000001-s00001000", endings, after=None, run_uid="uid")
-    assert (tmp_path / "journal" / f"{name}.jsonl").stat().st_size < 5 * len(endings)
+    assert (tmp_path / "journal" / f"{name}.jsonl").stat().st_size < 26 * len(endings)

@@ -46,7 +46,12 @@ def test_a_worker_is_told_where_the_run_is_and_who_it_is() -> None:
 def test_a_worker_may_run_the_code_and_ask_the_hosts_that_the_operator_has_written_down() -> None:
     rewards = {
         "exact": {"type": "function", "target": "exact_match"},
-        "mine": {"type": "function", "target": "rewards/mine.py:score"},
+        "mine": {
+            "type": "function",
+            "target": "rewards/mine.py:score",
+            "network": True,
+            "environment": ["JUDGE_API_KEY"],
+        },
         "theirs": {"type": "function", "target": "package.module:score"},
         "far": {"type": "http", "url": "http://judge:5555/v1", "replicas": ["http://twin:5556"]},
         "near": {"type": "http", "url": "local"},
@@ -54,6 +59,8 @@ def test_a_worker_may_run_the_code_and_ask_the_hosts_that_the_operator_has_writt
     command = worker(make_config(rewards=rewards), reward_url="http://127.0.0.1:4000")
 
     assert values(command, "--allow-reward-code") == ["rewards/mine.py:score", "package.module:score"]
+    assert values(command, "--allow-reward-network") == ["rewards/mine.py:score"]
+    assert values(command, "--allow-reward-env") == ["JUDGE_API_KEY"]
     assert values(command, "--allow-host") == ["judge:5555", "twin:5556"]
     assert values(command, "--local-reward-url") == ["http://127.0.0.1:4000"]
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.learner.groups.ledger import DEAD, DROPPED, TRAINED, Ending, FeedState, Ledger, LedgerState, NumberSet
+from streamrl.protocol.transport.types import Letter
 from tests.feed_world import state_of
 
 
@@ -80,10 +81,10 @@ def test_what_ended_is_kept_until_it_is_committed() -> None:
     ledger.resolve(0, f"{DROPPED}stale", step=2)
     state = ledger.state()
     ledger.resolve(1, DEAD, step=2)
-    assert ledger.uncommitted == ((1, TRAINED, 3), (2, "dropped/stale", 0), (2, DEAD, 1))
+    assert ledger.uncommitted == (Ending(1, TRAINED, 3), Ending(2, "dropped/stale", 0), Ending(2, DEAD, 1))
     for _ in range(2):
         ledger.committed(state)
-        assert ledger.uncommitted == ((2, DEAD, 1),)
+        assert ledger.uncommitted == (Ending(2, DEAD, 1),)
     ledger.committed(ledger.state())
     with pytest.raises(AssertionError, match="newer state"):
         ledger.committed(LedgerState(outcomes={TRAINED: 4}))
@@ -128,7 +129,29 @@ def test_what_is_not_committed_goes_to_the_journal_and_not_into_the_state() -> N
 
 def test_a_fresh_state_survives_json_too() -> None:
     assert state_of(json.loads(json.dumps(FeedState().to_json()))) == FeedState()
-    assert Ledger(LedgerState()).state() == LedgerState()
+    assert Ledger(LedgerState()).state() == LedgerState(letters={})
+
+
+def test_which_tickets_are_dead_and_not_repeated_survives_json_with_their_errors() -> None:
+    ledger = Ledger()
+    ledger.issued = 4
+    for number in (2, 0, 1):
+        ledger.die(number, Letter("x" * 1000, 7.5), step=1)
+    ledger.repeat(0, by=3)
+    state = FeedState(ledger=ledger.state())
+    restored = state_of(json.loads(json.dumps(state.to_json())))
+    assert restored == state
+    assert restored.ledger.letters == {number: Letter("x" * 300, 7.5) for number in (1, 2)}
+
+
+def test_a_checkpoint_from_before_letters_were_noted_goes_by_those_that_redis_lists() -> None:
+    state = LedgerState(issued=9, watermark=5, outcomes={TRAINED: 2, DEAD: 3}, retries={8: 1})
+    ledger = Ledger(state_of(FeedState(ledger=state).to_json()).ledger)
+    assert ledger.state().letters is None
+    ledger.adopt_letters([4, 2, 1, 7, -1])
+    assert list(ledger.state().letters or ()) == [2, 4], "1 was repeated, and 7 is open again"
+    ledger.adopt_letters([0])
+    assert list(ledger.letters) == [2, 4]
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ batches = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(groups=batches, max_tokens=st.integers(1, 300), shape=st.sampled_from([SHARED, ALONE]))
 def test_every_token_is_trained_exactly_once_and_sees_its_own_past_alone(
     groups: list[tuple[int, list[int]]], max_tokens: int, shape: Shape

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from streamrl.config.load import load_config
+from streamrl.config.places import granted
 from streamrl.errors import ConfigError
-from streamrl.ops.cli.eval import permissions
 from streamrl.permissions import Permissions
 from streamrl.workers.rewards.base import build_rewards
 from tests.recipes_page import PAGE, blocks, edits, followed, run, steps, write
@@ -38,8 +38,8 @@ def test_a_reward_of_ones_own_scores_where_it_is_allowed(tmp_path: Path, monkeyp
     told = str(refused.value).rpartition("with ")[2]
     assert told.startswith("--allow-reward-code ")
     assert f"`{told}`" in PAGE.read_text()
-    assert permissions(config) == Permissions(reward_code=(told.split()[1],))
-    assert build_rewards(config.rewards, permissions(config), None)
+    assert granted(config) == Permissions(reward_code=(told.split()[1],))
+    assert build_rewards(config.rewards, granted(config), None)
 
 
 SCORED = """

@@ -49,6 +49,17 @@ def test_status_tells_how_a_run_ended_from_its_folder(
     assert ("the reward said no" in why) == (state == "failed")
 
 
+def test_the_dead_letters_of_a_run_that_has_ended_are_told_without_its_redis(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_folder(tmp_path, "big", "stopped")
+    lines = (folder / "metrics.jsonl").read_text().splitlines()[:-1]  # the last one is torn
+    last = {**json.loads(lines[-2]), "step": 13, "stream/dead_letters": 2.0}
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, json.dumps(last), ""]))
+    assert main(["status", str(folder)]) == 5
+    assert "2 letters" in capsys.readouterr().out
+
+
 def test_a_redis_that_is_gone_for_good_is_no_trouble_of_a_finished_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,7 +30,7 @@ def test_nothing_that_is_sent_makes_a_server_error_or_an_undocumented_answer(
             continue  # they take nothing, so nothing can be wrong with it
 
         @given(case=operation.as_strategy(generation_mode=mode))
-        @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=40, suppress_health_check=list(HealthCheck))
         def check(case: schemathesis.Case) -> None:
             # What a vocabulary and a model's length allow is no matter of the document, so some good data is refused.
             case.call_and_validate(excluded_checks=[positive_data_acceptance])

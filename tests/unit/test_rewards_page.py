@@ -13,7 +13,7 @@ import pytest
 from streamrl.config import schema
 from streamrl.config.check import check_config
 from streamrl.config.load import load_config
-from streamrl.ops.cli.eval import permissions
+from streamrl.config.places import granted
 from streamrl.permissions import Permissions
 from streamrl.recipe.own import load_function
 from streamrl.recipe.rewards import REWARDS
@@ -50,7 +50,7 @@ def configured(block: str) -> schema.Config:
 @pytest.mark.parametrize("block", CONFIGURATIONS)
 async def test_every_configuration_is_one_whose_rewards_begin(block: str) -> None:
     config = configured(block)
-    rewards = build_rewards(config.rewards, permissions(config), "http://127.0.0.1:9")
+    rewards = build_rewards(config.rewards, granted(config), "http://127.0.0.1:9")
     await rewards.start()
     await rewards.close()
 

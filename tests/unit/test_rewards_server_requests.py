@@ -116,6 +116,12 @@ async def test_without_the_token_nothing_is_scored(
     assert model.batches == []
 
 
+async def test_a_page_in_a_browser_is_not_scored(client: httpx.AsyncClient, model: ScoringModelDouble) -> None:
+    answer = await client.post("/score", json={"texts": ["a"]}, headers={"origin": "http://evil.example"})
+    assert answer.status_code == 403
+    assert model.batches == []
+
+
 async def test_unknown_paths_and_methods_are_explained_too(client: httpx.AsyncClient) -> None:
     assert (await client.get("/nothing")).json() == {"error": "nothing is at /nothing; see /openapi.json"}
     assert (await client.get("/score")).status_code == 405

@@ -39,8 +39,16 @@ def write(folder: Path, *records: dict[str, float], torn: str = "") -> Path:
 
 
 def make_audit(**changes: Any) -> Audit:
-    counts = ("trained", "dead", "outstanding", "waiting", "delivered", "lost", "twice", "contradictory", "unproven")
-    counts += ("wasted_steps", "wasted_tickets", "leftover_tickets", "leftover_groups", "dead_letters")
+    counts = ("trained", "dead", "outstanding", "waiting", "delivered", "lost", "twice", "contradictory")
+    counts += (
+        "misanswered",
+        "unproven",
+        "wasted_steps",
+        "wasted_tickets",
+        "leftover_tickets",
+        "leftover_groups",
+        "dead_letters",
+    )
     fields: dict[str, Any] = {
         **dict.fromkeys((*counts, "eval_tickets", "eval_groups", "issued"), 0),
         **{"run": "mine", "run_uid": "uid", "folder": "f", "redis": None, "learner_is_live": False},

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import xxhash
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.errors import WeightsError
@@ -104,7 +104,6 @@ def under_a_right_digest(body: bytes) -> bytes:
     return MAGIC + digest_of(frame) + frame
 
 
-@settings(deadline=None)
 @given(body=st.binary(max_size=300))
 def test_any_bytes_under_a_right_digest_give_one_error(body):
     with pytest.raises(WeightsError):
@@ -118,7 +117,6 @@ wrong_values = (
 )
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_any_field_replaced_under_a_right_digest_gives_one_error_or_a_coherent_manifest(data):
     _, _, delta = two_versions()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -12,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.errors import WireError
-from streamrl.protocol.wire.codec import MAX_TEXT_CHARS, pack
+from streamrl.protocol.wire.codec import MAX_TEXT_CHARS, fields_of, pack
 from streamrl.protocol.wire.ticket import (
+    IDENTITY_CHARS,
     MAX_SAMPLES,
     MAX_TICKET_BYTES,
     MAX_TOKENS,
@@ -51,8 +53,30 @@ TICKETS = st.builds(
 
 
 def as_plain(ticket: Ticket) -> dict[str, Any]:
-    plain = {name: getattr(ticket, name) for name in Ticket.__slots__}
-    return {**plain, "token_ids": ticket.token_ids.tolist()}
+    plain = {name: getattr(ticket, name) for name in fields_of(ticket)}
+    return {**plain, "identity": ticket.identity, "token_ids": ticket.token_ids.tolist()}
+
+
+def test_a_ticket_issued_again_is_the_same_and_one_that_asks_for_anything_else_is_another() -> None:
+    ticket = make_ticket(5, fields={"answer": 1}, retry_of=2)
+    again = {"attempt": 1, "issued_step": 9, "min_version": 7}
+    assert {replace(ticket, **{name: value}).identity for name, value in again.items()} == {ticket.identity}
+    others: dict[str, Any] = {
+        "number": 6,
+        "run_uid": "another",
+        "purpose": "eval",
+        "data_epoch": 1,
+        "prompt_index": 6,
+        "prompt": "prompt 6",
+        "token_ids": np.arange(4, dtype=np.int32),
+        "fields": {"answer": 2},
+        "num_samples": 3,
+        "retry_of": None,
+    }
+    identities = {replace(ticket, **{name: value}).identity for name, value in others.items()}
+    assert len(identities | {ticket.identity}) == 1 + len(others)
+    assert set(again) | set(others) == set(fields_of(ticket))
+    assert len(ticket.identity) == IDENTITY_CHARS
 
 
 @given(TICKETS)

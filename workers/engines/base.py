@@ -111,6 +111,7 @@ class EngineSettings:
     model: ModelFacts
     config: schema.Config
     seed: int  # of all sampling in this engine; another one at each start
+    gpu_memory: float | None = None  # share of its GPUs' memory, where others use them too
 
     @property
     def max_length(self) -> int:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from streamrl.config import schema
+from streamrl.config.placement import parallel_in
 from streamrl.errors import ConfigError, EngineError, ResourceError
 from streamrl.extras import install
 from streamrl.misfits import misfits
@@ -105,6 +106,9 @@ def _environment(worker: schema.Worker, scratch: Path) -> dict[str, str]:
     wanted = {
         OWNER_VARIABLE: str(os.getpid()),
         SOCKETS_VARIABLE: str(scratch),
+        # Forked, as is vLLM's default on GPUs, an engine takes the plugin for loaded: no signal tells it that this
+        # worker has died, and it keeps the GPU. The locks of this worker's threads it would inherit, too.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
@@ -139,6 +143,8 @@ def engine_args(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
     }
     if on_cpu:
         defaults["kv_cache_memory_bytes"] = _CPU_KV_CACHE_BYTES
+    else:
+        defaults |= _gpu_args(settings)
     fixed: dict[str, Any] = {
         "model": settings.model.path,
         "trust_remote_code": settings.model.trust_remote_code,
@@ -154,6 +160,14 @@ def engine_args(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
         if name in fixed:
             raise ConfigError(f"worker.engine_args.{name}: streamrl sets this itself; remove it")
     return {**defaults, **config.worker.engine_args, **fixed}
+
+
+def _gpu_args(settings: EngineSettings) -> dict[str, Any]:
+    """Of the GPUs that `streamrl up` gave this worker."""
+    worker, found = settings.config.worker, {}
+    if worker.gpus != "auto" and worker.gpus > 1:
+        found["tensor_parallel_size"] = worker.gpus // parallel_in(worker)
+    return found if settings.gpu_memory is None else {**found, "gpu_memory_utilization": settings.gpu_memory}
 
 
 class StepWatch:

@@ -12,13 +12,18 @@ import json
 import math
 import os
 import resource
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from streamrl.recipe.own import bind, describe, load_function
 from streamrl.recipe.rewards import REWARDS
+from streamrl.workers.rewards import confine as confining
 from streamrl.workers.rewards.trl_form import bind_of_trl, is_of_trl, only_reward
+
+_NO_NAMES = -3  # EAI_AGAIN: no server of names can be asked
+_NO_NETWORK_HINT = "; a function has a network only where its source says `network: true`"
 
 Read = Callable[[Any], float | None]  # the score in what a function returned; None: it does not apply
 
@@ -29,6 +34,7 @@ def main() -> None:
     _volunteer_when_memory_is_short()
     _limit_memory(setup["memory_mb"] << 20)
     try:
+        confine(own=setup["target"] not in REWARDS, network=setup["network"])
         function = load_function(setup["target"], REWARDS)
         asynchronous = inspect.iscoroutinefunction(function)
         read: Read = _as_number
@@ -101,7 +107,17 @@ def _read_of_trl(returned: Any) -> float | None:
 
 def _failure(error: BaseException) -> dict[str, Any]:
     """`last`: who has eaten all its memory may have leaked it, so its place begins another process."""
-    return {"error": describe(error)} | ({"last": True} if isinstance(error, MemoryError) else {})
+    hint = _NO_NETWORK_HINT if _wanted_network(error) else ""
+    return {"error": describe(error) + hint} | ({"last": True} if isinstance(error, MemoryError) else {})
+
+
+def _wanted_network(error: BaseException | None) -> bool:
+    """By the error, or by those that it came of."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (confining.NO_NETWORK, _NO_NAMES):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _write(answers: BinaryIO, answer: Mapping[str, Any]) -> None:
@@ -116,6 +132,7 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # said at once: it may be killed any moment
     return calls, answers
 
 
@@ -123,6 +140,24 @@ def _volunteer_when_memory_is_short() -> None:
     """The kernel ends this process before the worker: a function that eats memory costs its sample and no more."""
     with contextlib.suppress(OSError):  # a container may hide the file
         Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def confine(
+    *,
+    own: bool,
+    network: bool,
+    keep_apart: Callable[[], None] = confining.keep_apart,
+    forbid_calls: Callable[..., None] = confining.forbid_calls,
+) -> None:
+    """Before any code of the user's. What is built in opens no connections, and runs where the kernel has no guard."""
+    with contextlib.suppress(OSError):  # `streamrl doctor` says so
+        keep_apart()
+    try:
+        forbid_calls(network=network)
+    except OSError as error:
+        if own and not network:
+            reason = f"this machine cannot keep a function from the network ({error.strerror})"
+            raise RuntimeError(f"{reason}; if it may have one, set the source's `network: true`") from None
 
 
 def _limit_memory(num_bytes: int) -> None:

@@ -7,7 +7,9 @@ A function is
 where `token_ids` are the completion's and `fields` the further fields of the prompt's row, `answer` for one; or it has
 the form of TRL's (`trl_form`), and may then say that it does not apply. It may be `async def`, and may take keyword
 arguments, set by `options`. It is named by `package.module:function` or
-`path/to/file.py:function`, and is run only if the worker was started with permission for just this target.
+`path/to/file.py:function`, and is run only if the worker was started with permission for just this target. Its process
+has no network (`confine`) and none of the worker's variables that may be secrets, but for what its source asks for and
+its worker allows.
 
     score ──► its turn at a place ──► child: one call at a time (async def: up to 32) ──► number or error
                        ▲                │ dies, or no answer in time: killed, its place begins another
@@ -31,6 +33,7 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Self
 
@@ -55,7 +58,22 @@ def build_function_reward(name: str, source: schema.FunctionReward, permissions:
             f"{key}: this worker may not run {source.target!r}; if you trust that code, start the worker with "
             f"--allow-reward-code {source.target}"
         )
+    _check_wishes(name, source, permissions)
     return FunctionReward(source, key=key)
+
+
+def _check_wishes(name: str, source: schema.FunctionReward, permissions: Permissions) -> None:
+    if source.network and _canonical(source.target) not in map(_canonical, permissions.reward_network):
+        raise ConfigError(
+            f"rewards.{name}.network: this worker gives {source.target!r} no network; if it may have one, start the "
+            f"worker with --allow-reward-network {source.target}"
+        )
+    for variable in source.environment:
+        if variable not in permissions.reward_environment:
+            raise ConfigError(
+                f"rewards.{name}.environment: this worker gives {variable} to no reward; if functions may have it, "
+                f"start the worker with --allow-reward-env {variable}"
+            )
 
 
 def check_target(target: str, *, key: str) -> None:
@@ -145,6 +163,9 @@ LOAD_TIMEOUT_S = 120.0  # a function's file may import torch
 CANCEL_GRACE_S = 1.0
 _EXIT_WAIT_S = 0.5  # between the end of its pipe and the end of a process
 _MAX_ANSWER_BYTES = 1 << 16
+_PASSED = {"PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH"}
+_PASSED |= {"HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE"}  # not HF_TOKEN
+_PASSED_FAMILIES = ("LC_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "CUDA_", "NVIDIA_", "TORCH", "TOKENIZERS_", "XDG_")
 
 
 class CallFailed(Exception):
@@ -178,10 +199,11 @@ class Child:
             stdin=PIPE,
             stdout=PIPE,
             limit=_MAX_ANSWER_BYTES,
+            env=_environment(source.environment),
             start_new_session=True,  # Ctrl-C is for the worker alone, and what a function forks dies with it
         )
         try:
-            _send(process, source.model_dump(include={"target", "options", "timeout_s", "memory_mb"}))
+            _send(process, source.model_dump(include={"target", "options", "timeout_s", "memory_mb", "network"}))
             return cls(process, concurrent=await _loaded(process), timeout_s=source.timeout_s)
         except BaseException:
             _kill(process)
@@ -264,6 +286,12 @@ async def _loaded(process: Process) -> bool:
     if "error" in first:
         raise CallFailed(str(first["error"]))
     return bool(first["concurrent"])
+
+
+def _environment(wanted: Collection[str]) -> dict[str, str]:
+    """What programs need to run, and no secret is called; and what is asked for by name."""
+    passed = _PASSED | set(wanted)
+    return {name: text for name, text in os.environ.items() if name in passed or name.startswith(_PASSED_FAMILIES)}
 
 
 def _send(process: Process, message: dict[str, Any]) -> None:

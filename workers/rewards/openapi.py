@@ -15,6 +15,7 @@ from pydantic import BaseModel
 _REASONS = {
     "400": "The body ended early.",
     "401": "A bearer token is needed, and this is not it.",
+    "403": "A page in a browser asks, and gets no scores.",
     "408": "The body did not arrive in time.",
     "413": "The body is too large: send fewer rows at once.",
     "422": "The request is not one that can be scored; `error` says why.",

@@ -146,7 +146,7 @@ class RewardApp:
         status = 500
         with self._metrics.seconds.time():
             try:
-                self._check_token(request)
+                self._check_caller(request)
                 self._check_room(1)  # nothing is read that will not be scored
                 body = _parse(await _read_body(request), form)
                 rewards = await self._rewards(request, body)
@@ -158,7 +158,9 @@ class RewardApp:
                 self._metrics.requests.labels(str(status)).inc()
         return rewards
 
-    def _check_token(self, request: Request) -> None:
+    def _check_caller(self, request: Request) -> None:
+        if "origin" in request.headers:  # a browser adds it, for whatever page somebody reads beside this server
+            raise HTTPException(403, "pages in browsers get no scores")
         if self._token is None:
             return
         given = request.headers.get("authorization", "").encode()
@@ -244,7 +246,7 @@ def _parse(body: bytes, form: type[ScoreRequest | OpenRlhfRequest]) -> ScoreRequ
 
 async def _explain(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    reason = f"nothing is at {request.url.path}; see /openapi.json" if error.status_code == 404 else error.detail
+    reason = f"nothing is at {request.scope['path']}; see /openapi.json" if error.status_code == 404 else error.detail
     return JSONResponse({"error": reason}, error.status_code, error.headers)
 
 

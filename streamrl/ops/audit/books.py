@@ -1,6 +1,7 @@
 """Each ticket number and the evidence on it, as arrays over the numbers.
 
-    ended in the journal                     trained, dropped or dead; more than once: twice, or contradictory
+    ended in the journal                     trained, dropped or dead; more than once: twice, or contradictory;
+                                             by a group that answers something else than was asked: misanswered
     else ended, says the checkpoint          lost, for nobody will ask again; unproven, where the journal is damaged
     else among the tickets, or the groups
          beyond the cursor or in carry       outstanding
@@ -29,17 +30,24 @@ Counts = npt.NDArray[np.int32]  # [issued]
 
 class Books:
     """Every ticket is in one of `trained`, `dropped`, `dead`, `outstanding`, `lost` and `unproven`. Outstanding
-    ones are `waiting` or `delivered` where Redis was looked at. `twice` and `contradictory` are in one of these, too.
+    ones are `waiting` or `delivered` where Redis was looked at. `twice`, `contradictory` and `misanswered` are in one
+    of these, too.
     """
 
     def __init__(self, commit: Commit, chain: Chain, streams: Streams) -> None:
         self._commit, self._chain, self._streams = commit, chain, streams
-        self._pending = [number for at, number in streams.groups if at > commit.cursor or at in commit.carry]
+        to_read = [(n, identity) for at, n, identity in streams.groups if at > commit.cursor or at in commit.carry]
+        self._asking, self._pending = (self._of_ours(entries) for entries in (streams.tickets, to_read))
+        self._others = {
+            "tickets/not_asked": len(streams.tickets) - len(self._asking),
+            "groups/not_asked": len(to_read) - len(self._pending),
+        }
         if streams.issued is not None:
             self.issued = max(commit.issued, streams.issued)
         else:
-            self.issued = _guess_issued(commit.issued, (*streams.tickets, *self._pending), window=streams.window)
+            self.issued = _guess_issued(commit.issued, (*self._asking, *self._pending), window=streams.window)
         self._ended: Counts = np.zeros(self.issued, np.int32)  # how often
+        self.misanswered: Mask = self._mask((n, n + 1) for line in chain.lines for n in line.misanswered)
         trained: Counts = np.zeros(self.issued, np.int32)  # how often
         by_outcome: dict[str, Mask] = defaultdict(lambda: self._mask(()))
         for line in chain.lines:
@@ -58,7 +66,7 @@ class Books:
             outcome.removeprefix(DROPPED): mask for outcome, mask in ended_as.items() if outcome.startswith(DROPPED)
         }
         self._resolved = self._mask(commit.resolved)
-        is_asked = self._mask((number, number + 1) for number in streams.tickets)
+        is_asked = self._mask((number, number + 1) for number in self._asking)
         is_pending = self._mask((number, number + 1) for number in self._pending)
         self._open: Mask = (self._ended == 0) & ~self._resolved
         self.waiting: Mask = self._open & is_asked
@@ -89,19 +97,25 @@ class Books:
 
     @property
     def num_leftover_tickets(self) -> int:
-        return self._num_ended(self._streams.tickets)
+        return self._num_ended(self._asking)
 
     @property
     def num_leftover_groups(self) -> int:
-        num_read = len(self._streams.groups) - len(self._pending)
+        num_read = len(self._streams.groups) - len(self._pending) - self._others["groups/not_asked"]
         return num_read + self._num_ended(self._pending)
 
-    def never_issued(self) -> Mapping[str, int]:
-        """Entries about tickets that do not exist."""
+    def of_others(self) -> Mapping[str, int]:
+        """Entries about tickets that do not exist, or that ask for something else."""
         first = self.issued + self._streams.issued_since
-        entries = {"tickets/never_issued": self._streams.tickets, "groups/never_issued": self._pending}
+        entries = {"tickets/never_issued": self._asking, "groups/never_issued": self._pending}
         found = {name: sum(number >= first for number in numbers) for name, numbers in entries.items()}
-        return {name: count for name, count in found.items() if count}
+        return {name: count for name, count in (found | self._others).items() if count}
+
+    def _of_ours(self, entries: Iterable[tuple[int, str]]) -> list[int]:
+        """Numbers, without those under which the newest commit asked for something else; of what was issued since it
+        does not know."""
+        asked = self._commit.asked
+        return [number for number, identity in entries if asked.get(number, identity) == identity]
 
     def _num_ended(self, numbers: Iterable[int]) -> int:
         return sum(not self._open[number] for number in numbers if number < self.issued)

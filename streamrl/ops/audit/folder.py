@@ -14,8 +14,9 @@ its size; to read gigabytes of tensors for their digests is the learner's busine
 The journal of a run, read back: which ticket ended how and in which step.
 
     journal/e000002-s00000020.jsonl
-        {"schema": 1, "run_uid": ..., "after": the file before, or null}
-        {"step": 11, "outcome": "trained" | "dropped/REASON" | "dead", "tickets": [[start, end], ...]}
+        {"schema": 2, "run_uid": ..., "after": the file before, or null}
+        {"step": 11, "outcome": "trained" | "dropped/REASON" | "dead", "tickets": [[start, end], ...],
+         "asked": [what each asked for, ...], "answered": {ticket: what its group answers, where that is another}}
         {"num_tickets": ..., "digest": XXH3-128 of all lines before}
 
 The manifest of a checkpoint names the newest file, each file the one before. What that chain does not reach was written
@@ -37,7 +38,7 @@ from streamrl.errors import DataError
 
 EntryId = tuple[int, int]  # milliseconds, sequence
 _CHECKPOINT = re.compile(r"e(\d{6,})-s(\d{8,})")
-_SCHEMA = 3
+_SCHEMA = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,7 @@ class Commit:
     issued: int = 0
     resolved: tuple[tuple[int, int], ...] = ()  # ranges [start, end) of tickets that have ended, the ledger says
     outcomes: Mapping[str, int] = field(default_factory=dict)  # tickets by how they ended, the ledger says
+    asked: Mapping[int, str] = field(default_factory=dict)  # what the open tickets ask for, the ledger says
     cursor: EntryId = (0, 0)
     carry: frozenset[EntryId] = frozenset()
     journal: str | None = None  # its newest file
@@ -159,6 +161,7 @@ def _with_state(beginning: Commit, state: Mapping[str, Any]) -> Commit:
         issued=ledger["issued"],
         resolved=tuple((start, end) for start, end in (*below, *ledger["exceptions"])),
         outcomes=ledger["outcomes"],
+        asked={int(number): identity for number, identity in ledger["asked"].items()},
         cursor=parse_id(stream["cursor"]),
         carry=frozenset(parse_id(entry_id) for entry_id in stream["carry"]),
         journal=stream["journal"],
@@ -178,7 +181,7 @@ def _read_record(path: Path, key: str) -> dict[str, Any]:
 
 
 TRAINED = "trained"
-_JOURNAL_SCHEMA = 1
+_JOURNAL_SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +192,7 @@ class Line:
     step: int
     outcome: str
     ranges: tuple[tuple[int, int], ...]  # [start, end)
+    misanswered: tuple[int, ...] = ()  # of these, those whose group answers something else than they asked
 
     @property
     def num_tickets(self) -> int:
@@ -284,7 +288,13 @@ def _read_lines(text: bytes, name: str, run_uid: str) -> list[Line]:
         intact = seal["digest"] == xxhash.xxh3_128_hexdigest(body)
         expected = (header["schema"], header["run_uid"]) == (_JOURNAL_SCHEMA, run_uid)
         lines = [
-            Line(term=place[0], step=r["step"], outcome=r["outcome"], ranges=tuple((a, b) for a, b in r["tickets"]))
+            Line(
+                term=place[0],
+                step=r["step"],
+                outcome=r["outcome"],
+                ranges=tuple((a, b) for a, b in r["tickets"]),
+                misanswered=tuple(map(int, r.get("answered", {}))),
+            )
             for r in records
         ]
     except (ValueError, KeyError, TypeError):

@@ -23,7 +23,7 @@ from streamrl.ops.audit.folder import Commit, read_chain, read_commit, read_wast
 from streamrl.ops.audit.streams import Streams, open_server, read_streams
 from streamrl.protocol.transport.keys import Keys
 
-WRONG = ("lost", "twice", "contradictory", "unproven")  # of these there may be none
+WRONG = ("lost", "twice", "contradictory", "misanswered", "unproven")  # of these there may be none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +55,9 @@ class Audit:
     lost: int  # ended nowhere in the surviving lineage, neither waiting nor delivered
     twice: int  # trained more than once in the surviving lineage
     contradictory: int  # ended more than once, otherwise
+    misanswered: int  # ended by a group that answers something else than the ticket had asked
     unproven: int  # ended, the checkpoint says; the part of the journal that says how is damaged
-    examples: Mapping[str, tuple[int, ...]]  # some ticket numbers of the four above, where there are any
+    examples: Mapping[str, tuple[int, ...]]  # some ticket numbers of the five above, where there are any
 
     wasted_steps: int  # committed by a learner that had been replaced; uncommitted ones leave no trace
     wasted_tickets: int  # trained in those steps
@@ -119,7 +120,7 @@ def audit_folder(folder: Path, *, redis_url: str | None = None, run: str | None 
         wasted_tickets=waste.num_tickets,
         leftover_tickets=books.num_leftover_tickets,
         leftover_groups=books.num_leftover_groups,
-        malformed={**streams.malformed, **books.never_issued()},
+        malformed={**streams.malformed, **books.of_others()},
         dead_letters=streams.dead_letters,
         eval_tickets=streams.eval_tickets,
         eval_groups=streams.eval_groups,

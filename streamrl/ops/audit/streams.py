@@ -40,8 +40,8 @@ class Streams:
     issued: int | None = None  # the number of the next training ticket, by the learner's word; None: none has looked
     issued_since: int = 0  # how many more it has issued while the streams were read
     window: int = _WIDEST_WINDOW  # how many tickets the run keeps outstanding at most
-    tickets: tuple[int, ...] = ()  # numbers of the entries that ask for a training group
-    groups: tuple[tuple[EntryId, int], ...] = ()  # the entries that answer a ticket, or say that it failed
+    tickets: tuple[tuple[int, str], ...] = ()  # number and identity of the entries that ask for a training group
+    groups: tuple[tuple[EntryId, int, str], ...] = ()  # likewise of those that answer a ticket, or say that it failed
     malformed: Mapping[str, int] = field(default_factory=dict)
     dead_letters: int = 0
     eval_tickets: int = 0
@@ -83,8 +83,8 @@ def read_streams(client: redis.Redis, keys: Keys, *, run_uid: str) -> Streams:
         )
     malformed: Counter[str] = Counter()
     read = partial(_read, client, run_uid=run_uid, malformed=malformed)
-    tickets = [one.number for one in read(keys.tickets("train"), "tickets")]
-    groups = [(one.id, one.number) for one in read(keys.groups("train"), "groups")]
+    tickets = [(one.number, one.identity) for one in read(keys.tickets("train"), "tickets")]
+    groups = [(one.id, one.number, one.identity) for one in read(keys.groups("train"), "groups")]
     issued, issued_since = _read_counters(meta, read_meta(client, keys), malformed)
     return Streams(
         server=server_name(client),
@@ -105,6 +105,7 @@ def read_streams(client: redis.Redis, keys: Keys, *, run_uid: str) -> Streams:
 class _Entry:
     id: EntryId
     number: int  # of the ticket that it is about
+    identity: str  # of that ticket
     is_sound: bool
 
 
@@ -121,25 +122,29 @@ def _read(client: redis.Redis, stream: str, what: str, *, run_uid: str, malforme
                 if what.startswith("eval")
                 else "train"
             )
-            flaw = find_flaw(fields, (number, run_uid, purpose))
-            yield _Entry(entry_id, number, is_sound=not flaw)
+            identity = fields.get(b"d", b"").decode(errors="replace")
+            flaw = find_flaw(fields, (number, identity, run_uid, purpose))
+            if flaw != "not_delivered":
+                yield _Entry(entry_id, number, identity, is_sound=not flaw)
         if flaw:
             malformed[f"{what}/{flaw}"] += 1
 
 
-def _ticket_flaw(fields: Mapping[bytes, bytes], expected: tuple[int, str, str]) -> str:
+def _ticket_flaw(fields: Mapping[bytes, bytes], expected: tuple[int, str, str, str]) -> str:
     try:
         ticket = decode_ticket(fields.get(b"b", b""))
     except WireError:
         return "body"
-    return "" if (ticket.number, ticket.run_uid, ticket.purpose) == expected else "body"
+    return "" if (ticket.number, ticket.identity, ticket.run_uid, ticket.purpose) == expected else "body"
 
 
-def _group_flaw(fields: Mapping[bytes, bytes], expected: tuple[int, str, str]) -> str:
+def _group_flaw(fields: Mapping[bytes, bytes], expected: tuple[int, str, str, str]) -> str:
+    if not fields.get(b"t"):
+        return "not_delivered"  # by who held its ticket's lease: it answers nobody
     part = "header"
     try:
         header = decode_header(fields.get(b"h", b""))
-        if (header.ticket, header.run_uid, header.purpose) != expected:
+        if (header.ticket, header.identity, header.run_uid, header.purpose) != expected:
             return part
         part = "body"
         decode_body(header, fields.get(b"b", b""))

@@ -31,8 +31,9 @@ def audit(folder: Path | None, url: str | None, run: str | None, folder_only: bo
 
     Reads the run's checkpoints and journal and the raw entries of its streams, changes nothing and starts nothing.
     lost: tickets that have neither ended nor are anywhere to be found. twice: tickets trained more than once. Both are
-    found ticket by ticket, in the lineage of the newest checkpoint. On a live run, what ended since then counts as
-    outstanding, and what Redis has lost counts as lost until the learner has issued it again.
+    found ticket by ticket, in the lineage of the newest checkpoint. misanswered: tickets that were ended by an answer
+    to something else than they asked. On a live run, what ended since then counts as outstanding, and what Redis has
+    lost counts as lost until the learner has issued it again.
 
     Exits with 0 when every ticket is accounted for, 1 when one is lost, trained twice or in doubt, 2 when there is
     nothing to audit.
@@ -42,7 +43,7 @@ def audit(folder: Path | None, url: str | None, run: str | None, folder_only: bo
       run, run_uid, folder, redis (null: not looked at), learner_is_live
       term, checkpoint (null: none yet), step            the newest commit
       issued, trained, dropped {reason: n}, dead, outstanding (= waiting + delivered when Redis was looked at)
-      lost, twice, contradictory, unproven                all 0 unless something is wrong; examples {kind: [ticket]}
+      lost, twice, contradictory, misanswered, unproven   all 0 unless something is wrong; examples {kind: [ticket]}
       wasted_steps, wasted_tickets                        committed by learners that had been replaced
       leftover_tickets, leftover_groups                   harmless entries about tickets that have ended
       malformed {what: n}, dead_letters, eval_tickets, eval_groups

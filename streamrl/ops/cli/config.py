@@ -23,7 +23,7 @@ from streamrl.protocol.transport.address import masked
 from streamrl.terminal import printable
 
 if TYPE_CHECKING:
-    from streamrl.ops.monitor.doctor.musts import Part
+    from streamrl.config.placement import Part
 
 
 @click.group()

@@ -18,7 +18,7 @@ from streamrl.config import schema
 from streamrl.config.check import check_config
 from streamrl.config.engines import ENGINES
 from streamrl.config.load import load_config
-from streamrl.config.places import LOCAL_REWARD_SERVER, check_files, reward_code, reward_hosts
+from streamrl.config.places import LOCAL_REWARD_SERVER, check_files, granted
 from streamrl.data.prompts import read_prompts
 from streamrl.errors import ConfigError
 from streamrl.files import scratch_folder, write_durably
@@ -33,7 +33,6 @@ from streamrl.terminal import printable
 
 if TYPE_CHECKING:
     from streamrl.learner.checkpoints.checkpoint import Checkpoint
-    from streamrl.permissions import Permissions
     from streamrl.workers.engines.model import ModelFacts
     from streamrl.workers.evaluate import EvalPrompt, Result
     from streamrl.workers.rewards.base import Rewards
@@ -182,7 +181,7 @@ def _evaluate(
         if config.reward_server is not None:
             server = stack.enter_context(reward_server(config.reward_server, say=line.notice, show=line.show))
         url = server.url if server is not None else local_reward_url
-        build = partial(build_rewards, config.rewards, permissions(config), url)
+        build = partial(build_rewards, config.rewards, granted(config), url)
         _try_rewards(config, build(), patience_s, line)
         line.show("load the model")
         model, prompts, weights = _load(subject, config, stack.enter_context(scratch_folder()))
@@ -269,13 +268,6 @@ def _read_prompts(config: schema.Config, tokenizer: Any) -> list[EvalPrompt]:
     found = tokenise(config.data.validation, tokenizer, config.data, key="data.validation")
     rows = found[: config.validation.max_prompts]
     return [EvalPrompt(text=row.text, token_ids=row.token_ids, fields=row.fields) for row in rows]
-
-
-def permissions(config: schema.Config) -> Permissions:
-    """Whoever starts this has named the configuration: what that names is their word."""
-    from streamrl.permissions import Permissions
-
-    return Permissions(reward_code=tuple(reward_code(config)), hosts=tuple(reward_hosts(config)))
 
 
 def _answers(

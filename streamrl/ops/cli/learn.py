@@ -20,9 +20,11 @@ import click
 from streamrl.config.changes import check_changes
 from streamrl.config.check import check_config
 from streamrl.config.load import load_config
+from streamrl.config.placement import Placement, place
 from streamrl.config.places import EMBEDDED_REDIS, check_files
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError, ResourceError
+from streamrl.gpus import gpus_here
 from streamrl.learner.checkpoints import resume
 from streamrl.ops.cli.arguments import takes_config, try_out
 from streamrl.ops.launch.parts import Cluster, RunFolder, check_redis, holder_of_all, learner_command
@@ -98,7 +100,13 @@ def learn(
     url = None if replay is not None else redis_url or config.redis.url
     server = None if url is None else _reach(url, config, dry_run=dry_run)
     command = _build(
-        config, redis_url=server or url, replay=replay, cluster=cluster, takeover=takeover, standby=standby
+        config,
+        redis_url=server or url,
+        replay=replay,
+        cluster=cluster,
+        takeover=takeover,
+        standby=standby,
+        placement=Placement(shares={}) if dry_run else place(config, gpus_here(), "learner"),
     )
     if source is not None:
         _fork(config, source, new_data=new_data, dry_run=dry_run)
@@ -175,6 +183,7 @@ def _build(
     cluster: Cluster | None,
     takeover: bool,
     standby: bool,
+    placement: Placement,
 ) -> Command:
     """The line, after everything else that can be looked at was; UserError for the first thing that is not right. The
     groups come from `replay`, a recording, or from `redis_url`."""
@@ -189,6 +198,7 @@ def _build(
         takeover=takeover,
         standby=standby,
         cluster=cluster,
+        placement=placement,
         # Another one on this machine is a stranger, and waits or is refused; machines of one cluster are one learner.
         holder=None if cluster else f"learn-{uuid.uuid4().hex[:16]}",
     )

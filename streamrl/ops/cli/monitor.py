@@ -149,7 +149,10 @@ def top(target: Target, every_s: float) -> None:
 @click.option("--port", type=click.IntRange(0, 65535), default=8420, help="0: any free one.")
 @click.option("--token", "makes_token", is_flag=True, help="Make up a token that readers must have.")
 @click.option("--token-file", type=click.File(), help="File with the token that readers must have.")
-def dashboard(target: Target, host: str, port: int, makes_token: bool, token_file: TextIO | None) -> None:
+@click.option("--allow-host", "names", multiple=True, metavar="NAME", help="Answer to this name of the machine, too.")
+def dashboard(
+    target: Target, host: str, port: int, makes_token: bool, token_file: TextIO | None, names: tuple[str, ...]
+) -> None:
     """Show a run in the browser: curves, idle time by cause, versions by worker, rollouts.
 
     \b
@@ -158,22 +161,34 @@ def dashboard(target: Target, host: str, port: int, makes_token: bool, token_fil
         ssh -L 8420:127.0.0.1:8420 HOST                       from elsewhere, without opening a port
         streamrl dashboard RUN --host 0.0.0.0 --token         open to the network, behind a token
 
-    One page, nothing loaded from elsewhere, nothing written. Beyond loopback a token is needed. --token makes one up
-    and prints the address with it; --token-file reads one. GET /metrics is for Prometheus.
+    One page, nothing loaded from elsewhere, nothing written. Beyond loopback a token is needed: --token makes one up
+    and shows it with the address, on a terminal; --token-file reads one. It answers to addresses and to localhost;
+    where people know it by another name, an ingress's say, --allow-host names that. GET /metrics is for Prometheus.
     """
+    is_seen = sys.stdout.isatty()  # what goes to a log is no place for a token
+    if makes_token and not token_file and not is_seen:
+        raise ConfigError(
+            "--token shows a token on a terminal, and here is none; write one to a file: --token-file FILE"
+        )
     token = token_file.read().strip() if token_file else secrets.token_urlsafe(24) if makes_token else None
     if token == "":
         raise ConfigError("--token-file: the file is empty")
-    only_loopback = host in LOOPBACK
-    if not only_loopback and token is None:
+    if host not in LOOPBACK and token is None:
         raise ConfigError(f"--host {host}: others may reach it, so a token is needed; add --token or --token-file FILE")
     need("the dashboard", "starlette", "uvicorn", "prometheus_client", extra="monitor")
+    from streamrl.ops.monitor.web.guard import Guard
     from streamrl.ops.monitor.web.server import Dashboard
     from streamrl.web import Server
 
     with opened(target) as there, bind(host, port, what="dashboard") as listener:
-        url = f"http://{address_of(listener, host=host)}/" + (f"#token={token}" if token else "")
-        board = Dashboard(there, token=token, only_loopback=only_loopback)
+        url = f"http://{address_of(listener, host=host)}/"
+        if token is not None:
+            url += (
+                f"#token={token}"
+                if is_seen
+                else f" (add #token= and what {token_file.name if token_file else ''} holds)"
+            )
+        board = Dashboard(there, Guard(listens_on=host, token=token, names=[name.lower() for name in names]))
         ready = partial(click.echo, f"dashboard of {target.run}: {url}")
         Server(board.app(), on_ready=ready, timeout_graceful_shutdown=2).run(sockets=[listener])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import click
@@ -107,8 +107,7 @@ def ls(target: Target, as_json: bool) -> None:
     """List the dead letters, the oldest first."""
     with open_run(target, instead=_LETTERS) as opened:
         letters = _letters(opened)
-    lines = [*map(_line, letters), plural(len(letters), "dead letter")]
-    tell([_to_json(letter) for letter in letters], lines, as_json=as_json)
+        tell([_to_json(letter) for letter in letters] if as_json else None, _lines(letters), as_json=as_json)
 
 
 @dead.command()
@@ -141,8 +140,8 @@ def retry(target: Target, numbers: tuple[int, ...], everything: bool, as_json: b
     with open_run(target, instead=_LETTERS) as opened:
         letters, issued_before = _letters(opened), orders.read_retried(opened.client, opened.keys)
         chosen = letters if everything else _chosen(letters, [n for n in numbers if n not in issued_before])
-        requested = orders.request_retries(opened.client, opened.keys, chosen, by=operator())
-        wanted = {letter.number for letter in chosen}
+        wanted: set[int] = set()
+        requested = orders.request_retries(opened.client, opened.keys, _noting(chosen, wanted), by=operator())
         # Nobody takes requests up in a run that has ended, until it is taken up itself.
         deadline = time.monotonic() + (timeout_s if opened.info.state == "running" else 0.0)
         while wanted & orders.read_requests(opened.client, opened.keys) and time.monotonic() < deadline:
@@ -160,7 +159,7 @@ def purge(target: Target, numbers: tuple[int, ...], everything: bool, as_json: b
     """Throw dead letters away. Their tickets have ended, and stay so."""
     _refuse_nothing(numbers, everything)
     with open_run(target, instead=_LETTERS) as opened:
-        chosen = [letter for letter in _letters(opened) if everything or letter.number in numbers]
+        chosen = (letter for letter in _letters(opened) if everything or letter.number in numbers)
         purged = orders.purge(opened.client, opened.keys, chosen, by=operator())
     tell({"purged": purged}, [f"{purged} dead letters purged"], as_json=as_json)
 
@@ -170,14 +169,21 @@ def _refuse_nothing(numbers: Sequence[int], everything: bool) -> None:
         raise ConfigError("say which dead tickets are meant: --ticket N, as often as needed, or --all")
 
 
-def _letters(opened: OpenRun) -> list[DeadLetter]:
+def _letters(opened: OpenRun) -> Iterator[DeadLetter]:
     """This run's, as the audit counts them; an entry without a number is nobody's."""
     letters = orders.read_letters(opened.client, opened.keys)
-    return [one for one in letters if one.number >= 0 and one.run_uid == opened.info.uid]
+    return (one for one in letters if one.number >= 0 and one.run_uid == opened.info.uid)
 
 
-def _chosen(letters: Sequence[DeadLetter], numbers: Sequence[int]) -> list[DeadLetter]:
-    there = {letter.number: letter for letter in letters}
+def _noting(letters: Iterable[DeadLetter], numbers: set[int]) -> Iterator[DeadLetter]:
+    """The same letters, of which only the numbers stay in memory."""
+    for letter in letters:
+        numbers.add(letter.number)
+        yield letter
+
+
+def _chosen(letters: Iterable[DeadLetter], numbers: Sequence[int]) -> list[DeadLetter]:
+    there = {letter.number: letter for letter in letters if letter.number in numbers}
     missing = [number for number in numbers if number not in there]
     if missing:
         named = ", ".join(map(str, missing))
@@ -205,6 +211,14 @@ def _to_json(letter: DeadLetter) -> dict[str, Any]:
             "fields": dict(ticket.fields),
         }
     return told
+
+
+def _lines(letters: Iterable[DeadLetter]) -> Iterator[str]:
+    count = 0
+    for letter in letters:
+        count += 1
+        yield _line(letter)
+    yield plural(count, "dead letter")
 
 
 def _line(letter: DeadLetter) -> str:

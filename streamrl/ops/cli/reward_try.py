@@ -63,6 +63,10 @@ class _Tried:
     default=_DEFAULTS["memory_mb"].default,
     help="Limit of the process.",
 )
+@click.option("--network", is_flag=True, help="Let it open connections, as `network: true` does.")
+@click.option(
+    "--env", "environment", multiple=True, metavar="NAME", help="Give it this variable, as `environment` does."
+)
 @takes_json
 def try_reward(
     target: str, data: Path, num_rows: int, options: tuple[str, ...], model: str | None, as_json: bool, **chosen: Any
@@ -87,7 +91,7 @@ def try_reward(
 
     Exits with 1 when a row has an error in place of a score.
     """
-    limits = {name: chosen.pop(name) for name in ("timeout_s", "memory_mb")}
+    limits = {name: chosen.pop(name) for name in ("timeout_s", "memory_mb", "network", "environment")}
     rows = read_prompts(data, malformed="error", key="--data").rows[:num_rows]
     pairs = list(zip(rows, _completions(rows, data, **chosen), strict=False))
     source = schema.FunctionReward(type="function", target=target, options=dict(map(_option, options)), **limits)

@@ -14,14 +14,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from streamrl.config import schema
 from streamrl.config.load import dump_config
-from streamrl.config.places import reward_code, reward_hosts
+from streamrl.config.placement import LEARNER, REWARD, Placement
+from streamrl.config.places import granted
 from streamrl.errors import PartError
 from streamrl.files import scratch_folder, write_durably
+from streamrl.ops.launch.interface import gloo_towards
 from streamrl.ops.launch.processes import Command, Kept, Process, end_all, part_error
 from streamrl.process import LOOPBACK
 from streamrl.protocol.transport.connection import check_server, connect
@@ -29,7 +32,6 @@ from streamrl.protocol.transport.embedded import EmbeddedRedis
 from streamrl.protocol.weights.stores import budget_in_redis
 from streamrl.telemetry.progress import Progress
 
-_REWARD = "reward/0"
 _MAX_RESTARTS = 5  # of the embedded Redis
 _READY_S = 300.0  # a large reward model takes long to load
 _LOOK_EVERY_S = 0.2
@@ -59,34 +61,54 @@ class RunFolder:
             write_durably(self.config, text)
 
 
-def reward_command(server: schema.RewardServer, folder: RunFolder, *, port: int) -> Command:
+_NOWHERE = Placement(shares={})
+
+
+def reward_command(
+    server: schema.RewardServer, folder: RunFolder, *, port: int, placement: Placement = _NOWHERE
+) -> Command:
     weights = ",".join(map(str, server.attribute_weights))
     options = server.model_dump() | {"port": port, "attribute_weights": weights, "url_file": folder.reward_url}
     # With =, since a mean may begin with a minus.
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     return Command(
-        name=_REWARD,
+        name=REWARD,
         arguments=(sys.executable, "-m", "streamrl.ops.cli.main", "reward", "serve", *words),
         log=folder.logs / "reward.log",
+        environment=placement.environment(REWARD),
     )
 
 
 def worker_command(
-    config: schema.Config, folder: RunFolder, *, number: int, redis_url: str, reward_url: str | None
+    config: schema.Config,
+    folder: RunFolder,
+    *,
+    number: int,
+    redis_url: str,
+    reward_url: str | None,
+    placement: Placement = _NOWHERE,
 ) -> Command:
+    name = f"worker/{number}"
     words = ["--redis", redis_url, "--run", config.name, "--worker-id", str(number), "--model", config.model.path]
     words += ["--log-file", str(folder.logs / f"worker-{number}.log")]
-    for target in reward_code(config):
-        words += ["--allow-reward-code", target]
-    for host in reward_hosts(config):
-        words += ["--allow-host", host]
+    permissions = granted(config)
+    allowed = {
+        "--allow-reward-code": permissions.reward_code,
+        "--allow-reward-network": permissions.reward_network,
+        "--allow-reward-env": permissions.reward_environment,
+        "--allow-host": permissions.hosts,
+    }
+    words += [word for option, values in allowed.items() for value in values for word in (option, value)]
     if reward_url is not None:
         words += ["--local-reward-url", reward_url]
+    if (fraction := placement.fraction(name)) is not None:
+        words += ["--gpu-memory", f"{fraction:.3f}"]
     return Command(
-        name=f"worker/{number}",
+        name=name,
         # What vLLM spawns begins with this module, and so without `misfits`; a `__main__` it would leave out.
         arguments=(sys.executable, "-m", "streamrl.ops.cli.main", "worker", *words),
         log=folder.logs / f"worker-{number}.out",
+        environment=placement.environment(name),
     )
 
 
@@ -114,6 +136,7 @@ def learner_command(
     standby: bool = False,
     cluster: Cluster | None = None,
     holder: str | None = None,
+    placement: Placement = _NOWHERE,
 ) -> Command:
     """The groups come from Redis or from a recording; the ranks are on this machine, or on several. `holder` is for who
     does not hold the folder's lock: under the folder's own name it would take over from whoever does."""
@@ -136,13 +159,16 @@ def learner_command(
     program += ["--takeover"] if takeover else []
     program += ["--standby"] if standby else []
     program += ["--elastic"] if cluster and cluster.is_elastic else []
+    if (fraction := placement.fraction(LEARNER)) is not None:
+        program += ["--gpu-memory", f"{fraction:.3f}"]
     program += ["--log-file", str(folder.logs / "learner-{rank}.log"), "--error-file", str(folder.learner_error)]
     # A store shared between rounds makes ranks read addresses of peers that are gone, and wait for them for ever.
-    environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **placement.environment(LEARNER)}
+    environment |= gloo_towards(cluster.endpoint) if cluster else {}
     if learner.threads:
         environment["OMP_NUM_THREADS"] = str(learner.threads)
     return Command(
-        name="learner",
+        name=LEARNER,
         arguments=(sys.executable, "-m", "streamrl.learner.process.agent", *agent, "--", *program),
         log=folder.logs / "learner.out",
         environment=environment,
@@ -203,12 +229,14 @@ class RewardPart:
         *,
         say: Callable[[str], None],
         start: Callable[[Command], Process] = Process,
+        placement: Placement = _NOWHERE,
     ) -> None:
-        self._server, self._folder = server, folder
+        self._command = partial(reward_command, server, folder, placement=placement)
+        self._folder = folder
         folder.reward_url.unlink(missing_ok=True)
-        self.progress = Progress(part=_REWARD, role="reward")
+        self.progress = Progress(part=REWARD, role="reward")
         self.progress.working("load the model")
-        self.kept = Kept(reward_command(server, folder, port=server.port), say=say, start=start)
+        self.kept = Kept(self._command(port=server.port), say=say, start=start)
         self.url: str | None = None  # once it is ready
         self._ready_by = time.monotonic() + _READY_S
 
@@ -229,7 +257,7 @@ class RewardPart:
         if self.url is None:
             # Workers have this address for good, so another start must come up at the same port.
             self.url = url
-            self.kept.command = reward_command(self._server, self._folder, port=urlsplit(url).port or 0)
+            self.kept.command = self._command(port=urlsplit(url).port or 0)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ import redis
 import structlog
 
 from streamrl.config import schema
+from streamrl.config.placement import Placement
 from streamrl.errors import DataError, PartError, TransportError, UserError
 from streamrl.files import remove_those_of_the_dead
 from streamrl.ops.audit.folder import read_commit
@@ -55,9 +56,10 @@ class Supervisor:
         display: Display,
         interrupts: Interrupts,
         takeover: bool,  # replace a learner that holds the run
+        placement: Placement,
     ) -> None:
         self._config, self._folder = config, RunFolder(config.folder)
-        self._redis_url, self._embedded = redis_url, embedded
+        self._redis_url, self._embedded, self._placement = redis_url, embedded, placement
         self._client, self._keys = client, Keys(config.name)
         self._display, self._interrupts, self._takeover = display, interrupts, takeover
         self.watcher = Watcher(client, self._keys, server=server_name(client))
@@ -80,10 +82,18 @@ class Supervisor:
             stack.enter_context(write_reports(self._client, self._keys, self._progress))
             try:
                 if self._config.reward_server is not None:
-                    self._reward = RewardPart(self._config.reward_server, self._folder, say=self._say)
+                    self._reward = RewardPart(
+                        self._config.reward_server, self._folder, say=self._say, placement=self._placement
+                    )
                     stack.enter_context(write_reports(self._client, self._keys, self._reward.progress))
                 self._learner = Process(
-                    learner_command(self._config, self._folder, redis_url=self._redis_url, takeover=self._takeover)
+                    learner_command(
+                        self._config,
+                        self._folder,
+                        redis_url=self._redis_url,
+                        takeover=self._takeover,
+                        placement=self._placement,
+                    )
                 )
                 while self._learner.poll() is None:
                     self._tick()
@@ -143,7 +153,14 @@ class Supervisor:
 
     def _start_workers(self, reward_url: str | None) -> list[Kept]:
         commands = (
-            worker_command(self._config, self._folder, number=number, redis_url=self._redis_url, reward_url=reward_url)
+            worker_command(
+                self._config,
+                self._folder,
+                number=number,
+                redis_url=self._redis_url,
+                reward_url=reward_url,
+                placement=self._placement,
+            )
             for number in range(self._config.worker.count)
         )
         return [Kept(command, say=self._say) for command in commands]

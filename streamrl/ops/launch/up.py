@@ -16,8 +16,10 @@ from dataclasses import dataclass
 
 from streamrl.config import schema
 from streamrl.config.load import Loaded
+from streamrl.config.placement import place
 from streamrl.config.places import EMBEDDED_REDIS
 from streamrl.files import only_one, write_durably
+from streamrl.gpus import gpus_here
 from streamrl.ops.audit import audit_folder
 from streamrl.ops.launch.display import Display
 from streamrl.ops.launch.parts import RedisPart, RunFolder, check_redis
@@ -42,6 +44,7 @@ def up(loaded: Loaded, *, display: Display, takeover: bool = False) -> Outcome:
     PartError when a part of the run cannot go on, and KeyboardInterrupt when asked twice to end."""
     _check(loaded, display)
     config, folder = loaded.config, RunFolder(loaded.config.folder)
+    placement = place(config, gpus_here())
     began = time.monotonic()
     with only_one(folder.path, config.name), Interrupts() as interrupts, display, ExitStack() as stack:
         configure_logging("launcher", folder.logs / "launcher.log", quiet=True)
@@ -61,6 +64,7 @@ def up(loaded: Loaded, *, display: Display, takeover: bool = False) -> Outcome:
             display=display,
             interrupts=interrupts,
             takeover=takeover,
+            placement=placement,
         )
         stack.callback(supervisor.close)
         supervisor.run()

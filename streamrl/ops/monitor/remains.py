@@ -187,7 +187,7 @@ def _snapshot(remains: Remains, *, now: float) -> Snapshot:
         holder=None,
         control="run",
         streams=dict.fromkeys(PURPOSES, _NOBODY),
-        num_dead=0,
+        num_dead=int(steps[-1].values.get("stream/dead_letters", 0)) if steps else 0,
         latest_version=int(version) if version else None,
         latest_version_step=steps[-1].step if version else 0,
         reports=(),

@@ -36,6 +36,7 @@ def _of_folder(view: View, *, width: int) -> list[tuple[str, str]]:
         ("held out", held_out_line(view)),
         ("rewards", "  ".join(f"{s.name} mean {number(s.mean)}" for s in view.rewards if s.mean is not None)),
         ("drops", drops_line(view)),
+        ("dead", dead_line(view)),
         ("summary", summary_words(view.summary)),
         ("folder", f"{view.run.folder}, which tells all this: its Redis is not there any more"),
     ]

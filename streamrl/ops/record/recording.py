@@ -5,11 +5,13 @@ Numbered files of frames, each frame with its length and its digest:
     00000001.groups    magic │ frame: origin │ frame: group │ frame: group │ ...
     00000002.groups    magic │ frame: origin │ ...
 
-    frame    length u32 │ digest u64 │ entry id: ms u64, seq u64 │ ticket number i64 │ payload    (little-endian)
+    frame    length u32 │ digest u64 │ entry id: ms u64, seq u64 │ ticket: number i64, identity 16 B │ payload
+                                                                                                    (little-endian)
 
 The digest (xxh3_64) covers all that follows it. The payload is a message of `wire`: of the origin, which run
-this is; of a group, its run's uid, header and body just as they lay in the stream. Ids and numbers stand in front, so
-that a recording is looked through without reading what the groups hold. Ids grow from frame to frame.
+this is; of a group, its run's uid, header and body just as they lay in the stream, and which ticket's entry it took the
+place of. Ids, numbers and identities stand in front, so that a recording is looked through without reading what the
+groups hold. Ids grow from frame to frame.
 
 A frame that is not whole is a tear: the writer died, or the power went. What lies before it is good, and nothing in the
 file behind it is looked at.
@@ -39,12 +41,13 @@ from streamrl.errors import ConfigError, DataError, WireError
 from streamrl.protocol.transport.types import START, Entry, entry_order
 from streamrl.protocol.wire.codec import MAX_MESSAGE_BYTES, pack, unpack
 from streamrl.protocol.wire.group import Group, decode_body, decode_header
+from streamrl.protocol.wire.ticket import IDENTITY_CHARS
 
 MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + (2 << 20)  # a body, a header, and the map around them
-_MAGIC = b"streamrl recording 1\n"
+_MAGIC = b"streamrl recording 2\n"
 _LENGTH = struct.Struct("<IQ")  # payload's bytes, digest
-_PLACE = struct.Struct("<QQq")
-_PREFIX = struct.Struct("<IQQQq")  # both, which stand before a frame's payload
+_PLACE = struct.Struct(f"<QQq{IDENTITY_CHARS}s")
+_PREFIX = struct.Struct(f"<IQQQq{IDENTITY_CHARS}s")  # both, which stand before a frame's payload
 _NAME = re.compile(r"\d{8}\.groups")
 POLL_S = 1.0  # how long `more` waits for some
 _ID = re.compile(r"\d{1,19}-\d{1,19}")
@@ -70,6 +73,7 @@ class Place:
     digest: int
     entry_id: str
     number: int  # of the ticket; -1: the entry named none
+    identity: str  # of the ticket; empty: the entry named none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,12 +99,12 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def begin_file(origin: Origin) -> bytes:
-    return _MAGIC + _frame("0-0", -1, pack(asdict(origin)))
+    return _MAGIC + _frame("0-0", -1, "", pack(asdict(origin)))
 
 
 def group_frame(entry: Entry) -> bytes:
-    payload = pack({"run_uid": entry.run_uid, "header": entry.header, "body": entry.body})
-    return _frame(entry.id, entry.number, payload)
+    said = {"run_uid": entry.run_uid, "ticket_entry": entry.ticket_entry, "header": entry.header, "body": entry.body}
+    return _frame(entry.id, entry.number, entry.identity, pack(said))
 
 
 def survey(path: Path) -> Contents:
@@ -143,6 +147,8 @@ def read_group(file: BinaryIO, place: Place) -> Entry:
             run_uid=f.text("run_uid", max_chars=64),
             header=f.blob("header"),
             body=f.blob("body"),
+            identity=place.identity,
+            ticket_entry=f.text("ticket_entry", max_chars=64),
         )
         f.done()
     except WireError as error:
@@ -159,9 +165,9 @@ def is_intact(place: Place) -> bool:
     return True
 
 
-def _frame(entry_id: str, number: int, payload: bytes) -> bytes:
+def _frame(entry_id: str, number: int, identity: str, payload: bytes) -> bytes:
     milliseconds, _, sequence = entry_id.partition("-")
-    rest = _PLACE.pack(int(milliseconds), int(sequence), number) + payload
+    rest = _PLACE.pack(int(milliseconds), int(sequence), number, identity.encode()) + payload
     return _LENGTH.pack(len(payload), xxhash.xxh3_64_intdigest(rest)) + rest
 
 
@@ -171,12 +177,19 @@ def _next(file: BinaryIO, path: Path, at: int, size: int) -> Place | None:
     if offset > size:
         return None
     file.seek(at)
-    num_bytes, digest, milliseconds, sequence, number = _PREFIX.unpack(file.read(_PREFIX.size))
+    num_bytes, digest, milliseconds, sequence, number, identity = _PREFIX.unpack(file.read(_PREFIX.size))
     # A length of nothing is what a file system leaves behind where it lost the data.
     if not 0 < num_bytes <= MAX_FRAME_BYTES or offset + num_bytes > size:
         return None
-    entry_id = f"{milliseconds}-{sequence}"
-    return Place(path=path, offset=offset, num_bytes=num_bytes, digest=digest, entry_id=entry_id, number=number)
+    return Place(
+        path=path,
+        offset=offset,
+        num_bytes=num_bytes,
+        digest=digest,
+        entry_id=f"{milliseconds}-{sequence}",
+        number=number,
+        identity=identity.rstrip(b"\0").decode(errors="replace"),
+    )
 
 
 def _payload(file: BinaryIO, place: Place) -> bytes:

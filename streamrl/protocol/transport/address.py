@@ -84,6 +84,9 @@ def server_name(client: AnyClient) -> str:
 
 
 def _checked(url: str) -> str:
+    if _OF_QUERIES.search(url):
+        told = f"a password in its query would be seen by all; name a file that holds it in {PASSWORD}_FILE"
+        raise ConfigError(f"redis.url: {masked(url)!r}: {told}")
     try:
         parse_url(url)  # type: ignore[no-untyped-call]
         # The client's own parser takes any other path for database 0.
@@ -165,7 +168,8 @@ FORMS = (
     "with a user: redis://user@host:port"
 )
 
-_OF_URLS = re.compile(r"(//[^/@:\s]*):[^/\s]*@")
+_OF_URLS = re.compile(r"""(//[^/@:\s]*):[^\s'"]*@""")  # a password may have any of / : @ in it
+_OF_QUERIES = re.compile(r"""([?&](?:\w*(?:password|secret|token)\w*|sig|api_?key)=)[^&\s'"]*""", re.IGNORECASE)
 
 
 def split_password(url: str) -> tuple[str, str | None]:
@@ -178,6 +182,10 @@ def split_password(url: str) -> tuple[str, str | None]:
     return urlunsplit(parts._replace(netloc=f"{user}@{place}" if user else place)), unquote(password)
 
 
+def has_secret(url: str) -> bool:
+    return split_password(url)[1] is not None or masked(url) != url
+
+
 def masked(text: str) -> str:
-    """For people and logs: stars in the place of every password in a URL."""
-    return _OF_URLS.sub(r"\1:***@", text)
+    """For people and logs: stars in the place of every password in a URL, in its query too."""
+    return _OF_QUERIES.sub(r"\1***", _OF_URLS.sub(r"\1:***@", text))

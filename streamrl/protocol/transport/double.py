@@ -7,12 +7,22 @@ write, before or after it took effect: a lost command, or a lost reply.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from streamrl.errors import Fenced
-from streamrl.protocol.transport.types import START, Control, Entry, Orders, PresentGroup, PresentTicket, entry_order
+from streamrl.protocol.transport.types import (
+    START,
+    Control,
+    Entry,
+    Letter,
+    Orders,
+    PresentGroup,
+    PresentTicket,
+    entry_order,
+)
 from streamrl.protocol.wire.ticket import Purpose, Ticket
 
 
@@ -24,7 +34,7 @@ class MemoryServer:
     groups: dict[Purpose, dict[str, Entry]] = field(default_factory=lambda: {"train": {}, "eval": {}})
     rotten: set[str] = field(default_factory=set)  # ids of tickets that nobody can read
     dead: list[tuple[Ticket, str]] = field(default_factory=list)  # the letters
-    buried: set[int] = field(default_factory=set)  # numbers of tickets that ever had a letter
+    purged: set[int] = field(default_factory=set)  # numbers of tickets whose letters were thrown away
     retry_requests: set[int] = field(default_factory=set)
     retried: dict[int, int] = field(default_factory=dict)
     term: int = 0
@@ -46,13 +56,16 @@ class MemoryServer:
         ticket = self.tickets[purpose].pop(ticket_id, None)
         if ticket is None:
             return False
-        self.append(purpose, number=ticket.number, run_uid=ticket.run_uid, header=header, body=body)
+        self.append(
+            purpose, number=ticket.number, run_uid=ticket.run_uid, identity=ticket.identity, ticket_entry=ticket_id,
+            header=header, body=body,
+        )  # fmt: skip
         return True
 
-    def append(self, purpose: Purpose, *, number: int, run_uid: str, header: bytes, body: bytes) -> str:
-        """An entry among the groups, asked for or not."""
+    def append(self, purpose: Purpose, **fields: Any) -> str:
+        """An entry among the groups, with these fields of one, asked for or not."""
         entry_id = self.next_id()
-        self.groups[purpose][entry_id] = Entry(id=entry_id, number=number, run_uid=run_uid, header=header, body=body)
+        self.groups[purpose][entry_id] = Entry(id=entry_id, **fields)
         return entry_id
 
     def ask_for_retry(self, number: int) -> None:
@@ -65,7 +78,7 @@ class MemoryServer:
         for streams in (self.tickets, self.groups):
             for purpose in streams:
                 streams[purpose].clear()
-        for gone in (self.rotten, self.dead, self.buried, self.retry_requests, self.retried):
+        for gone in (self.rotten, self.dead, self.purged, self.retry_requests, self.retried):
             gone.clear()
         self.disturbed = True
 
@@ -75,23 +88,27 @@ class LearnerStreamDouble:
         self._server = server
         self._term = term
         server.term = max(server.term, term)
+        self.letters = LettersDouble(server, self.writing)
 
     @property
     def disturbed(self) -> bool:
         return self._server.disturbed
 
-    def restore(self, *, cursor: str, retried: Mapping[int, int] | None = None) -> None:
+    def restore(self, *, cursor: str, retried: Mapping[int, int | None] | None = None) -> None:
         self._server.disturbed = False  # as on Redis: by what comes from here on it is set again
-        with self._writing("restore"):
+        with self.writing("restore"):
             self._server.last_id = max(self._server.last_id, entry_order(cursor)[0])
-            self._server.retried.update(retried or {})
+            for number, dead in (retried or {}).items():
+                self._server.retried.pop(number, None)
+                if dead is not None:
+                    self._server.retried[number] = dead
 
     def orders(self) -> Orders:
         return Orders(control=self._server.control, retries=tuple(sorted(self._server.retry_requests)))
 
     def issue(self, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
         refused = tickets if self._server.full else []
-        with self._writing("issue"):
+        with self.writing("issue"):
             for ticket in tickets[len(refused) :]:
                 self._server.tickets[ticket.purpose][self._server.next_id()] = ticket
                 if ticket.purpose == "train":
@@ -99,7 +116,7 @@ class LearnerStreamDouble:
         return refused
 
     def count_issued(self, issued: int) -> None:
-        with self._writing("count_issued"):
+        with self.writing("count_issued"):
             pass  # nobody audits what is in memory
 
     def _note_retry(self, number: int, repeats: int | None) -> None:
@@ -126,6 +143,7 @@ class LearnerStreamDouble:
             PresentTicket(
                 entry_id=entry_id,
                 number=ticket.number,
+                identity=ticket.identity,
                 flaw="rotten" if entry_id in self._server.rotten else None,
             )
             for entry_id, ticket in self._server.tickets[purpose].items()
@@ -133,30 +151,32 @@ class LearnerStreamDouble:
 
     def present_groups(self, purpose: Purpose, *, after: str) -> list[PresentGroup]:
         return [
-            PresentGroup(entry_id=e.id, number=e.number, num_bytes=len(e.header) + len(e.body))
+            PresentGroup(
+                entry_id=e.id,
+                number=e.number if e.ticket_entry else -1,
+                identity=e.identity,
+                num_bytes=len(e.header) + len(e.body),
+            )
             for e in self._after(purpose, after)
         ]
+
+    def waiting(self, purpose: Purpose) -> set[tuple[int, str]]:
+        return {(ticket.number, ticket.identity) for ticket in self._server.tickets[purpose].values()}
 
     def retried(self) -> Mapping[int, int]:
         return dict(self._server.retried)
 
     def delete_tickets(self, purpose: Purpose, entry_ids: Sequence[str]) -> None:
-        with self._writing("delete_tickets"):
+        with self.writing("delete_tickets"):
             for entry_id in entry_ids:
                 self._server.tickets[purpose].pop(entry_id, None)
 
-    def dead(self, ticket: Ticket, *, error: str) -> None:
-        with self._writing("dead"):
-            if ticket.number not in self._server.buried:
-                self._server.dead.append((ticket, error))
-            self._server.buried.add(ticket.number)
-
     def trim_eval(self, *, below: str) -> None:
-        with self._writing("trim_eval"):
+        with self.writing("trim_eval"):
             self._trim("eval", below)
 
     def commit(self, *, step: int, cursor: str, trim_below: str, ended: Sequence[str] = ()) -> None:
-        with self._writing("commit"):
+        with self.writing("commit"):
             self._trim("train", trim_below)
             for entry_id in ended:
                 self._server.groups["train"].pop(entry_id, None)
@@ -170,9 +190,41 @@ class LearnerStreamDouble:
         return [entry for entry in entries if entry_order(entry.id) > entry_order(after or START)]
 
     @contextmanager
-    def _writing(self, name: str) -> Iterator[None]:
+    def writing(self, name: str) -> Iterator[None]:
         if self._server.term > self._term:
             raise Fenced(f"term {self._term} was replaced by term {self._server.term}")
         self._server.fault(f"{name}:before")
         yield
         self._server.fault(f"{name}:after")
+
+
+class LettersDouble:
+    """A letter's entry id is its place, counted from 1."""
+
+    def __init__(self, server: MemoryServer, writing: Callable[[str], AbstractContextManager[None]]) -> None:
+        self._server, self._writing = server, writing
+
+    def put(self, letters: Iterable[tuple[Ticket, Letter]], *, wait_for_room: bool = True) -> bool:
+        waiting = list(letters)
+        if not waiting or (self._server.full and not wait_for_room):
+            return not waiting
+        with self._writing("dead"):
+            self._server.dead += [(ticket, letter.error) for ticket, letter in waiting]
+            self._server.purged -= {ticket.number for ticket, _ in waiting}
+        return True
+
+    def present(self) -> list[PresentGroup]:
+        places = enumerate(self._server.dead, start=1)
+        return [
+            PresentGroup(entry_id=f"{place}-0", number=t.number, identity=t.identity, num_bytes=0)
+            for place, (t, _) in places
+        ]
+
+    def purged(self) -> set[int]:
+        return set(self._server.purged)
+
+    def remove(self, entry_ids: Sequence[str], *, requests: Sequence[int] = ()) -> None:
+        with self._writing("letters"):
+            places = enumerate(self._server.dead, start=1)
+            self._server.dead = [letter for place, letter in places if f"{place}-0" not in entry_ids]
+            self._server.retry_requests -= set(requests)

@@ -40,24 +40,26 @@ import redis
 from streamrl.errors import WireError
 from streamrl.protocol.transport.types import RUN_STATES, Entry, Leased, PresentTicket, RunInfo
 from streamrl.protocol.wire.codec import fields_of, pack, unpack
-from streamrl.protocol.wire.ticket import Purpose, Ticket, decode_ticket
+from streamrl.protocol.wire.ticket import IDENTITY_CHARS, Purpose, Ticket, decode_ticket
 from streamrl.telemetry.progress import Report, Role, State
 
 Word = TypeVar("Word", bound=str)
 
 LARGEST = 1e200  # what is beyond is no number to reckon with: a few of them added up would be none
 _MAX_REPORT_BYTES = 64 << 10
+_ID_CHARS = 41  # of an entry
 _NUM_LANES = 2  # so that one call is written while the server works on the other
 # Of one call. Larger ones gain nothing, and keep the server from its other clients.
 _MOST_GROUPS = 64
 _MOST_BYTES = 1 << 20
 
 
-def read_ticket(body: bytes, *, purpose: Purpose, number: bytes, uid: bytes) -> Ticket:
+def read_ticket(body: bytes, *, purpose: Purpose, number: bytes, uid: bytes, identity: bytes) -> Ticket:
     """The ticket, if it is what its entry says; else WireError. Delivering compares the entry's own fields."""
     ticket = decode_ticket(body)
-    if (ticket.purpose, str(ticket.number).encode(), ticket.run_uid.encode()) != (purpose, number, uid):
-        raise WireError("the ticket and its entry do not agree on number, purpose or run")
+    told = (ticket.purpose, str(ticket.number).encode(), ticket.run_uid.encode(), ticket.identity.encode())
+    if told != (purpose, number, uid, identity):
+        raise WireError("the ticket and its entry do not agree on number, purpose, run or what is asked")
     return ticket
 
 
@@ -78,6 +80,8 @@ def to_entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Entry:
         run_uid=fields.get(b"u", b"").decode(errors="replace")[:64],
         header=fields.get(b"h", b""),
         body=fields.get(b"b", b""),
+        identity=_identity(fields),
+        ticket_entry=fields.get(b"t", b"").decode(errors="replace")[:_ID_CHARS],
     )
 
 
@@ -85,12 +89,18 @@ def to_present(purpose: Purpose, run_uid: str, entry_id: bytes, fields: Mapping[
     number, uid = fields.get(b"n", b""), fields.get(b"u", b"")
     ours = uid == run_uid.encode()
     try:
-        read_ticket(fields.get(b"b", b""), purpose=purpose, number=number, uid=uid)
+        read_ticket(fields.get(b"b", b""), purpose=purpose, number=number, uid=uid, identity=fields.get(b"d", b""))
     except WireError as error:
         flaw: str | None = str(error)
     else:
         flaw = None if ours else "of another run"
-    return PresentTicket(entry_id=entry_id.decode(), number=to_number(number) if ours else -1, flaw=flaw)
+    return PresentTicket(
+        entry_id=entry_id.decode(), number=to_number(number) if ours else -1, identity=_identity(fields), flaw=flaw
+    )
+
+
+def _identity(fields: Mapping[bytes, bytes]) -> str:
+    return fields.get(b"d", b"").decode(errors="replace")[:IDENTITY_CHARS]
 
 
 def to_run_info(name: str, meta: Mapping[bytes, bytes]) -> RunInfo | None:

@@ -44,12 +44,15 @@ class Keys:
         # Hash: `mode`, the operator's word to all parts.
         self.control = f"{prefix}control"
 
-        # Stream: tickets given up after too many failures. Fields p, n, u, b, error, at.
+        # Of all entries: n a ticket's number, u the run's uid, d the ticket's identity, b a body, h a group's header.
+        # Stream: tickets given up after too many failures. Fields p, n, u, d, b, error, at.
         self.dead = f"{prefix}dead"
         # Hash: number of a dead ticket that the learner shall issue anew -> the id of its letter.
         self.retry_requests = f"{prefix}retry-requests"
         # Hash: number of a ticket that repeats a dead one -> the dead one's; written with the ticket itself.
         self.retried = f"{prefix}retried"
+        # Set: numbers of dead tickets whose letters were thrown away; they are not listed again.
+        self.purged = f"{prefix}purged"
         # Hash: what happened how often, for people.
         self.counters = f"{prefix}counters"
         # Hash: by stream, the token of the learner's last append; a repeated call finds its own and does nothing.
@@ -76,11 +79,12 @@ class Keys:
         self.events = f"{prefix}events"
 
     def tickets(self, purpose: Purpose) -> str:
-        """Stream with the group `workers`: what is asked for and not yet delivered. Fields n, u, b."""
+        """Stream with the group `workers`: what is asked for and not yet delivered. Fields n, u, d, b."""
         return f"{self.prefix}tickets:{purpose}"
 
     def groups(self, purpose: Purpose) -> str:
-        """Stream: what was delivered and not yet committed. Fields n, u, h, b."""
+        """Stream: what was delivered and not yet committed. Fields n, u, d, h, b, and t: the id of the ticket's entry,
+        whose place the group took. Only who held its lease could write it so; what lacks a t came by another road."""
         return f"{self.prefix}groups:{purpose}"
 
     def receipt(self, worker: str, lane: int | str) -> str:

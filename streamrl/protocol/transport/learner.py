@@ -33,9 +33,11 @@ from streamrl.protocol.transport.connection import (
     repeat,
     run,
 )
-from streamrl.protocol.transport.entries import PagedReader, decode_reports, one_of, to_entry, to_number, to_present
+from streamrl.protocol.transport.entries import PagedReader, decode_reports, one_of, to_entry, to_number
 from streamrl.protocol.transport.keys import LONGEST_EVENTS, WORKERS, Keys, history_streams, is_validation
+from streamrl.protocol.transport.learner_letters import LetterBox
 from streamrl.protocol.transport.lease import await_lease, other_holder, refusal, wait_out
+from streamrl.protocol.transport.present import Present
 from streamrl.protocol.transport.types import (
     CONTROLS,
     START,
@@ -54,7 +56,6 @@ T = TypeVar("T")
 
 _TICKETS_A_CALL = 256
 _IDS_A_CALL = 1000  # Lua's stack ends at some thousands of arguments
-_A_PAGE = 100  # the server reads whole groups to tell their numbers
 _TELEMETRY_PATIENCE_S = 2.0
 
 
@@ -79,8 +80,10 @@ class LearnerStream:
         self.disturbed = False
         # Anything that may be repeated.
         self._ask = partial(repeat, client, give_up_after_s=give_up_after_s, on_trouble=self._note_trouble)
+        self._present = Present(client, keys, run_uid=run_uid, ask=self._ask)
         self._claimed: tuple[str, str] | None = None  # configuration and fingerprint
         self._server_run_id = ""
+        self.letters = LetterBox(client, keys, ask=self._ask, write=self._write, listed=self._present.letters)
         self._readers = {purpose: PagedReader(client, keys.groups(purpose)) for purpose in PURPOSES}
 
     # The run, and who learns it
@@ -124,14 +127,14 @@ class LearnerStream:
 
     # Tickets out, groups in
 
-    def restore(self, *, cursor: str, retried: Mapping[int, int] | None = None) -> None:
+    def restore(self, *, cursor: str, retried: Mapping[int, int | None] | None = None) -> None:
         """First act after `claim` and of every reconcile: streams exist, new groups land beyond the cursor, and of
-        tickets that repeat a dead one (by number) Redis knows which."""
+        tickets that repeat a dead one (by number) Redis knows which, and of others (None) that they do not."""
         self.disturbed = False
         for reader in self._readers.values():
             reader.forget()
         streams = [*map(self._keys.tickets, PURPOSES), *map(self._keys.groups, PURPOSES)]
-        pairs = _flat((retried or {}).items())
+        pairs = _flat((number, "" if dead is None else dead) for number, dead in (retried or {}).items())
         keys = [*streams, self._keys.retried]
         self._write("restore the streams", scripts.RESTORE, keys, WORKERS, cursor, START, *pairs)
         crashpoint("restore.written")
@@ -149,7 +152,9 @@ class LearnerStream:
     def _issue(self, purpose: Purpose, tickets: Sequence[Ticket]) -> bool:
         k = self._keys
         keys = [k.tickets(purpose), k.appends, k.counters, k.dead, k.retry_requests, k.retried]
-        parts = _flat((t.number, encode_ticket(t), "" if t.retry_of is None else t.retry_of) for t in tickets)
+        parts = _flat(
+            (t.number, t.identity, encode_ticket(t), "" if t.retry_of is None else t.retry_of) for t in tickets
+        )
         args = (WORKERS, uuid.uuid4().hex, purpose, *parts)
         try:
             self._write("issue tickets", scripts.ISSUE, keys, *args, wait_for_room=False)
@@ -189,43 +194,20 @@ class LearnerStream:
     def present_tickets(self, purpose: Purpose) -> list[PresentTicket]:
         """All that wait or are leased, and whatever else lies among them. Scan these before the groups: a delivery
         moves a ticket from here to there, never back."""
-        stream, found, last = self._keys.tickets(purpose), list[PresentTicket](), START
-        page: Callable[[str], Any] = partial(self._client.xrange, stream, count=_A_PAGE)
-        while entries := self._ask("list tickets", partial(page, f"({last}")):
-            found += [to_present(purpose, self._fence.run_uid, *entry) for entry in entries]
-            last = found[-1].entry_id
-        return found
+        return self._present.tickets(purpose)
 
     def present_groups(self, purpose: Purpose, *, after: str) -> list[PresentGroup]:
         """All groups beyond `after`, without their bodies."""
-        stream, found, last = self._keys.groups(purpose), list[PresentGroup](), after
-        while last:
-            call = Call(scripts.NUMBERS, (stream,), (self._fence.run_uid, last, _A_PAGE))
-            reached, page = self._ask("list groups", partial(run, self._client, call))
-            last = reached.decode() if reached else ""
-            found += [PresentGroup(entry_id=i.decode(), number=to_number(n), num_bytes=size) for i, n, size in page]
-        return found
+        return self._present.groups(purpose, after=after)
+
+    def waiting(self, purpose: Purpose) -> set[tuple[int, str]]:
+        """Number and identity of the tickets that wait or are leased; a millisecond or two for a thousand."""
+        return self._present.waiting(purpose)
 
     def delete_tickets(self, purpose: Purpose, entry_ids: Sequence[str]) -> None:
         keys = [self._keys.tickets(purpose)]
         for chunk in _chunks(entry_ids, _IDS_A_CALL):
             self._write("delete tickets", scripts.DELETE_TICKETS, keys, WORKERS, *chunk)
-
-    def dead(self, ticket: Ticket, *, error: str) -> None:
-        """Keep a ticket that is given up, for people and for `retry_of`."""
-        fields: dict[str, Argument] = {
-            "p": ticket.purpose,
-            "n": ticket.number,
-            "u": ticket.run_uid,
-            "b": encode_ticket(ticket),
-            "error": error[:2000],
-            "at": time.time(),
-        }
-        # Once per number, not per call: a failure read again after a restore finds its ticket dead already.
-        once = (f"{self._keys.dead}:{ticket.purpose}:{ticket.number}", "dead")
-        keys = [self._keys.appends, self._keys.dead]
-        self._write("dead-letter a ticket", scripts.APPEND, keys, *once, 0, *_flat(fields.items()))
-        crashpoint("dead.written")
 
     def retried(self) -> dict[int, int]:
         """By the number of a ticket that repeats a dead one, the dead one's."""

@@ -37,7 +37,7 @@ for i = 1, 2 do
 end
 for i = 4, #ARGV, 2 do
   redis.call('HDEL', KEYS[5], ARGV[i])  -- a full server takes the next write only after one like this
-  redis.call('HSET', KEYS[5], ARGV[i], ARGV[i + 1])
+  if ARGV[i + 1] ~= '' then redis.call('HSET', KEYS[5], ARGV[i], ARGV[i + 1]) end
 end
 for i = 3, 4 do
   local stream, cursor = KEYS[i], ARGV[i - 1]
@@ -52,8 +52,8 @@ end
 return {'OK'}
 """)
 
-# Tickets as number, body, and the number of the dead one that it repeats or nothing. Once per token: the number of a
-# ticket cannot say whether it was issued already, for a failed one comes again under its own number.
+# Tickets as number, identity, body, and the number of the dead one that it repeats or nothing. Once per token: neither
+# number nor identity can say whether a ticket was issued already, for a failed one comes again under its own.
 #
 # With a retry goes the request for it, and the letter of the dead ticket: so a request is answered by one ticket, and
 # whoever learns after a crash that the ticket is there learns what it repeats.
@@ -76,14 +76,14 @@ local function note_retry(number, repeats)
   end
   redis.call('HSET', retried, number, repeats)
 end
-for i = 4, #ARGV, 3 do
-  redis.call('XADD', tickets, '*', 'n', ARGV[i], 'u', uid, 'b', ARGV[i + 1])
+for i = 4, #ARGV, 4 do
+  redis.call('XADD', tickets, '*', 'n', ARGV[i], 'u', uid, 'd', ARGV[i + 1], 'b', ARGV[i + 2])
   issued = issued and math.max(issued, ARGV[i] + 1)
-  if purpose == 'train' then note_retry(ARGV[i], ARGV[i + 2]) end
+  if purpose == 'train' then note_retry(ARGV[i], ARGV[i + 3]) end
 end
 if issued and purpose == 'train' then redis.call('HSET', meta, 'issued', issued) end
 redis.call('HSET', appends, tickets, token)
-redis.call('HINCRBY', counters, 'issued', (#ARGV - 3) / 3)
+redis.call('HINCRBY', counters, 'issued', (#ARGV - 3) / 4)
 return {'OK'}
 """)
 
@@ -94,18 +94,47 @@ redis.call('HSET', meta, 'issued', ARGV[1])
 return {'OK'}
 """)
 
-# One page of the groups without their bodies: [id of its last entry, [[id, ticket number, bytes], ...]]. The number is
-# empty where the entry is not of this run.
+# One page of tickets, groups or dead letters without their bodies: [id of its last entry, [[id, ticket number,
+# identity, id of the ticket's entry, bytes], ...]]. The number is empty where the entry is not of this run.
 NUMBERS = Script("""
 local entries = redis.call('XRANGE', KEYS[1], '(' .. ARGV[2], '+', 'COUNT', ARGV[3])
 local found = {}
 for _, entry in ipairs(entries) do
   local fields = {}
   for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
-  local number = fields.u == ARGV[1] and fields.n or ''
-  found[#found + 1] = {entry[1], number, #(fields.h or '') + #(fields.b or '')}
+  local is_ours = fields.u == ARGV[1] and (fields.p or 'train') == 'train'
+  local number = is_ours and fields.n or ''
+  found[#found + 1] = {entry[1], number, fields.d or '', fields.t or '', #(fields.h or '') + #(fields.b or '')}
 end
 return {#entries > 0 and entries[#entries][1], found}
+""")
+
+# Letters as number, identity, body, error and time, once per token. A request to repeat the ticket, from before it was
+# lost or came to life again, is for this letter now. The first word lets a full server take them.
+PUT_LETTERS = fenced("""
+local appends, dead, requests, purged = unpack(KEYS)
+local token, takes_room = unpack(ARGV, 1, 2)
+if redis.call('HGET', appends, dead) == token then return {'OK'} end
+if takes_room == '1' then redis.call('XDEL', dead, '0-1') end  -- a full server takes the next write only after this
+for i = 3, #ARGV, 5 do
+  local number, identity, body, error, at = unpack(ARGV, i, i + 4)
+  local id = redis.call('XADD', dead, '*', 'p', 'train', 'n', number, 'u', uid, 'd', identity, 'b', body,
+    'error', error, 'at', at)
+  if redis.call('HGET', requests, number) then redis.call('HSET', requests, number, id) end
+  redis.call('SREM', purged, number)
+end
+redis.call('HSET', appends, dead, token)
+return {'OK'}
+""")
+
+# So many entry ids, and behind them the tickets that nobody has to repeat any more.
+REMOVE_LETTERS = fenced("""
+local dead, requests = unpack(KEYS)
+local num_ids = tonumber(table.remove(ARGV, 1))
+for i, word in ipairs(ARGV) do
+  if i <= num_ids then redis.call('XDEL', dead, word) else redis.call('HDEL', requests, word) end
+end
+return {'OK'}
 """)
 
 # A copy of what the checkpoint already says, and the end of the groups that it no longer needs.
@@ -265,12 +294,13 @@ return {'OK', word}
 """
 )
 
-# The operator's word ends with the learner that obeyed it: a stopped run can be resumed.
+# A word that ends a run ends with the learner that obeyed it, so a stopped run can be resumed; a pause is for whoever
+# comes.
 RELEASE = fenced(
     _ORDERS
     + """
 redis.call('DEL', lease)
-take_word_away(meta, KEYS[1])
+if is_end(redis.call('HGET', KEYS[1], 'mode')) then take_word_away(meta, KEYS[1]) end
 redis.call('HSET', meta, 'state', ARGV[1])
 return {'OK'}
 """

@@ -16,9 +16,10 @@ Each call may block for some seconds while Redis is away, then TransportError; a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import redis
@@ -121,10 +122,10 @@ class DeadLetter:
     retry_requested: bool
 
 
-def read_letters(client: redis.Redis, keys: Keys) -> list[DeadLetter]:
-    """All of them, the oldest first."""
+def read_letters(client: redis.Redis, keys: Keys) -> Iterator[DeadLetter]:
+    """All of them, the oldest first, page by page: there may be more than fit into memory."""
     requested = _requests(client, keys)
-    return [_to_letter(entry_id, fields, requested) for entry_id, fields in _entries(client, keys)]
+    return (_to_letter(entry_id, fields, requested) for entry_id, fields in _entries(client, keys))
 
 
 def read_requests(client: redis.Redis, keys: Keys) -> set[int]:
@@ -140,22 +141,22 @@ def read_retried(client: redis.Redis, keys: Keys) -> dict[int, list[int]]:
     return found
 
 
-def request_retries(client: redis.Redis, keys: Keys, letters: Sequence[DeadLetter], *, by: str) -> int:
+def request_retries(client: redis.Redis, keys: Keys, letters: Iterable[DeadLetter], *, by: str) -> int:
     """Ask for a new ticket in the place of each; how many had not been asked for yet."""
     return _for_each(client, keys, "ask for retries", scripts.REQUEST_RETRIES, letters, by)
 
 
-def purge(client: redis.Redis, keys: Keys, letters: Sequence[DeadLetter], *, by: str) -> int:
+def purge(client: redis.Redis, keys: Keys, letters: Iterable[DeadLetter], *, by: str) -> int:
     """Throw them away; how many were there."""
     return _for_each(client, keys, "purge dead letters", scripts.PURGE, letters, by)
 
 
 def _for_each(
-    client: redis.Redis, keys: Keys, what: str, script: Script, letters: Sequence[DeadLetter], by: str
+    client: redis.Redis, keys: Keys, what: str, script: Script, letters: Iterable[DeadLetter], by: str
 ) -> int:
-    touched, changed = (keys.meta, keys.events, keys.dead, keys.retry_requests), 0
-    for start in range(0, len(letters), _LETTERS_A_CALL):
-        chunk = letters[start : start + _LETTERS_A_CALL]
+    touched, changed = (keys.meta, keys.events, keys.dead, keys.retry_requests, keys.purged), 0
+    waiting = iter(letters)
+    while chunk := list(islice(waiting, _LETTERS_A_CALL)):
         parts = [part for letter in chunk for part in (letter.number, letter.entry_id)]
         call = Call(script, touched, (time.time(), by, *parts))
         changed += int(_ask(client, what, partial(run, client, call)))

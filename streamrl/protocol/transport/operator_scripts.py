@@ -76,15 +76,20 @@ return #added
 """
 )
 
-# Letters as number and entry id, and the requests to repeat their tickets; how many letters were there.
+# Letters as number and entry id, and the requests to repeat their tickets; how many letters were there. The learner,
+# who puts back what Redis has lost, hears of it by their numbers.
 PURGE = Script(
     _NOTE
     + """
-local dead, requests = unpack(KEYS)
+local dead, requests, purged = unpack(KEYS)
 local removed = {}
 for i = 1, #ARGV, 2 do
   local number, id = ARGV[i], ARGV[i + 1]
-  if redis.call('XDEL', dead, id) == 1 then removed[#removed + 1] = number end
+  if #redis.call('XRANGE', dead, id, id) == 1 then
+    redis.call('SADD', purged, number)
+    redis.call('XDEL', dead, id)
+    removed[#removed + 1] = number
+  end
   if redis.call('HGET', requests, number) == id then redis.call('HDEL', requests, number) end
 end
 if #removed > 0 then note('dead_purge', {tickets = table.concat(removed, ' ')}) end

@@ -6,9 +6,9 @@ sees them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from streamrl.protocol.wire.ticket import Purpose, Ticket
 
@@ -52,6 +52,8 @@ class Entry:
     run_uid: str
     header: bytes
     body: bytes
+    identity: str = ""  # of the ticket
+    ticket_entry: str = ""  # id of the ticket's entry, whose place it took; empty: no holder of a lease delivered it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,7 @@ class PresentTicket:
 
     entry_id: str
     number: int  # -1: of no ticket of this run
+    identity: str
     flaw: str | None  # why no worker can take it up: it cannot be read, or does not say what its entry says
 
     @property
@@ -69,10 +72,11 @@ class PresentTicket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PresentGroup:
-    """An entry among the groups."""
+    """An entry among the groups, or among the dead letters."""
 
     entry_id: str
-    number: int  # of the ticket; -1: of none of this run
+    number: int  # of the ticket; -1: of none of this run, or delivered by no holder of a lease
+    identity: str
     num_bytes: int
 
 
@@ -115,16 +119,43 @@ class Event:
     detail: Mapping[str, str | int | float]
 
 
+class Letter(NamedTuple):
+    """What is told of a dead ticket."""
+
+    error: str  # of its last attempt
+    at: float  # when it was given up (unix time)
+    identity: str = ""  # of the ticket, as the ledger knows it; empty: an older version did not note it
+
+
+class Letters(Protocol):
+    """The dead letters: tickets that were given up, for people, and to be repeated."""
+
+    def put(self, letters: Iterable[tuple[Ticket, Letter]], *, wait_for_room: bool = True) -> bool:
+        """Put these at the end, a letter a ticket. False: the server has no room for all, and is not waited for."""
+
+    def present(self) -> Sequence[PresentGroup]:
+        """What lies there, without the tickets themselves."""
+
+    def purged(self) -> Set[int]:
+        """Tickets whose letters an operator threw away."""
+
+    def remove(self, entry_ids: Sequence[str], *, requests: Sequence[int] = ()) -> None:
+        """And requests to repeat these tickets."""
+
+
 class GroupStream(Protocol):
     """Tickets out, groups in. Every method that writes raises Fenced once a newer learner has taken over."""
+
+    @property
+    def letters(self) -> Letters: ...
 
     @property
     def disturbed(self) -> bool:
         """The server was away, replaced or emptied since the last `restore`: something may be missing."""
 
-    def restore(self, *, cursor: str, retried: Mapping[int, int] | None = None) -> None:
+    def restore(self, *, cursor: str, retried: Mapping[int, int | None] | None = None) -> None:
         """Make the streams exist, let no new group land at or behind the cursor, and note which tickets repeat which
-        dead ones."""
+        dead ones; None: none, whatever was noted."""
 
     def orders(self) -> Orders:
         """The operator's."""
@@ -145,6 +176,9 @@ class GroupStream(Protocol):
         """The checkpoint of this step is there: remove training groups with ids smaller than `trim_below`, and those
         that have ended among the others."""
 
+    def waiting(self, purpose: Purpose) -> set[tuple[int, str]]:
+        """Number and identity of what nobody has delivered: for those who need to know no more than that."""
+
     def present_tickets(self, purpose: Purpose) -> list[PresentTicket]:
         """What nobody has delivered, in the stream's order."""
 
@@ -152,9 +186,6 @@ class GroupStream(Protocol):
         """The groups after this id."""
 
     def delete_tickets(self, purpose: Purpose, entry_ids: Sequence[str]) -> None: ...
-
-    def dead(self, ticket: Ticket, *, error: str) -> None:
-        """Put the ticket among the dead letters."""
 
     def retried(self) -> Mapping[int, int]:
         """By the number of a ticket that repeats a dead one, the dead one's, as far as the server knows."""

@@ -132,7 +132,7 @@ class WorkerStream:
 
     async def deliver(self, leased: Leased, header: bytes, body: bytes) -> bool:
         """Put the group in the ticket's place. False: the ticket is not there any more, for somebody else delivered it
-        or the learner took it back; drop the group."""
+        or the learner took it back, or its lease ran out and is another's now; drop the group."""
         crashpoint("group.ready")
         delivered = await self._deliveries.add(Delivery(leased, header, body))
         crashpoint("group.delivered")
@@ -234,21 +234,21 @@ class WorkerStream:
             return []
         self._can_wait = True
         came = [
-            (stream, entry_id, *(fields.get(name, b"") for name in (b"n", b"u", b"b")))
+            (stream, entry_id, *(fields.get(name, b"") for name in (b"n", b"u", b"d", b"b")))
             for stream, entries in reply or []
             for entry_id, fields in entries
         ]
         if came:
             crashpoint("ticket.leased")
         # Of another run: only the script can tell whether ours is gone.
-        self._recover = self._run_uid is None or any(uid != self._run_uid.encode() for *_, uid, _ in came)
+        self._recover = self._run_uid is None or any(uid != self._run_uid.encode() for *_, uid, _, _ in came)
         return came
 
     def _adopt(self, entries: Sequence[Any], most: int) -> list[Leased]:
         oldest = time.monotonic() - _FORGET_AFTER_LEASES * self._lease_s
         self._held = {key: at for key, at in self._held.items() if at > oldest}
         adopted: list[Leased] = []
-        for stream, entry_id, number, uid, body in entries:
+        for stream, entry_id, number, uid, identity, body in entries:
             purpose = _LEASING_ORDER[self._tickets.index(stream.decode())]
             if (purpose, entry_id.decode()) in self._held:
                 continue
@@ -256,7 +256,7 @@ class WorkerStream:
                 self._recover = True  # the rest stays pending, and comes next time
                 break
             try:
-                ticket = read_ticket(body, purpose=purpose, number=number, uid=uid)
+                ticket = read_ticket(body, purpose=purpose, number=number, uid=uid, identity=identity)
             except WireError as error:
                 # Left pending: a worker of another version may know how to read it, and the learner looks through
                 # the tickets now and then, and issues again what nobody can read.
@@ -281,8 +281,9 @@ class WorkerStream:
         keys += [key for purpose in _LEASING_ORDER for key in (k.tickets(purpose), k.groups(purpose))]
         parts: list[Argument] = []
         for one in deliveries:
-            parts += (one.leased.purpose, one.leased.entry_id, one.leased.ticket.number, one.header, one.body)
-        args = (WORKERS, uuid.uuid4().hex, receipt_ms, *parts)
+            ticket = one.leased.ticket
+            parts += (one.leased.purpose, one.leased.entry_id, ticket.number, ticket.identity, one.header, one.body)
+        args = (WORKERS, self._worker, uuid.uuid4().hex, receipt_ms, *parts)
         reply = await self._call("deliver groups", scripts.DELIVER, keys, *args)
         if reply is None:
             return [False] * len(deliveries)

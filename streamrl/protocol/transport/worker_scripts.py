@@ -29,7 +29,7 @@ def _guarded(text: str) -> Script:
 
 # Lease up to `most` tickets, without waiting: per stream first those whose lease ran out, then new ones. With `recover`
 # also all that this worker already holds, some of which it may not know of: a reply was lost. Answers the tickets
-# as [key of the stream, id, number, run, body], and how many of them had run out.
+# as [key of the stream, id, number, run, identity, body], and how many of them had run out.
 TAKE = _guarded("""
 local group, worker, lease_ms, most, recover = unpack(ARGV)
 most = tonumber(most)
@@ -42,7 +42,7 @@ local function put(key, entries)
     else
       local by_name = {}
       for i = 1, #fields, 2 do by_name[fields[i]] = fields[i + 1] end
-      taken[#taken + 1] = {key, id, by_name.n or '', by_name.u or '', by_name.b or ''}
+      taken[#taken + 1] = {key, id, by_name.n or '', by_name.u or '', by_name.d or '', by_name.b or ''}
     end
   end
 end
@@ -105,9 +105,11 @@ end
 return {'OK'}
 """)
 
-# Each ticket becomes its group, given with header and body, if it still waits: the same entry, number and run, and not
-# acknowledged. A server that lost its tail may give an entry id again, so the id alone proves nothing. Answers a text
-# with a 1 or a 0 for each.
+# Each ticket becomes its group, given with header and body, if it is still there and with this worker: the same entry,
+# number, run and identity, pending under the worker's name. A server that lost its tail may give an entry id again, so
+# the id alone proves nothing; and whose lease has run out and gone to another is refused, for only the holder of a
+# lease ends its ticket. The entry of the group names that of the ticket: so the learner sees that it came by this road.
+# Answers a text with a 1 or a 0 for each.
 #
 # The receipt makes the call repeatable: when the reply was lost, the second call with this token finds the tickets gone
 # and its own receipt instead. For that a lane must not begin its next call while it may repeat this one.
@@ -115,27 +117,32 @@ return {'OK'}
 # Whatever is delivered, XACK is the first write: at maxmemory the script goes through all the same.
 DELIVER = _guarded("""
 local receipt, counters = unpack(KEYS, 1, 2)
-local group, token, receipt_ms = unpack(ARGV, 1, 3)
+local group, worker, token, receipt_ms = unpack(ARGV, 1, 4)
 local known = redis.call('GET', receipt)
 if known and string.sub(known, 1, #token) == token then return {'OK', string.sub(known, #token + 1)} end
-local function waits_for_me(tickets, id, number)
+local function outcome_of(tickets, id, number, identity)
   local entry = redis.call('XRANGE', tickets, id, id)[1]
-  if not entry then return false end
+  if not entry then return 'duplicates' end
   local fields = {}
   for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
-  return fields.n == number and fields.u == uid and redis.call('XACK', tickets, group, id) == 1
+  if fields.n ~= number or fields.u ~= uid or fields.d ~= identity then return 'duplicates' end
+  local mine = redis.pcall('XPENDING', tickets, group, id, id, 1, worker)
+  if mine.err or #mine == 0 then return 'refused' end
+  redis.call('XACK', tickets, group, id)
+  return 'delivered'
 end
 local outcomes = {}
-for i = 4, #ARGV, 5 do
-  local purpose, id, number = unpack(ARGV, i, i + 2)
+for i = 5, #ARGV, 6 do
+  local purpose, id, number, identity = unpack(ARGV, i, i + 3)
   local tickets, groups = unpack(KEYS, purpose == 'eval' and 3 or 5, purpose == 'eval' and 4 or 6)
-  local delivered = waits_for_me(tickets, id, number)
-  if delivered then
+  local outcome = outcome_of(tickets, id, number, identity)
+  if outcome == 'delivered' then
     redis.call('XDEL', tickets, id)
-    redis.call('XADD', groups, '*', 'n', number, 'u', uid, 'h', ARGV[i + 3], 'b', ARGV[i + 4])
+    local header, body = unpack(ARGV, i + 4, i + 5)
+    redis.call('XADD', groups, '*', 'n', number, 'u', uid, 'd', identity, 't', id, 'h', header, 'b', body)
   end
-  outcomes[#outcomes + 1] = delivered and '1' or '0'
-  redis.pcall('HINCRBY', counters, (delivered and 'delivered:' or 'duplicates:') .. purpose, 1)
+  outcomes[#outcomes + 1] = outcome == 'delivered' and '1' or '0'
+  redis.pcall('HINCRBY', counters, outcome .. ':' .. purpose, 1)
 end
 local all = table.concat(outcomes)
 -- Where nothing was delivered, repeating the call finds nothing to deliver either.

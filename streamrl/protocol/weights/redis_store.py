@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _CHUNK_BYTES = 8 << 20  # one large value would hold up the server for all others
 _PATIENCE_S = 5.0  # for a lost connection; callers have longer bounds of their own
 _MAX_BLOB_BYTES = 1 << 40
+_MAX_CHUNKS = 1 << 20  # each is asked for by itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,11 +117,14 @@ class RedisStore:
     def _read(self, name: str, packed: bytes) -> _Index:
         try:
             with unpack(packed, max_bytes=1024) as f:
-                return _Index(
+                index = _Index(
                     num_bytes=f.integer("num_bytes", low=0, high=_MAX_BLOB_BYTES),
                     chunk_bytes=f.integer("chunk_bytes", low=1, high=_MAX_BLOB_BYTES),
                     digest=f.blob("digest"),
                     whole=f.integer("whole", low=0, high=1) == 1,
                 )
+            if index.num_chunks > _MAX_CHUNKS:
+                raise WireError(f"{index.num_chunks} chunks, where {_MAX_CHUNKS} are the most")
         except WireError as error:
             raise WeightsError(f"the index of blob {name} cannot be read: {error}") from None
+        return index

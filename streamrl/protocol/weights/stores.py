@@ -19,6 +19,7 @@ Blocks on the store: each call is tried NUM_TRIES times, besides what the librar
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import time
@@ -79,6 +80,18 @@ def open_store(url: str, client: redis.Redis, keys: Keys) -> BlobStore:
 def budget_in_redis(settings: schema.Weights) -> int:
     """Bytes that blobs may take there; 0: they lie elsewhere."""
     return settings.max_store_bytes if settings.store == REDIS_URL else 0
+
+
+def refuse_too_large(model_bytes: int, settings: schema.Weights) -> None:
+    """The newest anchor with its deltas, of which the last may be as large, and the next one, which must be there
+    before the other may go."""
+    needed = math.ceil(model_bytes * (3 + settings.anchor_share))
+    if needed > settings.max_store_bytes:
+        raise ResourceError(
+            f"weights.max_store_bytes = {settings.max_store_bytes}: this model's weights need {needed} bytes in Redis "
+            f"(three copies of {model_bytes} bytes, and deltas); raise it, or set weights.store to a shared directory "
+            "or an object store"
+        )
 
 
 class MemoryStore:

@@ -35,7 +35,14 @@ import xxhash
 
 from streamrl.errors import WireError
 from streamrl.protocol.wire.codec import MAX_MESSAGE_BYTES, Fields, fields_of, pack, pack_numbers, unpack
-from streamrl.protocol.wire.ticket import MAX_REWARD_SOURCES, MAX_SAMPLES, MAX_TOKENS, PURPOSES, Purpose
+from streamrl.protocol.wire.ticket import (
+    IDENTITY_CHARS,
+    MAX_REWARD_SOURCES,
+    MAX_SAMPLES,
+    MAX_TOKENS,
+    PURPOSES,
+    Purpose,
+)
 
 FinishReason = Literal["stop", "length"]
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
@@ -74,6 +81,7 @@ class Sample(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupHeader:
     ticket: int
+    identity: str  # of the ticket, as `wire.ticket` says
     run_uid: str
     purpose: Purpose
     attempt: int
@@ -146,6 +154,7 @@ def decode_header(data: bytes) -> GroupHeader:
             raise WireError("a sample has an impossible number of tokens, or a reward that is not finite")
         header = GroupHeader(
             ticket=f.integer("ticket", low=0),
+            identity=f.text("identity", max_chars=IDENTITY_CHARS),
             run_uid=f.text("run_uid", max_chars=64),
             purpose=f.one_of("purpose", PURPOSES),
             attempt=f.integer("attempt", low=0),

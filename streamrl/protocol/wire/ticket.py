@@ -3,6 +3,17 @@
 Ticket t = 0, 1, 2, ... is a function of t, the seed and the dataset, so the learner can always issue it again. It
 carries the prompt already tokenised: workers need neither the dataset nor an opinion on the chat template.
 
+A number alone does not say which ticket it is. Where Redis returns to an older copy of itself, and from there to a
+newer one, two learners have issued the same numbers, one as retries of dead tickets and one as places of the data. So a
+ticket's `identity` is a digest of the run, the purpose, the number and all that is asked for: the row, its pass, prompt
+and fields, how many samples, and what it repeats. The same ticket issued again, after a failure or a loss, has the same
+one. It goes wherever the ticket goes:
+
+    ledger, checkpoint ── what this number asks ──┐
+    entry of the ticket, beside it ───────────────┤ compared: in reconciling, where a worker leases, in the script that
+    header and entry of the group ────────────────┤ delivers, when the group is read
+    journal ── what the ended ticket had asked ───┘ and once more by the audit, with the group that ended it
+
 The further fields of a prompt's row, which it carries to the rewards, are JSON inside msgpack: rows may nest, and the
 wire's limits on containers stay small.
 
@@ -15,7 +26,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
+
+import xxhash
 
 from streamrl.errors import WireError
 from streamrl.protocol.wire.codec import MAX_MESSAGE_BYTES, MAX_TEXT_CHARS, fields_of, pack, unpack
@@ -28,6 +42,7 @@ Purpose = Literal["train", "eval"]
 PURPOSES: tuple[Purpose, ...] = ("train", "eval")
 
 MAX_TOKENS = 1 << 20  # of a prompt, and of a sample
+IDENTITY_CHARS = 16  # hex digits
 MAX_SAMPLES = 1024  # of a ticket, and of the group that answers it
 MAX_REWARD_SOURCES = 32
 # A ticket's prompt and fields, of four bytes a character, its token ids, of four bytes each, and what is small.
@@ -36,9 +51,10 @@ MAX_TICKET_BYTES = 4 * (2 * MAX_TEXT_CHARS + MAX_TOKENS) + (1 << 20)
 _COLUMN_BYTES = 4 << 20  # of a group, besides tokens: rewards, versions and mask runs are some KB a sample
 _BYTES_PER_TOKEN = 8  # its id and its log-prob
 MAX_GROUP_TOKENS = (MAX_MESSAGE_BYTES - _COLUMN_BYTES) // _BYTES_PER_TOKEN  # of its prompt and its samples
+_encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # made once: that takes its time
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Ticket:
     number: int  # counts from 0 within its stream; training and evaluation count apart
     run_uid: str  # entries of a deleted run of the same name are not ours
@@ -54,14 +70,33 @@ class Ticket:
     min_version: int = 0  # a worker serves at least this version before it begins
     retry_of: int | None = None  # the dead ticket that this one repeats
 
+    @cached_property
+    def identity(self) -> str:
+        """Hex digits that stand for which ticket this is; when it was issued, and how often it failed, is no part."""
+        place = (self.run_uid, self.purpose, self.number, self.data_epoch, self.prompt_index)
+        lengths = (len(self.prompt), len(self.token_ids))
+        digest = xxhash.xxh3_64(f"{place} {self.num_samples} {self.retry_of} {lengths}".encode())
+        digest.update(self.prompt.encode("utf-8", "surrogatepass"))
+        digest.update(self.packed_ids)
+        digest.update(self.packed_fields.encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()
+
+    @cached_property
+    def packed_ids(self) -> bytes:
+        return self.token_ids.astype("<i4", copy=False).tobytes()
+
+    @cached_property
+    def packed_fields(self) -> str:
+        return encode_row(self.fields)
+
 
 def encode_ticket(ticket: Ticket) -> bytes:
     return pack(
         {
             **fields_of(ticket),
             "num_prompt_tokens": len(ticket.token_ids),
-            "token_ids": ticket.token_ids.astype("<i4").tobytes(),
-            "fields": encode_row(ticket.fields),
+            "token_ids": ticket.packed_ids,
+            "fields": ticket.packed_fields,
             "retry_of": -1 if ticket.retry_of is None else ticket.retry_of,
         }
     )
@@ -90,7 +125,7 @@ def decode_ticket(data: bytes) -> Ticket:
 
 def encode_row(fields: Mapping[str, Any]) -> str:
     """WireError when no ticket can carry it."""
-    text = json.dumps(dict(fields), ensure_ascii=False, separators=(",", ":"))
+    text = _encode_json(dict(fields))
     if len(text) > MAX_TEXT_CHARS:
         raise WireError(f"the further fields are {len(text)} characters of JSON; a ticket carries {MAX_TEXT_CHARS}")
     return text

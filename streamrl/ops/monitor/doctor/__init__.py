@@ -10,10 +10,11 @@ from dataclasses import replace
 from functools import partial
 
 from streamrl.config.load import Loaded
+from streamrl.config.placement import Part
 from streamrl.errors import UserError
 from streamrl.finding import Finding, error, ok, warning
-from streamrl.ops.monitor.doctor import machine, services
-from streamrl.ops.monitor.doctor.musts import MUSTS, Part, check_packages
+from streamrl.ops.monitor.doctor import gpus, machine, services
+from streamrl.ops.monitor.doctor.musts import MUSTS, check_packages
 from streamrl.ops.monitor.doctor.trials import try_learner, try_rewards
 
 Check = Callable[[Loaded], Iterable[Finding]]
@@ -34,7 +35,7 @@ CHECKS: Mapping[str, Check] = {
     "redis": services.check_redis,
     "model": machine.check_models,
     "reward services": services.check_rewards,
-    "gpu": machine.check_gpus,
+    "gpu": gpus.check_gpus,
     "memory": machine.check_memory,
     "shared memory": machine.check_shared_memory,
     "disk": machine.check_disk,
@@ -63,14 +64,15 @@ def examine(loaded: Loaded, part: Part = "all", *, ask_services: bool = False) -
     if part == "all":  # rewards are tried on rows of the data, which a worker's machine need not have
         yield from _made("rewards", partial(try_rewards, ask_services=ask_services), loaded)
     if part != "worker":
-        yield from _made("learner", try_learner, loaded)
+        yield from _made("learner", partial(try_learner, workers_are_here=part == "all"), loaded)
 
 
 def look(loaded: Loaded, part: Part = "all") -> Iterator[tuple[str, Finding]]:
     """What takes no seconds, each with the name of its check."""
     of_part: Mapping[str, Check] = {
         "packages": _sound("packages", lambda loaded: check_packages(loaded.config, part)),
-        "gpu": partial(machine.check_gpus, part=part),
+        "placement": partial(gpus.check_placement, part=part),
+        "gpu": partial(gpus.check_gpus, part=part),
         "memory": partial(machine.check_memory, part=part),
         "shared memory": partial(machine.check_shared_memory, part=part),
     }

@@ -1,4 +1,4 @@
-"""This machine and the model that it shall hold: the model's folder, GPUs, memory, shared memory, disk, limits.
+"""This machine and the model that it shall hold: the model's folder, memory, shared memory, disk, limits.
 
 What the machine would need is estimated from the model, whose parts must agree with each other. They are read from
 headers and JSON alone; no tensor is loaded, and no code of a model runs.
@@ -9,27 +9,23 @@ from __future__ import annotations
 import json
 import resource
 import shutil
-import struct
-import subprocess
 from collections.abc import Iterator
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from streamrl.config.load import Loaded
+from streamrl.config.placement import Part, num_ranks, num_workers
 from streamrl.config.schema import Config
 from streamrl.files import first_there
 from streamrl.finding import Finding, error, ok, warning
+from streamrl.gpus import gpus_here
 from streamrl.misfits import misfits, version
-from streamrl.ops.monitor.doctor.musts import Part, num_ranks, num_workers
-from streamrl.terminal import plural, size
+from streamrl.ops.monitor.doctor.sizes import BYTES, count_parameters, served_bytes, trained_parameters
+from streamrl.terminal import size
 
-_MAX_HEADER_BYTES = 100 << 20
-_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 _MASTER_BYTES = 4 + 4 + 8  # fp32 weights, gradients, and AdamW's two moments
 _CHECKPOINT_BYTES = 4 + 8  # fp32 weights and the moments
 _FEWEST_FILES = 4096
-_TIMEOUT_S = 15.0
 
 
 def check_torch(loaded: Loaded) -> Iterator[Finding]:
@@ -84,24 +80,6 @@ def _check_vocabulary(name: str, folder: Path, settings: dict[str, Any], *, key:
         yield error(f"{name} end token", told, "mend tokenizer_config.json")
 
 
-def count_parameters(folder: Path) -> int:
-    """By the headers of its safetensors files; 0 where there are none."""
-    return sum(_count(file) for file in sorted(folder.glob("*.safetensors")))
-
-
-def _count(file: Path) -> int:
-    with file.open("rb") as stream:
-        head = stream.read(8)
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else _MAX_HEADER_BYTES
-        if length >= _MAX_HEADER_BYTES:
-            return 0
-        try:
-            header = json.loads(stream.read(length))
-        except ValueError:
-            return 0
-    return sum(prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
-
-
 def _read_json(file: Path) -> dict[str, Any]:
     """Nothing where it is not there or no JSON object; what must be there is `check_files`'s to say."""
     try:
@@ -111,61 +89,36 @@ def _read_json(file: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def check_gpus(loaded: Loaded, part: Part = "all") -> Iterator[Finding]:
-    workers, ranks = num_workers(loaded.config, part), num_ranks(loaded.config, part)
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        yield ok("gpu", "none: CPUs will be used")
-        return
-    query = [program, "--query-gpu=name,memory.total,memory.free,driver_version", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
-    except (OSError, subprocess.SubprocessError) as failed:
-        yield error("gpu", f"nvidia-smi fails: {failed}", "mend the driver; `nvidia-smi` says what is wrong")
-        return
-    gpus = [[field.strip() for field in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
-    for place, (name, total, free, driver) in enumerate(gpus):
-        yield ok(f"gpu {place}", f"{name}, {free} of {total} MiB free, driver {driver}")
-    if len(gpus) < workers + ranks:
-        told = f"{plural(len(gpus), 'GPU')} for {plural(workers, 'worker')} and {plural(ranks, 'learner rank')}"
-        yield warning("gpu", told, "some will share one: lower gpu_memory_utilization in worker.engine_args")
-
-
 def learner_bytes(config: Config, parameters: int) -> int:
     """Of one rank, without activations but with logits, which outweigh them for small models: an estimate."""
     ranks = config.learner.processes
     trained = parameters * _MASTER_BYTES // ranks
     copies = 1 if config.algorithm.kl.placement == "none" or config.model.lora is not None else 2  # and the reference
-    forward = copies * parameters * _BYTES[config.model.dtype] // ranks
+    forward = copies * parameters * BYTES[config.model.dtype] // ranks
     return trained + forward
 
 
-def served_bytes(config: Config, parameters: int) -> int:
-    """The model once, as it is published."""
-    return parameters * _BYTES[config.weights.dtype]
-
-
-def worker_bytes(config: Config, parameters: int) -> int:
+def worker_bytes(config: Config) -> int:
     """Of one worker on a machine without GPUs, but for its KV cache: the engine, and its mirror in shared memory."""
-    return 2 * served_bytes(config, parameters)
+    return 2 * served_bytes(config)
 
 
 def check_memory(loaded: Loaded, part: Part = "all") -> Iterator[Finding]:
     config = loaded.config
     workers, ranks = num_workers(config, part), num_ranks(config, part)
-    parameters = count_parameters(Path(config.model.path))
+    parameters, engine = count_parameters(Path(config.model.path)), served_bytes(config)
     if not parameters:
         yield warning("memory", "the size of the model is not known here", "give model.path as a local folder")
         return
-    learner, engine = learner_bytes(config, parameters), served_bytes(config, parameters)
+    learner = learner_bytes(config, parameters)
+    if gpus_here():  # told where they are given out, and by the learner's own trial
+        return
     if part != "worker":
         yield ok("learner memory", f"about {size(learner)} a rank, and activations: an estimate")
     if part != "learner":
         yield ok("worker memory", f"about {size(engine)} a worker, and its KV cache: an estimate")
-    if shutil.which("nvidia-smi") is not None:
-        return
     there = available_memory()
-    needed = ranks * learner + workers * worker_bytes(config, parameters)
+    needed = ranks * learner + workers * worker_bytes(config)
     told = f"about {size(needed)} needed on this machine, {size(there)} free"
     if needed > there:
         yield error("memory", told, "use a smaller model, LoRA, fewer workers, or a machine with more")
@@ -181,7 +134,7 @@ def check_shared_memory(loaded: Loaded, part: Part = "all") -> Iterator[Finding]
         yield warning("shared memory", "there is no /dev/shm", "workers use temporary files instead, which is slower")
         return
     config = loaded.config
-    needed = num_workers(config, part) * served_bytes(config, count_parameters(Path(config.model.path)))
+    needed = num_workers(config, part) * served_bytes(config)
     remedy = "mount /dev/shm larger (docker run --shm-size, or an emptyDir of memory)"
     yield _has_room("shared memory", folder, needed, what="the workers' mirrors of the weights", remedy=remedy)
 
@@ -190,7 +143,7 @@ def check_disk(loaded: Loaded) -> Iterator[Finding]:
     config = loaded.config
     folder = first_there(config.folder)
     keep = config.checkpoint.keep_last + config.checkpoint.keep_best + 1  # the one that is being written
-    needed = keep * count_parameters(Path(config.model.path)) * _CHECKPOINT_BYTES
+    needed = keep * trained_parameters(config) * _CHECKPOINT_BYTES
     remedy = "make room, choose another `dir`, or lower checkpoint.keep_last and keep_best"
     yield _has_room("disk", folder, needed, what=f"{keep} checkpoints", remedy=remedy)
 

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
 
 from streamrl.config.check import check_config
 from streamrl.config.engines import ENGINES
 from streamrl.config.load import Loaded
+from streamrl.config.placement import Part, num_workers, place
 from streamrl.config.places import check_files, is_object_store
 from streamrl.config.schema import Config
 from streamrl.extras import check_learner, need
 from streamrl.files import check_writable
+from streamrl.gpus import gpus_here
+from streamrl.ops.monitor.doctor.sizes import served_bytes
 from streamrl.process import bind
-from streamrl.protocol.weights.stores import ObjectStore
-
-Part = Literal["all", "learner", "worker"]  # what of the run this machine is for: all is what `up` starts
+from streamrl.protocol.weights.stores import ObjectStore, budget_in_redis, refuse_too_large
 
 
 def check_learning(config: Config) -> None:
@@ -41,17 +41,10 @@ def check_packages(config: Config, part: Part = "all") -> None:
         need("reward_server", "starlette", "uvicorn", extra="rewards")
 
 
-def num_workers(config: Config, part: Part) -> int:
-    """On this machine."""
-    return {"all": config.worker.count, "learner": 0, "worker": 1}[part]
-
-
-def num_ranks(config: Config, part: Part) -> int:
-    return 0 if part == "worker" else config.learner.processes
-
-
 def _store(loaded: Loaded) -> None:
-    store = loaded.config.weights.store
+    store, num_bytes = loaded.config.weights.store, served_bytes(loaded.config)
+    if budget_in_redis(loaded.config.weights) and num_bytes:
+        refuse_too_large(num_bytes, loaded.config.weights)
     if is_object_store(store):
         ObjectStore.open(store)
     elif store.startswith("file:"):
@@ -71,4 +64,5 @@ MUSTS: Mapping[str, Callable[[Loaded], object]] = {
     "run folder": lambda loaded: check_writable(loaded.config.folder, what=f"dir = {str(loaded.config.dir)!r}"),
     "files": lambda loaded: check_files(loaded.config),
     "reward port": _port,
+    "placement": lambda loaded: place(loaded.config, gpus_here()),
 }

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 from streamrl.config.load import Loaded
 from streamrl.config.schema import FunctionReward
@@ -41,13 +42,14 @@ def try_rewards(loaded: Loaded, *, ask_services: bool = False) -> Iterator[Findi
     return _run("rewards", "streamrl.workers.preflight", *words, loaded=loaded, limit_s=limit_s)
 
 
-def try_learner(loaded: Loaded) -> Iterator[Finding]:
+def try_learner(loaded: Loaded, *, workers_are_here: bool = True) -> Iterator[Finding]:
     if not is_installed("torch", "transformers"):
         remedy = "look again where the learner runs, or `pip install 'streamrl[learner]'`"
         return iter(
             [warning("learner", "torch and transformers are not here: model and prompts were not tried", remedy)]
         )
-    return _run("learner", "streamrl.learner.preflight", loaded=loaded, limit_s=_LEARNER_S)
+    words = [] if workers_are_here else ["--elsewhere"]
+    return _run("learner", "streamrl.learner.preflight", *words, loaded=loaded, limit_s=_LEARNER_S)
 
 
 # By what they are called while they last.
@@ -65,7 +67,8 @@ def undergo(
     warning."""
     for name, trial in TRIALS.items():
         say(f"trying {name} ...")
-        findings = list(trial(loaded))
+        here = partial(trial, workers_are_here=workers_are_here) if trial is try_learner else trial
+        findings = list(here(loaded))
         lines = [told(finding) for finding in findings if finding.level == "error"]
         if lines and (workers_are_here or trial is not try_rewards):
             raise DataError("\n".join(lines))

@@ -1,8 +1,7 @@
 """The dashboard as an application, which `streamrl.web` runs. Of `ops` it alone loads starlette.
 
 Whoever opens the page reads what one background thread has seen (`poller`), so a hundred readers cost Redis no more
-than one. On loopback it answers only requests that name loopback, so that no other site's page can reach it through a
-reader's browser; elsewhere it wants a token.
+than one. Who is answered at all is `guard`'s word.
 
 What only a watcher can tell, since nobody writes it down: what workers did over time, and which weights they served.
 
@@ -12,7 +11,6 @@ Bounded: the older half is thinned when there is too much of it. One thread adds
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import threading
 from collections import Counter
@@ -28,7 +26,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from streamrl.ops.monitor.charts import Chart, Points, charts_of, marks_of, points_of
@@ -39,23 +37,13 @@ from streamrl.ops.monitor.remains import Remains
 from streamrl.ops.monitor.rollouts import rollouts_of
 from streamrl.ops.monitor.runs import Opened
 from streamrl.ops.monitor.view import View, Worker
-from streamrl.process import LOOPBACK
+from streamrl.ops.monitor.web.guard import Guard, headers_for
 from streamrl.telemetry.metrics import FAMILIES, METRICS, meaning
-
-_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-store",
-}
 
 
 class Dashboard:
-    def __init__(
-        self, there: Opened | Remains, *, token: str | None, only_loopback: bool, period_s: float = 1.0
-    ) -> None:
-        self._token, self._only_loopback = token, only_loopback
+    def __init__(self, there: Opened | Remains, guard: Guard, *, period_s: float = 1.0) -> None:
+        self._guard = guard
         self._watcher, self._groups = watch(there), rollouts_of(there)
         self._trace = Trace()
         self._poller = Poller(self._watcher, period_s=period_s, on_look=self._trace.add)
@@ -63,6 +51,7 @@ class Dashboard:
         self._history: bytes = b"{}"  # as it is sent; encoded when something is new, not for every reader
         self._history_of: tuple[int, str, int] | None = None  # what of the history is in it
         self._page = read_page()
+        self._headers = headers_for(self._page)
 
     def app(self) -> Starlette:
         @contextlib.asynccontextmanager
@@ -80,26 +69,17 @@ class Dashboard:
             Route("/metrics", self._metrics),
         ]
         middleware = [
-            Middleware(BaseHTTPMiddleware, dispatch=self._guard),
+            Middleware(BaseHTTPMiddleware, dispatch=self._let_in),
             Middleware(GZipMiddleware, minimum_size=2000),
         ]
         return Starlette(routes=routes, lifespan=looking, middleware=middleware)
 
-    async def _guard(self, request: Request, answer: RequestResponseEndpoint) -> Response:
-        if self._only_loopback and (request.url.hostname or "") not in LOOPBACK:
-            response: Response = PlainTextResponse("this dashboard answers on loopback only", 421)
-        elif request.url.path != "/" and not self._is_let_in(request):
-            response = _json({"error": "a token is needed: open the page with #token=..."}, status=401)
-        else:
-            response = await answer(request)
-        response.headers.update(_HEADERS)
+    async def _let_in(self, request: Request, answer: RequestResponseEndpoint) -> Response:
+        # The path by which it is routed; the one of `request.url` a Host may change.
+        refused = self._guard.refusal(request.scope["path"], request.headers)
+        response = _json({"error": refused.reason}, status=refused.status) if refused else await answer(request)
+        response.headers.update(self._headers)
         return response
-
-    def _is_let_in(self, request: Request) -> bool:
-        if self._token is None:
-            return True
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        return hmac.compare_digest(given.encode(), self._token.encode())
 
     async def _index(self, request: Request) -> Response:
         return Response(self._page, media_type="text/html; charset=utf-8")

@@ -1,0 +1,72 @@
+"""What `bench memory` compares: four learners, of models that are written down here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import transformers
+
+from streamrl.config import schema
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    size: str
+    ranks: int
+    layers: int | None = None  # None: all that this size has
+    tokens: int = 16_384
+    checkpointing: bool = True
+    lora: bool = False
+
+    @property
+    def config(self) -> schema.Config:
+        lora = {"rank": 32, "targets": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]}
+        return schema.Config.model_validate(
+            {
+                "model": {
+                    "path": self.size,
+                    "gradient_checkpointing": self.checkpointing,
+                    "lora": lora if self.lora else None,
+                },
+                "data": {"train": "t"},
+                "rewards": {"r": {"type": "function", "target": "exact_match"}},
+                "training": {"micro_batch_tokens": self.tokens},
+                "learner": {"processes": self.ranks},
+            }
+        )
+
+
+CASES: dict[str, Case] = {
+    "1.5B full, 1 GPU": Case(size="1.5B", ranks=1),
+    "1.5B full, 1 GPU, no checkpointing, 4k": Case(size="1.5B", ranks=1, checkpointing=False, tokens=4096),
+    "7B full, 4 GPUs": Case(size="7B", ranks=4),
+    "32B full, 16 GPUs": Case(size="32B", ranks=16),
+    "7B LoRA, 1 GPU": Case(size="7B", ranks=1, lora=True),
+}
+CASES = {**CASES, **{f"{name}, short": replace(case, layers=4) for name, case in CASES.items()}}
+# hidden, intermediate, layers, heads, heads of keys and values, vocabulary
+_SHAPES: Mapping[str, tuple[int, ...]] = {
+    "1.5B": (1536, 8960, 28, 12, 2, 151_936),
+    "7B": (3584, 18_944, 28, 28, 4, 152_064),
+    "32B": (5120, 27_648, 64, 40, 8, 152_064),
+}
+
+
+def model_config(size: str, layers: int | None = None) -> transformers.Qwen2Config:
+    """As Qwen2.5 has it; the smallest ties its head to its embeddings."""
+    hidden, intermediate, all_layers, heads, kv_heads, vocabulary = _SHAPES[size]
+    return transformers.Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers or all_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=32_768,
+        tie_word_embeddings=size == "1.5B",
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+        architectures=["Qwen2ForCausalLM"],
+    )

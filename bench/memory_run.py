@@ -1,0 +1,210 @@
+"""What the learner's own code takes of a GPU at its peak, on no GPU at all: `python -m bench.memory_run JSON`.
+
+The policy, its reference and AdamW are made of tensors without memory (FakeTensor), over ranks that are not there
+(torch's fake process group), and go through two steps of two micro-batches; what lives is added up. Attention is a
+double that holds what flash attention holds. Prints the peaks of each phase as a JSON object, in bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from bench.memory_cases import CASES, Case, model_config
+from streamrl.learner.model.load import _cast, _checkpoint, make_policy, shard
+from streamrl.learner.model.lora import place_adapters, without_adapters
+from streamrl.learner.model.packing import MicroBatch
+from streamrl.learner.model.policy import Policy, evaluating
+from streamrl.learner.model.ways import Way
+from streamrl.learner.process.ranks import World
+
+_AS_FLASH = "streamrl_held"
+
+
+class _Nowhere(World):
+    def mesh(self) -> DeviceMesh:
+        with unset_fake_temporarily():  # its ranks are numbers, and read
+            return World.mesh(self)
+
+
+class _AsFlash(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(query)
+        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def attend(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **_: Any
+) -> tuple[torch.Tensor, None]:
+    """As `ways.attend` calls its kernel."""
+    parts = (x.to(torch.bfloat16).transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    out: torch.Tensor = _AsFlash.apply(*parts)  # type: ignore[no-untyped-call]
+    return out.view(query.shape[0], query.shape[2], query.shape[1], query.shape[3]), None
+
+
+def run(case: Case) -> dict[str, int]:
+    if case.ranks > 1:
+        dist.init_process_group("fake", rank=0, world_size=case.ranks, store=FakeStore())
+    world = _Nowhere(rank=0, size=case.ranks, device=torch.device("cpu"))
+    transformers.AttentionInterface.register(_AS_FLASH, attend)
+    with FakeTensorMode() as mode:
+        policy = _policy(case, world, trains=True)
+        frozen = policy if case.config.model.lora else _policy(case, world, trains=False)
+        optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=1e-6, foreach=True)
+        batch = _batch(case.tokens, model_config(case.size).vocab_size)
+        held = Held(mode, [*policy.parameters(), *policy.buffers(), *frozen.parameters()])
+        with held:
+            for _ in range(2):
+                with held.phase("reference"), evaluating(frozen), without_adapters(frozen):
+                    frozen(batch)
+                for _ in range(2):
+                    with held.phase("forward"):
+                        logp = policy(batch).logp
+                    with held.phase("backward"):
+                        logp.sum().backward()
+                    del logp
+                with held.phase("step"):
+                    optimizer.step()
+                    optimizer.zero_grad()
+    return held.peaks
+
+
+class Held(TorchDispatchMode):
+    """Bytes of all storages that live, and the most that there were in each phase."""
+
+    def __init__(self, mode: FakeTensorMode, there: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._mode = mode
+        self._now, self._most, self._sizes = 0, 0, dict[int, int]()
+        self.peaks: dict[str, int] = {}
+        for tensor in there:
+            self._see(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self._most = self._now
+        with self._watching_resizes():
+            yield
+        self.peaks[name] = max(self._most, self.peaks.get(name, 0))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its local parts come by in a moment
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(out):
+            # What DTensor tries at full size, in a mode of its own, to know a shape is no memory.
+            if isinstance(tensor, FakeTensor) and tensor.fake_mode is self._mode:
+                self._see(tensor)
+        return out
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = 0
+            weakref.finalize(storage, self._set, key, None)
+        self._set(key, storage.nbytes())
+
+    def _set(self, key: int, num_bytes: int | None) -> None:
+        self._now += (num_bytes or 0) - self._sizes.get(key, 0)
+        self._most = max(self._most, self._now)
+        if num_bytes is None:
+            self._sizes.pop(key, None)
+        else:
+            self._sizes[key] = num_bytes
+
+    @contextmanager
+    def _watching_resizes(self) -> Iterator[None]:
+        """FSDP gathers into storages that it makes larger and smaller again, which no operator tells."""
+        resize: Callable[[torch.UntypedStorage, int], Any] = torch.UntypedStorage.resize_
+
+        def resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
+            resize(storage, size)
+            if storage._cdata in self._sizes:
+                self._set(storage._cdata, storage.nbytes())
+
+        torch.UntypedStorage.resize_ = resize_and_tell  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+
+
+def _policy(case: Case, world: World, *, trains: bool) -> Policy:
+    config = case.config
+    with unset_fake_temporarily(), torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            model_config(case.size, case.layers), dtype=torch.float32, attn_implementation=_AS_FLASH
+        )
+        if trains and config.model.lora is not None:
+            place_adapters(model, config.model.lora)
+    _materialise(model)
+    if trains and config.model.gradient_checkpointing:
+        _checkpoint(model)
+    if not trains:
+        _cast(model.requires_grad_(False), torch.bfloat16)
+    policy = make_policy(model, config, (1,)).train(trains)
+    policy.take(Way(layout="packed", attention=_AS_FLASH), policy.head)
+    return shard(policy, world)
+
+
+def _materialise(model: nn.Module) -> None:
+    """Without values, and tied weights as one."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, old in module._parameters.items():
+            if old is not None:
+                empty = torch.empty(old.shape, dtype=old.dtype)
+                module._parameters[name] = made.setdefault(id(old), nn.Parameter(empty, old.requires_grad))
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+def _batch(tokens: int, vocabulary: int) -> MicroBatch:
+    def whole(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int64)
+
+    return MicroBatch(
+        input_ids=whole(1, tokens),
+        position_ids=whole(1, tokens),
+        bundle=whole(1, tokens),
+        branch=whole(1, tokens),
+        index=whole(tokens),
+        targets=whole(tokens),
+        position=whole(tokens),
+        behaviour_logprobs=torch.zeros(tokens),
+        sample=whole(tokens),
+        starts=torch.zeros(2, dtype=torch.int32),
+        longest=tokens,
+    )
+
+
+def main(arguments: Sequence[str]) -> None:
+    print(json.dumps(run(CASES[arguments[0]])))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

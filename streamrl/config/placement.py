@@ -1,0 +1,189 @@
+"""Which GPUs of a machine each process of a run gets: a rule over the configuration and the GPUs, and nothing else.
+
+    GPU   0      1     2          3          4
+          rank 0 rank 1 worker/0  worker/1   reward/0       each its own, in this order, while there are enough
+
+Too few, and `auto`:
+
+    ranks      never share with each other, since NCCL refuses that: too few for them is an error
+    workers    share what the learner leaves, in turn; where it leaves nothing, the learner's own
+    reward     goes beside the last worker
+
+What shares a GPU gets a fraction of its memory; the fractions leave a tenth for the driver's contexts. A number in
+`learner.gpus` or `worker.gpus` is a demand: as many, shared with nobody, or an error; 0 is none at all. The order is
+that of CUDA_VISIBLE_DEVICES, so that is the way to choose. Without GPUs nothing is set. It never ran beside a GPU.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from streamrl.config.schema import Config, Worker
+from streamrl.errors import ResourceError
+from streamrl.gpus import Gpu, visible_to
+from streamrl.terminal import plural
+
+Part = Literal["all", "learner", "worker"]  # what of the run this machine is for: all is what `up` starts
+LEARNER, REWARD = "learner", "reward/0"
+_USABLE = 0.9
+_LEARNER_SHARE, _REWARD_SHARE, _LEAST = 0.5, 0.1, 0.05
+_UTILISATION = "gpu_memory_utilization"
+_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """Of one process, and of what it starts."""
+
+    gpus: tuple[Gpu, ...]
+    fraction: float | None = None  # of the memory of each; None: it has them alone
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        return visible_to(tuple(gpu.name for gpu in self.gpus))
+
+    @property
+    def memory(self) -> int:
+        """Bytes that it may take of each; 0: not known."""
+        return int(min((gpu.memory for gpu in self.gpus), default=0) * (self.fraction or _USABLE))
+
+    @property
+    def words(self) -> str:
+        names = ", ".join(gpu.name for gpu in self.gpus)
+        told = f"GPU {names}" if self.gpus else "no GPU"
+        return told if self.fraction is None else f"{told}, {self.fraction:.2f} of its memory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    shares: Mapping[str, Share]  # by part: learner, worker/0, reward/0; empty without GPUs
+    idle: tuple[Gpu, ...] = ()
+
+    def environment(self, part: str) -> Mapping[str, str]:
+        return self.shares[part].environment if part in self.shares else {}
+
+    def fraction(self, part: str) -> float | None:
+        return self.shares[part].fraction if part in self.shares else None
+
+
+def num_workers(config: Config, part: Part) -> int:
+    """On this machine."""
+    return {"all": config.worker.count, "learner": 0, "worker": 1}[part]
+
+
+def num_ranks(config: Config, part: Part) -> int:
+    return 0 if part == "worker" else config.learner.processes
+
+
+def parallel_in(worker: Worker) -> int:
+    """GPUs that `worker.engine_args` ask for."""
+    sizes = (worker.engine_args.get(name, 1) for name in _PARALLEL)
+    return prod(size for size in sizes if isinstance(size, int))
+
+
+def gpus_of_worker(worker: Worker) -> int:
+    return parallel_in(worker) if worker.gpus == "auto" else worker.gpus
+
+
+def place(config: Config, gpus: Sequence[Gpu], part: Part = "all") -> Placement:
+    """ResourceError, with what is there and what is wanted, where this cannot be."""
+    if not gpus:
+        _refuse_without(config, part)
+        return Placement(shares={})
+    learner = _ranks(config, gpus, part)
+    left = gpus[len(learner) :]
+    workers = _workers(config, gpus, left, num_workers(config, part))
+    placed = {LEARNER: learner} if num_ranks(config, part) else {}
+    placed |= {f"worker/{number}": taken for number, taken in enumerate(workers)}
+    if part == "all" and config.reward_server is not None:
+        taken = {gpu.name for each in placed.values() for gpu in each}
+        own = [gpu for gpu in left if gpu.name not in taken]
+        beside = next((each for each in reversed(workers) if each), gpus)
+        placed[REWARD] = (own or beside[-1:])[:1]
+    used = {gpu.name for each in placed.values() for gpu in each}
+    return Placement(
+        shares=_shares(config, placed, gpus),
+        idle=tuple(gpu for gpu in gpus if gpu.name not in used) if part == "all" else (),
+    )
+
+
+def _refuse_without(config: Config, part: Part) -> None:
+    learner, worker = config.learner.gpus, config.worker.gpus
+    if learner != "auto" and learner and num_ranks(config, part):
+        raise ResourceError(f"learner.gpus = {learner}: there is no GPU here that torch can use; `auto` does without")
+    if worker != "auto" and worker and num_workers(config, part):
+        raise ResourceError(f"worker.gpus = {worker}: there is no GPU here that torch can use; `auto` does without")
+
+
+def _ranks(config: Config, gpus: Sequence[Gpu], part: Part) -> Sequence[Gpu]:
+    wanted = num_ranks(config, part)
+    if not wanted or config.learner.gpus == 0:
+        return ()
+    if wanted > len(gpus):
+        told = f"learner.processes = {wanted}: each rank needs a GPU of its own, and {_here(gpus)}"
+        raise ResourceError(f"{told}; set it to {len(gpus)}, or start the learner where there are more")
+    _refuse_slices(gpus[:wanted], f"learner.processes = {wanted}")
+    return gpus[:wanted]
+
+
+def _workers(config: Config, gpus: Sequence[Gpu], left: Sequence[Gpu], count: int) -> Sequence[Sequence[Gpu]]:
+    each, is_demand = gpus_of_worker(config.worker), config.worker.gpus != "auto"
+    if not each:
+        return [()] * count
+    may_share = not is_demand and config.learner.gpus in ("auto", 0)
+    pool = left if left or not may_share else gpus
+    if count and (len(pool) < each or (is_demand and len(pool) < count * each)):
+        wanted = f"worker.count = {count}: {plural(count, 'worker')} of {plural(each, 'GPU')} each"
+        told = f"{wanted} want {count * each}, {_here(gpus)}, and the learner leaves {len(left)}"
+        fit = len(left) // each
+        remedy = f"set worker.count to {fit}" if fit else "take fewer for each (worker.gpus, tensor_parallel_size)"
+        raise ResourceError(f"{told}; {remedy}, or start workers elsewhere")
+    if count:
+        _refuse_slices(pool[:each], f"worker.gpus = {each}")
+    chunks = len(pool) // each
+    return [pool[each * (number % chunks) :][:each] for number in range(count)]
+
+
+def _here(gpus: Sequence[Gpu]) -> str:
+    return f"there {'is' if len(gpus) == 1 else 'are'} {plural(len(gpus), 'GPU')}"
+
+
+def _refuse_slices(gpus: Sequence[Gpu], wanted: str) -> None:
+    if len(gpus) > 1 and any(gpu.is_slice for gpu in gpus):
+        raise ResourceError(f"{wanted}: a process sees one slice of a GPU (MIG) alone; set it to 1, or use whole GPUs")
+
+
+def _shares(config: Config, placed: Mapping[str, Sequence[Gpu]], gpus: Sequence[Gpu]) -> Mapping[str, Share]:
+    """What is on several GPUs has the least fraction of any."""
+    found: dict[str, list[float]] = {part: [] for part in placed}
+    for gpu in gpus:
+        on_it = [part for part, own in placed.items() if gpu in own]
+        if len(on_it) > 1:
+            for part, fraction in _fractions(config, on_it, gpu).items():
+                found[part].append(fraction)
+    return {part: Share(gpus=tuple(own), fraction=min(found[part], default=None)) for part, own in placed.items()}
+
+
+def _fractions(config: Config, parts: Sequence[str], gpu: Gpu) -> Mapping[str, float]:
+    """Of what shares this GPU; `gpu_memory_utilization` of the user's stands, and the learner takes the rest."""
+    kinds = Counter(part.partition("/")[0] for part in parts)
+    workers, asked = kinds["worker"], config.worker.engine_args.get(_UTILISATION)
+    room = _USABLE - _REWARD_SHARE * kinds["reward"]
+    if isinstance(asked, int | float) and workers:
+        worker, learner = asked, room - workers * asked
+    else:
+        learner = (_LEARNER_SHARE if workers else room) * kinds["learner"]
+        worker = (room - learner) / max(1, workers)
+    if (kinds["learner"] and learner < _LEAST) or (workers and worker < _LEAST) or learner < 0:
+        most = (room - _LEARNER_SHARE * kinds["learner"]) / max(1, workers)
+        told = f"worker.engine_args.{_UTILISATION} = {asked:g} each" if asked else f"{workers} workers"
+        raise ResourceError(
+            f"{' and '.join(parts)} share GPU {gpu.name}, of whose memory {told} leave too little; "
+            f"take at most {max(most, _LEAST):.2f}, or fewer workers"
+        )
+    of_kind = {LEARNER: learner, "worker": worker, "reward": _REWARD_SHARE}
+    return {part: of_kind[part.partition("/")[0]] for part in parts}

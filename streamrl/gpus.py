@@ -1,0 +1,108 @@
+"""The GPUs of this machine, as far as this process may see them, without a driver's context being made for it.
+
+Asked are `nvidia-smi` and CUDA_VISIBLE_DEVICES; CUDA itself is not, since a launcher that had touched it would hold
+memory of the first GPU, and could not fork. Numbers are those of `nvidia-smi`, so what is started by them is told
+CUDA_DEVICE_ORDER=PCI_BUS_ID. Written by the manuals: it never ran beside a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from streamrl.errors import ResourceError
+from streamrl.misfits import version
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_MIB = 1 << 20
+_TIMEOUT_S = 15.0
+_FIELDS = "index,uuid,name,memory.total,memory.free,driver_version,mig.mode.current"
+_SLICE = re.compile(r"\s+MIG (?P<model>\S+)\s+Device\s+\d+: \(UUID: (?P<uuid>[^)]+)\)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    name: str  # as CUDA_VISIBLE_DEVICES takes it: a number, or the UUID of a GPU or of a slice of one (MIG)
+    model: str = ""  # with its driver; empty where nobody tells
+    memory: int = 0  # bytes; 0: not known
+    free: int = 0
+
+    @property
+    def is_slice(self) -> bool:
+        """Of a GPU; CUDA shows a process one of them, however many it names."""
+        return self.name.startswith("MIG-")
+
+
+def visible_to(names: tuple[str, ...]) -> Mapping[str, str]:
+    """What a process is told that shall see these and no others."""
+    return {VISIBLE: ",".join(names), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+def gpus_here(environment: Mapping[str, str] = os.environ, *, torch: str | None = None) -> tuple[Gpu, ...]:
+    """None where torch is a build for CPUs. ResourceError where nvidia-smi fails. `torch`: its version, by default that
+    which is installed."""
+    if "+cpu" in (torch or version("torch") or ""):
+        return ()
+    wanted = environment.get(VISIBLE)
+    if wanted is not None and not wanted.strip():
+        return ()
+    program = shutil.which("nvidia-smi", path=environment.get("PATH"))
+    if program is None:
+        return () if wanted is None else tuple(_named(wanted, {}))
+    there = dict(_all_of(program, environment))
+    return tuple(gpu for gpu in there.values()) if wanted is None else tuple(_named(wanted, there))
+
+
+def _all_of(program: str, environment: Mapping[str, str]) -> Iterator[tuple[str, Gpu]]:
+    """By UUID, in the order of the bus; of those that are cut up their slices instead."""
+    slices = _slices(_ask(program, "-L", environment=environment))
+    for line in _ask(program, f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits", environment=environment):
+        index, uuid, model, total, free, driver, mig = (field.strip() for field in line.split(","))
+        if mig == "Enabled":
+            yield from slices.get(uuid, {}).items()
+        else:
+            told = f"{model}, driver {driver}"
+            yield uuid, Gpu(name=index, model=told, memory=_bytes(total), free=_bytes(free))
+
+
+def _slices(lines: list[str]) -> Mapping[str, Mapping[str, Gpu]]:
+    """Of each GPU, from a list as in `GPU 0: A100 (UUID: GPU-1)`, `  MIG 3g.40gb  Device 0: (UUID: MIG-2)`."""
+    found: dict[str, dict[str, Gpu]] = {}
+    of: dict[str, Gpu] = {}
+    for line in lines:
+        if whole := re.match(r"GPU \d+: .*\(UUID: ([^)]+)\)", line):
+            of = found.setdefault(whole[1], {})
+        elif part := _SLICE.match(line):
+            size = re.search(r"(\d+)gb", part["model"])
+            memory = int(size[1]) << 30 if size else 0
+            of[part["uuid"]] = Gpu(name=part["uuid"], model=f"MIG {part['model']}", memory=memory, free=memory)
+    return found
+
+
+def _named(wanted: str, there: Mapping[str, Gpu]) -> Iterator[Gpu]:
+    """As CUDA reads the variable: numbers or UUIDs, which may be cut short; what is not there ends the list."""
+    for name in map(str.strip, wanted.split(",")):
+        matching = [gpu for uuid, gpu in there.items() if name == gpu.name or (len(name) > 4 and uuid.startswith(name))]
+        if not name or name.startswith("-") or (there and not matching):
+            return
+        gpu = matching[0] if matching else Gpu(name=name)
+        yield Gpu(name=name, model=gpu.model, memory=gpu.memory, free=gpu.free)
+
+
+def _ask(program: str, *words: str, environment: Mapping[str, str]) -> list[str]:
+    try:
+        done = subprocess.run(
+            [program, *words], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True, env=dict(environment)
+        )
+    except (OSError, subprocess.SubprocessError) as failed:
+        raise ResourceError(f"nvidia-smi fails ({failed}): mend the driver, or set {VISIBLE}= to do without") from None
+    return [line for line in done.stdout.splitlines() if line.strip()]
+
+
+def _bytes(mebibytes: str) -> int:
+    """`[N/A]` of one whose memory is the machine's."""
+    return int(mebibytes) * _MIB if mebibytes.isdigit() else 0

@@ -1,0 +1,57 @@
+"""By which network interface of this host its ranks find those of other hosts.
+
+gloo takes the one that the host's own name means, which on hosts with several is often another, or the loopback. The
+way to the place where all ranks meet is one that leads to the others. NCCL finds its own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+GLOO = "GLOO_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915
+_NAME_BYTES = 256
+_INET6 = Path("/proc/net/if_inet6")
+
+
+def gloo_towards(endpoint: str, environment: Mapping[str, str] = os.environ) -> Mapping[str, str]:
+    """For ranks that meet at HOST:PORT; nothing where an operator has chosen, or no way is to be found."""
+    if GLOO in environment:
+        return {}
+    host, _, port = endpoint.rpartition(":")
+    try:
+        mine = _address_towards(host.strip("[]"), int(port))
+    except OSError:  # no such host, or no way: the learner says so itself
+        return {}
+    name = None if mine.is_loopback else interface_of(mine)
+    return {} if name is None else {GLOO: name}
+
+
+def interface_of(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | None:
+    """The one that has this address as its first."""
+    if address.version == 6:
+        rows = [line.split() for line in _INET6.read_text().splitlines()] if _INET6.exists() else []
+        return next((row[-1] for row in rows if int(row[0], 16) == int(address)), None)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack(f"{_NAME_BYTES}s", name.encode()))
+            except OSError:  # one without an address
+                continue
+            if answer[20:24] == address.packed:
+                return name
+    return None
+
+
+def _address_towards(host: str, port: int) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Ours, as seen from there. Nothing is sent."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as way:
+        way.connect(address)
+        return ipaddress.ip_address(way.getsockname()[0].partition("%")[0])

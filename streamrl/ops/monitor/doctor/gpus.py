@@ -1,0 +1,58 @@
+"""The GPUs of this machine, which process of the run gets which, and whether a worker's part of the run fits there.
+
+What the learner takes is for who knows its model (`streamrl.learner.preflight`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from streamrl.config.load import Loaded
+from streamrl.config.placement import Part, Share, gpus_of_worker, place
+from streamrl.config.schema import Config
+from streamrl.finding import Finding, error, ok, warning
+from streamrl.gpus import gpus_here
+from streamrl.ops.monitor.doctor.sizes import served_bytes
+from streamrl.terminal import plural, size
+
+_WORKING_BYTES = 2 << 30  # of an engine beside weights and cache: activations, graphs, the driver's context; a guess
+
+
+def check_gpus(loaded: Loaded, part: Part = "all") -> Iterator[Finding]:
+    gpus = gpus_here()
+    if not gpus:
+        yield ok("gpu", "none that torch can use: CPUs will be used")
+    for gpu in gpus:
+        told = f", {size(gpu.free)} of {size(gpu.memory)} free" if gpu.memory else ", of unknown size"
+        yield ok(f"gpu {gpu.name}", f"{gpu.model or 'not told by nvidia-smi'}{told}")
+
+
+def check_placement(loaded: Loaded, part: Part = "all") -> Iterator[Finding]:
+    config = loaded.config
+    placement = place(config, gpus_here(), part)
+    for name, share in placement.shares.items():
+        told = f"{name} on {share.words}"
+        if share.fraction is None:
+            yield ok("placement", told)
+        else:
+            yield warning("placement", f"{told}, which it shares", "take fewer workers, or a machine with more GPUs")
+    if placement.idle:
+        names = ", ".join(gpu.name for gpu in placement.idle)
+        yield warning("placement", f"nothing of the run is on GPU {names}", "raise worker.count, or learner.processes")
+    workers = [share for name, share in placement.shares.items() if name.startswith("worker/") and share.memory]
+    yield from _workers(config, workers)
+
+
+def _workers(config: Config, shares: list[Share]) -> Iterator[Finding]:
+    """Of the one with the least memory; unknown sizes are not judged."""
+    weights = served_bytes(config)
+    if not shares or not weights:
+        return
+    smallest, each = min(share.memory for share in shares), gpus_of_worker(config.worker)
+    needed = weights // max(1, each) + _WORKING_BYTES
+    told = f"{size(needed)} of weights and work a GPU, {size(smallest)} to have"
+    if needed > smallest:
+        remedy = f"set worker.gpus higher than {plural(each, 'GPU')}, use a smaller model, or share less"
+        yield error("worker on GPU", told, remedy)
+    else:
+        yield ok("worker on GPU", f"{told}: {size(smallest - needed)} are left for keys and values")

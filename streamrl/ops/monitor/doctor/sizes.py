@@ -1,0 +1,55 @@
+"""How large a run's model is, by the headers of its safetensors files: nothing is loaded, and no code of a model runs.
+
+0 stands for a model that is not here, or not in such files.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+
+from streamrl.config.schema import Config
+
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+_MAX_HEADER_BYTES = 100 << 20
+
+
+def count_parameters(folder: Path) -> int:
+    return sum(prod(shape) for _, shape in _shapes(folder))
+
+
+def trained_parameters(config: Config) -> int:
+    """All, or those of the adapters: two thin matrices for each one that is adapted."""
+    folder, lora = Path(config.model.path), config.model.lora
+    if lora is None:
+        return count_parameters(folder)
+    adapted = [shape for name, shape in _shapes(folder) if name.rpartition(".")[0].endswith(lora.targets)]
+    return sum(lora.rank * sum(shape) for shape in adapted if len(shape) == 2)
+
+
+def served_bytes(config: Config) -> int:
+    """The model once, as it is published."""
+    return count_parameters(Path(config.model.path)) * BYTES[config.weights.dtype]
+
+
+def _shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for file in sorted(folder.glob("*.safetensors")):
+        yield from _shapes_in(file)
+
+
+def _shapes_in(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    with file.open("rb") as stream:
+        head = stream.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else _MAX_HEADER_BYTES
+        if length >= _MAX_HEADER_BYTES:
+            return
+        try:
+            header = json.loads(stream.read(length))
+        except ValueError:
+            return
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            yield name, tuple(tensor["shape"])

@@ -1,0 +1,79 @@
+"""What lies in a run's streams at this moment, page by page: all of it, or numbers and identities alone.
+
+Only reads, so any call may be repeated; each blocks while Redis is away, as long as its caller has patience.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Protocol
+
+import redis
+
+from streamrl.protocol.transport import learner_scripts as scripts
+from streamrl.protocol.transport.connection import Call, run
+from streamrl.protocol.transport.entries import to_number, to_present
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.types import START, PresentGroup, PresentTicket
+from streamrl.protocol.wire.ticket import Purpose
+
+_A_PAGE = 100  # the server reads whole groups to tell their numbers
+_TICKETS_A_PAGE = 1000  # which are small
+
+
+class Ask(Protocol):
+    """What may be repeated."""
+
+    def __call__(self, what: str, call: Callable[[], Any], /) -> Any: ...
+
+
+class Present:
+    def __init__(self, client: redis.Redis, keys: Keys, *, run_uid: str, ask: Ask) -> None:
+        self._client, self._keys, self._run_uid, self._ask = client, keys, run_uid, ask
+
+    def tickets(self, purpose: Purpose) -> list[PresentTicket]:
+        stream, found, last = self._keys.tickets(purpose), list[PresentTicket](), START
+        page: Callable[[str], Any] = partial(self._client.xrange, stream, count=_A_PAGE)
+        while entries := self._ask("list tickets", partial(page, f"({last}")):
+            found += [to_present(purpose, self._run_uid, *entry) for entry in entries]
+            last = found[-1].entry_id
+        return found
+
+    def groups(self, purpose: Purpose, *, after: str) -> list[PresentGroup]:
+        return [
+            PresentGroup(
+                entry_id=entry_id.decode(),
+                number=to_number(number) if ticket_entry else -1,
+                identity=identity.decode(errors="replace"),
+                num_bytes=num_bytes,
+            )
+            for entry_id, number, identity, ticket_entry, num_bytes in self._numbers(
+                "list groups", self._keys.groups(purpose), after=after, count=_A_PAGE
+            )
+        ]
+
+    def letters(self) -> list[PresentGroup]:
+        return [
+            PresentGroup(
+                entry_id=entry_id.decode(),
+                number=to_number(number),
+                identity=identity.decode(errors="replace"),
+                num_bytes=num_bytes,
+            )
+            for entry_id, number, identity, _, num_bytes in self._numbers(
+                "list dead letters", self._keys.dead, after=START, count=_A_PAGE
+            )
+        ]
+
+    def waiting(self, purpose: Purpose) -> set[tuple[int, str]]:
+        found = self._numbers("list numbers", self._keys.tickets(purpose), after=START, count=_TICKETS_A_PAGE)
+        return {(to_number(number), identity.decode(errors="replace")) for _, number, identity, _, _ in found}
+
+    def _numbers(self, what: str, stream: str, *, after: str, count: int) -> Iterator[Any]:
+        last = after
+        while last:
+            call = Call(scripts.NUMBERS, (stream,), (self._run_uid, last, count))
+            reached, page = self._ask(what, partial(run, self._client, call))
+            yield from page
+            last = reached.decode() if reached else ""

@@ -1,0 +1,39 @@
+"""vLLM's processes end with the worker that wanted them, however vLLM would start them by itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import wait_until
+from tests.integration.lone_engine import START_METHOD
+from tests.tiny_models import make_model
+from tests.worker_processes import ROOT, alive, descendants
+
+
+@pytest.mark.parametrize("method", [None, "fork", "spawn"])
+def test_a_worker_that_is_killed_leaves_no_engine(tmp_path: Path, method: str | None) -> None:
+    """An engine that is left holds its GPU, and whoever comes next finds no memory."""
+    told = {name: text for name, text in os.environ.items() if name != START_METHOD}
+    told |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    told |= {} if method is None else {START_METHOD: method}
+    command = [sys.executable, "-m", "tests.integration.lone_engine", str(make_model(tmp_path / "model"))]
+    with (tmp_path / "said").open("wb") as said:
+        worker = subprocess.Popen(command, cwd=ROOT, env=told, stdout=subprocess.PIPE, stderr=said)
+    try:
+        assert worker.stdout is not None
+        assert b"ready\n" in worker.stdout, (tmp_path / "said").read_text()[-2000:]  # reads on until that line
+        started = descendants(worker.pid)
+    finally:
+        worker.kill()
+        worker.communicate()
+    assert started
+    try:
+        wait_until(lambda: not alive(started), description="its engine has ended")
+    finally:
+        for pid in alive(started):
+            os.kill(pid, 9)

@@ -1,0 +1,146 @@
+"""Whatever lies in Redis, with any of its fields replaced by any other value: each reader gives what it reads, or the
+one error of its kind, at once and without much memory."""
+
+from __future__ import annotations
+
+import contextlib
+import tracemalloc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import redis
+import xxhash
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamrl.errors import StreamrlError, WeightsError, WireError
+from streamrl.protocol.transport.entries import decode_report, encode_report, to_entry, to_present, to_run_info
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.weights.format import MAGIC, digest_of
+from streamrl.protocol.weights.manifest import decode_manifest, decode_record, encode_manifest
+from streamrl.protocol.weights.redis_store import RedisStore
+from streamrl.protocol.weights.stores import MemoryStore
+from streamrl.protocol.wire.codec import pack
+from streamrl.protocol.wire.group import decode_body, decode_header, encode_group
+from streamrl.protocol.wire.ticket import decode_ticket, encode_ticket
+from streamrl.telemetry.progress import Progress
+from tests.helpers import make_group, make_sample, make_ticket
+from tests.weights_world import World, random_state
+
+_MOST_BYTES = 64 << 20
+MANIFEST = World(MemoryStore(), num_ranks=2).publish(random_state(np.random.default_rng(0)))
+HEADER, BODY = encode_group(make_group(make_ticket(5), samples=(make_sample(), make_sample())))
+GROUP = decode_header(HEADER)
+NUM_RAW = 4 * GROUP.num_prompt_tokens + 8 * sum(GROUP.sample_lengths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    sound: bytes  # a message
+    read: Callable[[bytes], object]
+    error: type[StreamrlError] = WireError
+
+
+def read_columns(message: bytes) -> object:
+    """Of a body, under a digest that is right."""
+    body = BODY[:NUM_RAW] + message
+    return decode_body(header_with(body), body)
+
+
+def header_with(body: bytes) -> Any:
+    header = msgpack.unpackb(HEADER)
+    return decode_header(msgpack.packb({**header, "digest": xxhash.xxh3_64_intdigest(body)}))
+
+
+def read_manifest(message: bytes) -> object:
+    frame = zstandard.ZstdCompressor().compress(message)
+    return decode_manifest(MAGIC + digest_of(frame) + frame)
+
+
+def read_index(message: bytes) -> object:
+    with redis.Redis() as nowhere:
+        index = RedisStore(nowhere, Keys("run"))._read("u/000001/0-0-aa", message)
+    assert index.num_chunks < 1 << 24, "whoever deletes it asks for each"
+    return index
+
+
+def manifest_message() -> bytes:
+    return zstandard.ZstdDecompressor().decompress(encode_manifest(MANIFEST)[24:])
+
+
+KINDS: Mapping[str, Kind] = {
+    "a ticket": Kind(sound=encode_ticket(make_ticket(5)), read=decode_ticket),
+    "a group's header": Kind(sound=HEADER, read=decode_header),
+    "a group's columns": Kind(sound=BODY[NUM_RAW:], read=read_columns),
+    "a report": Kind(sound=encode_report(Progress(part="worker/0", role="worker").report()), read=decode_report),
+    "a manifest": Kind(sound=manifest_message(), read=read_manifest, error=WeightsError),
+    "a shard's record": Kind(
+        sound=msgpack.unpackb(manifest_message())["shards"][0], read=decode_record, error=WeightsError
+    ),
+    "a blob's index": Kind(
+        sound=pack({"num_bytes": 10, "chunk_bytes": 4, "digest": b"d" * 16, "whole": 1}),
+        read=read_index,
+        error=WeightsError,
+    ),
+}
+EDGES = [0, 1, -1, 255, 1 << 16, 1 << 22, 1 << 31, 1 << 32, 1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -(1 << 63)]
+TEXTS = ["", "{}", "[]", '{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud800"}', "9" * 5000, '{"a":' * 5000, "\n" * 4096]
+VALUES = st.recursive(
+    st.sampled_from(EDGES)
+    | st.sampled_from(TEXTS)
+    | st.none()
+    | st.booleans()
+    | st.floats()
+    | st.text(max_size=20)
+    | st.binary(max_size=64)
+    | st.sampled_from([b"\xff" * 8, b"\xff" * 64, bytes(4096)]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_any_field_replaced_gives_what_was_read_or_the_one_error(name: str) -> None:
+    kind = KINDS[name]
+    sound = msgpack.unpackb(kind.sound)
+    kind.read(kind.sound)
+
+    @given(st.dictionaries(st.sampled_from(sorted(sound)), VALUES, min_size=1, max_size=3))
+    @settings(max_examples=150, deadline=None)
+    def check(changes: dict[str, Any]) -> None:
+        with contextlib.suppress(kind.error):
+            kind.read(msgpack.packb({**sound, **changes}))
+
+    check()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_number_that_lies_costs_no_memory(name: str) -> None:
+    kind = KINDS[name]
+    sound = msgpack.unpackb(kind.sound)
+    numbers = [field for field, value in sound.items() if type(value) is int]
+    tracemalloc.start()
+    try:
+        for field in numbers:
+            for lie in EDGES:
+                with contextlib.suppress(kind.error):
+                    kind.read(msgpack.packb({**sound, field: lie}))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < _MOST_BYTES
+
+
+FIELDS = st.dictionaries(st.sampled_from([b"n", b"u", b"h", b"b", b"uid", b"term", b"config", b"state"]), st.binary())
+
+
+@given(st.binary(min_size=1).filter(bytes.isascii), FIELDS)
+def test_any_entry_of_a_stream_and_any_word_of_a_run_is_read(entry_id: bytes, fields: dict[bytes, bytes]) -> None:
+    to_entry(entry_id, fields)
+    to_present("train", "uid", entry_id, fields)
+    to_run_info("run", fields)

@@ -1,0 +1,131 @@
+"""What the process of a reward function may not do, held by the kernel, without root, for whatever it starts, too.
+
+    seccomp    no sockets: neither network nor Redis, by whichever address; nobody else's memory or open files
+    Landlock   no look at other processes, so not at their environment (/proc/PID/environ); no signals to them
+
+What is asked for nevertheless fails with `Machine is not on the network`, an errno that nothing else gives, so that a
+sample's error can name the setting. Pairs of sockets without a name stay: asyncio is made of them. Files stay what the
+worker's user may read and write. Called in a process that has one thread. Nothing here waits.
+
+`python -m streamrl.workers.rewards.confine` prints what does not hold on this machine, as JSON.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import struct
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+NO_NETWORK = errno.ENONET if sys.platform == "linux" else errno.EPERM
+
+_PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 22, 38
+_MODE_FILTER = 2
+# Of <linux/seccomp.h> and <linux/filter.h>.
+_ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
+_LOAD, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
+_NUMBER_AT, _MACHINE_AT = 0, 4
+_OTHER_ABI = 0x40000000  # x32's calls, by numbers of their own
+# By machine: as the kernel calls it; socket; ptrace, process_vm_readv and process_vm_writev.
+_CALLS = {"x86_64": (0xC000003E, 41, (101, 310, 311)), "aarch64": (0xC00000B7, 198, (117, 270, 271))}
+_IO_URING_SETUP, _PIDFD_GETFD = 425, 438  # which open sockets, and take others'; the same on all machines
+
+_CREATE_RULESET, _RESTRICT_SELF = 444, 446
+_RULESET_VERSION = 1
+_SCOPES_SINCE = 6  # of Landlock's versions
+_SCOPES = 1 | 2  # abstract sockets, signals
+_MAKE_BLOCK_DEVICE = 1 << 11
+_CAPABILITIES_VERSION = 0x20080522
+_ABOVE_OTHERS = (19, 21, 38)  # of root: SYS_PTRACE, SYS_ADMIN, PERFMON, each of which looks past Landlock
+
+
+def forbid_calls(*, network: bool) -> None:
+    """OSError where the kernel does not do it; with `network` sockets are allowed."""
+    if sys.platform != "linux" or os.uname().machine not in _CALLS:
+        raise OSError(errno.ENOSYS, f"there is no seccomp filter for {sys.platform} on {os.uname().machine}")
+    machine, socket, of_others = _CALLS[os.uname().machine]
+    refused = {**dict.fromkeys((*of_others, _PIDFD_GETFD), errno.EPERM)}
+    if not network:
+        refused |= {socket: NO_NETWORK, _IO_URING_SETUP: errno.ENOSYS}
+    program = [
+        (_LOAD, 0, 0, _MACHINE_AT),
+        *_refuse(_IF_EQUAL, machine, errno.EPERM, unless=True),
+        (_LOAD, 0, 0, _NUMBER_AT),
+        *_refuse(_IF_AT_LEAST, _OTHER_ABI, errno.ENOSYS),
+    ]
+    for number, reason in refused.items():
+        program += _refuse(_IF_EQUAL, number, reason)
+    program.append((_RETURN, 0, 0, _ALLOW))
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in program))
+    head = ctypes.create_string_buffer(struct.pack("HP", len(program), ctypes.addressof(code)))
+    _gain_nothing()
+    _call("prctl", _PR_SET_SECCOMP, _MODE_FILTER, ctypes.addressof(head), 0, 0)
+
+
+def _refuse(test: int, value: int, reason: int, *, unless: bool = False) -> list[tuple[int, int, int, int]]:
+    return [(test, 1, 0, value) if unless else (test, 0, 1, value), (_RETURN, 0, 0, _ERRNO | reason)]
+
+
+def keep_apart() -> None:
+    """OSError where the kernel does not do it. Whatever a ruleset says, who is under one may not look at processes
+    that are not. Before scopes one must say something of files: then none moves from folder to folder, either."""
+    version = _call("syscall", _CREATE_RULESET, 0, 0, _RULESET_VERSION)
+    has_scopes = version >= _SCOPES_SINCE
+    said = struct.pack("QQQ", 0, 0, _SCOPES) if has_scopes else struct.pack("Q", _MAKE_BLOCK_DEVICE)
+    rules = ctypes.create_string_buffer(said, len(said))
+    held = _call("syscall", _CREATE_RULESET, ctypes.addressof(rules), len(said), 0)
+    try:
+        _gain_nothing()
+        _call("syscall", _RESTRICT_SELF, held, 0)
+    finally:
+        os.close(held)
+    _drop_capabilities(_ABOVE_OTHERS)
+
+
+def _drop_capabilities(numbers: Sequence[int]) -> None:
+    head = ctypes.create_string_buffer(struct.pack("Ii", _CAPABILITIES_VERSION, 0))
+    sets = ctypes.create_string_buffer(24)  # effective, permitted, inheritable; twice, for 64 of them
+    _call("capget", ctypes.addressof(head), ctypes.addressof(sets))
+    words = list(struct.unpack("6I", sets))
+    for number in numbers:
+        for place in range(3):
+            words[3 * (number // 32) + place] &= ~(1 << number % 32)
+    struct.pack_into("6I", sets, 0, *words)
+    _call("capset", ctypes.addressof(head), ctypes.addressof(sets))
+
+
+def _gain_nothing() -> None:
+    """No program that this process starts gets rights that it has not, which is what the kernel asks for."""
+    _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+
+
+def _call(name: str, *words: int) -> int:
+    done: int = getattr(ctypes.CDLL(None, use_errno=True), name)(*map(ctypes.c_long, words))
+    if done < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return done
+
+
+GUARDS: Mapping[str, Callable[[], None]] = {
+    "sockets": lambda: forbid_calls(network=False),
+    "other processes": keep_apart,
+}
+
+
+def lacking() -> dict[str, str]:
+    """Confine this process: what of it does not hold, and why."""
+    found = {}
+    for name, guard in GUARDS.items():
+        try:
+            guard()
+        except OSError as error:
+            found[name] = error.strerror or str(error)
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(lacking()))
