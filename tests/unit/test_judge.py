@@ -145,11 +145,19 @@ def test_tokens_older_than_the_bound_are_found() -> None:
     assert set(kinds(run)) == {("lag", 7)}
 
 
-def test_a_group_that_nobody_saw_and_a_ticket_that_nobody_asked_for_are_found() -> None:
+def test_a_group_that_nobody_saw_and_a_ticket_that_was_never_issued_are_found() -> None:
     run = sound_run()
     del run.answers[3]
-    del run.asked[7]
-    assert set(kinds(run)) >= {("unrecorded", 3), ("unasked", 7)}
+    run.issued = 7
+    assert set(kinds(run)) == {("unrecorded", 3), ("unasked", 7)}
+
+
+def test_a_ticket_that_came_and_went_while_nobody_looked_is_no_fault() -> None:
+    run = sound_run()
+    del run.asked[4]  # the only one of its prompt
+    assert kinds(run) == []
+    run.change(4, prompt=3)
+    assert kinds(run) == [("prompt", 4)]
 
 
 def test_a_group_of_another_run_is_found() -> None:

@@ -1,7 +1,7 @@
 """Each ticket and each step of a run, held against what was seen in the streams.
 
     every ticket        ended at most once; ended, or still asked for, or answered and not read
-    a trained ticket    was asked for; a group of its own prompt, of this run, was seen
+    a trained ticket    was issued; a group of its own prompt, of this run, was seen
     a step              some choice of the groups that were seen gives the very figures that it has recorded:
                         groups of nobody else, and none that was forged
     a token of these    of a version that was announced, with its step, and not older than the bound
@@ -118,7 +118,7 @@ def judge(history: History, record: Record, rules: Rules) -> Verdict:
     asked = list(_readable_tickets(record))
     outcomes = Counter({ended.ticket: ended.outcome for ended in history.ended}.values())
     issued = max(history.issued, 0)
-    open_now = _check_endings(history, record, {one.number for one in asked}, found)
+    open_now = _check_endings(history, record, found)
     _check_steps(history, record, rules, asked, found)
     return Verdict(
         issued=issued,
@@ -143,7 +143,7 @@ def _readable_tickets(record: Record) -> Iterator[Asked]:
             continue  # of whoever wrote it
 
 
-def _check_endings(history: History, record: Record, asked: Collection[int], found: _Findings) -> int:
+def _check_endings(history: History, record: Record, found: _Findings) -> int:
     """How many tickets are open."""
     endings: dict[int, list[Ended]] = defaultdict(list)
     for ended in history.ended:
@@ -152,8 +152,8 @@ def _check_endings(history: History, record: Record, asked: Collection[int], fou
         if len(several) > 1:
             kind = "twice" if all(one.outcome == TRAINED for one in several) else "contradictory"
             found.add(kind, f"ended {[(e.outcome, e.term, e.step) for e in several]}", ticket=ticket)
-        if ticket >= history.issued or ticket not in asked:
-            found.add("unasked", f"ended as {several[0].outcome}, and nobody was seen to ask for it", ticket=ticket)
+        if ticket >= history.issued:
+            found.add("unasked", f"ended as {several[0].outcome}, and was never issued", ticket=ticket)
     num_open, final = 0, record.final
     present = None if final is None else final.open_tickets(history.cursor, history.carry)
     for ticket in range(history.issued):
@@ -214,7 +214,10 @@ def _flaw(group: Answered, history: History, rules: Rules, ids: Mapping[str, tup
     if group.run_uid != history.run_uid:
         return "other run"
     text = rules.prompts.text_of(group.number, history.retries)
-    return "" if ids.get(text) == group.prompt_ids else "prompt"
+    if text in ids:
+        return "" if ids[text] == group.prompt_ids else "prompt"
+    # A ticket may come and go while nobody looks; then that the group answers another prompt is all that can be known.
+    return "prompt" if group.prompt_ids in ids.values() else ""
 
 
 def _trained_groups(
