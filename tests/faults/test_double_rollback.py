@@ -26,7 +26,6 @@ from tests.faults.stand_in_worker import SOUND, Habits
 from tests.helpers import wait_until
 
 NEVER_FAILS = Habits(fails=False)
-BY_NUMBER = "tickets are told apart by their numbers alone"
 NUM_PROMPTS = 40
 NUM_ROLLBACKS = 6
 _HARD_LIMIT = 64  # steps, as lag.hard_limit_steps has it
@@ -47,7 +46,6 @@ def mortal_redis(folder: Path) -> Iterator[MortalRedis]:
         server.kill()
 
 
-@pytest.mark.xfail(strict=True, reason=BY_NUMBER)
 def test_a_number_that_meant_another_ticket_in_a_branch_that_was_given_up_is_not_trained_by_its_answer(
     tmp_path: Path, server: MortalRedis
 ) -> None:
@@ -87,7 +85,6 @@ def test_a_number_that_meant_another_ticket_in_a_branch_that_was_given_up_is_not
     assert disagreements(verdict, audit.to_json()) == []
 
 
-@pytest.mark.xfail(reason=BY_NUMBER)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_copies_of_all_branches_come_back_in_any_order(tmp_path: Path, server: MortalRedis, seed: int) -> None:
     chance = random.Random(seed)
