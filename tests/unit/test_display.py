@@ -161,6 +161,10 @@ def test_without_a_terminal_what_goes_wrong_is_told_soon_and_so_is_its_end() -> 
     assert ["there are no workers" in line for line in lines[1:]] == [False, True, False]
 
 
+def test_without_a_terminal_a_run_that_has_not_begun_says_so() -> None:
+    assert plain_line(make_shown(None), now=NOW) == "0:01:05  the learner is starting"
+
+
 def test_without_a_terminal_news_are_told_soon_and_the_same_thing_seldom() -> None:
     out, now = io.StringIO(), [0.0]
     with spinner(Console(file=out), clock=lambda: now[0]) as say:

@@ -124,7 +124,7 @@ def plain_line(shown: Shown, *, now: float) -> str:
     """What a log should have of it: short, and with what is wrong."""
     view, passed = shown.view, _clock_time(now - shown.began)
     if not _is_there(view):
-        return f"{passed}  {shown.phase}"
+        return f"{passed}  {shown.phase or 'the learner is starting'}"
     told = [passed, words.steps(view)]
     if view.run.eta_s is not None:
         told.append(f"left {age(view.run.eta_s)}")
