@@ -94,7 +94,7 @@ def test_every_variable_and_path_exists(page: Path) -> None:
     for name in re.findall(r"\bSTREAMRL_\w+", text):
         assert name in SOURCES or name.removesuffix("_FILE") in SOURCES, name
     for name in re.findall(r"^([A-Z_]+)=", "\n".join(code(page)), re.MULTILINE):
-        assert f"${{{name}" in scripts or name.startswith(("STREAMRL", "CUDA_")), name
+        assert f"${{{name}" in scripts or name in SOURCES or name.startswith("STREAMRL"), name
     for path in re.findall(r"\b((?:docs|k8s|docker|conf|bench|tests|streamrl|workers|learner)/[\w./-]+\w)", text):
         assert (ROOT / path).exists() or path in MADE_FILES, path
 

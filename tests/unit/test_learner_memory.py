@@ -37,7 +37,7 @@ def test_more_ranks_and_checkpointing_take_less_and_adapters_least() -> None:
 @pytest.mark.parametrize(
     ("gigabytes", "level", "told"),
     [
-        (80, "ok", "38.0 GB a rank at its peak, by calculation, 42.8 GB to have on GPU 0"),
+        (80, "ok", "37.9 GB a rank at its peak, by calculation, 42.7 GB to have on GPU 0"),
         (24, "error", "to have on GPU 0"),
     ],
 )
