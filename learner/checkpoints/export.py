@@ -77,17 +77,29 @@ def _gathered(
     return found
 
 
+def write_model(config: schema.Config, folder: Path, *, checkpoint: Checkpoint) -> Path:
+    """The checkpoint as `export` writes a run's last one, in one process; somewhere in this folder."""
+    transformers.utils.logging.disable_progress_bar()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(config.model.path)
+    policy, world = _restored(config, checkpoint)
+    return export(policy, tokenizer, config.model_copy(update={"dir": folder}), world)
+
+
 def write_weights(config: schema.Config, path: Path, *, checkpoint: Checkpoint | None) -> None:
     """Those of the checkpoint; without one, those of `model.path`. In one process and in memory."""
     transformers.utils.logging.disable_progress_bar()  # whoever waits for this draws its own
     if checkpoint is None:
         model: torch.nn.Module = load_model(config.model.path)
     else:
-        world = World(rank=0, size=1, device=torch.device("cpu"))
-        policy = load_policy(config, world, read_tokenizer_info(config.model.path).end_ids)
-        load_state(checkpoint.folder, policy, make_optimizer(policy, config.optimizer), world)
-        model = policy.model
+        model = _restored(config, checkpoint)[0].model
     dtype = getattr(torch, config.weights.dtype)
     with torch.no_grad():
         tensors = {name: tensor.detach().to(dtype).contiguous() for name, tensor in merged_parameters(model)}
     safetensors.torch.save_file(tensors, path)
+
+
+def _restored(config: schema.Config, checkpoint: Checkpoint) -> tuple[Policy, World]:
+    world = World(rank=0, size=1, device=torch.device("cpu"))
+    policy = load_policy(config, world, read_tokenizer_info(config.model.path).end_ids)
+    load_state(checkpoint.folder, policy, make_optimizer(policy, config.optimizer), world)
+    return policy, world

@@ -126,9 +126,9 @@ def test_a_stranger_goes_from_own_data_to_a_served_model(
                     poll_s=2.0,
                 )
                 said["look"] = reader.run(look, warns=True)
-        elif first == "python -m":
+        elif first == "streamrl serve":
             ask = next(todo).text.replace("8000", port)
-            with reader.beside(block.text.replace("8000", port), ends=False):
+            with reader.beside(f"{block.text.strip()} --port {port}", ends=False):
                 asked = partial(reader.succeeds, ask.strip() + " -f")
                 wait_until(asked, description="it serves", timeout_s=300.0, poll_s=2.0)
                 said["served"] = reader.run(ask)

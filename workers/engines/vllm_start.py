@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-_CPU_KV_CACHE_BYTES = 1 << 30  # vLLM's own default on a CPU is nearly all memory
+CPU_KV_CACHE_BYTES = 1 << 30  # vLLM's own default on a CPU is nearly all memory
 _MAX_SEQUENCES = 1024
 _MODELS = "vllm.model_executor.models.registry"
 # vLLM looks at a model's class in a process of its own. It may be started by another command, and with this one it too
 # does without the packages that do not fit.
-_LOOK_AT_MODEL = [sys.executable, "-c", f"import runpy, streamrl; runpy.run_module('{_MODELS}', run_name='__main__')"]
+LOOK_AT_MODEL = [sys.executable, "-c", f"import runpy, streamrl; runpy.run_module('{_MODELS}', run_name='__main__')"]
 _PROOF_LENGTH = 65  # what proves a load (`workers.proofs.proving`), and the token that vLLM adds
 
 
@@ -78,7 +78,7 @@ def build_llm(settings: EngineSettings, scratch: Path) -> tuple[AsyncLLM, StepWa
         raise ResourceError(f"worker.engine=vllm, but vLLM cannot be imported: {error}") from error
 
     if misfits():
-        registry._SUBPROCESS_COMMAND = _LOOK_AT_MODEL
+        registry._SUBPROCESS_COMMAND = LOOK_AT_MODEL
     arguments = engine_args(settings, on_cpu=current_platform.is_cpu())
     refuse_unknown(arguments, [field.name for field in dataclasses.fields(AsyncEngineArgs)])
     os.environ.update(_platform_environment(arguments, settings.config.worker, on_cpu=current_platform.is_cpu()))
@@ -142,7 +142,7 @@ def engine_args(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
         "worker_extension_cls": WORKER_EXTENSION,  # one of the user's own derives from it: the proofs call it
     }
     if on_cpu:
-        defaults["kv_cache_memory_bytes"] = _CPU_KV_CACHE_BYTES
+        defaults["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
     else:
         defaults |= _gpu_args(settings)
     fixed: dict[str, Any] = {

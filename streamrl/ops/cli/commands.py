@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, Entry] = {
     "dead": Entry("streamrl.ops.cli.operate:dead", "Look at tickets that failed too often, repeat or purge them."),
     "eval": Entry("streamrl.ops.cli.eval:evaluate", "Score a checkpoint, or any model, on a file of prompts."),
     "chat": Entry("streamrl.ops.cli.chat:chat", "Talk to a model: a run's, a checkpoint's, or any other."),
+    "serve": Entry("streamrl.ops.cli.serve:serve", "Serve a model by OpenAI's protocol, with vLLM."),
     "top": Entry("streamrl.ops.cli.monitor:top", "Watch a run live in this terminal."),
     "status": Entry("streamrl.ops.cli.monitor:status", "How a run is, on one screen; the exit code says it too."),
     "why": Entry("streamrl.ops.cli.monitor:why", "What holds a run back now, and the remedy."),

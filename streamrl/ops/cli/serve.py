@@ -1,0 +1,54 @@
+"""`streamrl serve RUN|CHECKPOINT|MODEL`: what a run has made, by OpenAI's protocol, with vLLM's own server."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import click
+
+from streamrl.errors import DataError
+from streamrl.extras import need
+from streamrl.files import scratch_folder
+from streamrl.ops.cli.subject import Subject, find_subject
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("subject", metavar="RUN|CHECKPOINT|MODEL")
+@click.option("--name", metavar="NAME", help="What clients call the model; by default the subject's name.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="0.0.0.0: for other machines, too.")
+@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True)
+@click.argument("further", metavar="[VLLM'S OPTIONS]...", nargs=-1, type=click.UNPROCESSED)
+def serve(subject: str, name: str | None, host: str, port: int, further: tuple[str, ...]) -> None:
+    """Serve a model by OpenAI's protocol, with vLLM's own server, until Ctrl-C.
+
+    \b
+        streamrl serve runs/mine                           its export, or its newest checkpoint
+        streamrl serve runs/mine@120      runs/mine@best   another checkpoint
+        streamrl serve ./sft --port 8001 --max-model-len 4096 --api-key secret
+
+    Other options are vLLM's. Unlike `vllm serve` it begins with any build of vLLM, does without packages of another
+    torch, ignores the sampling defaults of the model's generation_config.json, and takes 1 GiB for keys and values on
+    a CPU. It listens on this machine alone, and asks for no key unless --api-key sets one.
+    """
+    found = find_subject(subject, exported=True)
+    need("serving", "vllm", "torch", "transformers", extra="worker-cpu", or_extra="worker-gpu")
+    from streamrl.workers.engines.vllm_serve import serve as begin
+
+    with ExitStack() as stack:
+        folder = found.name
+        if found.checkpoint is not None:
+            click.echo(f"writing {found.name} as a model folder", err=True)
+            folder = str(_export(found, stack.enter_context(scratch_folder())))
+        begin(folder, name=name or subject, host=host, port=port, further=further)
+
+
+def _export(subject: Subject, folder: Path) -> Path:
+    from streamrl.learner.checkpoints.export import write_model
+    from streamrl.learner.checkpoints.resume import config_of
+
+    assert subject.checkpoint is not None, "asked before"
+    config = config_of(subject.checkpoint)
+    if config is None:
+        raise DataError(f"{subject.name} was made by another version of streamrl, whose settings are not known here")
+    return write_model(config, folder, checkpoint=subject.checkpoint)

@@ -1,0 +1,39 @@
+"""vLLM's own server of OpenAI's protocol, as `streamrl serve` begins it. What it starts is started as a worker's engine
+is: spawned, and without packages that do not fit this torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from streamrl.errors import ResourceError
+from streamrl.misfits import misfits
+from streamrl.workers.engines.vllm_start import CPU_KV_CACHE_BYTES, LOOK_AT_MODEL
+
+_ENVIRONMENT = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+
+
+def serve(model: str, *, name: str, host: str, port: int, further: Sequence[str]) -> None:
+    """Until it is ended. On a GPU it never ran."""
+    os.environ.update(_ENVIRONMENT)
+    try:
+        from vllm.entrypoints.launchers.api_server.entry import main
+        from vllm.model_executor.models import registry
+        from vllm.platforms import current_platform
+    except ImportError as error:
+        raise ResourceError(f"vLLM cannot be imported: {error}") from error
+    if misfits():
+        registry._SUBPROCESS_COMMAND = LOOK_AT_MODEL
+    options = options_of(model, name=name, host=host, port=port, on_cpu=current_platform.is_cpu())
+    sys.argv = ["streamrl serve", *options, *further]  # of an option that comes twice the last one counts
+    main()
+
+
+def options_of(model: str, *, name: str, host: str, port: int, on_cpu: bool) -> list[str]:
+    """Sampling defaults of the model's `generation_config.json` are left out: it was trained without."""
+    options = ["--model", model, "--served-model-name", name, "--generation-config", "vllm"]
+    options += ["--host", host, "--port", str(port)]
+    if on_cpu:  # vLLM's own default is nearly all memory
+        options += ["--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES)]
+    return options
