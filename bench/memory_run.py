@@ -204,6 +204,7 @@ def _batch(tokens: int, vocabulary: int) -> MicroBatch:
         index=whole(tokens),
         targets=whole(tokens),
         position=whole(tokens),
+        in_turn=whole(tokens),
         behaviour_logprobs=torch.zeros(tokens),
         sample=whole(tokens),
         starts=torch.zeros(2, dtype=torch.int32),

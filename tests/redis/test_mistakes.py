@@ -134,7 +134,7 @@ def test_the_doctor_tells_all_that_it_has_tried(folder: Path, capsys: pytest.Cap
 
 def test_rows_without_the_field_of_a_reward_are_counted(folder: Path) -> None:
     (folder / "train.jsonl").write_text(TRAIN + '{"prompt": "1+3="}\n')
-    scored, lacking = try_rewards(load_config("run.yaml"))
+    _, scored, lacking = try_rewards(load_config("run.yaml"))  # behind what processes are kept from
     assert (scored.level, lacking.level) == ("ok", "warning")
     assert "the field 'answer', which is not in 1 row (train.jsonl:3)" in lacking.evidence
 
@@ -158,7 +158,7 @@ def test_a_service_is_asked_for_a_score_only_when_the_user_says_so(folder: Path)
         url = f"http://127.0.0.1:{server.server_port}"
         loaded = load_config("run.yaml", [f"rewards.judge={{type: http, url: '{url}'}}"])
         try:
-            assert [finding.name for finding in try_rewards(loaded)] == ["reward exact"]
+            assert [finding.name for finding in try_rewards(loaded)] == ["reward processes", "reward exact"]
             assert asked == []
             found = {finding.name: finding.evidence for finding in try_rewards(loaded, ask_services=True)}
         finally:

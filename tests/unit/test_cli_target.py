@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.ops.cli.arguments import operator
 from streamrl.ops.cli.main import main
 from streamrl.ops.monitor.runs import find_target
+from streamrl.protocol.transport.operator import operator
 
 
 @pytest.mark.parametrize("command", ["status", "pause", "audit", "weights ls", "groups tail"])

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jinja2 import TemplateError
-
 from streamrl.errors import SampleError
 
 if TYPE_CHECKING:
@@ -41,6 +39,8 @@ class Tail:
 
     def _rendered(self, given: str) -> str:
         """From the end of an answer to the begin of the next."""
+        from jinja2 import TemplateError  # comes with transformers, which a worker looks for before it begins
+
         said = [{"role": "user", "content": ""}, {"role": "assistant", "content": _ANSWER}]
         try:
             before = self._template(said, asks=False)

@@ -68,7 +68,7 @@ class Judged:
 
 
 def run_judged(
-    kind: Kind, folder: Path, *, seconds: float, seed: int, without: Collection[str], keep: Path, say: Say
+    kind: Kind, folder: Path, *, seconds: float, seed: int, without: Collection[str] = (), keep: Path, say: Say
 ) -> Judged:
     """`keep`: where the folder is copied to when something is wrong."""
     with ExitStack() as parts:
