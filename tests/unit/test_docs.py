@@ -48,7 +48,7 @@ def commands(page: Path) -> list[list[str]]:
 def parse(words: list[str]) -> None:
     """click.UsageError where one of them is no option of the command."""
     command, rest = command_of(words)
-    command.make_parser(click.Context(command)).parse_args(rest)
+    command.make_parser(click.Context(command, **command.context_settings)).parse_args(rest)
 
 
 def alternatives(words: list[str]) -> list[list[str]]:
