@@ -31,7 +31,7 @@ name: secretive
 dir: {dir}/runs
 redis: {{url: "{url}"}}
 model: {{path: {dir}/model, dtype: float32}}
-data: {{train: {dir}/train.jsonl}}
+data: {{train: {dir}/train.jsonl, max_prompt_tokens: 16}}
 sampling: {{num_samples: 4, max_tokens: 4}}
 rewards:
   tells: {{type: function, target: "{dir}/rewards.py:tells"}}
