@@ -38,6 +38,7 @@ rewards:
   fails: {{type: function, target: "{dir}/rewards.py:fails"}}
   judge: {{type: http, url: "http://127.0.0.1:{port}", token_file: {dir}/reward-token}}
 training: {{groups_per_step: 2, max_steps: 1}}
+algorithm: {{mask_unfinished: false}}
 weights: {{dtype: float32, prove: false}}
 validation: {{every_steps: 0, at_start: false, at_end: false}}
 worker: {{engine: transformers, threads: 1, grace_s: 1.0}}
