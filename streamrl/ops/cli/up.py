@@ -82,7 +82,7 @@ def quickstart(overrides: tuple[str, ...], as_json: bool) -> int:
 @takes_overrides
 @_takes_numbers
 def game(overrides: tuple[str, ...], as_json: bool) -> int:
-    """Make a small model and teach it a game of several turns: to find a number by asking, in some minutes.
+    """Make a small model and train it on a game of several turns, to find a number by asking, in some minutes.
 
     It begins anew each time. The environment is streamrl/demos/game.py, and conf/game.yaml has the settings.
     """
