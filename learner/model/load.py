@@ -35,7 +35,6 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from streamrl.config import schema
-from streamrl.config.check import check_positions
 from streamrl.errors import ConfigError, DataError
 from streamrl.learner.model.logprobs import Head
 from streamrl.learner.model.lora import base_name, inject_adapters, place_adapters
@@ -86,8 +85,6 @@ def outline(config: schema.Config) -> transformers.PreTrainedModel:
     device = torch.device("cpu")
     model = _build(config.model.path, choose(config.model, device))
     refuse_long(model, config.data.max_prompt_tokens + config.max_response_tokens)
-    known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    check_positions(config, known, model=config.model.path)  # or every engine would
     if config.model.gradient_checkpointing:
         _checkpoint(model)
     if config.model.lora is not None:

@@ -159,10 +159,6 @@ _LEARNED_POSITIONS = {
     "n_head": 2,
 }
 OF_THE_MODEL = {
-    "sequences beyond the model's positions": Mistake(
-        overrides=("data.max_prompt_tokens=600",),
-        says=("data.max_prompt_tokens and sampling.max_tokens", "the model at", "knows positions up to 512"),
-    ),
     "a prompt that is too long": Mistake(
         overrides=("data.max_prompt_tokens=3",),
         says=("train.jsonl:1", "4 tokens, data.max_prompt_tokens is 3", "raise it, or set data.overlong"),
