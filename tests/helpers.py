@@ -13,7 +13,6 @@ import numpy as np
 from streamrl.protocol.wire.group import Group, GroupHeader, Sample, Span
 from streamrl.protocol.wire.ticket import Ticket
 from streamrl.versions import make_version
-from streamrl.workers.environments.play import Played
 
 _POLL_S = 0.01
 
@@ -68,14 +67,6 @@ def make_sample(*, num_tokens: int = 4, version: int | None = None, reward: floa
         "reward": reward,
     }
     return Sample(**{**fields, **changes})
-
-
-def as_sample(played: Played) -> Sample:
-    return Sample(
-        **{name: getattr(played, name) for name in ("token_ids", "logprobs", "mask_runs", "spans", "finish_reason")},
-        rewards={"environment": played.reward},
-        reward=played.reward,
-    )
 
 
 def make_group(ticket: Ticket, *, samples: tuple[Sample, ...] | None = None, **header: Any) -> Group:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from streamrl.config import schema
+from streamrl.permissions import Permissions
 from streamrl.workers.rewards.base import ScoreItem
+from streamrl.workers.rewards.functions import FunctionReward, build_function_reward
 
 if TYPE_CHECKING:
     from tests.tiny_models import Architecture
@@ -23,6 +28,23 @@ def make_item(
         token_ids=np.arange(count, dtype=np.int32),
         fields=fields,
     )
+
+
+def beginning(file: Path) -> Callable[..., AbstractAsyncContextManager[FunctionReward]]:
+    """Begins functions of this file, or others by their target, with whatever settings; and ends them."""
+
+    @asynccontextmanager
+    async def begin(function: str, **settings: Any) -> AsyncIterator[FunctionReward]:
+        target = f"{file}:{function}" if function.isidentifier() else function
+        source = schema.FunctionReward(type="function", target=target, **settings)
+        reward = build_function_reward("mine", source, Permissions(reward_code=(target,)))
+        try:
+            await reward.start()
+            yield reward
+        finally:
+            await reward.close()
+
+    return begin
 
 
 def make_reward_model(

@@ -81,15 +81,7 @@ class Answerer:
             log.warning("sample_failed", ticket=ticket.number, error=str(error))
             return str(error)
         self.num_scored += 1
-        sample = Sample(
-            token_ids=made.token_ids,
-            logprobs=made.logprobs,
-            mask_runs=made.mask_runs,
-            spans=made.spans,
-            finish_reason=made.finish_reason,
-            rewards=scores.rewards,
-            reward=scores.total,
-        )
+        sample = made.sample._replace(rewards=scores.rewards, reward=scores.total)
         return _Scored(sample=sample, generated_at=generated_at, scored_at=time.monotonic())
 
     async def _make(self, ticket: Ticket, engine: Engine, request: SampleRequest) -> Played:
@@ -97,17 +89,21 @@ class Answerer:
             return await self._player.play(ticket, engine, request)
         generated = await engine.generate(request)
         num_tokens = len(generated.token_ids)
-        return Played(
+        sample = Sample(
             token_ids=generated.token_ids,
             logprobs=generated.logprobs,
             mask_runs=(num_tokens,) if num_tokens else (),
             spans=generated.spans,
-            text=generated.text,
             finish_reason=generated.finish_reason,
+            rewards={},
+            reward=0.0,
         )
+        return Played(sample=sample, text=generated.text)
 
     async def _score(self, ticket: Ticket, made: Played) -> Scores:
-        item = ScoreItem(prompt=ticket.prompt, completion=made.text, token_ids=made.token_ids, fields=ticket.fields)
+        item = ScoreItem(
+            prompt=ticket.prompt, completion=made.text, token_ids=made.sample.token_ids, fields=ticket.fields
+        )
         settings = self._config.environment
         if settings is None:
             return await self.rewards.score(item)

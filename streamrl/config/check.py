@@ -243,21 +243,3 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     places.check_redis,
     places.check_store,
 )
-
-
-def check_positions(config: Config, known: int | None, *, model: str) -> int:
-    """Tokens of the longest sequence that a ticket can ask for, prompt included. ConfigError where the model has fewer
-    positions; None: it does not say how many it has."""
-    responses = {"sampling.max_tokens": config.sampling.max_tokens}
-    if config.environment is not None:
-        responses = {"environment.max_tokens": config.environment.max_tokens}
-    elif config.data.validation is not None:
-        responses["validation.sampling.max_tokens"] = config.validation.sampling.max_tokens
-    key = max(responses, key=responses.__getitem__)
-    longest = config.data.max_prompt_tokens + responses[key]
-    if known is not None and longest > known:
-        raise ConfigError(
-            f"data.max_prompt_tokens and {key} allow sequences of {longest} tokens together; the model at {model!r} "
-            f"knows positions up to {known}"
-        )
-    return longest

@@ -9,8 +9,7 @@ import asyncio
 import os
 import tempfile
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,106 +24,22 @@ from streamrl.learner.model.load import Policy, load_model
 from streamrl.learner.model.logprobs import Head
 from streamrl.learner.model.packing import Piece, pack
 from streamrl.protocol.weights.manifest import Manifest
-from streamrl.protocol.wire.group import Span
+from streamrl.protocol.wire.group import Sample, Span
 from streamrl.telemetry.progress import Progress
 from streamrl.versions import make_version
-from streamrl.workers.engines.base import Engine, EngineSettings, Generated, KvCache, SampleRequest, make_engine
-from streamrl.workers.engines.hf_model import RowState, processed_logprobs
-from streamrl.workers.engines.model import read_model
 from streamrl.workers.engines.vllm_engine import VllmEngine
 from streamrl.workers.environments.base import Answer, EnvironmentDouble
-from streamrl.workers.environments.play import Played, Player
+from streamrl.workers.environments.play import Player
 from streamrl.workers.environments.tail import Tail
 from streamrl.workers.proofs.proving import Prover
-from tests.helpers import as_sample, make_ticket
-from tests.tiny_models import CHARACTERS, Architecture, make_model
-from tests.worker_world import worker_config
+from tests.helpers import make_ticket
+from tests.integration.engine_world import CASES, MAX_PROMPT, TOLERANCE, Served, prompts, worst
+from tests.tiny_models import CHARACTERS
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("ignore"),  # of the libraries; ours are watched by every other test
 ]
-
-TOLERANCE = 1e-4
-MAX_PROMPT = 200
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    engine: str
-    architecture: Architecture
-    tied: bool
-
-    def __str__(self) -> str:
-        return f"{self.engine}-{self.architecture}-{'tied' if self.tied else 'untied'}"
-
-
-CASES: list[Any] = [
-    Case(engine="transformers", architecture="qwen2", tied=True),
-    Case(engine="transformers", architecture="llama", tied=False),
-    Case(engine="vllm", architecture="qwen2", tied=True),
-    Case(engine="vllm", architecture="llama", tied=False),
-    pytest.param(Case(engine="vllm", architecture="qwen2", tied=False), marks=pytest.mark.long),
-    pytest.param(Case(engine="vllm", architecture="llama", tied=True), marks=pytest.mark.long),
-]
-
-
-class Served:
-    """An engine, the versions it may serve, and what a plain forward pass of each says."""
-
-    def __init__(self, case: Case, folder: Path) -> None:
-        self.folders = [
-            make_model(folder / str(n), architecture=case.architecture, tied=case.tied, seed=n) for n in range(3)
-        ]
-        self.models = [
-            transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in self.folders
-        ]
-        self.facts = read_model(str(self.folders[0]), trust_remote_code=False)
-        config = worker_config(threads=1, engine=case.engine)
-        self.config = config.model_copy(
-            update={
-                "weights": schema.Weights(dtype="float32"),
-                "data": schema.Data(train="", max_prompt_tokens=MAX_PROMPT),
-                "sampling": schema.Sampling(max_tokens=200),
-            }
-        )
-        self.engine: Engine = make_engine(EngineSettings(model=self.facts, config=self.config, seed=1))
-        self._num_loads = 0
-        self._num_requests = 0
-
-    async def load(self, model: int, kv_cache: KvCache = "salt", *, again: bool = False) -> int:
-        """The version under which it is served: the next, or the same once more."""
-        number = self._num_loads - again
-        version, step = make_version(1, number), 100 + number
-        weights = self.folders[model] / "model.safetensors"
-        await self.engine.load(weights, version=version, step=step, kv_cache=kv_cache)
-        self._num_loads = number + 1
-        return version
-
-    def request(self, prompt: Sequence[int], **sampling: Any) -> SampleRequest:
-        self._num_requests += 1
-        return SampleRequest(
-            request_id=f"request-{self._num_requests}",
-            prompt_ids=np.asarray(prompt, dtype=np.int32),
-            sampling=schema.Sampling(**{"max_tokens": 32, **sampling}),
-        )
-
-    async def sample(self, prompts: Sequence[Sequence[int]], **sampling: Any) -> list[Generated]:
-        return await asyncio.gather(*(self.engine.generate(self.request(p, **sampling)) for p in prompts))
-
-    def logits(self, model: int, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:  # [T, V]
-        ids = torch.tensor([[*prompt, *response]])
-        with torch.no_grad():
-            logits: torch.Tensor = self.models[model](ids).logits[0, len(prompt) - 1 : -1]
-        return logits
-
-    def expected(
-        self, logits: torch.Tensor, prompt: Sequence[int], response: Sequence[int], sampling: schema.Sampling
-    ) -> torch.Tensor:  # [T]
-        """Log-probs of the response under the distribution that these settings make of the logits."""
-        rows = [RowState(sampling=sampling, num_tokens=t, seen=[*prompt, *response[:t]]) for t in range(len(response))]
-        logprobs = processed_logprobs(logits, rows, self.facts.stop_ids)
-        return logprobs.gather(1, torch.tensor(response)[:, None])[:, 0]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=CASES, ids=str)
@@ -141,16 +56,6 @@ async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
             os.environ.clear()  # vLLM is told, and tells its processes, through the environment
             os.environ.update(environment)
         assert os.listdir(temporary) == [], "an engine leaves nothing behind"
-
-
-def prompts(count: int, *, seed: int = 0) -> list[list[int]]:
-    """Of several lengths."""
-    rng = np.random.default_rng(seed)
-    return [rng.integers(3, 3 + len(CHARACTERS), size=rng.integers(2, 20)).tolist() for _ in range(count)]
-
-
-def worst(generated: Generated, expected: torch.Tensor) -> float:
-    return float(np.abs(generated.logprobs - expected.numpy()).max())
 
 
 SETTINGS = {
@@ -284,7 +189,7 @@ async def test_each_turn_of_an_episode_has_the_logprobs_that_the_learner_gives_i
     )
     await served.sample(prompts(1, seed=3), max_tokens=16, min_tokens=16)
     second = await served.load(1, "clear")
-    played = await playing
+    played = [one.sample for one in await playing]
 
     said = {version: policy_logprobs(served, model, asked, played) for model, version in enumerate((first, second))}
     off = [
@@ -301,7 +206,7 @@ async def test_each_turn_of_an_episode_has_the_logprobs_that_the_learner_gives_i
 
 
 def policy_logprobs(
-    served: Served, model: int, asked: Sequence[Sequence[int]], played: Sequence[Played]
+    served: Served, model: int, asked: Sequence[Sequence[int]], played: Sequence[Sample]
 ) -> dict[tuple[int, int], float]:
     """By sample and position, as the learner computes them."""
     head = Head(end_ids=served.facts.stop_ids)
@@ -313,8 +218,8 @@ def policy_logprobs(
             prompt_ids=np.asarray(prompt, np.int32),
             token_ids=one.token_ids,
             behaviour_logprobs=one.logprobs,
-            mask=as_sample(one).loss_mask(),
-            turns=tuple(begin for begin, _ in as_sample(one).turns()),
+            mask=one.loss_mask(),
+            turns=tuple(begin for begin, _ in one.turns()),
         )
         for i, (prompt, one) in enumerate(zip(asked, played, strict=True))
     ]

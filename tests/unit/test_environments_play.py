@@ -20,7 +20,7 @@ from streamrl.workers.engines.double import EngineDouble
 from streamrl.workers.environments.base import Answer, EnvironmentDouble
 from streamrl.workers.environments.play import Player
 from streamrl.workers.environments.tail import Tail
-from tests.helpers import as_sample, make_group, make_ticket
+from tests.helpers import make_group, make_ticket
 from tests.tiny_models import CHARACTERS, make_tokenizer
 
 CHATML = (
@@ -86,27 +86,28 @@ async def test_in_500_random_episodes_what_was_sampled_is_trained_once_and_nothi
 
         # Written apart from the player: the tokens that the engine said are those with a loss, in order, each with its
         # log-prob and its version; and each turn was asked for with the very tokens before it.
-        mask = as_sample(played).loss_mask()
-        assert played.token_ids[mask].tolist() == [t for _, said in engine.said for t in said.token_ids.tolist()]
-        assert played.logprobs[mask].tolist() == [p for _, said in engine.said for p in said.logprobs.tolist()]
-        assert not played.logprobs[~mask].any()
-        assert len(played.token_ids) <= settings.max_tokens
+        sample = played.sample
+        mask = sample.loss_mask()
+        assert sample.token_ids[mask].tolist() == [t for _, said in engine.said for t in said.token_ids.tolist()]
+        assert sample.logprobs[mask].tolist() == [p for _, said in engine.said for p in said.logprobs.tolist()]
+        assert not sample.logprobs[~mask].any()
+        assert len(sample.token_ids) <= settings.max_tokens
         assert len(engine.said) <= min(num_turns, settings.max_turns)
         assert played.reward == 0.5 * len(engine.said)
         made = np.zeros(len(mask), np.int64)
-        whole = [*ticket.token_ids.tolist(), *played.token_ids.tolist()]
+        whole = [*ticket.token_ids.tolist(), *sample.token_ids.tolist()]
         for context, said in engine.said:
             assert whole[: len(context)] == context
             for span in said.spans:
                 at = len(context) - len(ticket.token_ids)
                 made[at + span.start : at + span.end] = span.version
         told = np.zeros(len(mask), np.int64)
-        for span in played.spans:
+        for span in sample.spans:
             told[span.start : span.end] = span.version
         assert told.tolist() == made.tolist()
         assert (told > 0).tolist() == mask.tolist()
         assert environment.num_open == 0
-        samples.append(as_sample(played))
+        samples.append(sample)
     group = make_group(make_ticket(1), samples=tuple(samples))
     header, body = encode_group(group)
     back = decode_body(decode_header(header), body)

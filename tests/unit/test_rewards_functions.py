@@ -6,8 +6,7 @@ import asyncio
 import linecache
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from streamrl.config import schema
 from streamrl.errors import ConfigError, RewardError
 from streamrl.permissions import Permissions
 from streamrl.recipe.own import pickled
-from streamrl.workers.rewards.functions import FunctionReward, build_function_reward
+from streamrl.workers.rewards.functions import build_function_reward
 from tests.helpers import wait_until
-from tests.tiny_rewards import make_item
+from tests.tiny_rewards import beginning, make_item
 
 Start = Callable[..., Any]
 
@@ -74,18 +73,7 @@ def start(tmp_path: Path) -> Start:
     (tmp_path / "rewards.py").write_text(CODE)
     (tmp_path / "neighbour.py").write_text("VALUE = 7.0")
 
-    @asynccontextmanager
-    async def begin(function: str, **settings: Any) -> AsyncIterator[FunctionReward]:
-        target = f"{tmp_path}/rewards.py:{function}" if function.isidentifier() else function
-        source = schema.FunctionReward(type="function", target=target, **settings)
-        reward = build_function_reward("mine", source, Permissions(reward_code=(target,)))
-        try:
-            await reward.start()
-            yield reward
-        finally:
-            await reward.close()
-
-    return begin
+    return beginning(tmp_path / "rewards.py")
 
 
 async def test_a_function_gets_tokens_fields_and_options_and_may_print(start: Start) -> None:
@@ -251,7 +239,7 @@ def f(prompt, completion, token_ids, fields):
 WORKER = """
 import asyncio, sys
 from streamrl.config import schema
-from tests.tiny_rewards import make_item
+from tests.tiny_rewards import beginning, make_item
 from streamrl.permissions import Permissions
 from streamrl.recipe.own import pickled
 from streamrl.workers.rewards.functions import build_function_reward

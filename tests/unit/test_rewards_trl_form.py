@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from streamrl.config import schema
 from streamrl.errors import ConfigError, RewardError
-from streamrl.permissions import Permissions
 from streamrl.workers.rewards.base import Rewards, ScoreItem, Weighted
-from streamrl.workers.rewards.functions import FunctionReward, build_function_reward
-from tests.tiny_rewards import make_item
+from tests.tiny_rewards import beginning, make_item
 
 Start = Callable[..., Any]
 
@@ -70,18 +66,7 @@ def of_the_trainer(completions, trainer_state, **kwargs):
 def start(tmp_path: Path) -> Start:
     (tmp_path / "rewards.py").write_text(CODE)
 
-    @asynccontextmanager
-    async def begin(function: str, **settings: Any) -> AsyncIterator[FunctionReward]:
-        target = f"{tmp_path}/rewards.py:{function}"
-        source = schema.FunctionReward(type="function", target=target, **settings)
-        reward = build_function_reward("mine", source, Permissions(reward_code=(target,)))
-        try:
-            await reward.start()
-            yield reward
-        finally:
-            await reward.close()
-
-    return begin
+    return beginning(tmp_path / "rewards.py")
 
 
 def chat(completion: str) -> ScoreItem:

@@ -30,8 +30,8 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.config import schema
-from streamrl.config.check import check_positions
 from streamrl.config.engines import ENGINES
+from streamrl.errors import ConfigError
 from streamrl.protocol.wire.group import FinishReason, Span
 from streamrl.workers.engines.model import ModelFacts
 
@@ -116,7 +116,20 @@ class EngineSettings:
     @property
     def max_length(self) -> int:
         """Tokens of the longest sequence that a ticket can ask for, prompt included."""
-        return check_positions(self.config, self.model.max_positions, model=self.model.path)
+        responses = {"sampling.max_tokens": self.config.sampling.max_tokens}
+        if self.config.environment is not None:
+            responses = {"environment.max_tokens": self.config.environment.max_tokens}
+        elif self.config.data.validation is not None:
+            responses["validation.sampling.max_tokens"] = self.config.validation.sampling.max_tokens
+        key = max(responses, key=responses.__getitem__)
+        longest = self.config.data.max_prompt_tokens + responses[key]
+        known = self.model.max_positions
+        if known is not None and longest > known:
+            raise ConfigError(
+                f"data.max_prompt_tokens and {key} allow sequences of {longest} tokens together; the model at "
+                f"{self.model.path!r} knows positions up to {known}"
+            )
+        return longest
 
 
 def make_engine(settings: EngineSettings) -> Engine:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from streamrl.config import schema
 from streamrl.errors import SampleError
-from streamrl.protocol.wire.group import FinishReason, Span
+from streamrl.protocol.wire.group import FinishReason, Sample, Span
 from streamrl.protocol.wire.ticket import Ticket
 from streamrl.workers.engines.base import Engine, Generated, SampleRequest
 from streamrl.workers.environments.base import Environment, Episode
@@ -26,12 +26,8 @@ from streamrl.workers.environments.tail import Tail
 
 
 class Played(NamedTuple):
-    token_ids: npt.NDArray[np.int32]  # [T] beyond the prompt
-    logprobs: npt.NDArray[np.float32]  # [T] 0 where a token was given
-    mask_runs: tuple[int, ...]
-    spans: tuple[Span, ...]
+    sample: Sample  # not scored yet; its finish reason is stop where the environment was done
     text: str  # of all turns, and of what was given between them
-    finish_reason: FinishReason  # stop: the environment was done
     reward: float = 0.0  # the environment's
 
 
@@ -112,15 +108,16 @@ class _Tape:
         self._add(text, np.asarray(token_ids, dtype=np.int32), np.zeros(len(token_ids), dtype=np.float32))
 
     def played(self, finish_reason: FinishReason, reward: float) -> Played:
-        return Played(
+        sample = Sample(
             token_ids=np.concatenate([np.zeros(0, np.int32), *self._tokens]),
             logprobs=np.concatenate([np.zeros(0, np.float32), *self._logprobs]),
             mask_runs=tuple(self._runs) if self.num_tokens else (),
             spans=tuple(self._spans),
-            text="".join(self._texts),
             finish_reason=finish_reason,
-            reward=reward,
+            rewards={},
+            reward=0.0,
         )
+        return Played(sample=sample, text="".join(self._texts), reward=reward)
 
     def _add(self, text: str, token_ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]) -> None:
         self._tokens.append(token_ids)

@@ -14,12 +14,13 @@ import sys
 import uuid
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import click
 
 from streamrl.config.changes import check_changes
 from streamrl.config.check import check_config
-from streamrl.config.load import load_config
+from streamrl.config.load import Loaded, load_config
 from streamrl.config.placement import Placement, place
 from streamrl.config.places import EMBEDDED_REDIS, check_files
 from streamrl.config.schema import Config
@@ -99,27 +100,26 @@ def learn(
     check_config(config, loaded.origin)
     url = None if replay is not None else redis_url or config.redis.url
     server = None if url is None else _reach(url, config, dry_run=dry_run)
-    command = _build(
-        config,
-        redis_url=server or url,
-        replay=replay,
-        cluster=cluster,
-        takeover=takeover,
-        standby=standby,
-        placement=Placement(shares={}) if dry_run else place(config, gpus_here(), "learner"),
-    )
+    placement = Placement(shares={}) if dry_run else place(config, gpus_here(), "learner")
+    command = _build(config, server or url, replay, cluster, placement, takeover=takeover, standby=standby)
     if source is not None:
         _fork(config, source, new_data=new_data, dry_run=dry_run)
     else:
         _check_resume(config, cluster, server)
         _show_changes(config)
-    if not dry_run:
-        try_out(loaded, workers_are_here=False)
-        _prepare(config)
+    if dry_run:
+        click.echo(_shown(command))
+    else:
+        _begin(loaded, command)
+
+
+def _begin(loaded: Loaded, command: Command) -> NoReturn:
+    """This process becomes torchrun's agent."""
+    try_out(loaded, workers_are_here=False)
+    _prepare(loaded.config)
     click.echo(_shown(command))
-    if not dry_run:
-        sys.stdout.flush()
-        os.execve(command.arguments[0], list(command.arguments), {**os.environ, **command.environment})
+    sys.stdout.flush()
+    os.execve(command.arguments[0], list(command.arguments), {**os.environ, **command.environment})
 
 
 def _check_options(
@@ -177,13 +177,13 @@ def _reach(url: str, config: Config, *, dry_run: bool) -> str | None:
 
 def _build(
     config: Config,
-    *,
     redis_url: str | None,
     replay: Path | None,
     cluster: Cluster | None,
+    placement: Placement,
+    *,
     takeover: bool,
     standby: bool,
-    placement: Placement,
 ) -> Command:
     """The line, after everything else that can be looked at was; UserError for the first thing that is not right. The
     groups come from `replay`, a recording, or from `redis_url`."""

@@ -1,0 +1,113 @@
+"""Engines with versions to serve, and the truth about these: what tests of engines stand on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from streamrl.config import schema
+from streamrl.versions import make_version
+from streamrl.workers.engines.base import Engine, EngineSettings, Generated, KvCache, SampleRequest, make_engine
+from streamrl.workers.engines.hf_model import RowState, processed_logprobs
+from streamrl.workers.engines.model import read_model
+from tests.tiny_models import CHARACTERS, Architecture, make_model
+from tests.worker_world import worker_config
+
+TOLERANCE = 1e-4
+MAX_PROMPT = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    engine: str
+    architecture: Architecture
+    tied: bool
+
+    def __str__(self) -> str:
+        return f"{self.engine}-{self.architecture}-{'tied' if self.tied else 'untied'}"
+
+
+CASES: list[Any] = [
+    Case(engine="transformers", architecture="qwen2", tied=True),
+    Case(engine="transformers", architecture="llama", tied=False),
+    Case(engine="vllm", architecture="qwen2", tied=True),
+    Case(engine="vllm", architecture="llama", tied=False),
+    pytest.param(Case(engine="vllm", architecture="qwen2", tied=False), marks=pytest.mark.long),
+    pytest.param(Case(engine="vllm", architecture="llama", tied=True), marks=pytest.mark.long),
+]
+
+
+class Served:
+    """An engine, the versions it may serve, and what a plain forward pass of each says."""
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        self.folders = [
+            make_model(folder / str(n), architecture=case.architecture, tied=case.tied, seed=n) for n in range(3)
+        ]
+        self.models = [
+            transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in self.folders
+        ]
+        self.facts = read_model(str(self.folders[0]), trust_remote_code=False)
+        config = worker_config(threads=1, engine=case.engine)
+        self.config = config.model_copy(
+            update={
+                "weights": schema.Weights(dtype="float32"),
+                "data": schema.Data(train="", max_prompt_tokens=MAX_PROMPT),
+                "sampling": schema.Sampling(max_tokens=200),
+            }
+        )
+        self.engine: Engine = make_engine(EngineSettings(model=self.facts, config=self.config, seed=1))
+        self._num_loads = 0
+        self._num_requests = 0
+
+    async def load(self, model: int, kv_cache: KvCache = "salt", *, again: bool = False) -> int:
+        """The version under which it is served: the next, or the same once more."""
+        number = self._num_loads - again
+        version, step = make_version(1, number), 100 + number
+        weights = self.folders[model] / "model.safetensors"
+        await self.engine.load(weights, version=version, step=step, kv_cache=kv_cache)
+        self._num_loads = number + 1
+        return version
+
+    def request(self, prompt: Sequence[int], **sampling: Any) -> SampleRequest:
+        self._num_requests += 1
+        return SampleRequest(
+            request_id=f"request-{self._num_requests}",
+            prompt_ids=np.asarray(prompt, dtype=np.int32),
+            sampling=schema.Sampling(**{"max_tokens": 32, **sampling}),
+        )
+
+    async def sample(self, prompts: Sequence[Sequence[int]], **sampling: Any) -> list[Generated]:
+        return await asyncio.gather(*(self.engine.generate(self.request(p, **sampling)) for p in prompts))
+
+    def logits(self, model: int, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:  # [T, V]
+        ids = torch.tensor([[*prompt, *response]])
+        with torch.no_grad():
+            logits: torch.Tensor = self.models[model](ids).logits[0, len(prompt) - 1 : -1]
+        return logits
+
+    def expected(
+        self, logits: torch.Tensor, prompt: Sequence[int], response: Sequence[int], sampling: schema.Sampling
+    ) -> torch.Tensor:  # [T]
+        """Log-probs of the response under the distribution that these settings make of the logits."""
+        rows = [RowState(sampling=sampling, num_tokens=t, seen=[*prompt, *response[:t]]) for t in range(len(response))]
+        logprobs = processed_logprobs(logits, rows, self.facts.stop_ids)
+        return logprobs.gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
+def prompts(count: int, *, seed: int = 0) -> list[list[int]]:
+    """Of several lengths."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, 3 + len(CHARACTERS), size=rng.integers(2, 20)).tolist() for _ in range(count)]
+
+
+def worst(generated: Generated, expected: torch.Tensor) -> float:
+    return float(np.abs(generated.logprobs - expected.numpy()).max())
