@@ -30,7 +30,13 @@ async def test_redis_dies_ten_times_and_the_run_goes_on(tmp_path: Path, cut_s: f
     with RedisKeeper(tmp_path / "redis") as keeper, connect(keeper.url, SETTINGS) as client:
         async with connect_async(keeper.url, SETTINGS) as async_client:
             world = RunWorld(
-                tmp_path, client=client, async_client=async_client, keys=Keys("run"), url=keeper.url, num_prompts=20_000
+                tmp_path,
+                client=client,
+                async_client=async_client,
+                keys=Keys("run"),
+                url=keeper.url,
+                num_prompts=20_000,
+                redis_forgets=cut_s > 0,
             )
             recoveries: list[float] = []
             with LeaseKeeper(world.learner.stream.renew, lease_s=LEASE_S).keeping():

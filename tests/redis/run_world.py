@@ -122,13 +122,16 @@ class RunWorld:
         num_prompts: int = NUM_PROMPTS,
         prompts: PromptSet | None = None,
         patience_s: float = 5.0,
+        redis_forgets: bool = False,
         **sections: dict[str, Any],
     ) -> None:
-        """`sections` change the configuration, as those of `make_config`."""
+        """`sections` change the configuration, as those of `make_config`. Where Redis forgets, a lease may be gone when
+        its group is delivered."""
         config = make_config(**{"training": {"groups_per_step": 3}, "worker": {"max_attempts": 2}, **sections})
         self.config = config.model_copy(update={"name": keys.name, "dir": path})
         self.prompts, self.patience_s = prompts or make_prompts(num_prompts), patience_s
         self.client, self.keys, self.url = client, keys, url
+        self._redis_forgets = redis_forgets
         self.worker = WorkerStream(async_client, keys, worker="w", lease_s=30.0, give_up_after_s=5.0)
         self.learner = Learner(self)
 
@@ -156,7 +159,7 @@ class RunWorld:
             rewards = (1.0, 1.0) if number in dull else (0.0, 1.0)
             failed = number in failing
             answer = encode_failure(each.ticket) if failed else encode_answer(each.ticket, rewards=rewards)
-            assert await self.worker.deliver(each, *answer)
+            assert await self.worker.deliver(each, *answer) or self._redis_forgets
         return bool(leased)
 
     async def next_step(self, **answers: frozenset[int]) -> Plan:

@@ -1,222 +1,250 @@
-"""The losses for stale samples: numbers computed by hand, a bandit whose gradient is known, and absurd ratios."""
+"""The gradient of a step against the objective written down plainly, in float64, one sequence at a time."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from streamrl.recipe.losses import LOSSES, TokenBatch, ratios
+from streamrl.config import schema
+from streamrl.learner.metrics.tally import Tally
+from streamrl.learner.model.gradients import Gradients
+from streamrl.learner.model.load import Policy, load_model, load_policy
+from streamrl.learner.model.logprobs import Head
+from streamrl.learner.model.packing import MicroBatch
+from streamrl.learner.process.ranks import World
+from streamrl.protocol.wire.group import Group
+from streamrl.recipe.algorithms import make_algorithm
+from streamrl.recipe.losses import k1, k2, k3
+from tests.learner_cases import group_of, learner_config, random_groups
+from tests.plain_objective import plain_logprobs, plain_loss
+from tests.tiny_models import make_model
 
-E = math.e
+# The model's own norms and rotations round to fp32, whatever its dtype.
+_LOSS, _GRADIENT = 1e-6, 1e-6
+ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
-    values: torch.Tensor
-    ratio: torch.Tensor
-    weight: torch.Tensor
-    clipped: torch.Tensor
-    masked: torch.Tensor
-    gradient: list[float]  # of the values' sum, by log pi
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), hidden=32)
 
 
-def judge(
-    logprobs: Sequence[float],
-    behaviour: Sequence[float],
-    advantages: Sequence[float],
-    *,
-    loss: str = "truncated",
-    proximal: Sequence[float] | None = None,
-    sample: Sequence[int] | None = None,
-    dtype: torch.dtype = torch.float64,
-    **arguments: float,
-) -> Judged:
-    """Each token a response of its own, unless told."""
-    at = torch.tensor(logprobs, dtype=dtype, requires_grad=True)
-    batch = TokenBatch(
-        logprobs=at,
-        behaviour_logprobs=torch.tensor(behaviour, dtype=dtype),
-        proximal_logprobs=torch.tensor(proximal if proximal is not None else behaviour, dtype=dtype),
-        advantages=torch.tensor(advantages, dtype=dtype),
-        staleness=torch.zeros(len(at), dtype=torch.int64),
-        sample=torch.tensor(sample if sample is not None else list(range(len(at))), dtype=torch.int64),
-        num_samples=len(at),
+@pytest.fixture(scope="module")
+def reference_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("reference"), hidden=32, seed=1)
+
+
+def policy64(folder: Path) -> Policy:
+    head = Head(end_ids=(1,), compute_dtype=torch.float64)
+    return Policy(load_model(str(folder)).double(), head=head, min_tokens=1, dtype=torch.float64)
+
+
+def make_gradients(policy: Policy, reference: Policy, config: schema.Config) -> Gradients:
+    def ask(batch: MicroBatch) -> torch.Tensor:
+        with torch.no_grad():
+            return reference(batch).logp
+
+    return Gradients(
+        policy=policy,
+        reference=ask,
+        algorithm=make_algorithm(config.algorithm),
+        config=config,
+        world=ALONE,
+        beat=lambda: None,
     )
-    values, metrics = LOSSES[loss](batch, **arguments)
-    [gradient] = torch.autograd.grad(values.sum(), at)
-    none = torch.zeros(len(at), dtype=torch.bool)
-    return Judged(
-        values=values,
-        ratio=ratios(at.detach(), batch.behaviour_logprobs),
-        weight=metrics.get("weight", torch.ones(len(at))),
-        clipped=metrics.get("clipped", none),
-        masked=metrics.get("masked", none),
-        gradient=gradient.tolist(),
-    )
 
 
-def test_truncated_weighs_each_token_by_its_ratio_up_to_the_clamp() -> None:
-    losses = judge([-1, -1, -1], [-1, -2, -9], [2, 2, -1])
-    assert losses.values.tolist() == pytest.approx([2, 2 * E, -5])
-    assert losses.gradient == pytest.approx([-2, -2 * E, 5])
-    assert losses.ratio.tolist() == pytest.approx([1, E, E**8])
-    assert losses.clipped.tolist() == [False, False, True]
+def accumulate(policy: Policy, reference: Policy, groups: Sequence[Group], config: schema.Config) -> float:
+    gradients = make_gradients(policy, reference, config)
+    tally = Tally(sources=tuple(config.rewards), step=0, is_dead=lambda _version, _step: False)
+    return gradients.accumulate(gradients.prepare(groups, tally), tally)
 
 
-def test_tis_is_truncated_with_a_tighter_clamp() -> None:
-    losses = judge([-1, -1], [-1.5, -2], [1, 1], loss="tis")
-    assert losses.gradient == pytest.approx([-math.exp(0.5), -2])
+ALGORITHMS = {
+    "default": {},
+    "kl in the loss, k2": {"kl": schema.Kl(placement="loss", estimator="k2", coefficient=0.3)},
+    "kl in the loss, k3": {"kl": schema.Kl(placement="loss", estimator="k3", coefficient=0.3)},
+    "strong kl in the reward": {"kl": schema.Kl(coefficient=0.7)},
+    "signed kl in the reward": {"kl": schema.Kl(coefficient=0.7, absolute=False)},
+    "no kl": {"kl": schema.Kl(placement="none")},
+    "beta 0": {"kl": schema.Kl(coefficient=0.0)},
+    "beta 0 in the loss": {"kl": schema.Kl(placement="loss", estimator="k3", coefficient=0.0)},
+    "unfinished teach too": {"mask_unfinished": False},
+    "uncorrected": {"loss": "none"},
+    "tight clamp": {"loss_args": {"clamp": 0.3}},
+    "token mean": {"loss_mean": "token"},
+    "tis": {"loss": "tis"},
+    "icepop": {"loss": "icepop"},
+    "sequence mask": {"loss": "sequence_mask", "loss_args": {"low": 0.2, "high": 4.0}},
+    "sequence mask as usual": {"loss": "sequence_mask"},
+    "gspo": {"loss": "gspo", "loss_args": {"low": 0.5, "high": 2.0}},
+    "gspo as usual, token mean": {"loss": "gspo", "loss_mean": "token"},
+    "ppo": {"loss": "ppo"},
+    "ppo, token mean, kl in the loss": {
+        "loss": "ppo",
+        "loss_mean": "token",
+        "kl": schema.Kl(placement="loss", estimator="k3", coefficient=0.3),
+    },
+    "decoupled": {"loss": "decoupled"},
+    "discounted": {"discount_factor": 0.7},
+    "scaled by std": {"scale_by_std": True},
+    "normalized over the batch": {"normalize_batch": True},
+    "scaled, normalized, discounted": {"scale_by_std": True, "normalize_batch": True, "discount_factor": 0.9},
+}
+RS: dict[str, Any] = {"name": "rejection_sampling"}
 
 
-def test_icepop_takes_out_tokens_beyond_its_bounds() -> None:
-    losses = judge([-1, -1, -1], [-2, -3, -0.1], [1, 1, 1], loss="icepop")
-    assert losses.values.tolist() == pytest.approx([E, 0, 0])
-    assert losses.gradient == pytest.approx([-E, 0, 0])
-    assert losses.masked.tolist() == [False, True, True]
-
-
-def test_sequence_mask_takes_out_responses_whose_geometric_mean_left_the_bounds() -> None:
-    # Ratios e and 1/e: mean 1, kept. Ratios e and 1: mean e^0.5, taken out.
-    losses = judge([-1] * 4, [-2, 0, -2, -1], [1] * 4, sample=[0, 0, 1, 1], loss="sequence_mask")
-    assert losses.values.tolist() == pytest.approx([E, 1 / E, 0, 0])
-    assert losses.gradient == pytest.approx([-E, -1 / E, 0, 0])
-    assert losses.masked.tolist() == [False, False, True, True]
-
-
-def test_sequence_mask_clamps_the_tokens_of_responses_that_it_keeps() -> None:
-    losses = judge([-1, -9], [-9, -1], [1, 1], sample=[0, 0], loss="sequence_mask")
-    assert losses.gradient == pytest.approx([-5, -math.exp(-8)])
-    assert losses.clipped.tolist() == [True, False]
-
-
-def test_gspo_clips_the_geometric_mean_of_a_response() -> None:
-    # Geometric means 1.5 (log 2 and log 1.125), 3 and 3; the second is clipped, the third pulls back and is not.
-    behaviour = [-math.log(2), -math.log(1.125), -math.log(3), -math.log(3)]
-    losses = judge([0] * 4, behaviour, [1, 1, 1, -1], sample=[0, 0, 1, 2], loss="gspo", low=0.5, high=2.0)
-    assert losses.values.tolist() == pytest.approx([-1.5, -1.5, -2, 3])
-    assert losses.gradient == pytest.approx([-1.5, -1.5, 0, 3])
-    assert losses.clipped.tolist() == [False, False, True, False]
-
-
-def test_ppo_clips_only_what_would_move_further_away() -> None:
-    # Ratios 1.1; 2 with either sign; 0.5 with either sign.
-    behaviour = [-math.log(ratio) for ratio in (1.1, 2, 2, 0.5, 0.5)]
-    losses = judge([0] * 5, behaviour, [1, 1, -1, 1, -1], loss="ppo")
-    assert losses.values.tolist() == pytest.approx([-1.1, -1.2, 2, -0.5, 0.8])
-    assert losses.gradient == pytest.approx([-1.1, 0, 2, -0.5, 0])
-    assert losses.clipped.tolist() == [False, True, False, False, True]
-
-
-def test_decoupled_corrects_for_age_and_clips_what_the_passes_moved() -> None:
-    # pi_p / mu = 2, and 8 which is clamped at 5; pi / pi_p = 1.1, 2, 1.
-    behaviour = [-math.log(2), -math.log(2), -math.log(8)]
-    losses = judge([math.log(1.1), math.log(2), 0], behaviour, [1] * 3, proximal=[0.0] * 3, loss="decoupled")
-    assert losses.values.tolist() == pytest.approx([-2.2, -2.4, -5])
-    assert losses.gradient == pytest.approx([-2.2, 0, -5])
-    assert losses.ratio.tolist() == pytest.approx([2.2, 4, 8])
-    assert losses.clipped.tolist() == [False, True, True]
-
-
-def test_plain_reinforce_ignores_the_ratio() -> None:
-    losses = judge([-1, -1], [-1, -9], [1, -2], loss="none")
-    assert losses.values.tolist() == pytest.approx([1, -2])
-    assert losses.gradient == pytest.approx([-1, 2])
-
-
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_an_absurd_ratio_stays_finite(name: str, dtype: torch.dtype) -> None:
-    losses = judge(
-        [0.0, -1e9, -1.0, -1.0],
-        [-1e9, 0.0, -30.0, -1.0],
-        [0.0, 1.0, -1.0, 1.0],
-        proximal=[-1e9, 0.0, -1.0, -30.0],
-        sample=[0, 1, 2, 2],
-        loss=name,
-        dtype=dtype,
-    )
-    for found in (losses.values, losses.ratio, losses.ratio**2, losses.weight, torch.tensor(losses.gradient)):
-        assert torch.isfinite(found).all()
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_no_tokens_give_no_losses(name: str) -> None:
-    assert len(judge([], [], [], loss=name).values) == 0
-
-
-# A bandit: one token a response, five arms, and rewards such that some arms are worth more than others.
-
-WORTH = torch.tensor([1.0, -0.5, 0.3, -1.2, 0.6], dtype=torch.float64)
-YOUNG = torch.tensor([0.4, -0.3, 0.0, 0.2, -0.2], dtype=torch.float64)
-DRAWS = 50_000
-
-
-def old_policy(staleness: float) -> torch.Tensor:
-    return YOUNG + staleness * torch.tensor([-1.0, 0.6, 0.5, -0.7, 0.9], dtype=torch.float64)
-
-
-def exact_gradient() -> torch.Tensor:  # [arms] of the expected worth under today's policy, negated
-    theta = YOUNG.clone().requires_grad_()
-    [gradient] = torch.autograd.grad(-(theta.softmax(0) * WORTH).sum(), theta)
-    return gradient
-
-
-def gradients_of_stale_draws(staleness: float, *, loss: str, **arguments: float) -> torch.Tensor:  # [draws, arms]
-    generator = torch.Generator().manual_seed(7)
-    old = old_policy(staleness).log_softmax(0)
-    arms = torch.multinomial(old.exp(), DRAWS, replacement=True, generator=generator)
-    logprobs = YOUNG.log_softmax(0)[arms].requires_grad_()
-    batch = TokenBatch(
-        logprobs=logprobs,
-        behaviour_logprobs=old[arms],
-        proximal_logprobs=logprobs.detach(),
-        advantages=WORTH[arms],
-        staleness=torch.zeros(DRAWS, dtype=torch.int64),
-        sample=torch.arange(DRAWS),
-        num_samples=DRAWS,
-    )
-    values, _ = LOSSES[loss](batch, **arguments)
-    [by_logprobs] = torch.autograd.grad(values.sum(), logprobs)
-    score = torch.nn.functional.one_hot(arms, len(WORTH)) - YOUNG.softmax(0)
-    return by_logprobs[:, None] * score
-
-
-def errors_in_standard_errors(draws: torch.Tensor) -> torch.Tensor:  # [arms]
-    return (draws.mean(0) - exact_gradient()).abs() / (draws.std(0) / math.sqrt(len(draws)))
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"loss": "truncated"},
-        {"loss": "tis", "clamp": 5.0},
-        {"loss": "decoupled"},
-        {"loss": "icepop", "low": 0.1, "high": 5.0},
-        {"loss": "sequence_mask", "low": 0.1, "high": 5.0},
-        {"loss": "ppo", "low": 0.1, "high": 5.0},
-        {"loss": "gspo", "low": 0.1, "high": 5.0},
-    ],
-    ids=str,
-)
-def test_corrected_gradients_of_stale_draws_are_those_of_todays_policy(settings: dict[str, Any]) -> None:
-    ratios = torch.exp(YOUNG.log_softmax(0) - old_policy(1.0).log_softmax(0))
-    assert 0.1 < ratios.min() < 0.7 < 1.4 < ratios.max() < 5, "stale, and within the limits"
-    assert errors_in_standard_errors(gradients_of_stale_draws(1.0, **settings)).max() < 3
-
-
-@pytest.mark.parametrize("settings", [{"loss": "none"}, *({"loss": n} for n in ("ppo", "gspo", "icepop"))])
-def test_uncorrected_gradients_are_not_and_bounds_that_bind_are_biased_by_construction(
-    settings: dict[str, Any],
+@pytest.mark.parametrize("settings", ALGORITHMS.values(), ids=ALGORITHMS.keys())
+def test_gradients_equal_the_objective_written_down_plainly(
+    model_folder: Path, reference_folder: Path, settings: dict[str, Any]
 ) -> None:
-    staleness = 3.0 if settings["loss"] == "icepop" else 1.0
-    assert errors_in_standard_errors(gradients_of_stale_draws(staleness, **settings)).max() > 10
+    groups = random_groups(5)
+    config = learner_config(model_folder, algorithm=schema.Algorithm(**settings))
+    policy, reference = policy64(model_folder), policy64(reference_folder)
+    loss = accumulate(policy, reference, groups, config)
+    ours = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
+    policy.zero_grad()
+    truth, with_gradient = plain_loss(policy, reference, groups, config.algorithm)
+    with_gradient.backward()
+    assert loss == pytest.approx(truth, abs=_LOSS)
+    for name, parameter in policy.named_parameters():
+        torch.testing.assert_close(ours[name], parameter.grad, atol=_GRADIENT, rtol=0)
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_fresh_draws_give_the_gradient_of_todays_policy_with_every_loss(name: str) -> None:
-    assert errors_in_standard_errors(gradients_of_stale_draws(0.0, loss=name)).max() < 3
+@pytest.mark.parametrize("max_tokens", [10_000, 40], ids=["one micro-batch", "many"])
+def test_rejection_sampling_is_supervised_training_on_the_winners_and_on_no_padding(
+    model_folder: Path, max_tokens: int
+) -> None:
+    groups = random_groups(4)
+    training = schema.Training(micro_batch_tokens=max_tokens)
+    config = learner_config(model_folder, algorithm=schema.Algorithm(**RS), training=training)
+    policy = policy64(model_folder)
+    gradients = make_gradients(policy, policy, config)
+    tally = Tally(sources=tuple(config.rewards), step=0, is_dead=lambda _version, _step: False)
+    batch = gradients.prepare(groups, tally)
+    assert any((micro_batch.bundle == 0).any() for micro_batch in batch.micro_batches), "rows are padded"
+    loss = gradients.accumulate(batch, tally)
+    finished = [[s for s in g.samples if s.finish_reason == "stop"] for g in groups]
+    winners = [(g, max(ended, key=lambda s: s.reward)) for g, ended in zip(groups, finished, strict=True) if ended]
+    terms = [-plain_logprobs(policy, group, winner.token_ids.tolist()).mean() for group, winner in winners]
+    truth = torch.stack(terms).mean()
+    assert loss == pytest.approx(float(truth.detach()), abs=_LOSS)
+    ours = {name: p.grad.clone() for name, p in policy.named_parameters()}
+    policy.zero_grad()
+    truth.backward()
+    torch.testing.assert_close(ours, {name: p.grad for name, p in policy.named_parameters()}, atol=_GRADIENT, rtol=0)
+
+
+@pytest.mark.parametrize("settings", [*ALGORITHMS.values(), RS], ids=[*ALGORITHMS, "rejection sampling"])
+def test_micro_batches_and_the_order_of_groups_do_not_change_the_gradient(
+    model_folder: Path, reference_folder: Path, settings: dict[str, Any]
+) -> None:
+    groups = random_groups(6, seed=3)
+    gradients: list[dict[str, torch.Tensor]] = []
+    for max_tokens, order in ((10_000, 1), (10_000, -1), (60, 1), (1, 1)):
+        config = learner_config(
+            model_folder,
+            algorithm=schema.Algorithm(**settings),
+            training=schema.Training(micro_batch_tokens=max_tokens),
+        )
+        policy = policy64(model_folder)
+        accumulate(policy, policy64(reference_folder), groups[::order], config)
+        gradients.append({name: p.grad for name, p in policy.named_parameters() if p.grad is not None})
+    for other in gradients[1:]:
+        torch.testing.assert_close(other, gradients[0], atol=_GRADIENT, rtol=0)
+
+
+@pytest.mark.parametrize("settings", [*ALGORITHMS.values(), RS], ids=[*ALGORITHMS, "rejection sampling"])
+def test_empty_and_unfinished_responses_and_lone_survivors_are_finite(
+    model_folder: Path, settings: dict[str, Any]
+) -> None:
+    groups = [
+        group_of(rewards=[1, 2], responses=[[], [8, 9]]),
+        group_of(rewards=[1, 2], responses=[[], []], ticket=1),
+        group_of(rewards=[1, 2], finished=[False, False], ticket=2),
+        group_of(rewards=[1, 2], finished=[True, False], ticket=3),
+        group_of(rewards=[1], ticket=4),
+    ]
+    for batch in (groups, groups[1:3], []):
+        policy = policy64(model_folder)
+        config = learner_config(model_folder, algorithm=schema.Algorithm(**settings))
+        assert np.isfinite(accumulate(policy, policy64(model_folder), batch, config))
+        gradients = [p.grad for p in policy.parameters() if p.grad is not None]
+        assert all(torch.isfinite(g).all() for g in gradients)
+
+
+def test_kl_estimators_by_hand() -> None:
+    logp, logref = torch.tensor([-1.0]), torch.tensor([-3.0])
+    assert float(k1(logp, logref)) == 2.0
+    assert float(k2(logp, logref)) == 2.0
+    assert float(k3(logp, logref)) == pytest.approx(np.exp(-2) - 1 + 2)
+
+
+def test_gradient_checkpointing_changes_no_gradient(model_folder: Path) -> None:
+    groups = random_groups(3)
+    gradients: list[dict[str, torch.Tensor]] = []
+    for checkpointing in (False, True):
+        model = schema.Model(path=str(model_folder), dtype="float32", gradient_checkpointing=checkpointing)
+        config = learner_config(model_folder, model=model)
+        policy = load_policy(config, ALONE, (1,))
+        accumulate(policy, policy64(model_folder), groups, config)
+        gradients.append({name: p.grad for name, p in policy.named_parameters() if p.grad is not None})
+    torch.testing.assert_close(gradients[1], gradients[0], atol=1e-6, rtol=0)
+
+
+def test_a_second_pass_compares_with_the_policy_before_the_first(model_folder: Path) -> None:
+    groups = random_groups(3)
+    settings = {
+        "loss": "decoupled",
+        "loss_args": {"clamp": 1e6, "low": 1e-6, "high": 1e6},
+        "kl": schema.Kl(placement="none"),
+    }
+    config = learner_config(model_folder, algorithm=schema.Algorithm(**settings))
+    policy = policy64(model_folder)
+    gradients = make_gradients(policy, policy, config)
+    tally = Tally(sources=("made_up",), step=0, is_dead=lambda _version, _step: False)
+    batch = gradients.prepare(groups, tally)
+    first = gradients.accumulate(batch, tally)
+    kept = [logprobs.clone() for logprobs in batch.proximal_logprobs]
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter -= 0.02 * parameter.grad
+    policy.zero_grad()
+    second = gradients.accumulate(batch, tally)
+    assert second < first, "a step against the gradient lowers the loss on the same batch"
+    assert all(torch.equal(now, before) for now, before in zip(batch.proximal_logprobs, kept, strict=True))
+    # Without a bound that binds, pi_p cancels out: (pi_p / mu) (pi / pi_p) = pi / mu.
+    ours = {name: p.grad.clone() for name, p in policy.named_parameters()}
+    policy.zero_grad()
+    plain = schema.Algorithm(**{**settings, "loss": "truncated", "loss_args": {"clamp": 1e6}})
+    accumulate(policy, policy, groups, learner_config(model_folder, algorithm=plain))
+    torch.testing.assert_close(ours, {name: p.grad for name, p in policy.named_parameters()}, atol=1e-9, rtol=1e-6)
+
+
+@pytest.mark.parametrize("max_tokens", [10_000, 40], ids=["one micro-batch", "many"])
+def test_engine_and_learner_are_compared_on_fresh_samples_alone_wherever_packing_puts_them(
+    model_folder: Path, max_tokens: int
+) -> None:
+    policy = policy64(model_folder)
+    config = learner_config(model_folder, training=schema.Training(micro_batch_tokens=max_tokens))
+    responses = [[8, 9, 10, 1], [11, 1], [12, 13, 1], [9] * 7]
+
+    def group(ticket: int, *, step: int, off: float) -> Group:
+        plain = group_of(rewards=[0, 1, 2, 3], responses=responses, ticket=ticket)
+        true = [plain_logprobs(policy, plain, tokens).detach().numpy() - off for tokens in responses]
+        return group_of(rewards=[0, 1, 2, 3], responses=responses, logprobs=true, ticket=ticket, step=step)
+
+    groups = [group(0, step=4, off=3.0), group(1, step=5, off=0.25), group(2, step=3, off=2.0)]
+    tally = Tally(sources=("made_up",), step=5, is_dead=lambda _version, _step: False)
+    gradients = make_gradients(policy, policy, config)
+    batch = gradients.prepare(groups, tally)
+    for _ in range(2):
+        gradients.accumulate(batch, tally)
+    metrics = tally.metrics(ALONE)
+    assert metrics["policy/fresh_tokens"] == sum(map(len, responses))
+    assert metrics["policy/fresh_mismatch"] == pytest.approx(0.25, abs=1e-6)
