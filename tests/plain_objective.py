@@ -42,7 +42,7 @@ def coefficients(
     if settings.loss in ("icepop", "sequence_mask"):
         judged, kept = (r, r) if settings.loss == "icepop" else (g, capped)
         slope = torch.where((judged >= low) & (judged <= high), kept, zero)
-        return -slope * advantage * logpi.detach(), slope, slope
+        return -slope * advantage * (logpi.detach() if settings.loss != "icepop" else 1), slope, slope
     if settings.loss in ("gspo", "ppo"):
         q = g if settings.loss == "gspo" else r
         bounded = torch.where(q < low, low * one, torch.where(q > high, high * one, q))
@@ -59,6 +59,12 @@ def moments(values: Sequence[float]) -> tuple[float, float]:
     return float(np.mean(values)), float(np.std(values)) + 1e-6
 
 
+def baseline(reward: float, usable: Sequence[float], settings: schema.Algorithm) -> float:
+    if settings.advantages == "group_mean":
+        return sum(usable) / len(usable)
+    return (sum(usable) - reward) / (len(usable) - 1)
+
+
 def plain_advantages(
     groups: Sequence[Group], costs: list[list[float]], settings: schema.Algorithm
 ) -> list[list[float]]:
@@ -71,7 +77,7 @@ def plain_advantages(
         std = float(np.std(usable, ddof=1)) + 1e-6 if settings.scale_by_std and len(usable) > 1 else 1.0
         found.append(
             [
-                (r - (sum(usable) - r) / (len(usable) - 1)) / std if end and len(usable) > 1 else 0.0
+                (r - baseline(r, usable, settings)) / std if end and len(usable) > 1 else 0.0
                 for r, end in zip(rewards, ends, strict=True)
             ]
         )
@@ -99,7 +105,7 @@ def plain_loss(
     in_reward = beta if settings.kl.placement == "reward" else 0.0
     costs = [
         [
-            in_reward * float((abs(m - f) if settings.kl.absolute else m - f).mean())
+            in_reward * float(getattr(abs(m - f) if settings.kl.absolute else m - f, settings.kl.reduction)())
             for m, f in zip(*of_group, strict=True)
         ]
         for of_group in zip(behaviour_logprobs, logref, strict=True)
@@ -119,11 +125,17 @@ def plain_loss(
             gradient = -slope * advantage * logpi[g][i]
             if settings.kl.placement == "loss":
                 d = logpi[g][i] - logref[g][i]
-                kl = beta * weight * (0.5 * d**2 if settings.kl.estimator == "k2" else torch.exp(-d) - 1 + d)
+                kl = (
+                    beta
+                    * (weight if settings.kl.weighted else 1)
+                    * (0.5 * d**2 if settings.kl.estimator == "k2" else torch.exp(-d) - 1 + d)
+                )
                 value, gradient = value + kl.detach(), gradient + kl
             num_tokens += length
             by_sequence = settings.loss_mean == "sequence"
             values.append(float(value.mean() if by_sequence else value.sum()))
             slopes.append(gradient.mean() if by_sequence else gradient.sum())
-    count = sum(len(group.samples) for group in groups) if settings.loss_mean == "sequence" else num_tokens
+    count = num_tokens if settings.loss_mean == "token" else sum(len(group.samples) for group in groups)
+    if settings.loss_mean == "max_tokens":
+        count *= schema.Sampling().max_tokens
     return sum(values) / count, torch.stack(slopes).sum() / count

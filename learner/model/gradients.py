@@ -87,6 +87,7 @@ class Gradients:
         self._reference = reference if algorithm.needs_reference else None
         self._settings = config.algorithm
         self._max_tokens = config.training.micro_batch_tokens
+        self._max_response = config.max_response_tokens
         self._world, self._beat = world, beat
 
     def prepare(self, groups: Sequence[Group], tally: Tally) -> Batch:
@@ -155,8 +156,20 @@ class Gradients:
         totals = self._world.total(np.array([counted, sum(num_trained.values())], dtype=np.float64))
         weights = torch.zeros(sum(len(selection.trained) for selection in selections), dtype=torch.float64)
         for sample, length in num_trained.items():
-            weights[sample] = 1 / (totals[0] * length) if self._settings.loss_mean == "sequence" else 1 / totals[1]
+            weights[sample] = 1 / self._divisor(length, num_counted=totals[0], num_tokens=totals[1])
         return weights.to(self._world.device)
+
+    def _divisor(self, length: int, *, num_counted: float, num_tokens: float) -> float:
+        """Of the losses of a sample of this length."""
+        match self._settings.loss_mean:
+            case "sequence":
+                return num_counted * length
+            case "token":
+                return num_tokens
+            case "sum":
+                return num_counted
+            case "max_tokens":
+                return num_counted * self._max_response
 
     def _micro_batches(self, pieces: Sequence[Piece]) -> list[MicroBatch]:
         batches = pack(pieces, max_tokens=self._max_tokens, shape=self._policy.shape)
@@ -193,7 +206,7 @@ class Gradients:
         batches: Sequence[MicroBatch],
         reference_logprobs: Sequence[torch.Tensor | None],
         tally: Tally,
-    ) -> npt.NDArray[np.float64]:  # [samples] mean over a sample's trained tokens
+    ) -> npt.NDArray[np.float64]:  # [samples] over a sample's trained tokens
         total = torch.zeros(num_samples, dtype=torch.float64, device=self._world.device)
         count = torch.zeros_like(total)
         for batch, reference in zip(batches, reference_logprobs, strict=True):
@@ -203,7 +216,8 @@ class Gradients:
                 total.index_add_(0, batch.sample, penalty)
                 count.index_add_(0, batch.sample, torch.ones_like(penalty))
                 tally.add_reference(behaviour, reference)
-        penalties: npt.NDArray[np.float64] = (total / count.clamp(min=1)).cpu().numpy()
+        mean = self._settings.kl.reduction == "mean"
+        penalties: npt.NDArray[np.float64] = (total / count.clamp(min=1) if mean else total).cpu().numpy()
         return penalties
 
 

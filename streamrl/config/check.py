@@ -29,6 +29,8 @@ _LIMITS: Mapping[str, tuple[Callable[[float], bool], str]] = {  # arguments of l
     "clamp": (lambda clamp: clamp > 0, "above 0"),
     "low": (lambda low: 0 <= low <= 1, f"from 0 to 1: {_AT_ONE}"),
     "high": (lambda high: high >= 1, f"of at least 1: {_AT_ONE}"),
+    "clip_low": (lambda low: 0 <= low <= 1, f"from 0 to 1: {_AT_ONE}"),
+    "clip_high": (lambda high: high >= 1, f"of at least 1: {_AT_ONE}"),
 }
 _OF_REINFORCE = (
     *("loss", "loss_args", "advantages", "advantages_args"),
@@ -157,9 +159,13 @@ def _function(settings: Algorithm, key: str, known: Mapping[str, Callable[..., A
         yield Problem(
             key=f"algorithm.{key}_args.{name}",
             value=arguments[name],
-            remedy=f"algorithm.{key}={target} takes {' and '.join(taken) or 'no arguments'}; take it away"
+            remedy=f"algorithm.{key}={target} takes {_listed(taken) or 'no arguments'}; take it away"
             + (f" (used by {having})" if having else ""),
         )
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def _arguments_of(function: Callable[..., Any]) -> list[str]:

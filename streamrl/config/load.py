@@ -1,13 +1,14 @@
 """From files and overrides to a checked configuration, and from that to text: YAML for people and for the run's folder,
 JSON for the stream.
 
-    base.yaml  <-  extends: base.yaml  <-  key.sub=value  ->  strict schema  ->  Loaded
+    base.yaml  <-  extends: base.yaml  <-  extends=recipes/grpo.yaml  <-  key.sub=value  ->  strict schema  ->  Loaded
 
 Maps merge key by key; lists and scalars replace what they meet; `null` over a map takes it away, so that its default
-holds again. Nothing is coerced: a number in quotes is text. Relative paths *in* a configuration (data, models, run
-folder) are relative to the directory in which the command runs; `extends` to the file in which it stands; a recipe's
-own code is looked for in the one, then beside the other. A name at which no file lies may be that of a configuration
-that streamrl ships.
+holds again. `extends` names one file or a list of them, each laid on those before it; as an override it lays files on
+all that came before. Nothing is coerced: a number in quotes is text. Relative paths *in* a configuration (data, models,
+run folder) are relative to the directory in which the command runs; `extends` to the file in which it stands; a
+recipe's own code is looked for in the one, then beside the other. A name at which no file lies may be that of a
+configuration that streamrl ships.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +58,7 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
         path = Path(source)
         tree = _read(path if path.exists() else find_shipped(path) or path, chain=())
     for text in overrides:
-        tree = merge(tree, _override(text))
+        tree = merge(tree, _extended(_override(text), Path(_GIVEN), chain=()))
     return Loaded(config=_validate(tree), tree=tree)
 
 
@@ -103,18 +105,27 @@ def _extended(tree: Node, path: Path, chain: tuple[Path, ...]) -> Node:
         tree = _code_beside(tree, key, path.parent)
     if extends is None:
         return tree
-    if not isinstance(extends.value, str):
-        raise ConfigError(f"{extends.origin}: extends = {show(extends.plain())}: must be the name of one file")
-    base = Path(os.path.normpath(path.parent / extends.value))
+    names = extends.value if isinstance(extends.value, list) and extends.value else [extends]
+    layers = [_read(_base(name, path, chain), chain=(*chain, path)) for name in names]
+    return Node(value=reduce(merge, [*layers, tree]).value, origin=str(path))
+
+
+def _base(name: Node, path: Path, chain: tuple[Path, ...]) -> Path:
+    """The file that `path` extends by this name."""
+    if not isinstance(name.value, str):
+        raise ConfigError(
+            f"{name.origin}: extends = {show(name.plain())}: must be the name of a file, or several in a list"
+        )
+    base = Path(os.path.normpath(path.parent / name.value))
     seen = [*chain, path]
     if base.resolve() in [file.resolve() for file in seen]:
-        raise ConfigError(f"{extends.origin}: extends in a circle: {' -> '.join(map(str, [*seen, base]))}")
-    if not base.is_file() and (shipped := find_shipped(extends.value)):
-        base = shipped
-    if not base.is_file():
-        raise ConfigError(f"{extends.origin}: extends = {extends.value!r}: there is no file {base}; {told_shipped()}")
-    merged = merge(_read(base, chain=tuple(seen)), tree)
-    return Node(value=merged.value, origin=str(path))
+        raise ConfigError(f"{name.origin}: extends in a circle: {' -> '.join(map(str, [*seen, base]))}")
+    if base.is_file():
+        return base
+    shipped = find_shipped(name.value)
+    if shipped is None:
+        raise ConfigError(f"{name.origin}: extends = {name.value!r}: there is no file {base}; {told_shipped()}")
+    return shipped
 
 
 def _code_beside(tree: Node, key: str, folder: Path) -> Node:

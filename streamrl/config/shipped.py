@@ -11,9 +11,8 @@ def shipped_config(name: str) -> Path:
 
 def find_shipped(path: str | Path) -> Path | None:
     """What `quickstart.yaml` or `conf/quickstart.yaml` means where no such file lies; None when there is none."""
-    path = Path(path)
-    means_one = path.parent in (Path(), Path("conf")) and path.name in _names()
-    return shipped_config(path.name) if means_one else None
+    name = Path(path).as_posix().removeprefix("conf/")
+    return shipped_config(name) if name in _names() else None
 
 
 def told_shipped() -> str:
@@ -22,7 +21,7 @@ def told_shipped() -> str:
 
 
 def _names() -> list[str]:
-    return sorted(file.name for file in _folder().glob("*.yaml"))
+    return sorted(file.relative_to(_folder()).as_posix() for file in _folder().rglob("*.yaml"))
 
 
 def _folder() -> Path:

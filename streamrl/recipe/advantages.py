@@ -3,6 +3,7 @@
 For sample i of n, with m_j = 1 where sample j may teach (it ended by itself, or `mask_unfinished` is off):
 
     leave_one_out   A_i = R_i - sum over j != i of m_j R_j / (sum over j of m_j - 1)     RLOO; 0 for a lone teacher
+    group_mean      A_i = R_i - sum over j of m_j R_j / sum over j of m_j                GRPO
 
 A function takes a `ScoredGroup` and returns [n] numbers, or a list of n arrays with a number for each token. With
 whatever it gives is done what settings of `algorithm` ask for, in this order, token t of T_i having A_t = A_i at first:
@@ -48,7 +49,15 @@ def leave_one_out(group: ScoredGroup) -> npt.NDArray[np.float64]:  # [n]
     return values
 
 
-ADVANTAGES: Mapping[str, Callable[..., Advantages]] = {"leave_one_out": leave_one_out}
+def group_mean(group: ScoredGroup) -> npt.NDArray[np.float64]:  # [n]
+    """Its own reward is in each sample's baseline: (n - 1) / n of what `leave_one_out` gives."""
+    if not group.may_teach.any():
+        return np.zeros_like(group.rewards)
+    values: npt.NDArray[np.float64] = group.rewards - group.rewards[group.may_teach].mean()
+    return values
+
+
+ADVANTAGES: Mapping[str, Callable[..., Advantages]] = {"leave_one_out": leave_one_out, "group_mean": group_mean}
 
 
 def scaled_by_std(values: PerToken, group: ScoredGroup) -> PerToken:

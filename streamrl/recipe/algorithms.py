@@ -10,10 +10,13 @@ An algorithm is asked these things, in this order, and never blocks:
 
     loss = sum over tokens of  weight_t * loss_t,   weight_t = 1 / (N * T_i)   loss_mean: sequence
                                                     weight_t = 1 / T           loss_mean: token
+                                                    weight_t = 1 / N           loss_mean: sum
+                                                    weight_t = 1 / (N * L)     loss_mean: max_tokens
 
-where N counts the samples that `select` counts and T the trained tokens, both over the whole global batch: so the loss
-is one and the same however the batch is cut into micro-batches and ranks. What costs something to make is asked for:
-the reference's log-probs (`needs_reference`), and an entropy that carries a gradient (`needs_entropy`).
+where N counts the samples that `select` counts and T the trained tokens, both over the whole global batch, and L is how
+long a response may be: so the loss is one and the same however the batch is cut into micro-batches and ranks. What
+costs something to make is asked for: the reference's log-probs (`needs_reference`), and an entropy that carries a
+gradient (`needs_entropy`).
 """
 
 from __future__ import annotations
@@ -57,12 +60,14 @@ class Judged:
 class Reinforce:
     """REINFORCE, corrected for stale samples. For sample i of a group and its token t, with the settings' names:
 
-        R_i = r_i - beta * mean over tokens of |log mu - log pi_ref|   KL in the reward; without |.| if not `absolute`
+        R_i = r_i - beta * mean over tokens of |log mu - log pi_ref|   KL in the reward; without |.| if not `absolute`,
+                                                                       the sum if `reduction` says so
         A_t = `advantages` of R, then `scale_by_std`; see `streamrl.recipe.advantages`
         loss_t = `loss`(log pi_t, A_t) + beta * w_t * k(log pi_t, log pi_ref_t)    the second term: KL in the loss
 
     The penalty in the reward uses the log-probs under which the sample was made, so it needs no further forward pass of
-    the policy. w_t is the loss's own weight: the KL is that of today's policy, not of the one that sampled.
+    the policy. w_t is the loss's own weight: the KL is that of today's policy, not of the one that sampled. Where
+    not `weighted`, it is 1.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -133,7 +138,7 @@ class Reinforce:
         if self._kl_in != "loss":
             return values, metrics
         assert batch.reference_logprobs is not None, "KL in the loss needs the reference's log-probs"
-        weight = metrics.get("weight", 1.0)
+        weight = metrics.get("weight", 1.0) if self._settings.kl.weighted else 1.0
         assert not isinstance(weight, tuple), "a weight is a number for each token"
         kl = self._estimate_kl(batch.logprobs, batch.reference_logprobs)
         return values + self._settings.kl.coefficient * weight * kl, metrics

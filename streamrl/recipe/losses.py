@@ -2,14 +2,15 @@
 
 Everywhere r = pi / mu is a token's ratio of today's policy to the one that sampled it, A the token's advantage, pi_p
 the policy before the first pass over the batch, g the geometric mean of r over a response's trained tokens, and sg the
-stop-gradient. C, lo and hi are the keyword arguments `clamp`, `low` and `high`, which `algorithm.loss_args` sets:
+stop-gradient. C, lo, hi, lo' and hi' are the keyword arguments `clamp`, `low`, `high`, `clip_low`, `clip_high`, which
+`algorithm.loss_args` sets:
 
     truncated, tis   -sg(min(r, C)) A log pi                                 C = 5 (also known as CISPO), C = 2
-    icepop           -sg(r 1[lo <= r <= hi]) A log pi
     sequence_mask    -sg(min(r, C) 1[lo <= g <= hi]) A log pi
     gspo             -min(g A, clip(g, lo, hi) A)                            for each token of the response
     ppo              -min(r A, clip(r, lo, hi) A)
     decoupled        -sg(min(pi_p / mu, C)) min(q A, clip(q, lo, hi) A)      q = pi / pi_p
+    icepop           -sg(k 1[lo <= k <= hi]) min(q A, clip(q, lo', hi') A)   k = pi_p / mu
     none             -A log pi                                               plain REINFORCE
 
 In expectation over mu, the gradient of `truncated`, `tis` and `decoupled` is that of today's policy where no ratio
@@ -83,14 +84,6 @@ def truncated(batch: TokenBatch, *, clamp: float = 5.0) -> Losses:
     return -weight * batch.advantages * batch.logprobs, {"weight": weight, "clipped": ratio > clamp}
 
 
-def icepop(batch: TokenBatch, *, low: float = 0.5, high: float = 5.0) -> Losses:
-    """-sg(r 1[lo <= r <= hi]) A log pi. A token on which engine and learner disagree teaches nothing."""
-    ratio = ratios(batch.logprobs.detach(), batch.behaviour_logprobs)
-    masked = (ratio < low) | (ratio > high)
-    weight = ratio.masked_fill(masked, 0.0)
-    return -weight * batch.advantages * batch.logprobs, {"weight": weight, "masked": masked}
-
-
 def sequence_mask(batch: TokenBatch, *, low: float = 0.99, high: float = 1.01, clamp: float = 5.0) -> Losses:
     """Geometric sequence mask: -sg(min(r, C) 1[lo <= g <= hi]) A log pi.
 
@@ -128,6 +121,25 @@ def decoupled(batch: TokenBatch, *, low: float = 0.8, high: float = 1.2, clamp: 
     correction = age.clamp(max=clamp)
     values, of_moved = _pessimistic(moved, batch, low, high)
     metrics = {"weight": correction * of_moved["weight"], "clipped": of_moved["clipped"] | (age > clamp)}
+    return correction * values, metrics
+
+
+def icepop(
+    batch: TokenBatch, *, low: float = 0.5, high: float = 5.0, clip_low: float = 0.8, clip_high: float = 1.2
+) -> Losses:
+    """IcePop: -sg(k 1[lo <= k <= hi]) min(q A, clip(q, lo', hi') A), with k = pi_p / mu and q = pi / pi_p.
+
+    A token on which learner and engine disagree teaches nothing, in none of the passes.
+    """
+    age = ratios(batch.proximal_logprobs, batch.behaviour_logprobs)
+    values, of_moved = _pessimistic(ratios(batch.logprobs, batch.proximal_logprobs), batch, clip_low, clip_high)
+    masked = (age < low) | (age > high)
+    correction = age.masked_fill(masked, 0.0)
+    metrics = {
+        "weight": correction * of_moved["weight"],
+        "clipped": of_moved["clipped"] & ~masked,
+        "masked": masked,
+    }
     return correction * values, metrics
 
 

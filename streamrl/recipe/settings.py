@@ -14,6 +14,8 @@ class Kl(Section):
     coefficient: NonNegativeFloat = 0.01  # [initial_policy_kl_penalty]
     estimator: Literal["k1", "k2", "k3"] = "k1"  # reward: k1; loss: k2 or k3
     absolute: bool = True  # |k1| in the reward [use_absolute_kl]
+    reduction: Literal["mean", "sum"] = "mean"  # over a sample's tokens, in the reward
+    weighted: bool = True  # in the loss: by what that made of a token's ratio; false: as in GRPO's paper
 
 
 class Algorithm(Section):
@@ -31,6 +33,8 @@ class Algorithm(Section):
     normalize_batch: bool = False  # advantages of the batch to mean 0 and standard deviation 1
     drop_zero_variance: bool = True  # groups whose rewards are all equal teach nothing; dropped and counted
     mask_unfinished: bool = True  # samples cut by max_tokens get no loss and are no baseline
-    loss_mean: Literal["sequence", "token"] = "sequence"  # mean over each sequence first, or over all tokens
+    # Over each sequence's tokens, then over sequences | over all tokens of the batch | over sequences, each the sum of
+    # its tokens | the same, divided by sampling.max_tokens
+    loss_mean: Literal["sequence", "token", "sum", "max_tokens"] = "sequence"
     kl: Kl = Kl()
     top_n: Positive = 1  # rejection sampling: winners a group [top_n_rollouts]

@@ -75,7 +75,7 @@ def test_the_defaults_contradict_nothing(good: Path) -> None:
         (
             "algorithm.advantages=gae",
             "algorithm.advantages = 'gae': ",
-            "must be one of leave_one_out, or code of yours",
+            "must be one of leave_one_out, group_mean, or code of yours",
         ),
         ("algorithm.advantages_args.x=1", "algorithm.advantages_args.x = 1: ", "takes no arguments"),
         ("optimizer.min_lr=1", "optimizer.min_lr = 1.0: ", "optimizer.lr = 9e-07"),
@@ -207,7 +207,7 @@ def largest_sample(num_tokens: int, step: int) -> Sample:
             "icepop",
             "loss_args.clamp=3",
             "algorithm.loss_args.clamp = 3: ",
-            "takes low and high; take it away (used by truncated, tis, sequence_mask, decoupled)",
+            "takes low, high, clip_low and clip_high; take it away (used by truncated, tis, sequence_mask, decoupled)",
         ),
         ("ppo", "loss_args={low: 1.1, high: 1.2}", "algorithm.loss_args.low = 1.1: ", "from 0 to 1"),
         ("ppo", "loss_args={low: 0.5, high: 0.9}", "algorithm.loss_args.high = 0.9: ", "at least 1"),

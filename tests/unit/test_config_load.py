@@ -29,7 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-SHIPPED = f"streamrl ships {', '.join(sorted(path.name for path in CONF.glob('*.yaml')))}"
+SHIPPED = f"streamrl ships {', '.join(sorted(str(path.relative_to(CONF)) for path in CONF.rglob('*.yaml')))}"
 
 
 def error_of(path: str, *overrides: str) -> str:
@@ -93,10 +93,33 @@ def test_a_missing_base_is_named_with_the_line_that_asks_for_it(folder: Path) ->
     assert error_of("a.yaml") == f"a.yaml:2: extends = 'nowhere.yaml': there is no file nowhere.yaml; {SHIPPED}"
 
 
-def test_extends_takes_one_name(folder: Path) -> None:
-    (folder / "a.yaml").write_text("extends: [base.yaml]\n")
+def test_a_list_of_files_is_laid_one_on_another(folder: Path) -> None:
+    (folder / "a.yaml").write_text("seed: 1\nlag: {max_steps: 1}\n")
+    (folder / "b.yaml").write_text("seed: 2\n")
+    (folder / "mine.yaml").write_text("extends: [base.yaml, a.yaml, b.yaml]\ntraining: {max_steps: 3}\n")
 
-    assert error_of("a.yaml") == "a.yaml:1: extends = ['base.yaml']: must be the name of one file"
+    config = load_config("mine.yaml").config
+
+    assert (config.model.path, config.lag.max_steps, config.seed, config.training.max_steps) == ("base", 1, 2, 3)
+
+
+def test_extends_on_the_command_line_lays_a_file_on_all_before_it(folder: Path) -> None:
+    (folder / "mine.yaml").write_text("extends: base.yaml\nalgorithm: {loss: tis, top_n: 3}\n")
+
+    loaded = load_config(
+        "mine.yaml", ["algorithm.loss_mean=token", "extends=recipes/grpo.yaml", "sampling.num_samples=2"]
+    )
+
+    assert (loaded.config.algorithm.loss, loaded.config.algorithm.loss_mean) == ("ppo", "sequence")
+    assert (loaded.config.algorithm.top_n, loaded.config.sampling.num_samples) == (3, 2)
+    assert str(loaded.origin("algorithm.loss")).endswith("recipes/grpo.yaml:11")
+
+
+@pytest.mark.parametrize("wrong", ["3", "[]", "[base.yaml, 3]", "{a: b}"])
+def test_extends_takes_names_of_files(folder: Path, wrong: str) -> None:
+    (folder / "a.yaml").write_text(f"extends: {wrong}\n")
+
+    assert error_of("a.yaml").endswith(": must be the name of a file, or several in a list")
 
 
 def test_a_missing_file_is_named_with_the_nearest_one(folder: Path) -> None:
@@ -160,7 +183,7 @@ def test_a_folder_an_empty_file_and_a_list_are_no_configuration(folder: Path) ->
             "unknown key 'validation.sampling.topp'; did you mean 'validation.sampling.top_p'?",
         ),
         ("qqqq=1", "unknown key 'qqqq'; `streamrl config show` prints all that there are"),
-        ("extends=base.yaml", "unknown key 'extends'; `streamrl config show` prints all that there are"),
+        ("extends=bse.yaml", f"extends = 'bse.yaml': there is no file bse.yaml; {SHIPPED}"),
         ("optimizer.lr=fast", "optimizer.lr = 'fast': must be a valid number"),
         ("optimizer.lr='1e-6'", "optimizer.lr = '1e-6': must be a valid number"),
         ("optimizer.lr=.nan", "optimizer.lr = nan: must be a finite number"),

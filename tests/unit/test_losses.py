@@ -74,10 +74,17 @@ def test_tis_is_truncated_with_a_tighter_clamp() -> None:
 
 
 def test_icepop_takes_out_tokens_beyond_its_bounds() -> None:
-    losses = judge([-1, -1, -1], [-2, -3, -0.1], [1, 1, 1], loss="icepop")
-    assert losses.values.tolist() == pytest.approx([E, 0, 0])
+    losses = judge([-1, -1, -1], [-2, -3, -0.1], [1, 1, 1], loss="icepop", proximal=[-1, -1, -1])
+    assert losses.values.tolist() == pytest.approx([-E, 0, 0])
     assert losses.gradient == pytest.approx([-E, 0, 0])
     assert losses.masked.tolist() == [False, True, True]
+
+
+def test_icepop_clips_what_the_passes_over_a_batch_moved() -> None:
+    losses = judge([-1, -1], [-3, -2], [1, 1], loss="icepop", proximal=[-2, -1.1], high=3.0)
+    assert losses.values.tolist() == pytest.approx([-E * 1.2, -math.exp(0.9) * math.exp(0.1)])
+    assert losses.gradient == pytest.approx([0, -math.exp(0.9) * math.exp(0.1)])
+    assert losses.clipped.tolist() == [True, False]
 
 
 def test_sequence_mask_takes_out_responses_whose_geometric_mean_left_the_bounds() -> None:

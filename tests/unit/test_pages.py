@@ -100,12 +100,14 @@ def test_a_configuration_is_one(block: Block, tmp_path: Path, monkeypatch: pytes
 def test_the_page_of_algorithms_names_what_is_built_in_with_its_bounds() -> None:
     text = (ROOT / "docs" / "algorithms.md").read_text()
     assert {*LOSSES, *ADVANTAGES, *ALGORITHMS, *KL_ESTIMATES} - {"reinforce"} <= set(re.findall(r"\w+", text))
-    assert f"clamp: {inspect.signature(LOSSES['truncated']).parameters['clamp'].default}" in text
-    for loss in ("icepop", "gspo", "decoupled"):
+    texts = {
+        "decoupled": text,
+        **{name: (ROOT / "conf" / "recipes" / f"{name}.yaml").read_text() for name in ("icepop", "gspo")},
+    }
+    for loss, written in texts.items():
         bounds = {name: p.default for name, p in inspect.signature(LOSSES[loss]).parameters.items() if name != "batch"}
-        assert (
-            f"loss: {loss}\n  loss_args: {{{', '.join(f'{name}: {value}' for name, value in bounds.items())}}}" in text
-        )
+        arguments = ", ".join(f"{name}: {value}" for name, value in bounds.items())
+        assert f"loss: {loss}\n  loss_args: {{{arguments}}}" in written
 
 
 def test_the_figures_of_lag_are_those_that_were_measured() -> None:
