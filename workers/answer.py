@@ -21,7 +21,8 @@ from streamrl.protocol.wire.ticket import Ticket
 from streamrl.tasks import gather_or_cancel
 from streamrl.workers.engines.base import Engine, SampleRequest
 from streamrl.workers.environments.base import ENVIRONMENT
-from streamrl.workers.environments.play import Played, Player
+from streamrl.workers.environments.play import Player
+from streamrl.workers.environments.trace import Played
 from streamrl.workers.rewards.base import Rewards, ScoreItem, Scores
 
 log = structlog.get_logger(__name__)
