@@ -31,6 +31,9 @@ class Played(NamedTuple):
     sample: Sample  # not scored yet; its finish reason is stop where the environment was done
     text: str  # of all turns, and of what was given between them
     reward: float = 0.0  # the environment's
+    model_s: float = 0.0  # that it waited for the engine, and for its environment
+    environment_s: float = 0.0
+    num_tool_calls: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
