@@ -72,16 +72,8 @@ def test_what_was_given_between_two_turns_is_told_from_what_was_said() -> None:
     told = text(make_group(make_ticket(7), samples=(sample,)), Letters("abcdef"))
 
     assert [line.strip() for line in told.splitlines()][4:] == [
-        *(
-            "turn 1 by 1.4, 2 tokens",
-            "ab",
-            "given, 2 tokens",
-            "cd",
-            "turn 2 by 1.4, 1 token",
-            "e",
-            "given, 1 token",
-            "f",
-        )
+        *("turn 1 by 1.4, 2 tokens", "ab", "given, 2 tokens", "cd"),
+        *("turn 2 by 1.4, 1 token", "e", "given, 1 token", "f"),
     ]
 
 

@@ -66,10 +66,8 @@ def _parts(entry: Entry, group: Group, decoder: TokenDecoder | None, *, colour: 
         told, turns = told_of(sample, decoder.decode if decoder else None), itertools.count(1)
         for part, record in zip(parts, told, strict=True):
             if len(parts) > 1:
-                words = (
-                    f"{heading_of(record, next(turns) if part.spans else 0)}, {_count(part.end - part.start, 'token')}"
-                )
-                yield Text(printable(words), style="dim"), True
+                heading, size = heading_of(record, next(turns) if part.spans else 0), part.end - part.start
+                yield Text(printable(f"{heading}, {_count(size, 'token')}"), style="dim"), True
             yield _text_of(sample, part, record.get("text"), decoder, styles, colour=colour), False
 
 

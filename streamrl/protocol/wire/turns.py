@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from streamrl.protocol.wire.group import Sample, Span
@@ -34,7 +35,7 @@ def parts_of(sample: Sample) -> list[Part]:
     bounds = sorted(cuts)
     found: list[Part] = []
     row = 0
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in pairwise(bounds):
         row = starts.get(start, row)
         branch = sample.branches[row - 1] if start in starts else None
         spans = tuple(span for span in sample.spans if start <= span.start < end)
