@@ -73,6 +73,16 @@ def test_what_was_given_between_two_turns_is_told_from_what_was_said() -> None:
     assert "ab⟨given⟩cd⟨1.4⟩e⟨given⟩f" in told
 
 
+def test_what_a_turn_has_earned_stands_behind_it() -> None:
+    said = Span(version=make_version(1, 4), step=4, start=0, end=1)
+    spans = (said, said._replace(version=make_version(1, 5), start=1, end=2), said._replace(start=4, end=6))
+    sample = make_sample(num_tokens=6, mask_runs=(2, 2, 2), spans=spans, turn_rewards=(0.25, -1.0))
+
+    told = text(make_group(make_ticket(7), samples=(sample,)), Letters("abcdef"))
+
+    assert "a⟨1.5⟩b⟨reward 0.25⟩⟨given⟩cd⟨1.4⟩ef⟨reward -1⟩" in told
+
+
 def test_in_colour_tokens_of_one_version_look_alike_and_those_of_another_different() -> None:
     sample = make_sample(num_tokens=6, spans=two_versions(6, 4))
 

@@ -34,7 +34,7 @@ from tests.weights_world import World, random_state
 
 _MOST_BYTES = 64 << 20
 MANIFEST = World(MemoryStore(), num_ranks=2).publish(random_state(np.random.default_rng(0)))
-HEADER, BODY = encode_group(make_group(make_ticket(5), samples=(make_sample(), make_sample())))
+HEADER, BODY = encode_group(make_group(make_ticket(5), samples=(make_sample(turn_rewards=(0.5,)),) * 2))
 GROUP = decode_header(HEADER)
 NUM_RAW = 4 * GROUP.num_prompt_tokens + 8 * sum(GROUP.sample_lengths)
 

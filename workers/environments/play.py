@@ -40,22 +40,27 @@ class Player:
             raise SampleError("reset() must return nothing where prompts are messages: put the opening into the row")
         trace, given = Trace(request.prompt_ids), episode.opening
         context_ids = _behind(request.prompt_ids, self._tail.of_text(given) if given else [])
-        reward, most = 0.0, len(request.prompt_ids) + self._settings.max_tokens
+        rewards: list[float] = []
+        most = len(request.prompt_ids) + self._settings.max_tokens
         for turn in range(self._settings.max_turns):
             if len(context_ids) >= most:
                 break
             generated = await engine.generate(_bounded(request, turn, context_ids, most - len(context_ids)))
+            if not len(generated.token_ids):
+                raise SampleError(
+                    "the engine made no token in a turn: there is nothing that an environment could answer"
+                )
             trace.take(context_ids, generated, given=given)
             answer = await episode.step(generated.text)
-            reward += answer.reward
+            rewards.append(answer.reward)
             if answer.done:
-                return trace.played("stop", reward)
-            given, last = answer.given, int(generated.token_ids[-1]) if len(generated.token_ids) else -1
+                return trace.played("stop", rewards)
+            given, last = answer.given, int(generated.token_ids[-1])
             given_ids = self._tail.of_chat(given, last=last) if is_chat else self._tail.of_text(given)
             if not given_ids:
                 raise SampleError("the environment is not done and says nothing: the model could only talk to itself")
             context_ids = _behind(_behind(context_ids, generated.token_ids), given_ids)
-        return trace.played("length", reward)
+        return trace.played("length", rewards)
 
 
 def _behind(context_ids: npt.NDArray[np.int32], more: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:

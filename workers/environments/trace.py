@@ -9,6 +9,7 @@ very tokens so far, the rest of it was given and the turn goes on from there; no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from streamrl.workers.engines.base import Generated
 class Played(NamedTuple):
     sample: Sample  # not scored yet; its finish reason is stop where the environment was done
     text: str  # of all turns, and of what was given between them
-    reward: float = 0.0  # the environment's
+    rewards: tuple[float, ...] = ()  # the environment's, of each turn, before their weight
 
 
 class Trace:
@@ -52,7 +53,7 @@ class Trace:
         self._add(generated.text, generated.token_ids, generated.logprobs)
         self.num_turns += 1
 
-    def played(self, finish_reason: FinishReason, reward: float) -> Played:
+    def played(self, finish_reason: FinishReason, rewards: Sequence[float]) -> Played:
         sample = Sample(
             token_ids=np.concatenate([np.zeros(0, np.int32), *self._tokens]),
             logprobs=np.concatenate([np.zeros(0, np.float32), *self._logprobs]),
@@ -62,7 +63,7 @@ class Trace:
             rewards={},
             reward=0.0,
         )
-        return Played(sample=sample, text="".join(self._texts), reward=reward)
+        return Played(sample=sample, text="".join(self._texts), rewards=tuple(rewards))
 
     def _turn_to(self, *, sampled: bool) -> None:
         if (len(self._runs) % 2 == 1) != sampled:

@@ -55,6 +55,7 @@ def _parts(entry: Entry, group: Group, decoder: TokenDecoder | None, *, colour: 
         yield Text(_verdict(at, sample), style="bold"), True
         legend, response = Text("versions", style="dim"), Text()
         stretches = _stretches(sample)
+        earned = {end: reward for (_, end), reward in zip(sample.turns(), sample.turn_rewards, strict=False)}
         for (span, start, end), piece in zip(stretches, _pieces(sample, stretches, decoder), strict=True):
             if span is None:
                 response.append(piece if colour else f"⟨given⟩{piece}", style="dim")
@@ -64,6 +65,8 @@ def _parts(entry: Entry, group: Group, decoder: TokenDecoder | None, *, colour: 
             if start and not colour:
                 response.append(f"⟨{show(span.version)}⟩")
             response.append(piece, style=styles[span.version])
+            if end in earned:
+                response.append(f"⟨reward {earned[end]:.4g}⟩", style="dim")
         yield legend, False
         yield response, False
 
