@@ -9,6 +9,8 @@ very tokens so far, the rest of it was given and the turn goes on from there; no
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +25,7 @@ class Played(NamedTuple):
     sample: Sample  # not scored yet; its finish reason is stop where the environment was done
     text: str  # of all turns, and of what was given between them
     reward: float = 0.0  # the environment's
+    rewards: Mapping[str, float] = MappingProxyType({})  # what it consists of, by source
 
 
 class Trace:
