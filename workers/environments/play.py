@@ -31,30 +31,36 @@ class Player:
         """`request` is that of the first turn. SampleError where engine or environment fails."""
         episode = await self.environment.begin(ticket.fields)
         try:
-            return await self._play(episode, engine, request, is_chat="messages" in ticket.fields)
+            return await self._play(episode, ticket, engine, request)
         finally:
             await episode.close()
 
-    async def _play(self, episode: Episode, engine: Engine, request: SampleRequest, *, is_chat: bool) -> Played:
+    async def _play(self, episode: Episode, ticket: Ticket, engine: Engine, request: SampleRequest) -> Played:
+        is_chat = "messages" in ticket.fields
         if episode.opening and is_chat:
             raise SampleError("reset() must return nothing where prompts are messages: put the opening into the row")
         trace, given = Trace(request.prompt_ids), episode.opening
         context_ids = _behind(request.prompt_ids, self._tail.of_text(given) if given else [])
-        reward, most = 0.0, len(request.prompt_ids) + self._settings.max_tokens
+        said = list(ticket.fields["messages"]) if is_chat else []
+        reward = 0.0
         for turn in range(self._settings.max_turns):
-            if len(context_ids) >= most:
+            left = self._settings.max_tokens - trace.num_tokens - trace.num_given(context_ids)
+            if left < 1:
                 break
-            generated = await engine.generate(_bounded(request, turn, context_ids, most - len(context_ids)))
+            generated = await engine.generate(_bounded(request, turn, context_ids, left))
             trace.take(context_ids, generated, given=given)
             answer = await episode.step(generated.text)
             reward += answer.reward
             if answer.done:
                 return trace.played("stop", reward)
-            given, last = answer.given, int(generated.token_ids[-1]) if len(generated.token_ids) else -1
-            given_ids = self._tail.of_chat(given, last=last) if is_chat else self._tail.of_text(given)
-            if not given_ids:
+            given, so_far = answer.given, _behind(context_ids, generated.token_ids)
+            if is_chat:
+                said += [{"role": "assistant", "content": generated.text}, {"role": "user", "content": given}]
+                context_ids = _behind(*self._tail.of_chat(said, so_far))
+                continue
+            if not (given_ids := self._tail.of_text(given)):
                 raise SampleError("the environment is not done and says nothing: the model could only talk to itself")
-            context_ids = _behind(_behind(context_ids, generated.token_ids), given_ids)
+            context_ids = _behind(so_far, given_ids)
         return trace.played("length", reward)
 
 

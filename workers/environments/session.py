@@ -172,7 +172,7 @@ class Session:
         if self._num_asked >= settings.max_turns:
             raise self._spend(f"environment.max_turns = {settings.max_turns}: the rollout may not ask more often")
         length = len(context.token_ids)
-        left = settings.max_tokens - max(self.trace.num_tokens, length - len(self._request.prompt_ids))
+        left = settings.max_tokens - self.trace.num_tokens - self.trace.num_given(context.token_ids)
         if left < 1:
             raise self._spend(f"environment.max_tokens = {settings.max_tokens}: the rollout has no more tokens")
         room = self.model.max_length - length
