@@ -58,6 +58,11 @@ class AgentPlayer:
             played = session.trace.played("length" if session.spent else "stop", sum(rewards.values()))
             return played._replace(rewards=self._by_name(rewards))
 
+    @property
+    def num_ending(self) -> int:
+        """Rollouts that nobody waits for, and that may still run in their process."""
+        return len(self._ending)
+
     async def close(self) -> None:
         await asyncio.gather(*self._ending, return_exceptions=True)
 

@@ -11,9 +11,24 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-IGNORED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+IGNORED: tuple[str, ...] = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
 IGNORED += ("seed", "min_tokens", "parallel_tool_calls", "reasoning_effort", "ignore_eos", "cache_salt", "priority")
-_REFUSED = ("logit_bias", "structured_outputs", "guided_json", "guided_regex", "guided_grammar", "guided_choice")
+_REFUSED: tuple[str, ...] = (
+    "logit_bias",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_grammar",
+    "guided_choice",
+)
 _REFUSED += ("bad_words", "functions", "function_call", "suffix", "chat_template", "chat_template_kwargs")
 _MAX_STOPS = 16
 
