@@ -65,6 +65,22 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab, merges=[], unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
+    return _fast(tokenizer)
+
+
+def calling_tokenizer() -> PreTrainedTokenizerFast:
+    """Of so few tokens, a whole call of a tool among them, that an untrained model calls it now and then."""
+    special = [PAD, UNKNOWN, "<|im_start|>", "<|im_end|>"]
+    vocab = {token: i for i, token in enumerate([*special, *"0123456789", "\u010a"])}  # the last one is a new line
+    tokenizer = Tokenizer(models.BPE(vocab, merges=[], unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    made = _fast(tokenizer)
+    made.add_tokens([CALL])
+    return made
+
+
+def _fast(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     made = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
