@@ -90,9 +90,7 @@ class _Engine(VllmEngine):
         super().__init__(settings)
         self.contexts: dict[str, tuple[int, int, int]] = {}  # by request: tokens of it, cached ones, sampled ones
 
-    async def _final(
-        self, token_ids: npt.NDArray[np.int32], params: Any, request_id: str, *more: Any, **how: Any
-    ) -> Any:
+    async def _final(self, token_ids: Any, params: Any, request_id: str, *more: Any, **how: Any) -> Any:
         final = await super()._final(token_ids, params, request_id, *more, **how)
         self.contexts[request_id] = (len(token_ids), final.num_cached_tokens or 0, len(final.outputs[0].token_ids))
         return final
