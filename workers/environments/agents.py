@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -44,6 +45,7 @@ class AgentPlayer:
     async def play(self, ticket: Ticket, engine: Engine, request: SampleRequest) -> Played:
         """SampleError where the agent fails, or asks what cannot be answered; EngineError passes through."""
         async with self._places, self.sessions.opened(engine, request) as session:
+            began = time.monotonic()
             beside = {"what ends it": _fail_with(session), "its silence": self._watch(session)}
             try:
                 rewards = await run_beside(self._run(session, {"prompt": ticket.prompt, **ticket.fields}), beside)
@@ -56,7 +58,12 @@ class AgentPlayer:
             if not session.trace.num_turns:
                 raise SampleError("the agent asked the model nothing: there is nothing to train")
             played = session.trace.played("length" if session.spent else "stop", sum(rewards.values()))
-            return played._replace(rewards=self._by_name(rewards))
+            return played._replace(
+                rewards=self._by_name(rewards),
+                model_s=session.model_s,
+                environment_s=max(0.0, time.monotonic() - began - session.model_s),
+                num_tool_calls=session.num_tool_calls,
+            )
 
     @property
     def num_ending(self) -> int:
