@@ -140,7 +140,7 @@ async def _agents(served: Served, rng: random.Random, at: int, versions: list[in
         generated = await watched.generate(request)
         trace.take(request.prompt_ids, generated)
         known.append([*context, *generated.token_ids.tolist()])
-    episode.sample = trace.played("stop", ()).sample
+    episode.sample = trace.played("stop", 0.0).sample
     return episode
 
 

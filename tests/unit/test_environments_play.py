@@ -116,7 +116,7 @@ async def test_in_500_random_episodes_what_was_sampled_is_trained_once_and_nothi
         check_by_brute_force(ticket.token_ids.tolist(), sample, engine.said)
         assert len(sample.token_ids) <= settings.max_tokens
         assert len(engine.said) <= min(num_turns, settings.max_turns)
-        assert played.rewards == (0.5,) * len(engine.said)
+        assert played.turn_rewards == (0.5,) * len(engine.said)
         assert environment.num_open == 0
         samples.append(sample._replace(turn_rewards=tuple(rng.random() for _ in sample.turns())))
     assert any(sample.branches for sample in samples) == (template == DROPS)

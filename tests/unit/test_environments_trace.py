@@ -59,8 +59,8 @@ def test_in_500_random_trees_of_turns_each_sampled_token_stands_behind_its_conte
             assert trace.num_tokens == added
             said.append((context, generated))
         earned = [float(at) for at, (_, made) in enumerate(said) if len(made.token_ids)]
-        played = trace.played("stop", earned)
-        sample = played.sample._replace(turn_rewards=played.rewards)
+        played = trace.played("stop", 0.0, earned)
+        sample = played.sample._replace(turn_rewards=played.turn_rewards)
         for (start, end), reward in zip(sample.turns(), sample.turn_rewards, strict=True):
             assert said[int(reward)][1].logprobs.tolist() == sample.logprobs[start:end].tolist(), "its own turn's"
         check_by_brute_force(PROMPT, sample, said)
@@ -81,7 +81,7 @@ def test_a_branch_shares_whole_turns_alone() -> None:
     trace.take(ids([*PROMPT, 6, 1]), say([9]))  # the first turn cut off in its middle
     trace.take(ids([*PROMPT, 6, 7, 2]), say([9]))  # the second question asked otherwise
     trace.take(ids([1, 1]), say([9]))  # somebody else
-    branches = trace.played("stop", ()).sample.branches
+    branches = trace.played("stop", 0.0).sample.branches
     assert branches == (
         Branch(start=4, row=0, keep=3),
         Branch(start=7, row=0, keep=5),

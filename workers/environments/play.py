@@ -63,7 +63,7 @@ class Player:
                 answer = await episode.step(generated.text)
             rewards.append(answer.reward)
             if answer.done:
-                return trace.played("stop", rewards)
+                return trace.played("stop", sum(rewards), rewards)
             given, so_far = answer.given, _behind(context_ids, generated.token_ids)
             if is_chat:
                 said += [{"role": "assistant", "content": generated.text}, {"role": "user", "content": given}]
@@ -72,7 +72,7 @@ class Player:
             if not (given_ids := self._tail.of_text(given)):
                 raise SampleError("the environment is not done and says nothing: the model could only talk to itself")
             context_ids = _behind(so_far, given_ids)
-        return trace.played("length", rewards)
+        return trace.played("length", sum(rewards), rewards)
 
 
 @dataclass(slots=True)

@@ -12,9 +12,10 @@ It shares the longest beginning that ends where something given or sampled does,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -31,7 +32,9 @@ Ids = npt.NDArray[np.int32]
 class Played(NamedTuple):
     sample: Sample  # not scored yet; its finish reason is stop where the environment was done
     text: str  # of all turns, and of what was given between them
-    rewards: tuple[float, ...] = ()  # the environment's, before their weight; of each turn, in the sample's order
+    reward: float = 0.0  # the environment's
+    rewards: Mapping[str, float] = MappingProxyType({})  # what it consists of, by source
+    turn_rewards: tuple[float, ...] = ()  # before their weight; of each turn, in the sample's order
     model_s: float = 0.0  # that it waited for the engine, and for its environment
     environment_s: float = 0.0
     num_tool_calls: int = 0
@@ -103,8 +106,8 @@ class Trace:
         row.say(generated)
         self.num_tokens += len(rest) + len(generated.token_ids)
 
-    def played(self, finish_reason: FinishReason, rewards: Sequence[float]) -> Played:
-        """`rewards` of each turn that sampled something, in the order in which they were taken; or none."""
+    def played(self, finish_reason: FinishReason, reward: float, turn_rewards: Sequence[float] = ()) -> Played:
+        """`turn_rewards`: of each turn that sampled something, in the order in which they were taken; or none."""
         starts = list(accumulate((len(row.so_far) - row.keep for row in self._rows), initial=0))
         spans = [
             span._replace(start=span.start + start, end=span.end + start)
@@ -125,8 +128,9 @@ class Trace:
             reward=0.0,
             branches=tuple(branches),
         )
-        in_order = sorted(zip(self._turns, rewards, strict=True)) if rewards else []
-        return Played(sample=sample, text="".join(self._texts), rewards=tuple(reward for _, reward in in_order))
+        in_order = sorted(zip(self._turns, turn_rewards, strict=True)) if turn_rewards else []
+        earned = tuple(value for _, value in in_order)
+        return Played(sample=sample, text="".join(self._texts), reward=reward, turn_rewards=earned)
 
     def _shared(self, context_ids: Ids) -> tuple[int, int]:
         """(a row, how many of its tokens the context begins with): the whole of it, or up to where a piece of it ends.
