@@ -167,7 +167,7 @@ async def test_two_hundred_sequences_that_a_load_comes_across_agree_with_the_ver
 
 
 @pytest.mark.parametrize("kv_cache", ["clear", "salt"])
-@pytest.mark.parametrize("count", [45, pytest.param(500, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [45, pytest.param(500, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
 async def test_of_random_episodes_each_sampled_token_is_trained_once_with_its_own_logprob(
     served: Served, count: int, kv_cache: KvCache, record_property: Any
 ) -> None:
@@ -204,7 +204,7 @@ async def test_of_random_episodes_each_sampled_token_is_trained_once_with_its_ow
     )
     assert num_across > 0
     assert num_branches > count / 3
-    assert len(off) == num_tokens if kv_cache == "clear" else len(off) > num_tokens / 4
+    assert len(off) == num_tokens if kv_cache == "clear" else len(off) > num_tokens / 20
     assert max(off) <= TOLERANCE
 
 
