@@ -20,7 +20,7 @@ from typing import Any
 from streamrl.config import schema
 from streamrl.errors import SampleError
 from streamrl.protocol.wire.ticket import Ticket
-from streamrl.tasks import run_beside
+from streamrl.tasks import cancel_all, run_beside
 from streamrl.workers.engines.base import Engine, SampleRequest
 from streamrl.workers.environments.base import ENVIRONMENT
 from streamrl.workers.environments.own import Children
@@ -71,7 +71,7 @@ class AgentPlayer:
         return len(self._ending)
 
     async def close(self) -> None:
-        await asyncio.gather(*self._ending, return_exceptions=True)
+        await cancel_all(list(self._ending))
 
     async def _run(self, session: Session, row: Mapping[str, Any]) -> dict[str, float]:
         argument = {
@@ -83,7 +83,8 @@ class AgentPlayer:
             "row": row,
         }
         try:
-            child, number = await self._children.next()
+            with session.heard():  # a process that begins is not the agent's silence
+                child, number = await self._children.next()
             async with self._ended(child, number):
                 limit_s = self._settings.rollout_timeout_s + CANCEL_GRACE_S
                 rewards: dict[str, float] = await child.call(("rollout", number, argument), timeout_s=limit_s)
@@ -114,9 +115,9 @@ class AgentPlayer:
 
     def _by_name(self, rewards: Mapping[str, float]) -> dict[str, float]:
         named = {f"{ENVIRONMENT}.{name}": reward for name, reward in rewards.items() if name}
-        self._names |= named.keys()
-        if len(self._names) > MAX_NAMES:
+        if len(self._names | named.keys()) > MAX_NAMES:
             raise SampleError(f"an agent's rewards have at most {MAX_NAMES} names over all rollouts, and it gave more")
+        self._names |= named.keys()
         return named
 
 
