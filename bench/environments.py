@@ -172,7 +172,7 @@ class _Scene:
 
     async def _ask(self) -> None:
         _, request = self._begin(_SHORT)
-        tail = np.array(self._ids(f"U:{GIVEN}<end>A:"), np.int32)
+        tail = np.array(self._ids(f"<end>U:{GIVEN}<end>A:"), np.int32)
         context = request.prompt_ids
         for turn in range(_TURNS):
             asked = replace(request, request_id=f"{request.request_id}-{turn}", prompt_ids=context)

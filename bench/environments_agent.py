@@ -8,7 +8,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-GIVEN = "GO ON. "
+GIVEN = "GO-ON."
 
 
 async def talk(session: Any, row: Mapping[str, Any]) -> float:
