@@ -84,7 +84,9 @@ class Answerer:
             log.warning("sample_failed", ticket=ticket.number, error=str(error))
             return str(error)
         self.num_scored += 1
-        sample = made.sample._replace(rewards=scores.rewards, reward=scores.total)
+        sample = made.sample._replace(
+            rewards=scores.rewards, reward=scores.total, turn_rewards=self._weighted(made.turn_rewards)
+        )
         return _Scored(sample=sample, made=made, generated_at=generated_at, scored_at=time.monotonic())
 
     async def _make(self, ticket: Ticket, engine: Engine, request: SampleRequest) -> Played:
@@ -116,6 +118,10 @@ class Answerer:
             rewards={**scores.rewards, ENVIRONMENT: made.reward, **made.rewards},
             total=scores.total + settings.weight * made.reward,
         )
+
+    def _weighted(self, rewards: Sequence[float]) -> tuple[float, ...]:
+        settings = self._config.environment
+        return () if settings is None else tuple(settings.weight * reward for reward in rewards)
 
     def _group(self, ticket: Ticket, outcomes: Sequence[_Scored | str], began: float) -> Group:
         scored = [outcome for outcome in outcomes if isinstance(outcome, _Scored)]

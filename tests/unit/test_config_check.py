@@ -75,7 +75,7 @@ def test_the_defaults_contradict_nothing(good: Path) -> None:
         (
             "algorithm.advantages=gae",
             "algorithm.advantages = 'gae': ",
-            "must be one of leave_one_out, or code of yours",
+            "must be one of leave_one_out, turns, or code of yours",
         ),
         ("algorithm.advantages_args.x=1", "algorithm.advantages_args.x = 1: ", "takes no arguments"),
         ("optimizer.min_lr=1", "optimizer.min_lr = 1.0: ", "optimizer.lr = 9e-07"),
@@ -212,6 +212,8 @@ def largest_sample(num_tokens: int, step: int) -> Sample:
         ("ppo", "loss_args={low: 1.1, high: 1.2}", "algorithm.loss_args.low = 1.1: ", "from 0 to 1"),
         ("ppo", "loss_args={low: 0.5, high: 0.9}", "algorithm.loss_args.high = 0.9: ", "at least 1"),
         ("none", "reinforce_epochs=2", "algorithm.reinforce_epochs = 2: ", "choose another loss"),
+        ("gspo", "advantages=turns", "algorithm.advantages = 'turns': ", "or leave_one_out"),
+        ("ppo", "advantages_args={discount: 1}", "algorithm.advantages_args.discount = 1: ", "(used by turns)"),
         ("gspo", "discount_factor=0.9", "algorithm.discount_factor = 0.9: ", "must be 1"),
     ],
 )

@@ -16,14 +16,17 @@ from streamrl.learner.groups.plan import mask_before
 from streamrl.protocol.wire.branches import rows_of
 from streamrl.protocol.wire.group import Span, decode_body, decode_header, encode_group
 from streamrl.versions import make_version
+from streamrl.workers.answer import Answerer
 from streamrl.workers.engines.base import Generated, SampleRequest
 from streamrl.workers.engines.double import EngineDouble
 from streamrl.workers.environments.base import Answer, EnvironmentDouble
 from streamrl.workers.environments.play import Player
 from streamrl.workers.environments.tail import Tail
+from streamrl.workers.rewards.base import RewardDouble, Rewards, Weighted
 from tests.brute_force import check_by_brute_force
 from tests.helpers import make_group, make_ticket
 from tests.tiny_models import CHARACTERS, make_tokenizer
+from tests.worker_world import worker_config
 
 CHATML = (
     "{% for message in messages %}{{ message['role'] }}:{{ message['content'] }}<eos>{% endfor %}"
@@ -113,15 +116,16 @@ async def test_in_500_random_episodes_what_was_sampled_is_trained_once_and_nothi
         check_by_brute_force(ticket.token_ids.tolist(), sample, engine.said)
         assert len(sample.token_ids) <= settings.max_tokens
         assert len(engine.said) <= min(num_turns, settings.max_turns)
-        assert played.reward == 0.5 * len(engine.said)
+        assert played.turn_rewards == (0.5,) * len(engine.said)
         assert environment.num_open == 0
-        samples.append(sample)
+        samples.append(sample._replace(turn_rewards=tuple(rng.random() for _ in sample.turns())))
     assert any(sample.branches for sample in samples) == (template == DROPS)
     group = make_group(make_ticket(1), samples=tuple(samples))
     header, body = encode_group(group)
     back = decode_body(decode_header(header), body)
     for before, after in zip(samples, back.samples, strict=True):
         assert (before.mask_runs, before.spans, before.branches) == (after.mask_runs, after.spans, after.branches)
+        assert before.turn_rewards == after.turn_rewards
     younger, num_masked = mask_before(back, 2)
     assert num_masked == sum(s.end - s.start for sample in samples for s in sample.spans if s.step == 1)
     for before, after in zip(back.samples, younger.samples, strict=True):
@@ -176,3 +180,40 @@ async def test_who_is_not_done_must_say_something(tokenizer: PreTrainedTokenizer
     with pytest.raises(SampleError, match="says nothing"):
         await player.play(make_ticket(1), Recorded(1, tokenizer), request)
     assert environment.num_open == 0
+
+
+async def test_rewards_of_turns_are_delivered_with_their_weight_and_add_up(tokenizer: PreTrainedTokenizerFast) -> None:
+    environment = EnvironmentDouble(lambda row, said: Answer(given="no", reward=len(said), done=len(said) == 3))
+    config = worker_config().model_copy(update={"environment": schema.Environment(target="m:f", weight=0.5)})
+    assert config.environment is not None
+    answerer = Answerer(
+        rewards=Rewards({"whole": Weighted(reward=RewardDouble(lambda item: 10.0), weight=0.1, max_abs=1e6)}),
+        config=config,
+        worker="w",
+        fingerprint="model",
+        player=Player(environment, tail=Tail(tokenizer), settings=config.environment),
+    )
+
+    group = await answerer.answer(make_ticket(1, num_samples=2), Recorded(0, tokenizer))
+
+    for sample in group.samples:
+        assert sample.rewards == {"whole": 10.0, "environment": 6.0}
+        assert sample.turn_rewards == (0.5, 1.0, 1.5)
+        assert sample.reward == 0.1 * 10.0 + 3.0
+        assert len(sample.turns()) == 3
+
+
+async def test_a_turn_without_a_token_is_no_turn(tokenizer: PreTrainedTokenizerFast) -> None:
+    class Silent(EngineDouble):
+        async def generate(self, request: SampleRequest) -> Generated:
+            nothing = np.zeros(0, np.int32)
+            return Generated(
+                token_ids=nothing, logprobs=nothing.astype(np.float32), text="", finish_reason="stop", spans=()
+            )
+
+    player = Player(
+        EnvironmentDouble(lambda *_: Answer()), tail=Tail(tokenizer), settings=schema.Environment(target="m:f")
+    )
+    request = SampleRequest(request_id="r", prompt_ids=np.array([5], np.int32), sampling=schema.Sampling(max_tokens=4))
+    with pytest.raises(SampleError, match="no token"):
+        await player.play(make_ticket(1), Silent(), request)

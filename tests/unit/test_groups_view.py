@@ -95,6 +95,17 @@ def test_a_rollout_is_shown_as_a_conversation_with_its_rows_versions_and_calls()
     assert (second["row"], second["text"]) == (1, "ef")
 
 
+def test_what_a_turn_has_earned_stands_behind_it() -> None:
+    said = Span(version=make_version(1, 4), step=4, start=0, end=1)
+    spans = (said, said._replace(version=make_version(1, 5), start=1, end=2), said._replace(start=4, end=6))
+    sample = make_sample(num_tokens=6, mask_runs=(2, 2, 2), spans=spans, turn_rewards=(0.25, -1.0))
+
+    told = text(make_group(make_ticket(7), samples=(sample,)), Letters("abcdef"))
+
+    assert "turn 1 by 1.4 then 1.5, reward 0.25, 2 tokens" in told
+    assert "turn 2 by 1.4, reward -1, 2 tokens" in told
+
+
 def test_in_colour_tokens_of_one_version_look_alike_and_those_of_another_different() -> None:
     sample = make_sample(num_tokens=6, spans=two_versions(6, 4))
 

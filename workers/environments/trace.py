@@ -12,7 +12,7 @@ It shares the longest beginning that ends where something given or sampled does,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from types import MappingProxyType
@@ -34,6 +34,7 @@ class Played(NamedTuple):
     text: str  # of all turns, and of what was given between them
     reward: float = 0.0  # the environment's
     rewards: Mapping[str, float] = MappingProxyType({})  # what it consists of, by source
+    turn_rewards: tuple[float, ...] = ()  # before their weight; of each turn, in the sample's order
     model_s: float = 0.0  # that it waited for the engine, and for its environment
     environment_s: float = 0.0
     num_tool_calls: int = 0
@@ -75,6 +76,7 @@ class Trace:
         first = _Row(so_far=prompt_ids, row=0, keep=len(prompt_ids), ends=[len(prompt_ids)])
         self._rows = [first]
         self._texts: list[str] = []
+        self._turns: list[tuple[int, int]] = []  # (row, where in it) of each that sampled something
         self.num_turns = 0
         self.num_tokens = 0  # behind the prompt, sampled and given, each counted once
 
@@ -97,13 +99,15 @@ class Trace:
         row, rest = self._rows[at], context_ids[keep:]
         # A turn right behind another is a branch, too, so that it is known where it began.
         if keep < len(row.so_far) or (row.tokens and not len(rest)):
-            row = self._branch(at, keep)
+            at, row = len(self._rows), self._branch(at, keep)
         if len(rest):
             row.give(rest)
+        self._turns.append((at, len(row.so_far)))
         row.say(generated)
         self.num_tokens += len(rest) + len(generated.token_ids)
 
-    def played(self, finish_reason: FinishReason, reward: float) -> Played:
+    def played(self, finish_reason: FinishReason, reward: float, turn_rewards: Sequence[float] = ()) -> Played:
+        """`turn_rewards`: of each turn that sampled something, in the order in which they were taken; or none."""
         starts = list(accumulate((len(row.so_far) - row.keep for row in self._rows), initial=0))
         spans = [
             span._replace(start=span.start + start, end=span.end + start)
@@ -124,7 +128,9 @@ class Trace:
             reward=0.0,
             branches=tuple(branches),
         )
-        return Played(sample=sample, text="".join(self._texts), reward=reward)
+        in_order = sorted(zip(self._turns, turn_rewards, strict=True)) if turn_rewards else []
+        earned = tuple(value for _, value in in_order)
+        return Played(sample=sample, text="".join(self._texts), reward=reward, turn_rewards=earned)
 
     def _shared(self, context_ids: Ids) -> tuple[int, int]:
         """(a row, how many of its tokens the context begins with): the whole of it, or up to where a piece of it ends.

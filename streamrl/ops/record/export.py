@@ -107,6 +107,7 @@ def _sample(sample: Sample, decoder: TokenDecoder | None) -> dict[str, Any]:
     told: dict[str, Any] = {
         "reward": sample.reward,
         "rewards": dict(sample.rewards),
+        "turn_rewards": list(sample.turn_rewards),
         "finish_reason": sample.finish_reason,
         "token_ids": sample.token_ids.tolist(),
         "logprobs": [round(float(logprob), 6) for logprob in sample.logprobs],
@@ -140,6 +141,7 @@ def _parquet_schema(pa: Any, *, with_text: bool) -> Any:
         ("worker", pa.string()),
         ("reward", pa.float64()),
         ("rewards", pa.map_(pa.string(), pa.float64())),
+        ("turn_rewards", pa.list_(pa.float64())),
         ("finish_reason", pa.string()),
         ("prompt_ids", pa.list_(pa.int32())),
         ("token_ids", pa.list_(pa.int32())),

@@ -4,11 +4,11 @@ Header and body go apart. The header, a message, is small and has what planning 
 body has the arrays and is decoded only by the rank that trains on it. The header carries the body's digest.
 
 Per sample: token ids, a loss mask in runs (alternating lengths, trained tokens first), the behaviour's log-probs,
-version spans, rewards by source, finish reason. Tokens within a span were sampled; what lies between spans was given,
-by an environment between two turns of the model, and never has a loss. Its log-probs are 0. A rollout whose turns do
-not all go on behind one another has branches (`wire.branches`): several rows of one sample. The body has all this
-by columns, all samples of a group in one array, so that a group is checked by a few looks at large arrays. What is
-large lies in front, raw and in this order, and is used where it lies; the rest is a message behind it:
+version spans, rewards by source, what each turn earned, finish reason. Tokens within a span were sampled; what lies
+between spans was given, by an environment between two turns of the model, and never has a loss. Its log-probs are 0.
+A rollout whose turns do not all go on behind one another has branches (`wire.branches`): several rows of one sample.
+The body has all this by columns, all samples of a group in one array, so that a group is checked by a few looks at
+large arrays. What is large lies in front, raw and in this order, and is used where it lies; the rest is a message:
 
     prompt_ids, token_ids, logprobs      one item a token         lengths are the header's
 
@@ -16,14 +16,15 @@ large lies in front, raw and in this order, and is used where it lies; the rest 
                        the steps, the starts, the ends; where any sample has branches: how many each has, of all of
                        them the starts, the rows, how much they keep
     sources, fractions names; the totals of all samples, as the header says, but under the digest; then for each sample
-                       and name a number: NaN where it has none of that source
+                       and name a number: NaN where it has none of that source; then what each turn of each sample
+                       earned, or nothing of all
     finish_reasons     one a sample, likewise as the header says
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -73,6 +74,7 @@ class Sample(NamedTuple):
     finish_reason: FinishReason
     rewards: Mapping[str, float]  # by source, before weights
     reward: float  # the weighted sum
+    turn_rewards: tuple[float, ...] = ()  # what each of `turns()` has in it, after weights; none: only the whole earns
     branches: tuple[Branch, ...] = ()  # rows beside the first, in order
 
     def loss_mask(self) -> npt.NDArray[np.bool_]:  # [T]
@@ -86,13 +88,17 @@ class Sample(NamedTuple):
 
     def turns(self) -> list[tuple[int, int]]:
         """Where the model spoke: [start, end) of each turn, given tokens between them."""
-        found: list[tuple[int, int]] = []
-        fresh = {branch.start for branch in self.branches}
-        for span in self.spans:
-            goes_on = bool(found) and found[-1][1] == span.start and span.start not in fresh
-            begin = found.pop()[0] if goes_on else span.start
-            found.append((begin, span.end))
-        return found
+        return turns_of(self.spans, self.branches)
+
+
+def turns_of(spans: Iterable[Span], branches: Iterable[Branch]) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    fresh = {branch.start for branch in branches}
+    for span in spans:
+        goes_on = bool(found) and found[-1][1] == span.start and span.start not in fresh
+        begin = found.pop()[0] if goes_on else span.start
+        found.append((begin, span.end))
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +235,9 @@ def _columns(samples: Sequence[Sample]) -> dict[str, object]:
         raise WireError("a sample has not as many log-probs as tokens")
     if not all(map(math.isfinite, [reward for s in samples for reward in s.rewards.values()])):
         raise WireError("a reward is not a finite number")
+    turn_rewards = [reward for s in samples for reward in s.turn_rewards]
+    if turn_rewards and any(len(s.turn_rewards) != len(s.turns()) for s in samples):
+        raise WireError("a sample has not as many rewards of turns as turns")
     spans = [span for s in samples for span in s.spans]
     sources = list(dict.fromkeys([source for s in samples for source in s.rewards]))
     counts = [len(s.mask_runs) for s in samples] + [len(s.spans) for s in samples]
@@ -239,7 +248,7 @@ def _columns(samples: Sequence[Sample]) -> dict[str, object]:
     return {
         "integers": pack_numbers("Q", [*counts, *runs, *chain.from_iterable(zip(*spans, strict=True)), *tail]),
         "sources": sources,
-        "fractions": pack_numbers("d", [*(s.reward for s in samples), *rewards]),
+        "fractions": pack_numbers("d", [*(s.reward for s in samples), *rewards, *turn_rewards]),
         "finish_reasons": [s.finish_reason for s in samples],
     }
 
@@ -254,7 +263,7 @@ def _unpack_samples(
 ) -> tuple[Sample, ...]:
     lengths = header.sample_lengths
     runs, spans, branches = _take_integers(f, header)
-    rewards, totals = _take_fractions(f, len(lengths))
+    rewards, totals, turn_rewards = _take_fractions(f, spans, branches)
     if totals != header.sample_rewards:
         raise WireError("rewards of header and body differ")
     reasons = f.list("finish_reasons", str, max_items=MAX_SAMPLES)
@@ -262,8 +271,8 @@ def _unpack_samples(
         raise WireError(f"finish reasons must be of {FINISH_REASONS}")
     if tuple([reason == "stop" for reason in reasons]) != header.sample_finished:
         raise WireError("finish reasons of header and body differ")
-    columns = (_cut(token_ids, lengths), _cut(logprobs, lengths), runs, spans, reasons, rewards, totals, branches)
-    return tuple(map(Sample._make, zip(*columns, strict=True)))
+    columns = (_cut(token_ids, lengths), _cut(logprobs, lengths), runs, spans, reasons, rewards, totals)
+    return tuple(map(Sample._make, zip(*columns, turn_rewards, branches, strict=True)))
 
 
 def _cut(column: C, lengths: Sequence[int]) -> list[C]:
@@ -271,22 +280,27 @@ def _cut(column: C, lengths: Sequence[int]) -> list[C]:
     return [column[start:end] for start, end in pairwise(accumulate(lengths, initial=0))]
 
 
-def _take_fractions(f: Fields, num_samples: int) -> tuple[list[dict[str, float]], tuple[float, ...]]:
-    """(rewards by source, totals)"""
+def _take_fractions(
+    f: Fields, spans: Sequence[Sequence[Span]], branches: Sequence[Sequence[Branch]]
+) -> tuple[list[dict[str, float]], tuple[float, ...], list[tuple[float, ...]]]:
+    """(rewards by source, totals, rewards of turns)"""
+    num_samples = len(spans)
     sources = f.list("sources", str, max_items=MAX_REWARD_SOURCES)
     if len(set(sources)) != len(sources):
         raise WireError("reward sources must be different names")
     fractions = f.numbers("fractions", "d")
-    if len(fractions) != num_samples * (1 + len(sources)):
-        raise WireError(f"{len(fractions)} rewards for {num_samples} samples of {len(sources)} sources")
-    totals, rewards = fractions[:num_samples], fractions[num_samples:]
-    if any(map(math.isinf, rewards)):
+    whole = num_samples * (1 + len(sources))
+    totals, rewards, of_turns = fractions[:num_samples], fractions[num_samples:whole], fractions[whole:]
+    num_turns = [len(turns_of(*of_sample)) if of_turns else 0 for of_sample in zip(spans, branches, strict=True)]
+    if len(fractions) != whole + sum(num_turns):
+        raise WireError(f"{len(fractions)} rewards, neither {whole} of samples nor {sum(num_turns)} of turns more")
+    if any(map(math.isinf, rewards)) or not all(map(math.isfinite, of_turns)):
         raise WireError("rewards must be finite")
     in_order = iter(rewards)
     by_source = [{source: next(in_order) for source in sources} for _ in range(num_samples)]
     if any(map(math.isnan, rewards)):
         by_source = [{source: reward for source, reward in row.items() if reward == reward} for row in by_source]
-    return by_source, totals
+    return by_source, totals, _cut(of_turns, num_turns)
 
 
 def _take_integers(

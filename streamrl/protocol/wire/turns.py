@@ -49,9 +49,12 @@ def told_of(sample: Sample, decode: Callable[[Any], str] | None) -> list[dict[st
     each text is what it adds to those before it."""
     told: list[dict[str, Any]] = []
     before = ""
+    earned = iter(sample.turn_rewards)
     for part in parts_of(sample):
         record: dict[str, Any] = {"by": "model" if part.spans else "given", "start": part.start, "end": part.end}
         record |= {"row": part.row, "versions": part.versions}
+        if part.spans and sample.turn_rewards:
+            record["reward"] = next(earned)
         if part.behind:
             record["behind"] = {"row": part.behind[0], "tokens": part.behind[1]}
         if decode is not None:
@@ -68,6 +71,8 @@ def heading_of(told: dict[str, Any], number: int) -> str:
     words = f"turn {number} by {' then '.join(told['versions'])}" if told["by"] == "model" else "given"
     if calls := told.get("tool_calls"):
         words += f", calls {', '.join(calls)}"
+    if "reward" in told:
+        words += f", reward {told['reward']:.4g}"
     if behind := told.get("behind"):
         words += f"   row {told['row']}: goes on behind {behind['tokens']} tokens of row {behind['row']}"
     return words
