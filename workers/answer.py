@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import structlog
 
@@ -33,6 +34,7 @@ class _Scored:
     """A sample, and when each half of its making ended (monotonic)."""
 
     sample: Sample
+    made: Played
     generated_at: float
     scored_at: float
 
@@ -82,14 +84,16 @@ class Answerer:
             log.warning("sample_failed", ticket=ticket.number, error=str(error))
             return str(error)
         self.num_scored += 1
-        sample = made.sample._replace(
-            rewards=scores.rewards, reward=scores.total, turn_rewards=self._weighted(made.rewards)
-        )
-        return _Scored(sample=sample, generated_at=generated_at, scored_at=time.monotonic())
+        sample = made.sample._replace(rewards=scores.rewards, reward=scores.total)
+        if self._config.environment is not None:
+            weight = self._config.environment.weight
+            sample = sample._replace(turn_rewards=tuple(weight * reward for reward in sample.turn_rewards))
+        return _Scored(sample=sample, made=made, generated_at=generated_at, scored_at=time.monotonic())
 
     async def _make(self, ticket: Ticket, engine: Engine, request: SampleRequest) -> Played:
         if self._player is not None:
             return await self._player.play(ticket, engine, request)
+        began = time.monotonic()
         generated = await engine.generate(request)
         num_tokens = len(generated.token_ids)
         sample = Sample(
@@ -101,7 +105,7 @@ class Answerer:
             rewards={},
             reward=0.0,
         )
-        return Played(sample=sample, text=generated.text)
+        return Played(sample=sample, text=generated.text, model_s=time.monotonic() - began)
 
     async def _score(self, ticket: Ticket, made: Played) -> Scores:
         item = ScoreItem(
@@ -112,13 +116,9 @@ class Answerer:
             return await self.rewards.score(item)
         scores = await self.rewards.score(item) if self._config.rewards else Scores(rewards={}, total=0.0)
         return Scores(
-            rewards={**scores.rewards, ENVIRONMENT: sum(made.rewards)},
-            total=scores.total + sum(self._weighted(made.rewards)),
+            rewards={**scores.rewards, ENVIRONMENT: made.reward},
+            total=scores.total + settings.weight * made.reward,
         )
-
-    def _weighted(self, rewards: Sequence[float]) -> tuple[float, ...]:
-        settings = self._config.environment
-        return () if settings is None else tuple(settings.weight * reward for reward in rewards)
 
     def _group(self, ticket: Ticket, outcomes: Sequence[_Scored | str], began: float) -> Group:
         scored = [outcome for outcome in outcomes if isinstance(outcome, _Scored)]
@@ -138,6 +138,9 @@ class Answerer:
             error="" if enough else f"{len(failed)} of {len(outcomes)} samples failed: {failed[0]}",
             generate_s=generated_at - began,
             reward_s=scored_at - generated_at,
+            model_s=fmean(one.made.model_s for one in scored) if scored else 0.0,
+            environment_s=fmean(one.made.environment_s for one in scored) if scored else 0.0,
+            num_tool_calls=sum(one.made.num_tool_calls for one in scored),
         )
         samples = tuple(one.sample for one in scored) if enough else ()
         return Group(header=header, prompt_ids=ticket.token_ids, samples=samples)

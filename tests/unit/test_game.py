@@ -47,7 +47,7 @@ def test_who_halves_what_is_left_finds_it_and_earns_most(number: int) -> None:
     assert found(transcript, {"answer": str(number)})
     assert right("", transcript, [], {"answer": str(number)}) == 1.0
     assert len(rewards) <= 6
-    assert all(reward >= 0.5 for reward in rewards)
+    assert all(reward >= 0.75 for reward in rewards)
 
 
 def test_who_does_not_heed_what_he_is_told_finds_less_than_a_fifth() -> None:
@@ -56,19 +56,19 @@ def test_who_does_not_heed_what_he_is_told_finds_less_than_a_fifth() -> None:
     assert sum(found_by) / len(found_by) == NUM_GUESSES / len(NUMBERS) < 0.2
 
 
-def test_demonstrations_find_more_than_a_fifth_and_less_than_two_fifths() -> None:
+def test_demonstrations_find_more_than_who_heeds_nothing_and_less_than_two_fifths() -> None:
     rng = random.Random(0)
     shown = [(n, demonstrate(n, rng).replace("<eos>", "")) for n in NUMBERS for _ in range(100)]
     share = sum(found(transcript, {"answer": str(n)}) for n, transcript in shown) / len(shown)
-    assert 0.3 < share < 0.4
+    assert 0.25 < share < 0.4
 
 
 def test_a_guess_outside_of_what_is_left_earns_nothing_and_what_is_no_guess_ends_the_game() -> None:
     game = Guess()
     game.reset({"answer": "30"})
-    assert game.step("25") == (LARGER, 0.98, False)
+    assert game.step("25") == (LARGER, 0.99, False)
     assert game.step("25") == (LARGER, 0.0, False)
-    assert game.step("50") == (SMALLER, pytest.approx(1 / 25), False)
-    assert game.step("38") == (SMALLER, pytest.approx(23 / 24), False)
+    assert game.step("50") == (SMALLER, pytest.approx(13 / 25), False)
+    assert game.step("38") == (SMALLER, pytest.approx(23.5 / 24), False)
     assert game.step("") == (None, 0.0, True)
     assert not found("25>50<38<", {"answer": "30"})

@@ -7,8 +7,10 @@ two: spans say so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -29,38 +31,67 @@ class Player:
 
     async def play(self, ticket: Ticket, engine: Engine, request: SampleRequest) -> Played:
         """`request` is that of the first turn. SampleError where engine or environment fails."""
-        episode = await self.environment.begin(ticket.fields)
+        clock = _Clock()
+        with clock.in_environment():
+            episode = await self.environment.begin(ticket.fields)
         try:
-            return await self._play(episode, engine, request, is_chat="messages" in ticket.fields)
+            played = await self._play(episode, ticket, engine, request, clock)
         finally:
             await episode.close()
+        return played._replace(model_s=clock.model_s, environment_s=clock.environment_s)
 
-    async def _play(self, episode: Episode, engine: Engine, request: SampleRequest, *, is_chat: bool) -> Played:
+    async def _play(
+        self, episode: Episode, ticket: Ticket, engine: Engine, request: SampleRequest, clock: _Clock
+    ) -> Played:
+        is_chat = "messages" in ticket.fields
         if episode.opening and is_chat:
             raise SampleError("reset() must return nothing where prompts are messages: put the opening into the row")
         trace, given = Trace(request.prompt_ids), episode.opening
         context_ids = _behind(request.prompt_ids, self._tail.of_text(given) if given else [])
-        rewards: list[float] = []
-        most = len(request.prompt_ids) + self._settings.max_tokens
+        said = list(ticket.fields["messages"]) if is_chat else []
+        reward = 0.0
         for turn in range(self._settings.max_turns):
-            if len(context_ids) >= most:
+            left = self._settings.max_tokens - trace.num_tokens - trace.num_given(context_ids)
+            if left < 1:
                 break
-            generated = await engine.generate(_bounded(request, turn, context_ids, most - len(context_ids)))
-            if not len(generated.token_ids):
-                raise SampleError(
-                    "the engine made no token in a turn: there is nothing that an environment could answer"
-                )
+            with clock.in_model():
+                generated = await engine.generate(_bounded(request, turn, context_ids, left))
             trace.take(context_ids, generated, given=given)
-            answer = await episode.step(generated.text)
-            rewards.append(answer.reward)
+            with clock.in_environment():
+                answer = await episode.step(generated.text)
+            reward += answer.reward
+            trace.earn(answer.reward)
             if answer.done:
-                return trace.played("stop", rewards)
-            given, last = answer.given, int(generated.token_ids[-1])
-            given_ids = self._tail.of_chat(given, last=last) if is_chat else self._tail.of_text(given)
-            if not given_ids:
+                return trace.played("stop", reward)
+            given, so_far = answer.given, _behind(context_ids, generated.token_ids)
+            if is_chat:
+                said += [{"role": "assistant", "content": generated.text}, {"role": "user", "content": given}]
+                context_ids = _behind(*self._tail.of_chat(said, so_far))
+                continue
+            if not (given_ids := self._tail.of_text(given)):
                 raise SampleError("the environment is not done and says nothing: the model could only talk to itself")
-            context_ids = _behind(_behind(context_ids, generated.token_ids), given_ids)
-        return trace.played("length", rewards)
+            context_ids = _behind(so_far, given_ids)
+        return trace.played("length", reward)
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Seconds that a rollout waited for whom."""
+
+    model_s: float = 0.0
+    environment_s: float = 0.0
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.model_s += time.monotonic() - began
+
+    @contextmanager
+    def in_environment(self) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.environment_s += time.monotonic() - began
 
 
 def _behind(context_ids: npt.NDArray[np.int32], more: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
