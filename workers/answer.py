@@ -22,7 +22,7 @@ from streamrl.protocol.wire.ticket import Ticket
 from streamrl.tasks import gather_or_cancel
 from streamrl.workers.engines.base import Engine, SampleRequest
 from streamrl.workers.environments.base import ENVIRONMENT
-from streamrl.workers.environments.play import Player
+from streamrl.workers.environments.playing import Plays
 from streamrl.workers.environments.trace import Played
 from streamrl.workers.rewards.base import Rewards, ScoreItem, Scores
 
@@ -41,7 +41,7 @@ class _Scored:
 
 class Answerer:
     def __init__(
-        self, *, rewards: Rewards, config: schema.Config, worker: str, fingerprint: str, player: Player | None = None
+        self, *, rewards: Rewards, config: schema.Config, worker: str, fingerprint: str, player: Plays | None = None
     ) -> None:
         self.rewards = rewards
         self._player = player  # of rollouts of several turns
@@ -84,10 +84,9 @@ class Answerer:
             log.warning("sample_failed", ticket=ticket.number, error=str(error))
             return str(error)
         self.num_scored += 1
-        sample = made.sample._replace(rewards=scores.rewards, reward=scores.total)
-        if self._config.environment is not None:
-            weight = self._config.environment.weight
-            sample = sample._replace(turn_rewards=tuple(weight * reward for reward in sample.turn_rewards))
+        sample = made.sample._replace(
+            rewards=scores.rewards, reward=scores.total, turn_rewards=self._weighted(made.turn_rewards)
+        )
         return _Scored(sample=sample, made=made, generated_at=generated_at, scored_at=time.monotonic())
 
     async def _make(self, ticket: Ticket, engine: Engine, request: SampleRequest) -> Played:
@@ -116,9 +115,13 @@ class Answerer:
             return await self.rewards.score(item)
         scores = await self.rewards.score(item) if self._config.rewards else Scores(rewards={}, total=0.0)
         return Scores(
-            rewards={**scores.rewards, ENVIRONMENT: made.reward},
+            rewards={**scores.rewards, ENVIRONMENT: made.reward, **made.rewards},
             total=scores.total + settings.weight * made.reward,
         )
+
+    def _weighted(self, rewards: Sequence[float]) -> tuple[float, ...]:
+        settings = self._config.environment
+        return () if settings is None else tuple(settings.weight * reward for reward in rewards)
 
     def _group(self, ticket: Ticket, outcomes: Sequence[_Scored | str], began: float) -> Group:
         scored = [outcome for outcome in outcomes if isinstance(outcome, _Scored)]

@@ -58,7 +58,11 @@ def test_in_500_random_trees_of_turns_each_sampled_token_stands_behind_its_conte
             trace.take(ids(context), generated)
             assert trace.num_tokens == added
             said.append((context, generated))
-        sample = trace.played("stop", 0.0).sample
+        earned = [float(at) for at, (_, made) in enumerate(said) if len(made.token_ids)]
+        played = trace.played("stop", 0.0, earned)
+        sample = played.sample._replace(turn_rewards=played.turn_rewards)
+        for (start, end), reward in zip(sample.turns(), sample.turn_rewards, strict=True):
+            assert said[int(reward)][1].logprobs.tolist() == sample.logprobs[start:end].tolist(), "its own turn's"
         check_by_brute_force(PROMPT, sample, said)
         assert len(sample.turns()) == sum(len(made.token_ids) > 0 for _, made in said)
         assert trace.num_tokens == len(sample.token_ids)

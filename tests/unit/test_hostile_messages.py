@@ -37,7 +37,7 @@ from tests.weights_world import World, random_state
 _MOST_BYTES = 64 << 20
 MANIFEST = World(MemoryStore(), num_ranks=2).publish(random_state(np.random.default_rng(0)))
 TWO = (Span(version=1, step=0, start=0, end=2), Span(version=2, step=1, start=2, end=4))
-BRANCHED = make_sample(spans=TWO, branches=(Branch(start=2, row=0, keep=3),), turn_rewards=(0.5, 1.0))
+BRANCHED = make_sample(spans=TWO, turn_rewards=(0.5, 0.25), branches=(Branch(start=2, row=0, keep=3),))
 HEADER, BODY = encode_group(make_group(make_ticket(5), samples=(make_sample(turn_rewards=(0.5,)), BRANCHED)))
 GROUP = decode_header(HEADER)
 NUM_RAW = 4 * GROUP.num_prompt_tokens + 8 * sum(GROUP.sample_lengths)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import msgpack
@@ -24,12 +24,12 @@ REWARDS = st.floats(-1e6, 1e6)
 
 @st.composite
 def samples(draw: st.DrawFn, *, turns_earn: bool) -> Sample:
-    lengths = draw(st.lists(st.integers(1, 6), max_size=5))
-    total = sum(lengths)
-    ends = np.cumsum(lengths).tolist()
+    lengths = draw(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 6)), max_size=5))  # (given, sampled)
+    total = sum(map(sum, lengths))
+    ends = np.cumsum([given + sampled for given, sampled in lengths]).tolist()
     spans = tuple(
-        Span(version=draw(st.integers(0, 2**63)), step=draw(st.integers(0, 2**40)), start=end - length, end=end)
-        for length, end in zip(lengths, ends, strict=True)
+        Span(version=draw(st.integers(0, 2**63)), step=draw(st.integers(0, 2**40)), start=end - sampled, end=end)
+        for (_, sampled), end in zip(lengths, ends, strict=True)
     )
     cut = draw(st.integers(0, total))
     branches, before = [], [3 + (ends[0] if ends else 0)]  # tokens of each row
@@ -38,10 +38,11 @@ def samples(draw: st.DrawFn, *, turns_earn: bool) -> Sample:
         branches.append(Branch(start=start, row=left, keep=draw(st.integers(1, before[left]))))
         before.append(branches[-1].keep + end - start)
     branches = branches if draw(st.booleans()) else []
+    mask = [at < cut and any(span.start <= at < span.end for span in spans) for at in range(total)]
     made = Sample(
         token_ids=np.array(draw(st.lists(st.integers(0, 2**31 - 1), min_size=total, max_size=total)), np.int32),
         logprobs=np.array(draw(st.lists(st.floats(-100, 0, width=32), min_size=total, max_size=total)), np.float32),
-        mask_runs=(cut, total - cut) if total else (),
+        mask_runs=runs_of(mask),
         spans=spans,
         finish_reason=draw(st.sampled_from(["stop", "length"])),
         rewards=draw(st.dictionaries(st.text(max_size=10), REWARDS, max_size=4)),
@@ -49,6 +50,11 @@ def samples(draw: st.DrawFn, *, turns_earn: bool) -> Sample:
         branches=tuple(branches),
     )
     return made._replace(turn_rewards=tuple(draw(REWARDS) for _ in made.turns())) if turns_earn else made
+
+
+def runs_of(mask: list[bool]) -> tuple[int, ...]:
+    runs = [len(list(run)) for _, run in groupby(mask)]
+    return (0, *runs) if mask and not mask[0] else tuple(runs)
 
 
 def groups_of_samples() -> st.SearchStrategy[list[Sample]]:

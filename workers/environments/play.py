@@ -49,20 +49,21 @@ class Player:
         trace, given = Trace(request.prompt_ids), episode.opening
         context_ids = _behind(request.prompt_ids, self._tail.of_text(given) if given else [])
         said = list(ticket.fields["messages"]) if is_chat else []
-        reward = 0.0
+        rewards: list[float] = []
         for turn in range(self._settings.max_turns):
             left = self._settings.max_tokens - trace.num_tokens - trace.num_given(context_ids)
             if left < 1:
                 break
             with clock.in_model():
                 generated = await engine.generate(_bounded(request, turn, context_ids, left))
+            if not len(generated.token_ids):
+                raise SampleError("the engine made no token in a turn: there is nothing to answer")
             trace.take(context_ids, generated, given=given)
             with clock.in_environment():
                 answer = await episode.step(generated.text)
-            reward += answer.reward
-            trace.earn(answer.reward)
+            rewards.append(answer.reward)
             if answer.done:
-                return trace.played("stop", reward)
+                return trace.played("stop", sum(rewards), rewards)
             given, so_far = answer.given, _behind(context_ids, generated.token_ids)
             if is_chat:
                 said += [{"role": "assistant", "content": generated.text}, {"role": "user", "content": given}]
@@ -71,7 +72,7 @@ class Player:
             if not (given_ids := self._tail.of_text(given)):
                 raise SampleError("the environment is not done and says nothing: the model could only talk to itself")
             context_ids = _behind(so_far, given_ids)
-        return trace.played("length", reward)
+        return trace.played("length", sum(rewards), rewards)
 
 
 @dataclass(slots=True)

@@ -12,8 +12,10 @@ It shares the longest beginning that ends where something given or sampled does,
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +33,8 @@ class Played(NamedTuple):
     sample: Sample  # not scored yet; its finish reason is stop where the environment was done
     text: str  # of all turns, and of what was given between them
     reward: float = 0.0  # the environment's
+    rewards: Mapping[str, float] = MappingProxyType({})  # what it consists of, by source
+    turn_rewards: tuple[float, ...] = ()  # before their weight; of each turn, in the sample's order
     model_s: float = 0.0  # that it waited for the engine, and for its environment
     environment_s: float = 0.0
     num_tool_calls: int = 0
@@ -72,9 +76,7 @@ class Trace:
         first = _Row(so_far=prompt_ids, row=0, keep=len(prompt_ids), ends=[len(prompt_ids)])
         self._rows = [first]
         self._texts: list[str] = []
-        self._earned: list[tuple[int, float]] = []  # (row, reward) of each turn that has tokens
-        self._due = 0.0  # of turns before the first of these
-        self._turns_earn = False
+        self._turns: list[tuple[int, int]] = []  # (row, where in it) of each that sampled something
         self.num_turns = 0
         self.num_tokens = 0  # behind the prompt, sampled and given, each counted once
 
@@ -97,25 +99,15 @@ class Trace:
         row, rest = self._rows[at], context_ids[keep:]
         # A turn right behind another is a branch, too, so that it is known where it began.
         if keep < len(row.so_far) or (row.tokens and not len(rest)):
-            row = self._branch(at, keep)
-            at = self.num_branches
+            at, row = len(self._rows), self._branch(at, keep)
         if len(rest):
             row.give(rest)
+        self._turns.append((at, len(row.so_far)))
         row.say(generated)
-        self._earned.append((at, self._due))
-        self._due = 0.0
         self.num_tokens += len(rest) + len(generated.token_ids)
 
-    def earn(self, reward: float) -> None:
-        """What the last turn has earned; where it has no token and is none, the one before has, or else the next."""
-        self._turns_earn = True
-        if not self._earned:
-            self._due += reward
-            return
-        row, before = self._earned[-1]
-        self._earned[-1] = (row, before + reward)
-
-    def played(self, finish_reason: FinishReason, reward: float) -> Played:
+    def played(self, finish_reason: FinishReason, reward: float, turn_rewards: Sequence[float] = ()) -> Played:
+        """`turn_rewards`: of each turn that sampled something, in the order in which they were taken; or none."""
         starts = list(accumulate((len(row.so_far) - row.keep for row in self._rows), initial=0))
         spans = [
             span._replace(start=span.start + start, end=span.end + start)
@@ -135,13 +127,10 @@ class Trace:
             rewards={},
             reward=0.0,
             branches=tuple(branches),
-            turn_rewards=self._by_row() if self._turns_earn else (),
         )
-        return Played(sample=sample, text="".join(self._texts), reward=reward)
-
-    def _by_row(self) -> tuple[float, ...]:
-        """As the turns of a sample lie: row by row, each in the order in which its turns were taken."""
-        return tuple([reward for _, reward in sorted(self._earned, key=lambda turn: turn[0])])
+        in_order = sorted(zip(self._turns, turn_rewards, strict=True)) if turn_rewards else []
+        earned = tuple(value for _, value in in_order)
+        return Played(sample=sample, text="".join(self._texts), reward=reward, turn_rewards=earned)
 
     def _shared(self, context_ids: Ids) -> tuple[int, int]:
         """(a row, how many of its tokens the context begins with): the whole of it, or up to where a piece of it ends.

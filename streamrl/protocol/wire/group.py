@@ -4,11 +4,11 @@ Header and body go apart. The header, a message, is small and has what planning 
 body has the arrays and is decoded only by the rank that trains on it. The header carries the body's digest.
 
 Per sample: token ids, a loss mask in runs (alternating lengths, trained tokens first), the behaviour's log-probs,
-version spans, rewards by source and of turns, finish reason. Tokens within a span were sampled; what lies between spans
-was given, by an environment between two turns, and never has a loss. Its log-probs are 0. A rollout whose turns do not
-all go on behind one another has branches (`wire.branches`): several rows of one sample. The body has all this by
-columns, all samples of a group in one array, so that a group is checked by a few looks at large arrays. What is large
-lies in front, raw and in this order, and is used where it lies; the rest is a message behind it:
+version spans, rewards by source, what each turn earned, finish reason. Tokens within a span were sampled; what lies
+between spans was given, by an environment between two turns of the model, and never has a loss. Its log-probs are 0.
+A rollout whose turns do not all go on behind one another has branches (`wire.branches`): several rows of one sample.
+The body has all this by columns, all samples of a group in one array, so that a group is checked by a few looks at
+large arrays. What is large lies in front, raw and in this order, and is used where it lies; the rest is a message:
 
     prompt_ids, token_ids, logprobs      one item a token         lengths are the header's
 
@@ -24,7 +24,7 @@ lies in front, raw and in this order, and is used where it lies; the rest is a m
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -74,8 +74,8 @@ class Sample(NamedTuple):
     finish_reason: FinishReason
     rewards: Mapping[str, float]  # by source, before weights
     reward: float  # the weighted sum
-    branches: tuple[Branch, ...] = ()  # rows beside the first, in order
     turn_rewards: tuple[float, ...] = ()  # what each of `turns()` has in it, after weights; none: only the whole earns
+    branches: tuple[Branch, ...] = ()  # rows beside the first, in order
 
     def loss_mask(self) -> npt.NDArray[np.bool_]:  # [T]
         values = np.arange(len(self.mask_runs)) % 2 == 0
@@ -88,10 +88,10 @@ class Sample(NamedTuple):
 
     def turns(self) -> list[tuple[int, int]]:
         """Where the model spoke: [start, end) of each turn, given tokens between them."""
-        return _turns(self.spans, self.branches)
+        return turns_of(self.spans, self.branches)
 
 
-def _turns(spans: Sequence[Span], branches: Sequence[Branch]) -> list[tuple[int, int]]:
+def turns_of(spans: Iterable[Span], branches: Iterable[Branch]) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     fresh = {branch.start for branch in branches}
     for span in spans:
@@ -263,10 +263,7 @@ def _unpack_samples(
 ) -> tuple[Sample, ...]:
     lengths = header.sample_lengths
     runs, spans, branches = _take_integers(f, header)
-    rewards, totals, of_turns = _take_fractions(f, len(lengths))
-    num_turns = [len(_turns(*of_sample)) if of_turns else 0 for of_sample in zip(spans, branches, strict=True)]
-    if sum(num_turns) != len(of_turns):
-        raise WireError(f"{len(of_turns)} rewards beyond those of samples and sources, and {sum(num_turns)} turns")
+    rewards, totals, turn_rewards = _take_fractions(f, spans, branches)
     if totals != header.sample_rewards:
         raise WireError("rewards of header and body differ")
     reasons = f.list("finish_reasons", str, max_items=MAX_SAMPLES)
@@ -274,9 +271,8 @@ def _unpack_samples(
         raise WireError(f"finish reasons must be of {FINISH_REASONS}")
     if tuple([reason == "stop" for reason in reasons]) != header.sample_finished:
         raise WireError("finish reasons of header and body differ")
-    raw = (_cut(token_ids, lengths), _cut(logprobs, lengths))
-    columns = (*raw, runs, spans, reasons, rewards, totals, branches, _cut(of_turns, num_turns))
-    return tuple(map(Sample._make, zip(*columns, strict=True)))
+    columns = (_cut(token_ids, lengths), _cut(logprobs, lengths), runs, spans, reasons, rewards, totals)
+    return tuple(map(Sample._make, zip(*columns, turn_rewards, branches, strict=True)))
 
 
 def _cut(column: C, lengths: Sequence[int]) -> list[C]:
@@ -284,23 +280,27 @@ def _cut(column: C, lengths: Sequence[int]) -> list[C]:
     return [column[start:end] for start, end in pairwise(accumulate(lengths, initial=0))]
 
 
-def _take_fractions(f: Fields, num_samples: int) -> tuple[list[dict[str, float]], tuple[float, ...], tuple[float, ...]]:
+def _take_fractions(
+    f: Fields, spans: Sequence[Sequence[Span]], branches: Sequence[Sequence[Branch]]
+) -> tuple[list[dict[str, float]], tuple[float, ...], list[tuple[float, ...]]]:
     """(rewards by source, totals, rewards of turns)"""
+    num_samples = len(spans)
     sources = f.list("sources", str, max_items=MAX_REWARD_SOURCES)
     if len(set(sources)) != len(sources):
         raise WireError("reward sources must be different names")
     fractions = f.numbers("fractions", "d")
     whole = num_samples * (1 + len(sources))
-    if len(fractions) < whole:
-        raise WireError(f"{len(fractions)} rewards for {num_samples} samples of {len(sources)} sources")
     totals, rewards, of_turns = fractions[:num_samples], fractions[num_samples:whole], fractions[whole:]
+    num_turns = [len(turns_of(*of_sample)) if of_turns else 0 for of_sample in zip(spans, branches, strict=True)]
+    if len(fractions) != whole + sum(num_turns):
+        raise WireError(f"{len(fractions)} rewards, neither {whole} of samples nor {sum(num_turns)} of turns more")
     if any(map(math.isinf, rewards)) or not all(map(math.isfinite, of_turns)):
         raise WireError("rewards must be finite")
     in_order = iter(rewards)
     by_source = [{source: next(in_order) for source in sources} for _ in range(num_samples)]
     if any(map(math.isnan, rewards)):
         by_source = [{source: reward for source, reward in row.items() if reward == reward} for row in by_source]
-    return by_source, totals, of_turns
+    return by_source, totals, _cut(of_turns, num_turns)
 
 
 def _take_integers(

@@ -48,12 +48,13 @@ def told_of(sample: Sample, decode: Callable[[Any], str] | None) -> list[dict[st
     """As JSON tells it; texts where there is a tokenizer. A tokenizer may decode a piece otherwise than the whole, so
     each text is what it adds to those before it."""
     told: list[dict[str, Any]] = []
-    before, rewards = "", iter(sample.turn_rewards)
+    before = ""
+    earned = iter(sample.turn_rewards)
     for part in parts_of(sample):
         record: dict[str, Any] = {"by": "model" if part.spans else "given", "start": part.start, "end": part.end}
         record |= {"row": part.row, "versions": part.versions}
         if part.spans and sample.turn_rewards:
-            record["reward"] = next(rewards)
+            record["reward"] = next(earned)
         if part.behind:
             record["behind"] = {"row": part.behind[0], "tokens": part.behind[1]}
         if decode is not None:
@@ -68,10 +69,10 @@ def told_of(sample: Sample, decode: Callable[[Any], str] | None) -> list[dict[st
 def heading_of(told: dict[str, Any], number: int) -> str:
     """Of one of these, the turn of this number or what was given before it."""
     words = f"turn {number} by {' then '.join(told['versions'])}" if told["by"] == "model" else "given"
-    if "reward" in told:
-        words += f", reward {told['reward']:.4g}"
     if calls := told.get("tool_calls"):
         words += f", calls {', '.join(calls)}"
+    if "reward" in told:
+        words += f", reward {told['reward']:.4g}"
     if behind := told.get("behind"):
         words += f"   row {told['row']}: goes on behind {behind['tokens']} tokens of row {behind['row']}"
     return words
