@@ -17,10 +17,12 @@ from urllib.parse import SplitResult, urlsplit
 
 from streamrl.config.explain import Problem
 from streamrl.config.schema import Config, Dataset, Environment, FunctionReward, HttpReward, NamedDataset
+from streamrl.data.dataset import MADE, SOURCES
 from streamrl.data.prompts import read_prompts
 from streamrl.errors import DataError
 from streamrl.permissions import Permissions
 from streamrl.protocol.transport.address import FORMS, PASSWORD, SCHEMES, has_secret, masked
+from streamrl.recipe.environments import ENVIRONMENTS
 from streamrl.recipe.own import FILES, is_own
 from streamrl.recipe.own import FORMS as CODE_FORMS
 from streamrl.recipe.rewards import REWARDS
@@ -77,8 +79,8 @@ def check_rewards(config: Config) -> Iterator[Problem]:
 
 
 def _check_environment(config: Config, environment: Environment) -> Iterator[Problem]:
-    if not is_own(environment.target):
-        remedy = f"must be a class of yours as {CODE_FORMS}"
+    if environment.target not in ENVIRONMENTS and not is_own(environment.target):
+        remedy = f"must be one of {', '.join(ENVIRONMENTS)}, or a class of yours as {CODE_FORMS}"
         yield Problem(key="environment.target", value=environment.target, remedy=remedy)
     if "environment" in config.rewards:
         remedy = "is the name of what the environment gives: call this source otherwise"
@@ -147,18 +149,29 @@ _LFS_POINTER = b"version https://git-lfs"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
+# Settings that datasets of one kind alone have.
+_OF_SOURCES = {
+    **dict.fromkeys(("name", "split", "revision"), ("hub",)),
+    **dict.fromkeys(("size", "seed", "options"), MADE),
+    "level": ("reasoning_gym",),
+}
+
+
 def check_datasets(config: Config) -> Iterator[Problem]:
     """Each lies in one place, and has no setting that would do nothing there."""
     for one in config.data.datasets():
-        dataset, key = one.dataset, one.key.removesuffix(".path").removesuffix(".hub")
-        if dataset.hub is None:
-            if dataset.path is None:
-                yield Problem(key=f"{key}.path", remedy="name a file of JSON Lines, or by `hub` a dataset of a hub")
-            for name in ("name", "split", "revision"):
-                if getattr(dataset, name) != Dataset.model_fields[name].default:
-                    yield Problem(key=f"{key}.{name}", remedy="it is of a dataset of a `hub`, and this one is a file")
-        elif dataset.path is not None:
-            yield Problem(key=f"{key}.path", remedy=f"the dataset is that of hub = {dataset.hub!r}; set one to null")
+        dataset, key = one.dataset, one.key.removesuffix(f".{one.dataset.source}")
+        named = [name for name in SOURCES if getattr(dataset, name) is not None]
+        if not named:
+            remedy = f"name a file of JSON Lines, or what holds prompts by one of {', '.join(SOURCES[1:])}"
+            yield Problem(key=f"{key}.path", remedy=remedy)
+        for name in named[1:]:
+            remedy = f"the dataset is that of {named[0]} = {getattr(dataset, named[0])!r}; set one to null"
+            yield Problem(key=f"{key}.{name}", remedy=remedy)
+        for name, sources in _OF_SOURCES.items():
+            if dataset.source not in sources and getattr(dataset, name) != Dataset().model_dump()[name]:
+                remedy = f"it is of a dataset of {' or '.join(sources)}, and this one is of {dataset.source}"
+                yield Problem(key=f"{key}.{name}", remedy=remedy)
     held_out = config.data.validation
     if isinstance(held_out, Dataset) and held_out.weight != 1:
         yield Problem(key="data.validation.weight", remedy="each prompt that is held out is asked once; leave it out")

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from streamrl.config.engines import ENGINES
+from streamrl.data.dataset import SOURCES
 from streamrl.data.dataset import Dataset as Dataset
 from streamrl.recipe.settings import Algorithm as Algorithm
 from streamrl.recipe.settings import Kl as Kl
@@ -51,7 +52,7 @@ class Model(Section):
 def _form_of_train(value: object) -> str:
     """So that mistakes in a map are told of its entries, not that it is no path."""
     if isinstance(value, dict):
-        is_one = any(name in value and not isinstance(value[name], dict) for name in ("path", "hub"))
+        is_one = any(name in value and not isinstance(value[name], dict) for name in SOURCES)
         return "a dataset" if is_one else "a map"
     return "a dataset" if isinstance(value, Dataset) else "a path"
 
@@ -101,7 +102,7 @@ class Data(Section):
 def _named(source: str | Dataset, key: str, name: str = "") -> NamedDataset:
     if isinstance(source, str):
         return NamedDataset(key=key, name=name, dataset=Dataset(path=source))
-    return NamedDataset(key=f"{key}.{'path' if source.hub is None else 'hub'}", name=name, dataset=source)
+    return NamedDataset(key=f"{key}.{source.source}", name=name, dataset=source)
 
 
 class Sampling(Section):
@@ -162,7 +163,7 @@ Reward = Annotated[FunctionReward | HttpReward, Field(discriminator="type")]
 class Environment(Section):
     """What answers the model in a rollout of several turns; its rewards are a source of that name."""
 
-    target: str  # a class: `package.module:Class` or `path/to/file.py:Class`
+    target: str  # a built-in name, or a class: `package.module:Class` or `path/to/file.py:Class`
     options: Arguments = Field(default_factory=dict)  # keyword arguments of the class
     weight: float = 1.0  # of its rewards beside those of `rewards`
     max_turns: Positive = 8  # of the model; then the rollout is cut off

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from streamrl.config import schema
 from streamrl.errors import ConfigError, SampleError
 from streamrl.permissions import Permissions
+from streamrl.recipe.environments import ENVIRONMENTS
 from streamrl.workers.environments.base import Answer, Episode
 from streamrl.workers.environments.play import Player
 from streamrl.workers.environments.tail import Tail
@@ -34,7 +35,8 @@ _CHILD = "streamrl.workers.environments.own_child"
 
 def build_environment(settings: schema.Environment, permissions: Permissions) -> OwnEnvironment:
     """Checks this worker's permission for it; loads nothing yet."""
-    may_run(settings, permissions, section="environment")
+    if settings.target not in ENVIRONMENTS or settings.network or settings.environment:
+        may_run(settings, permissions, section="environment")
     return OwnEnvironment(settings)
 
 

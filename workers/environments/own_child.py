@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO
 
+from streamrl.recipe.environments import ENVIRONMENTS
 from streamrl.recipe.own import bind, describe, load_function
 from streamrl.workers.rewards.function_child import confine, limit_memory, take_pipes, write_answer
 
@@ -26,8 +27,8 @@ def main() -> None:
     setup = json.loads(calls.readline())
     limit_memory(setup["memory_mb"] << 20)
     try:
-        confine(own=True, network=setup["network"])
-        make = bind(load_function(setup["target"], {}), setup["options"])
+        confine(own=setup["target"] not in ENVIRONMENTS, network=setup["network"])
+        make = bind(load_function(setup["target"], ENVIRONMENTS), setup["options"])
         lacking = [name for name in ("reset", "step") if not callable(getattr(make.func, name, None))]
         if lacking:
             raise TypeError(f"{setup['target']} has no method {' and no '.join(lacking)}")
