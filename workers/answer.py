@@ -21,7 +21,8 @@ from streamrl.protocol.wire.ticket import Ticket
 from streamrl.tasks import gather_or_cancel
 from streamrl.workers.engines.base import Engine, SampleRequest
 from streamrl.workers.environments.base import ENVIRONMENT
-from streamrl.workers.environments.play import Played, Player
+from streamrl.workers.environments.playing import Plays
+from streamrl.workers.environments.trace import Played
 from streamrl.workers.rewards.base import Rewards, ScoreItem, Scores
 
 log = structlog.get_logger(__name__)
@@ -38,7 +39,7 @@ class _Scored:
 
 class Answerer:
     def __init__(
-        self, *, rewards: Rewards, config: schema.Config, worker: str, fingerprint: str, player: Player | None = None
+        self, *, rewards: Rewards, config: schema.Config, worker: str, fingerprint: str, player: Plays | None = None
     ) -> None:
         self.rewards = rewards
         self._player = player  # of rollouts of several turns
@@ -109,7 +110,7 @@ class Answerer:
             return await self.rewards.score(item)
         scores = await self.rewards.score(item) if self._config.rewards else Scores(rewards={}, total=0.0)
         return Scores(
-            rewards={**scores.rewards, ENVIRONMENT: made.reward},
+            rewards={**scores.rewards, ENVIRONMENT: made.reward, **made.rewards},
             total=scores.total + settings.weight * made.reward,
         )
 

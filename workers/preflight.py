@@ -28,7 +28,7 @@ from streamrl.finding import Finding, error, ok, take_stdout, warning
 from streamrl.permissions import Permissions
 from streamrl.recipe.rewards import REWARDS
 from streamrl.terminal import plural
-from streamrl.workers.environments.own import build_environment
+from streamrl.workers.environments.own import OwnEnvironment, build_children
 from streamrl.workers.rewards import confine
 from streamrl.workers.rewards.base import Rewards, ScoreItem, Scores, build_rewards
 
@@ -117,10 +117,13 @@ async def _try(name: str, source: schema.Reward, files: Files, allowed: Permissi
 
 async def _try_environment(settings: schema.Environment, files: Files, allowed: Permissions) -> Finding:
     """One turn of a rollout of each file's first row."""
-    environment = build_environment(settings.model_copy(update={"processes": 1}), allowed)
+    children = build_children(settings.model_copy(update={"processes": 1}), allowed)
+    environment = OwnEnvironment(children)
     told = ""
     try:
         await environment.start()
+        if children.has_agent:
+            return ok("environment", f"{settings.target!r} is an agent that can be begun; what it does takes a model")
         for path, (row, *_) in files.items():
             try:
                 rollout = await environment.begin(row.fields)

@@ -43,7 +43,7 @@ from streamrl.learner.model.settle import settle
 from streamrl.learner.model.tensors import held_rows
 from streamrl.learner.model.ways import MASKED, attention_of, choose, refuse_long
 from streamrl.learner.process.ranks import World
-from streamrl.protocol.wire.group import fingerprint, stop_ids
+from streamrl.protocol.wire.fingerprint import fingerprint, stop_ids
 
 _HOST = torch.device("cpu")
 # What transformers raises of a model that is incomplete, unknown, or asks for a package that is not here.

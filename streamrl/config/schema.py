@@ -163,17 +163,22 @@ Reward = Annotated[FunctionReward | HttpReward, Field(discriminator="type")]
 class Environment(Section):
     """What answers the model in a rollout of several turns; its rewards are a source of that name."""
 
-    target: str  # a built-in name, or a class: `package.module:Class` or `path/to/file.py:Class`
-    options: Arguments = Field(default_factory=dict)  # keyword arguments of the class
+    # A built-in name, a class, or an agent: a function `rollout(session, row)`. The latter two as `package.module:name`
+    # or `path/to/file.py:name`
+    target: str
+    options: Arguments = Field(default_factory=dict)  # keyword arguments of the class, or of the function
     weight: float = 1.0  # of its rewards beside those of `rewards`
     max_turns: Positive = 8  # of the model; then the rollout is cut off
     # Of a rollout beyond its prompt, sampled and given; sampling.max_tokens is that of a turn.
     max_tokens: Positive = 1024
-    timeout_s: PositiveFloat = 10.0  # for one answer
+    timeout_s: PositiveFloat = 10.0  # for one answer; of an agent: between two requests
+    rollout_timeout_s: PositiveFloat = 600.0  # of an agent: for a whole rollout
     memory_mb: Positive = 4096  # of one child process
     processes: Positive = 1  # child processes that rollouts are spread over
     network: bool = False  # it may open connections, where its worker allows it
     environment: tuple[str, ...] = ()  # variables that it gets of its worker's, beside PATH, HOME and their like
+    tool_parser: str = "hermes"  # of an agent: how calls of tools stand in answers; or a parser of vLLM's by its name
+    key_in_url: bool = False  # of an agent: its session's key stands in the base URL, for one that can send no header
 
 
 class RewardServer(Section):

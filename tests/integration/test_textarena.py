@@ -20,7 +20,7 @@ from streamrl.config import schema
 from streamrl.data.dataset import Dataset
 from streamrl.data.prompts import read_prompts
 from streamrl.permissions import Permissions
-from streamrl.workers.environments.own import build_environment
+from streamrl.workers.environments.own import OwnEnvironment, build_children
 
 def rows(**settings):
     return read_prompts(Dataset(**settings), malformed="error", key="data.train").rows
@@ -42,7 +42,8 @@ async def slide(environment, row, moves):
     return [(await episode.step(move)).given for move in moves]
 
 async def main():
-    environment = build_environment(schema.Environment(target="textarena", timeout_s=60.0), Permissions())
+    settings = schema.Environment(target="textarena", timeout_s=60.0)
+    environment = OwnEnvironment(build_children(settings, Permissions()))
     await environment.start()
     try:
         numbers = rows(textarena="GuessTheNumber-v0", size=6, seed=1)
