@@ -49,6 +49,20 @@ class Answerer:
         self._num_requests = 0
         self.num_scored = 0  # samples
 
+    def outage(self) -> str | None:
+        """Why no sample could be made or scored now: it is no use to take tickets."""
+        if (outage := self.rewards.outage()) is not None or self._player is None:
+            return outage
+        outage = self._player.outage()
+        return None if outage is None else f"environment: {outage}"
+
+    def facts(self) -> dict[str, int | float | str]:
+        """What the monitor shows of each source."""
+        facts = self.rewards.facts()
+        if self._player is not None:
+            facts[f"rewards/{ENVIRONMENT}/state"] = self._player.outage() or "well"
+        return facts
+
     async def answer(self, ticket: Ticket, engine: Engine, *, sample_done: Callable[[], None] = lambda: None) -> Group:
         """`sample_done` is called for each sample as it is made and scored, or has failed."""
         began = time.monotonic()

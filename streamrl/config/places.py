@@ -45,9 +45,10 @@ def granted(config: Config) -> Permissions:
     ]
     code += [] if config.environment is None else [config.environment]
     urls = [url for one in config.rewards.values() if isinstance(one, HttpReward) for url in one.urls]
+    urls += [] if config.environment is None else config.environment.urls
     return Permissions(
-        reward_code=tuple(one.target for one in code if ":" in one.target),
-        reward_network=tuple(one.target for one in code if one.network),
+        reward_code=tuple(one.target for one in code if one.target and ":" in one.target),
+        reward_network=tuple(one.target for one in code if one.target and one.network),
         reward_environment=tuple(dict.fromkeys(name for one in code for name in one.environment)),
         hosts=tuple(urlsplit(url).netloc for url in urls if url != LOCAL_REWARD_SERVER),
     )
@@ -79,12 +80,32 @@ def check_rewards(config: Config) -> Iterator[Problem]:
 
 
 def _check_environment(config: Config, environment: Environment) -> Iterator[Problem]:
-    if environment.target not in ENVIRONMENTS and not is_own(environment.target):
+    if environment.target is None:
+        yield from _check_players(environment)
+    elif environment.urls:
+        remedy = f"rollouts are those of target = {environment.target!r}; set one of the two to its default"
+        yield Problem(key="environment.urls", value=list(environment.urls), remedy=remedy)
+    elif environment.target not in ENVIRONMENTS and not is_own(environment.target):
         remedy = f"must be one of {', '.join(ENVIRONMENTS)}, or a class of yours as {CODE_FORMS}"
         yield Problem(key="environment.target", value=environment.target, remedy=remedy)
     if "environment" in config.rewards:
         remedy = "is the name of what the environment gives: call this source otherwise"
         yield Problem(key="rewards.environment", remedy=remedy)
+
+
+def _check_players(environment: Environment) -> Iterator[Problem]:
+    """A service's addresses."""
+    if not environment.urls:
+        remedy = f"name one of {', '.join(ENVIRONMENTS)}, code of yours as {CODE_FORMS}, or by `urls` a service"
+        yield Problem(key="environment.target", remedy=remedy)
+    if environment.options:
+        remedy = "a service has its options from who begins it; take them away"
+        yield Problem(key="environment.options", remedy=remedy)
+    for url in environment.urls:
+        parts = _split(url, ("http", "https"))
+        if parts is None or parts.username is not None or parts.query:
+            remedy = "must be http://host:port, with no user and no query; token_file names a file with a bearer token"
+            yield Problem(key="environment.urls", value=url, remedy=remedy)
 
 
 def _check_service(config: Config, name: str, source: HttpReward) -> Iterator[Problem]:
@@ -186,7 +207,9 @@ def check_files(config: Config, *, trains: bool = True) -> None:
     if config.reward_server is not None:
         problems += _model("reward_server.model", config.reward_server.model)
     if config.environment is not None:
-        problems += _code("environment.target", config.environment.target)
+        problems += _code("environment.target", config.environment.target or "")
+        if config.environment.token_file is not None:
+            problems += _file("environment.token_file", config.environment.token_file)
     for name, source in config.rewards.items():
         if isinstance(source, FunctionReward):
             problems += _code(f"rewards.{name}.target", source.target)

@@ -164,14 +164,17 @@ class Environment(Section):
     """What answers the model in a rollout of several turns; its rewards are a source of that name."""
 
     # A built-in name, a class, or an agent: a function `rollout(session, row)`. The latter two as `package.module:name`
-    # or `path/to/file.py:name`
-    target: str
+    # or `path/to/file.py:name`. null: a service at `urls`
+    target: str | None = None
+    urls: tuple[str, ...] = ()  # http://host:port of a service that plays; several are replicas of it
     options: Arguments = Field(default_factory=dict)  # keyword arguments of the class, or of the function
     weight: float = 1.0  # of its rewards beside those of `rewards`
     max_turns: Positive = 8  # of the model; then the rollout is cut off
     # Of a rollout beyond its prompt, sampled and given; sampling.max_tokens is that of a turn.
     max_tokens: Positive = 1024
     timeout_s: PositiveFloat = 10.0  # for one answer; of an agent: between two requests
+    outage_s: PositiveFloat = 600.0  # of a service: how long rollouts wait while it is out; then their tickets go back
+    token_file: str | None = None  # of a service: a file that holds the bearer token
     rollout_timeout_s: PositiveFloat = 600.0  # of an agent: for a whole rollout
     memory_mb: Positive = 4096  # of one child process
     processes: Positive = 1  # child processes that rollouts are spread over

@@ -58,6 +58,9 @@ class AgentPlayer:
             played = session.trace.played("length" if session.spent else "stop", sum(rewards.values()))
             return played._replace(rewards=self._by_name(rewards))
 
+    def outage(self) -> None:
+        """Its processes are begun anew."""
+
     @property
     def num_ending(self) -> int:
         """Rollouts that nobody waits for, and that may still run in their process."""

@@ -33,6 +33,7 @@ _CHILD = "streamrl.workers.environments.own_child"
 
 def build_children(settings: schema.Environment, permissions: Permissions) -> Children:
     """Checks this worker's permission for it; loads nothing yet."""
+    assert settings.target is not None, "a service has no children"
     if settings.target not in ENVIRONMENTS or settings.network or settings.environment:
         may_run(settings, permissions, section="environment")
     return Children(settings)
@@ -121,6 +122,9 @@ class OwnEnvironment:
         except CallFailed as error:
             raise SampleError(f"the environment failed in reset: {error}") from None
         return _OwnEpisode(child, number, opening=opening)
+
+    def outage(self) -> None:
+        """A process that is lost is begun anew."""
 
     async def close(self) -> None:
         await self._children.close()

@@ -27,6 +27,9 @@ class Player:
         self.environment = environment
         self._tail, self._settings = tail, settings
 
+    def outage(self) -> str | None:
+        return self.environment.outage()
+
     async def play(self, ticket: Ticket, engine: Engine, request: SampleRequest) -> Played:
         """`request` is that of the first turn. SampleError where engine or environment fails."""
         episode = await self.environment.begin(ticket.fields)

@@ -22,7 +22,11 @@ LOOPBACK = ("127.0.0.1", 0)
 
 class Plays(Protocol):
     async def play(self, ticket: Ticket, engine: Engine, request: SampleRequest) -> Played:
-        """SampleError concerns this rollout, EngineError all."""
+        """SampleError concerns this rollout, EngineError all; RewardOutage is no fault of the rollout's."""
+        ...
+
+    def outage(self) -> str | None:
+        """Why none can be played now."""
         ...
 
 
@@ -34,6 +38,15 @@ async def playing(
     settings = config.environment
     if settings is None:
         yield None
+        return
+    if settings.target is None:
+        from streamrl.workers.environments.remote import build_remote  # httpx: only where asked for
+
+        remote = build_remote(settings, permissions)
+        try:
+            yield Player(remote, tail=Tail(model.tokenizer), settings=settings)
+        finally:
+            await remote.close()
         return
     children = build_children(settings, permissions)
     try:
