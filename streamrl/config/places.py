@@ -88,6 +88,8 @@ def _check_environment(config: Config, environment: Environment) -> Iterator[Pro
     elif environment.target not in ENVIRONMENTS and not is_own(environment.target):
         remedy = f"must be one of {', '.join(ENVIRONMENTS)}, or a class of yours as {CODE_FORMS}"
         yield Problem(key="environment.target", value=environment.target, remedy=remedy)
+    if environment.target == "openenv" and not environment.network:
+        yield Problem(key="environment.network", remedy="openenv asks a server, so it must be true")
     if "environment" in config.rewards:
         remedy = "is the name of what the environment gives: call this source otherwise"
         yield Problem(key="rewards.environment", remedy=remedy)

@@ -9,5 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from streamrl.recipe.games import TextArena
+from streamrl.recipe.openenv import OpenEnv
 
-ENVIRONMENTS: Mapping[str, Callable[..., Any]] = {"textarena": TextArena}
+ENVIRONMENTS: Mapping[str, Callable[..., Any]] = {"textarena": TextArena, "openenv": OpenEnv}

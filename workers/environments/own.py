@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from streamrl.config import schema
@@ -34,8 +35,9 @@ _CHILD = "streamrl.workers.environments.own_child"
 def build_children(settings: schema.Environment, permissions: Permissions) -> Children:
     """Checks this worker's permission for it; loads nothing yet."""
     assert settings.target is not None, "a service has no children"
-    if settings.target not in ENVIRONMENTS or settings.network or settings.environment:
-        may_run(settings, permissions, section="environment")
+    if settings.target in ENVIRONMENTS:  # to be run it needs nobody's word; for a network it does
+        permissions = replace(permissions, reward_code=(settings.target,))
+    may_run(settings, permissions, section="environment")
     return Children(settings)
 
 
