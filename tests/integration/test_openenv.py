@@ -131,9 +131,9 @@ async def test_what_the_server_or_the_machine_refuses_fails_the_sample_and_says_
     async with played_at("ws://127.0.0.1:9") as environment:
         with pytest.raises(SampleError, match=r"Connect call failed \('127.0.0.1', 9\)"):
             await environment.begin({})
-    with pytest.raises(ConfigError, match="ws://host:port is expected"):
-        async with played_at("127.0.0.1:9"):
-            pass
+    async with played_at("127.0.0.1:9") as environment:
+        with pytest.raises(SampleError, match="ws://host:port is expected"):
+            await environment.begin({})
 
 
 async def test_a_worker_gives_it_a_network_only_where_it_is_told_to(url: str) -> None:
