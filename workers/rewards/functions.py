@@ -60,6 +60,7 @@ def build_function_reward(name: str, source: schema.FunctionReward, permissions:
 def may_run(source: schema.FunctionReward | schema.Environment, permissions: Permissions, *, section: str) -> None:
     """ConfigError where nobody has told this worker to trust the code, or to give it what it wants."""
     target = source.target
+    assert target is not None, "a service is no code of ours"
     if _canonical(target) not in map(_canonical, permissions.reward_code):
         raise ConfigError(
             f"{section}.target: this worker may not run {target!r}; if you trust that code, start the worker with "
