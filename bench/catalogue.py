@@ -32,6 +32,7 @@ BENCHES: Mapping[str, Entry] = {
     "learner": Entry("bench.learner:bench", "The learner's step against bare passes and against TRL."),
     "learner-gpu": Entry("bench.learner_gpu:bench", "The same on a GPU, for models of 0.5 and 1.5B parameters."),
     "worker": Entry("bench.worker:bench", "A worker's whole path against bare vLLM, with updates and without."),
+    "environments": Entry("bench.environments:bench", "Turns through sessions: their cost, the cache, pauses."),
     "reward": Entry("bench.reward:bench", "The reward server against bare forward passes of its model."),
     "scale": Entry("bench.scale:bench", "1 to 2,000 simulated workers on a real Redis, and 10,000 GPUs on paper."),
     "async": Entry("bench.async_gain:bench", "Asynchronous against synchronous, on simulated latencies."),

@@ -199,8 +199,7 @@ def _batch(tokens: int, vocabulary: int) -> MicroBatch:
     return MicroBatch(
         input_ids=whole(1, tokens),
         position_ids=whole(1, tokens),
-        bundle=whole(1, tokens),
-        branch=whole(1, tokens),
+        until=whole(1, tokens),
         index=whole(tokens),
         targets=whole(tokens),
         position=whole(tokens),

@@ -57,6 +57,73 @@ ADD = {
 CALL = '<tool_call>{"name": "add", "arguments": {"a":2,"b":3}}</tool_call>'  # not as the template would write it
 Say = Callable[[list[SampleRequest]], str]
 
+# Agents that need no package, good ones and bad ones.
+PLAIN = '''
+import asyncio, json, os, socket, time, urllib.error, urllib.request
+
+def ask(session, key=None, content="hello", path="/chat/completions"):
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": content}]}).encode()
+    headers = {"authorization": f"Bearer {key or session.api_key}", "content-type": "application/json"}
+    request = urllib.request.Request(session.base_url + path, body, headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.loads(answer.read())["choices"][0]["message"]["content"]
+
+async def bad(session, row):
+    """Asks once, and goes wrong as the row says."""
+    what = row.get("what")
+    said = await asyncio.to_thread(ask, session)
+    if what == "raise": raise KeyError("what")
+    if what == "tell": raise ValueError(f"cannot reach {session.base_url} with {session.api_key}")
+    if what == "exit": os._exit(3)
+    if what == "kill": os.kill(os.getpid(), 9)
+    if what == "hang": await asyncio.sleep(3600)
+    if what == "block": time.sleep(3600)
+    if what == "text": return "good"
+    if what == "nothing": return None
+    if what == "nan": return float("nan")
+    if what == "names": return {"no name": 1.0}
+    if what == "eat": return "x" * (1 << 34)
+    if what == "write": os.write(int(max(os.listdir("/proc/self/fd"), key=int)) - 1, b"garbage\\n" * 100)
+    if what == "huge":
+        try: await asyncio.to_thread(ask, session, None, "x" * (1 << 27))
+        except (urllib.error.URLError, OSError): return 7.0
+    return 1.0
+
+def plain(session, row):
+    if row.get("what") == "block": time.sleep(3600)
+    ask(session)
+    return 1.0
+
+def talks(session, row):
+    for _ in range(100): ask(session)
+
+def silent(session, row): return 1.0
+
+def afterwards(session, row):
+    """Tries another's session."""
+    place = row["place"]
+    if not os.path.exists(place):
+        ask(session)
+        with open(place, "w") as file: json.dump([session.base_url, session.api_key], file)
+        return 1.0
+    with open(place) as file: url, key = json.load(file)
+    ask(session)
+    refused = []
+    for base, bearer in ((url, key), (session.base_url, key), (url, session.api_key)):
+        try: ask(type(session)(base_url=base, api_key=bearer, model=""))
+        except urllib.error.HTTPError as error: refused.append(error.code)
+    return float(refused == [404, 401, 404])
+
+def connects(session, row):
+    ask(session)
+    refused = 0
+    for family, address in ((socket.AF_INET, ("127.0.0.1", row["port"])), (socket.AF_UNIX, row["path"])):
+        try:
+            with socket.socket(family) as one: one.connect(address)
+        except OSError as error: refused += error.errno == 64
+    return float(refused)
+'''
+
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
     """A token a byte, and ChatML's own."""
@@ -65,6 +132,22 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab, merges=[], unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
+    return _fast(tokenizer)
+
+
+def calling_tokenizer() -> PreTrainedTokenizerFast:
+    """Of so few tokens, a whole call of a tool among them, that an untrained model calls it now and then."""
+    special = [PAD, UNKNOWN, "<|im_start|>", "<|im_end|>"]
+    vocab = {token: i for i, token in enumerate([*special, *"0123456789", "\u010a"])}  # the last one is a new line
+    tokenizer = Tokenizer(models.BPE(vocab, merges=[], unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    made = _fast(tokenizer)
+    made.add_tokens([CALL])
+    return made
+
+
+def _fast(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     made = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
@@ -118,8 +201,8 @@ class Teller(EngineDouble):
 class AgentWorld:
     """`play` runs an agent of `code`, one rollout after another or several at once."""
 
-    def __init__(self, player: AgentPlayer, facts: ModelFacts) -> None:
-        self.player, self.facts = player, facts
+    def __init__(self, player: AgentPlayer, facts: ModelFacts, config: schema.Config) -> None:
+        self.player, self.facts, self.config = player, facts, config
 
     @property
     def num_open(self) -> int:
@@ -155,4 +238,4 @@ async def agent_world(folder: Path, code: str, name: str, **settings: Any) -> As
     allowed = Permissions(reward_code=(target,), reward_network=(target,))
     async with playing(config, allowed, facts) as player:
         assert isinstance(player, AgentPlayer)
-        yield AgentWorld(player, facts)
+        yield AgentWorld(player, facts, config)

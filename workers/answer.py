@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import structlog
 
@@ -33,6 +34,7 @@ class _Scored:
     """A sample, and when each half of its making ended (monotonic)."""
 
     sample: Sample
+    made: Played
     generated_at: float
     scored_at: float
 
@@ -97,11 +99,12 @@ class Answerer:
             return str(error)
         self.num_scored += 1
         sample = made.sample._replace(rewards=scores.rewards, reward=scores.total)
-        return _Scored(sample=sample, generated_at=generated_at, scored_at=time.monotonic())
+        return _Scored(sample=sample, made=made, generated_at=generated_at, scored_at=time.monotonic())
 
     async def _make(self, ticket: Ticket, engine: Engine, request: SampleRequest) -> Played:
         if self._player is not None:
             return await self._player.play(ticket, engine, request)
+        began = time.monotonic()
         generated = await engine.generate(request)
         num_tokens = len(generated.token_ids)
         sample = Sample(
@@ -113,7 +116,7 @@ class Answerer:
             rewards={},
             reward=0.0,
         )
-        return Played(sample=sample, text=generated.text)
+        return Played(sample=sample, text=generated.text, model_s=time.monotonic() - began)
 
     async def _score(self, ticket: Ticket, made: Played) -> Scores:
         item = ScoreItem(
@@ -146,6 +149,9 @@ class Answerer:
             error="" if enough else f"{len(failed)} of {len(outcomes)} samples failed: {failed[0]}",
             generate_s=generated_at - began,
             reward_s=scored_at - generated_at,
+            model_s=fmean(one.made.model_s for one in scored) if scored else 0.0,
+            environment_s=fmean(one.made.environment_s for one in scored) if scored else 0.0,
+            num_tool_calls=sum(one.made.num_tool_calls for one in scored),
         )
         samples = tuple(one.sample for one in scored) if enough else ()
         return Group(header=header, prompt_ids=ticket.token_ids, samples=samples)

@@ -224,6 +224,7 @@ def _pieces(groups: Sequence[Group], selections: Sequence[Selection]) -> list[Pi
                         behaviour_logprobs=sample.logprobs,
                         mask=mask,
                         turns=tuple(begin for begin, _ in sample.turns()),
+                        branches=sample.branches,
                     )
                 )
             sample_index += 1

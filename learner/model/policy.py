@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -202,12 +203,15 @@ class Flops:
         flops = 0.0
         seen: set[int] = set()
         for piece in pieces:
-            prompt, response = len(piece.prompt_ids), len(piece.token_ids) - 1
+            prompt = len(piece.prompt_ids)
             if piece.group not in seen:
                 seen.add(piece.group)
                 flops += self.layers * prompt + self.attended * prompt * (prompt + 1) / 2
-            flops += self.layers * response + self.head * int(piece.mask.sum())
-            flops += self.attended * (prompt * response + response * (response + 1) / 2)
+            flops += self.head * int(piece.mask.sum())
+            starts = [0, *(branch.start for branch in piece.branches), len(piece.token_ids)]
+            for before, (start, end) in zip((prompt, *(b.keep for b in piece.branches)), pairwise(starts), strict=True):
+                own = max(0, end - start - 1)
+                flops += self.layers * own + self.attended * (before * own + own * (own + 1) / 2)
         return flops
 
 

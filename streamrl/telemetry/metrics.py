@@ -18,6 +18,16 @@ METRICS: Mapping[str, Explained] = {
     "train_rollouts/response_lengths": ("tokens", "mean response tokens"),
     "train_rollouts/prompt_lengths": ("tokens", "mean prompt tokens"),
     "train_rollouts/generation_length": ("tokens", "mean of prompt plus response tokens"),
+    "train_rollouts/turns": ("turns", "mean turns of the model in a rollout; 1 without an environment"),
+    "train_rollouts/tool_calls": ("calls", "mean calls of tools in a rollout"),
+    "train_rollouts/branches": (
+        "branches",
+        "mean turns of a rollout that did not go on behind the tokens so far, and so began a row of their own",
+    ),
+    "train_rollouts/context_tokens": (
+        "tokens",
+        "mean tokens that a rollout's rows have beside those sampled in them: prompt, what was given, what is repeated",
+    ),
     "train_rollouts/rewards": (
         "reward",
         "mean weighted reward of the trained groups: those whose rewards differ, as a rule",
@@ -74,6 +84,8 @@ METRICS: Mapping[str, Explained] = {
     "stream/straggler_wait_s": ("s", "seconds that full batches waited for old tickets, since the learner began"),
     "timers/rollout": ("s", "seconds the learner waited for groups"),
     "timers/generate": ("s", "mean seconds a group took to generate"),
+    "timers/in_model": ("s", "mean seconds that a rollout waited for the engine, in all its turns together"),
+    "timers/in_environment": ("s", "mean seconds that a rollout waited for its environment"),
     "timers/reward": ("s", "mean seconds a group waited for rewards"),
     "timers/logprobs": ("s", "seconds of forward passes for the policy and the loss"),
     "timers/init_logprobs": ("s", "seconds of forward passes of the reference"),

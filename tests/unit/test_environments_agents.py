@@ -12,7 +12,7 @@ import pytest
 from streamrl.errors import ConfigError, EngineError, SampleError
 from streamrl.versions import make_version
 from tests.helpers import wait_until_async
-from tests.session_world import CALL, AgentWorld, Teller, agent_world
+from tests.session_world import CALL, PLAIN, AgentWorld, Teller, agent_world
 
 OF_OPENAI = '''
 import json
@@ -49,72 +49,6 @@ def streamed(session, row):
         usage = chunk.usage or usage
     assert usage.total_tokens > 0
     return {"right": float(said == row["answer"]), "polite": 0.5}
-'''
-
-PLAIN = '''
-import asyncio, json, os, socket, time, urllib.error, urllib.request
-
-def ask(session, key=None, content="hello", path="/chat/completions"):
-    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": content}]}).encode()
-    headers = {"authorization": f"Bearer {key or session.api_key}", "content-type": "application/json"}
-    request = urllib.request.Request(session.base_url + path, body, headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.loads(answer.read())["choices"][0]["message"]["content"]
-
-async def bad(session, row):
-    """Asks once, and goes wrong as the row says."""
-    what = row.get("what")
-    said = await asyncio.to_thread(ask, session)
-    if what == "raise": raise KeyError("what")
-    if what == "tell": raise ValueError(f"cannot reach {session.base_url} with {session.api_key}")
-    if what == "exit": os._exit(3)
-    if what == "kill": os.kill(os.getpid(), 9)
-    if what == "hang": await asyncio.sleep(3600)
-    if what == "block": time.sleep(3600)
-    if what == "text": return "good"
-    if what == "nothing": return None
-    if what == "nan": return float("nan")
-    if what == "names": return {"no name": 1.0}
-    if what == "eat": return "x" * (1 << 34)
-    if what == "write": os.write(int(max(os.listdir("/proc/self/fd"), key=int)) - 1, b"garbage\\n" * 100)
-    if what == "huge":
-        try: await asyncio.to_thread(ask, session, None, "x" * (1 << 27))
-        except (urllib.error.URLError, OSError): return 7.0
-    return 1.0
-
-def plain(session, row):
-    if row.get("what") == "block": time.sleep(3600)
-    ask(session)
-    return 1.0
-
-def talks(session, row):
-    for _ in range(100): ask(session)
-
-def silent(session, row): return 1.0
-
-def afterwards(session, row):
-    """Tries another's session."""
-    place = row["place"]
-    if not os.path.exists(place):
-        ask(session)
-        with open(place, "w") as file: json.dump([session.base_url, session.api_key], file)
-        return 1.0
-    with open(place) as file: url, key = json.load(file)
-    ask(session)
-    refused = []
-    for base, bearer in ((url, key), (session.base_url, key), (url, session.api_key)):
-        try: ask(type(session)(base_url=base, api_key=bearer, model=""))
-        except urllib.error.HTTPError as error: refused.append(error.code)
-    return float(refused == [404, 401, 404])
-
-def connects(session, row):
-    ask(session)
-    refused = 0
-    for family, address in ((socket.AF_INET, ("127.0.0.1", row["port"])), (socket.AF_UNIX, row["path"])):
-        try:
-            with socket.socket(family) as one: one.connect(address)
-        except OSError as error: refused += error.errno == 64
-    return float(refused)
 '''
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from streamrl.learner.model.load import Policy, load_model, load_policy
 from streamrl.learner.model.logprobs import Head
 from streamrl.learner.model.packing import MicroBatch
 from streamrl.learner.process.ranks import World
+from streamrl.protocol.wire.branches import Branch
 from streamrl.protocol.wire.group import Group
 from streamrl.recipe.algorithms import make_algorithm
 from streamrl.recipe.losses import k1, k2, k3
@@ -116,6 +119,51 @@ def test_gradients_equal_the_objective_written_down_plainly(
         torch.testing.assert_close(ours[name], parameter.grad, atol=_GRADIENT, rtol=0)
 
 
+def branched(groups: Sequence[Group]) -> list[Group]:
+    """The same tokens in several rows: each but the first leaves an earlier one somewhere."""
+    rng = np.random.default_rng(7)
+    found = []
+    for group in groups:
+        samples = []
+        for sample in group.samples:
+            length = len(sample.token_ids)
+            starts = sorted(rng.choice(np.arange(1, length), size=min(3, length - 1), replace=False).tolist())
+            lengths, branches = [len(group.prompt_ids) + (starts[0] if starts else length)], []
+            for start, end in pairwise([*starts, length] if starts else []):
+                row = int(rng.integers(len(lengths)))
+                branches.append(Branch(start=start, row=row, keep=int(rng.integers(1, lengths[row] + 1))))
+                lengths.append(branches[-1].keep + end - start)
+            spans = [sample.spans[0]._replace(start=a, end=b) for a, b in pairwise([0, *starts, length])]
+            samples.append(sample._replace(branches=tuple(branches), spans=tuple(spans)))
+        found.append(replace(group, samples=tuple(samples)))
+    return found
+
+
+OF_BRANCHES = ("default", "token mean", "sequence mask", "gspo", "decoupled", "discounted", "normalized over the batch")
+
+
+@pytest.mark.parametrize("max_tokens", [10_000, 40], ids=["one micro-batch", "many"])
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "apart"])
+@pytest.mark.parametrize("name", OF_BRANCHES)
+def test_of_rollouts_with_branches_each_counts_once_and_each_of_their_tokens(
+    model_folder: Path, reference_folder: Path, name: str, share: bool, max_tokens: int
+) -> None:
+    groups = branched(random_groups(4, seed=3))
+    assert sum(len(sample.branches) for group in groups for sample in group.samples) > 20
+    training = schema.Training(micro_batch_tokens=max_tokens)
+    config = learner_config(model_folder, algorithm=schema.Algorithm(**ALGORITHMS[name]), training=training)
+    policy, reference = policy64(model_folder), policy64(reference_folder)
+    policy.shape = reference.shape = replace(policy.shape, share_prompts=share)
+    loss = accumulate(policy, reference, groups, config)
+    ours = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
+    policy.zero_grad()
+    truth, with_gradient = plain_loss(policy, reference, groups, config.algorithm)
+    with_gradient.backward()
+    assert loss == pytest.approx(truth, abs=_LOSS)
+    for name, parameter in policy.named_parameters():
+        torch.testing.assert_close(ours[name], parameter.grad, atol=_GRADIENT, rtol=0)
+
+
 @pytest.mark.parametrize("max_tokens", [10_000, 40], ids=["one micro-batch", "many"])
 def test_rejection_sampling_is_supervised_training_on_the_winners_and_on_no_padding(
     model_folder: Path, max_tokens: int
@@ -127,7 +175,7 @@ def test_rejection_sampling_is_supervised_training_on_the_winners_and_on_no_padd
     gradients = make_gradients(policy, policy, config)
     tally = Tally(sources=tuple(config.rewards), step=0, is_dead=lambda _version, _step: False)
     batch = gradients.prepare(groups, tally)
-    assert any((micro_batch.bundle == 0).any() for micro_batch in batch.micro_batches), "rows are padded"
+    assert any((micro_batch.position_ids[:, -1] == 0).any() for micro_batch in batch.micro_batches), "rows are padded"
     loss = gradients.accumulate(batch, tally)
     finished = [[s for s in g.samples if s.finish_reason == "stop"] for g in groups]
     winners = [(g, max(ended, key=lambda s: s.reward)) for g, ended in zip(groups, finished, strict=True) if ended]

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from streamrl.config import schema
 from streamrl.errors import SampleError
 from streamrl.protocol.wire.ticket import Ticket
-from streamrl.tasks import run_beside
+from streamrl.tasks import cancel_all, run_beside
 from streamrl.workers.engines.base import Engine, SampleRequest
 from streamrl.workers.environments.base import ENVIRONMENT
 from streamrl.workers.environments.own import Children
@@ -44,6 +45,7 @@ class AgentPlayer:
     async def play(self, ticket: Ticket, engine: Engine, request: SampleRequest) -> Played:
         """SampleError where the agent fails, or asks what cannot be answered; EngineError passes through."""
         async with self._places, self.sessions.opened(engine, request) as session:
+            began = time.monotonic()
             beside = {"what ends it": _fail_with(session), "its silence": self._watch(session)}
             try:
                 rewards = await run_beside(self._run(session, {"prompt": ticket.prompt, **ticket.fields}), beside)
@@ -56,7 +58,12 @@ class AgentPlayer:
             if not session.trace.num_turns:
                 raise SampleError("the agent asked the model nothing: there is nothing to train")
             played = session.trace.played("length" if session.spent else "stop", sum(rewards.values()))
-            return played._replace(rewards=self._by_name(rewards))
+            return played._replace(
+                rewards=self._by_name(rewards),
+                model_s=session.model_s,
+                environment_s=max(0.0, time.monotonic() - began - session.model_s),
+                num_tool_calls=session.num_tool_calls,
+            )
 
     def outage(self) -> None:
         """Its processes are begun anew."""
@@ -67,7 +74,7 @@ class AgentPlayer:
         return len(self._ending)
 
     async def close(self) -> None:
-        await asyncio.gather(*self._ending, return_exceptions=True)
+        await cancel_all(list(self._ending))
 
     async def _run(self, session: Session, row: Mapping[str, Any]) -> dict[str, float]:
         argument = {
@@ -79,7 +86,8 @@ class AgentPlayer:
             "row": row,
         }
         try:
-            child, number = await self._children.next()
+            with session.heard():  # a process that begins is not the agent's silence
+                child, number = await self._children.next()
             async with self._ended(child, number):
                 limit_s = self._settings.rollout_timeout_s + CANCEL_GRACE_S
                 rewards: dict[str, float] = await child.call(("rollout", number, argument), timeout_s=limit_s)
@@ -110,9 +118,9 @@ class AgentPlayer:
 
     def _by_name(self, rewards: Mapping[str, float]) -> dict[str, float]:
         named = {f"{ENVIRONMENT}.{name}": reward for name, reward in rewards.items() if name}
-        self._names |= named.keys()
-        if len(self._names) > MAX_NAMES:
+        if len(self._names | named.keys()) > MAX_NAMES:
             raise SampleError(f"an agent's rewards have at most {MAX_NAMES} names over all rollouts, and it gave more")
+        self._names |= named.keys()
         return named
 
 

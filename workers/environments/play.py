@@ -7,8 +7,10 @@ two: spans say so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -32,13 +34,18 @@ class Player:
 
     async def play(self, ticket: Ticket, engine: Engine, request: SampleRequest) -> Played:
         """`request` is that of the first turn. SampleError where engine or environment fails."""
-        episode = await self.environment.begin(ticket.fields)
+        clock = _Clock()
+        with clock.in_environment():
+            episode = await self.environment.begin(ticket.fields)
         try:
-            return await self._play(episode, ticket, engine, request)
+            played = await self._play(episode, ticket, engine, request, clock)
         finally:
             await episode.close()
+        return played._replace(model_s=clock.model_s, environment_s=clock.environment_s)
 
-    async def _play(self, episode: Episode, ticket: Ticket, engine: Engine, request: SampleRequest) -> Played:
+    async def _play(
+        self, episode: Episode, ticket: Ticket, engine: Engine, request: SampleRequest, clock: _Clock
+    ) -> Played:
         is_chat = "messages" in ticket.fields
         if episode.opening and is_chat:
             raise SampleError("reset() must return nothing where prompts are messages: put the opening into the row")
@@ -50,9 +57,11 @@ class Player:
             left = self._settings.max_tokens - trace.num_tokens - trace.num_given(context_ids)
             if left < 1:
                 break
-            generated = await engine.generate(_bounded(request, turn, context_ids, left))
+            with clock.in_model():
+                generated = await engine.generate(_bounded(request, turn, context_ids, left))
             trace.take(context_ids, generated, given=given)
-            answer = await episode.step(generated.text)
+            with clock.in_environment():
+                answer = await episode.step(generated.text)
             reward += answer.reward
             if answer.done:
                 return trace.played("stop", reward)
@@ -65,6 +74,26 @@ class Player:
                 raise SampleError("the environment is not done and says nothing: the model could only talk to itself")
             context_ids = _behind(so_far, given_ids)
         return trace.played("length", reward)
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Seconds that a rollout waited for whom."""
+
+    model_s: float = 0.0
+    environment_s: float = 0.0
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.model_s += time.monotonic() - began
+
+    @contextmanager
+    def in_environment(self) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.environment_s += time.monotonic() - began
 
 
 def _behind(context_ids: npt.NDArray[np.int32], more: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:

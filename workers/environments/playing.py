@@ -72,8 +72,10 @@ async def playing(
             async with sessions.listening(*address):
                 children.reach(sessions.address)
                 player = AgentPlayer(children, sessions, settings=settings)
-                yield player
-                await player.close()
+                try:
+                    yield player
+                finally:
+                    await player.close()
     finally:
         await children.close()
 

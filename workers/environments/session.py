@@ -61,6 +61,8 @@ class Session:
         self.model = model
         self.trace = Trace(request.prompt_ids)
         self.spent = ""  # the bound that was reached
+        self.model_s = 0.0  # that the engine took
+        self.num_tool_calls = 0
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # what ends the rollout
         self._engine, self._request = engine, request
         self._conversation = Conversation(model.facts.tokenizer, model.facts.stop_ids)
@@ -120,6 +122,7 @@ class Session:
         said = Said(content=generated.text)
         if tools and asked.tool_choice != "none":
             said = self.model.parse(generated.text, tools)
+            self.num_tool_calls += len(said.calls)
         self._conversation.answered(context, generated.token_ids, messages=messages, tools=tools, said=said)
         return self._turn(context, generated, said, wants_pieces=bool(asked.logprobs))
 
@@ -151,6 +154,7 @@ class Session:
         )
         asking = asyncio.create_task(self._engine.generate(request), name=f"turn {request.request_id}")
         self._asking.add(asking)
+        began = time.monotonic()
         try:
             generated = await asking
             self.trace.take(context.token_ids, generated, given=context.given)
@@ -161,6 +165,7 @@ class Session:
         except (EngineError, SampleError) as error:
             raise self._fail(error) from None
         finally:
+            self.model_s += time.monotonic() - began
             self._asking.discard(asking)
         return generated
 

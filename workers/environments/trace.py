@@ -34,6 +34,9 @@ class Played(NamedTuple):
     text: str  # of all turns, and of what was given between them
     reward: float = 0.0  # the environment's
     rewards: Mapping[str, float] = MappingProxyType({})  # what it consists of, by source
+    model_s: float = 0.0  # that it waited for the engine, and for its environment
+    environment_s: float = 0.0
+    num_tool_calls: int = 0
 
 
 @dataclass(slots=True, kw_only=True)

@@ -91,7 +91,10 @@ class Door:
         asked, pid, _, number, _, _, *arguments = _NOTIFICATION.unpack(buffer)
         with contextlib.suppress(OSError):  # who asked was killed meanwhile
             if number in _SOCKET_CALLS:
-                self._give_socket(asked, kind=arguments[1])
+                try:
+                    self._give_socket(asked, kind=arguments[1])
+                except OSError as error:  # the worker has no more files, or the asker
+                    self._say(asked, error.errno or NO_NETWORK)
             else:
                 reached = self.address is not None and _meant(pid, *arguments[1:3]) in (None, self.address)
                 self._say(asked, 0 if reached else NO_NETWORK)

@@ -34,6 +34,7 @@ import xxhash
 
 from streamrl.errors import WireError
 from streamrl.protocol.wire.branches import MAX_BRANCHES, MAX_KEPT_TOKENS, Branch, check_branches
+from streamrl.protocol.wire.checks import check_cover, check_logprobs, check_tokens
 from streamrl.protocol.wire.codec import MAX_MESSAGE_BYTES, Fields, fields_of, pack, pack_numbers, unpack
 from streamrl.protocol.wire.ticket import (
     IDENTITY_CHARS,
@@ -50,7 +51,7 @@ MAX_HEADER_BYTES = 1 << 20
 _MAX_SPANS = 4096
 _ANY_VOCABULARY = 1 << 31
 C = TypeVar("C", tuple[Any, ...], npt.NDArray[Any])
-_I4, _U4, _F4 = (np.dtype(name) for name in ("<i4", "<u4", "<f4"))
+_I4, _F4 = np.dtype("<i4"), np.dtype("<f4")
 
 
 class Span(NamedTuple):
@@ -77,6 +78,11 @@ class Sample(NamedTuple):
     def loss_mask(self) -> npt.NDArray[np.bool_]:  # [T]
         values = np.arange(len(self.mask_runs)) % 2 == 0
         return np.repeat(values, self.mask_runs)
+
+    def num_context_tokens(self, num_prompt: int) -> int:
+        """Of all rows, that were not sampled there."""
+        sampled = sum(span.end - span.start for span in self.spans)
+        return num_prompt + len(self.token_ids) - sampled + sum(branch.keep for branch in self.branches)
 
     def turns(self) -> list[tuple[int, int]]:
         """Where the model spoke: [start, end) of each turn, given tokens between them."""
@@ -110,6 +116,9 @@ class GroupHeader:
     error: str = ""  # why the ticket failed; empty for a group
     generate_s: float = 0.0
     reward_s: float = 0.0
+    model_s: float = 0.0  # that a rollout waited for its turns, and for its environment: means over the samples
+    environment_s: float = 0.0
+    num_tool_calls: int = 0  # of all samples
     digest: int = 0  # xxh3_64 of the body
 
     @property
@@ -123,8 +132,8 @@ class GroupHeader:
 
     def facts(self) -> dict[str, Any]:
         """What JSON tells of a group beside its id, time, texts and tokens."""
-        told = ("ticket", "run_uid", "worker", "attempt", "error", "num_failed_samples", "generate_s", "reward_s")
-        return {name: getattr(self, name) for name in told}
+        told = ("ticket", "run_uid", "worker", "attempt", "error", "num_failed_samples", "num_tool_calls")
+        return {name: getattr(self, name) for name in (*told, "generate_s", "reward_s", "model_s", "environment_s")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +194,9 @@ def decode_header(data: bytes) -> GroupHeader:
             error=f.text("error", max_chars=2000),
             generate_s=f.number("generate_s"),
             reward_s=f.number("reward_s"),
+            model_s=f.number("model_s"),
+            environment_s=f.number("environment_s"),
+            num_tool_calls=f.integer("num_tool_calls", low=0, high=1 << 32),
             digest=f.integer("digest", low=0),
         )
     if header.failed == bool(lengths):
@@ -203,8 +215,8 @@ def decode_body(header: GroupHeader, body: bytes, *, vocabulary: int = _ANY_VOCA
         raise WireError(f"a body of {len(body)} bytes, with {num_bytes} for its tokens, is not possible")
     token_ids = np.frombuffer(body, _I4, num_prompt + num_tokens)
     logprobs = np.frombuffer(body, _F4, num_tokens, offset=token_ids.nbytes)
-    _check_tokens(token_ids, vocabulary)
-    _check_logprobs(logprobs)
+    check_tokens(token_ids, vocabulary)
+    check_logprobs(logprobs)
     with unpack(memoryview(body)[num_bytes:]) as f:
         samples = _unpack_samples(f, header, token_ids[num_prompt:], logprobs)
     return Group(header=header, prompt_ids=token_ids[:num_prompt], samples=samples)
@@ -259,18 +271,6 @@ def _cut(column: C, lengths: Sequence[int]) -> list[C]:
     return [column[start:end] for start, end in pairwise(accumulate(lengths, initial=0))]
 
 
-def _check_tokens(token_ids: npt.NDArray[np.int32], vocabulary: int) -> None:
-    # As an unsigned number a negative one is beyond every vocabulary.
-    if len(token_ids) and int(token_ids.view(_U4).max()) >= vocabulary:
-        raise WireError(f"token ids are not all from 0 to {vocabulary - 1}, as the vocabulary has them")
-
-
-def _check_logprobs(logprobs: npt.NDArray[np.float32]) -> None:
-    # A NaN is the result of both, and fails both comparisons.
-    if len(logprobs) and not (logprobs.min() > -math.inf and logprobs.max() <= 1e-3):
-        raise WireError("log-probs must be finite and at most 0")
-
-
 def _take_fractions(f: Fields, num_samples: int) -> tuple[list[dict[str, float]], tuple[float, ...]]:
     """(rewards by source, totals)"""
     sources = f.list("sources", str, max_items=MAX_REWARD_SOURCES)
@@ -307,7 +307,7 @@ def _take_integers(
         raise WireError(f"loss masks cover {covered} tokens of {lengths}")
     columns = (integers[at : at + count] for at in range(begin, end, count or 1))
     spans = _cut(tuple(map(Span, *columns)) if count else (), num_spans)
-    _check_cover(runs, spans, lengths)
+    check_cover(runs, spans, lengths)
     return runs, spans, _take_branches(integers[end:], header, spans)
 
 
@@ -329,20 +329,3 @@ def _take_branches(
     if sum(branch.keep for of_sample in branches for branch in of_sample) != header.num_kept_tokens:
         raise WireError(f"branches keep not the {header.num_kept_tokens} tokens that the header says")
     return branches
-
-
-def _check_cover(runs: Sequence[Sequence[int]], spans: Sequence[Sequence[Span]], lengths: Sequence[int]) -> None:
-    for of_runs, of_sample, length in zip(runs, spans, lengths, strict=True):
-        covered: list[tuple[int, int]] = []
-        reached = 0
-        for _, _, start, end in of_sample:
-            if start < reached or end <= start:
-                raise WireError("version spans must follow one another")
-            covered.append((covered.pop()[0] if covered and start == reached else start, end))
-            reached = end
-        if reached > length:
-            raise WireError(f"version spans reach to {reached} of {length} tokens")
-        bounds = list(accumulate(of_runs, initial=0))
-        for start, end in zip(bounds[:-1:2], bounds[1::2], strict=True):
-            if start < end and not any(begin <= start and end <= until for begin, until in covered):
-                raise WireError(f"tokens {start} to {end} have a loss and no version")
