@@ -10,7 +10,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from streamrl.recipe.reasoning import task_rows
 FAILED = 2
 STALL_S = 600
 _TELL_EVERY_S = 2.0
-_MAKERS = {"reasoning_gym": task_rows, "textarena": game_rows}
+_MAKERS: Mapping[str, Callable[..., Iterator[dict[str, Any]]]] = {"reasoning_gym": task_rows, "textarena": game_rows}
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ def game_rows(
 ) -> Iterator[dict[str, Any]]:
     """With `asks` each is a chat that begins with the rules. ValueError on what the library has not."""
     for number in range(seed, seed + size):
-        played = {"game": name, "seed": number, "options": dict(options)}
+        played: dict[str, Any] = {"game": name, "seed": number, "options": dict(options)}
         opening = _Table(**played).opening
         said = {"messages": [{"role": "user", "content": opening}]} if asks else {}
         yield {**said, "opening": opening, "textarena": played}
