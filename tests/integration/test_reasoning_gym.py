@@ -121,6 +121,7 @@ data:
   max_prompt_tokens: 400
 sampling: {{num_samples: 2, max_tokens: 8}}
 rewards: {{right: {{type: function, target: reasoning_gym}}}}
+algorithm: {{drop_zero_variance: false}}
 training: {{groups_per_step: 4, max_steps: 2}}
 optimizer: {{lr: 1e-4, min_lr: 1e-5}}
 weights: {{dtype: float32}}

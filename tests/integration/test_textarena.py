@@ -114,6 +114,7 @@ data:
   max_prompt_tokens: 900
 environment: {{target: textarena, max_turns: 3, max_tokens: 700}}
 sampling: {{num_samples: 2, max_tokens: 6}}
+algorithm: {{drop_zero_variance: false}}
 training: {{groups_per_step: 2, max_steps: 2}}
 optimizer: {{lr: 1e-4, min_lr: 1e-5}}
 weights: {{dtype: float32}}
