@@ -82,10 +82,13 @@ class Scene:
         store: MemoryStore | None = None,
         beside: BackgroundThread | BackgroundThreadDouble | None = None,
         term: int = 3,
+        lora: schema.Lora | None = None,
         **weights: object,
     ) -> None:
         settings = schema.Weights(**{"dtype": "bfloat16", **weights})
-        self.config = learner_config(make_model(folder / "model"), weights=settings)
+        path = make_model(folder / "model")
+        model = schema.Model(path=str(path), dtype="float32", lora=lora)
+        self.config = learner_config(path, weights=settings, model=model)
         self.policy: Policy = load_policy(self.config, ALONE, (1,))
         self.store, self.stream, self.clock = store or MemoryStore(), FakeStream(), FakeClock()
         self.beside = beside or BackgroundThreadDouble()

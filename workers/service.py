@@ -48,6 +48,7 @@ from streamrl.workers.engines.base import Engine, EngineSettings, make_engine
 from streamrl.workers.engines.model import ModelFacts, read_model
 from streamrl.workers.environments.own import playing
 from streamrl.workers.health import Health, Parts
+from streamrl.workers.pretrained import PretrainedModel
 from streamrl.workers.proofs.proving import Prover
 from streamrl.workers.rewards.base import build_rewards
 from streamrl.workers.rollout import Rollout
@@ -197,6 +198,11 @@ class _Service:
         prover = None
         if config.weights.prove:  # in a thread, since it imports torch
             prover = await asyncio.to_thread(Prover, model=model, dtype=config.weights.dtype, progress=self._progress)
+        pretrained = None
+        if config.model.lora is not None:
+            self._progress.working("find the pretrained model")
+            find = partial(PretrainedModel, model.path, trust_remote_code=model.trust_remote_code)
+            pretrained = await asyncio.to_thread(find)
         with (
             mirror_folder(self._info.uid, self._options.worker) as folder,
             connect(self._options.redis_url, config.redis) as client,
@@ -204,7 +210,7 @@ class _Service:
             weights = WeightFollower(
                 announcements=stream,
                 store=open_store(config.weights.store, client, self._keys),
-                mirror=Mirror(folder, run_uid=self._info.uid),
+                mirror=Mirror(folder, run_uid=self._info.uid, pretrained=pretrained),
                 prover=prover,
                 progress=self._progress,
                 patience=Patience(

@@ -42,7 +42,7 @@ def export(policy: Policy, tokenizer: Tokenizer, config: schema.Config, world: W
     """
     folder = config.folder / "export"
     dtype: torch.dtype = getattr(torch, config.weights.dtype)
-    weights = _gathered(merged_parameters(policy.model), dtype, world)
+    weights = _gathered(merged_parameters(policy.model, dtype), dtype, world)
     adapters = _gathered(adapter_parameters(policy.model), torch.float32, world)
     if world.is_main:
         temporary = folder.with_name("export.tmp")
@@ -94,7 +94,7 @@ def write_weights(config: schema.Config, path: Path, *, checkpoint: Checkpoint |
         model = _restored(config, checkpoint)[0].model
     dtype = getattr(torch, config.weights.dtype)
     with torch.no_grad():
-        tensors = {name: tensor.detach().to(dtype).contiguous() for name, tensor in merged_parameters(model)}
+        tensors = {name: tensor.detach().to(dtype).contiguous() for name, tensor in merged_parameters(model, dtype)}
     safetensors.torch.save_file(tensors, path)
 
 

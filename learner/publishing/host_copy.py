@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from streamrl.errors import WeightsError
-from streamrl.learner.model.lora import merged_parameters
+from streamrl.learner.model.lora import published_parameters
 from streamrl.learner.model.tensors import held
-from streamrl.protocol.weights.format import MAX_RANGE_ELEMENTS, DType, HeldRange, RangeDigest, digest_of
+from streamrl.protocol.weights.format import MAX_RANGE_ELEMENTS, Coding, DType, HeldRange, RangeDigest, digest_of
 
 _PART_BYTES = 8 << 20  # or a tensor that is larger
 
@@ -37,7 +37,7 @@ class HostCopy:
     def take(self, model: nn.Module) -> Iterator[list[HeldRange]]:
         """All that this rank holds, some tensors at a time."""
         part: list[HeldRange] = []
-        for name, parameter in merged_parameters(model):
+        for name, parameter in published_parameters(model):
             run = held(parameter, shape=parameter.shape)
             if len(run.values):
                 buffer = self._buffer(name, run.values)
@@ -62,17 +62,24 @@ CastDigests = Mapping[tuple[str, int], bytes]  # by tensor and start of each ran
 
 
 def cast_digests(model: nn.Module, dtype: DType) -> CastDigests:
-    """Of all that this rank holds, cut into ranges as the encoder cuts them."""
-    found = {}
-    on_gpu = next(model.parameters()).is_cuda
-    scratch = torch.empty(MAX_RANGE_ELEMENTS, dtype=getattr(torch, dtype), pin_memory=on_gpu)
-    for name, parameter in merged_parameters(model):
-        run = held(parameter, shape=parameter.shape)
+    """Of all that this rank holds and publishes, cut into ranges as the encoder cuts them."""
+    parts = digests_of(published_parameters(model), dtype, Coding.RAW)
+    return {(part.tensor, part.start): part.digest for part in parts}
+
+
+def digests_of(tensors: Iterable[tuple[str, torch.Tensor]], dtype: DType, coding: Coding) -> Iterator[RangeDigest]:
+    """Of what this rank holds of them, as ranges without bytes."""
+    scratch = torch.empty(0)
+    for name, tensor in tensors:
+        run = held(tensor, shape=tensor.shape)
+        if not len(scratch):
+            scratch = torch.empty(MAX_RANGE_ELEMENTS, dtype=getattr(torch, dtype), pin_memory=run.values.is_cuda)
         for begin, values in zip(
             range(0, len(run.values), MAX_RANGE_ELEMENTS), run.values.split(MAX_RANGE_ELEMENTS), strict=True
         ):
-            found[name, run.start + begin] = _digest(values, scratch[: len(values)])
-    return found
+            if len(values):
+                digest = _digest(values, scratch[: len(values)])
+                yield RangeDigest(name, run.start + begin, len(values), coding, 0, 0, digest)
 
 
 def _digest(values: torch.Tensor, scratch: torch.Tensor) -> bytes:

@@ -135,7 +135,7 @@ class Rank:
         return {name: whole(p).clone() for name, p in self.policy.model.named_parameters()}
 
     def merged(self) -> dict[str, torch.Tensor]:
-        return {name: whole(p).clone() for name, p in merged_parameters(self.policy.model)}
+        return {name: whole(p).clone() for name, p in merged_parameters(self.policy.model, torch.float32)}
 
 
 def publisher(rank: Rank, folder: Path, beside: BackgroundThread) -> Publisher:

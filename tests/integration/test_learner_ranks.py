@@ -20,6 +20,7 @@ from streamrl.learner.model.load import load_model
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.weights.manifest import Manifest, decode_manifest
 from streamrl.protocol.weights.mirror import Mirror
+from streamrl.protocol.weights.pretrained import PretrainedFiles
 from streamrl.protocol.weights.stores import FileStore
 from tests.integration.learner_ranks import (
     ADAPTERS,
@@ -204,7 +205,8 @@ def test_workers_are_served_base_and_adapters_merged_as_they_are_exported(
     folder: Path, size: int, tmp_path: Path
 ) -> None:
     out = folder / f"out-{size}"
-    mirror = Mirror(tmp_path)
+    pretrained = PretrainedFiles([folder / "model" / "model.safetensors"], name="tiny")
+    mirror = Mirror(tmp_path, pretrained=pretrained)
     paths = sorted((out / "adapters").glob("manifest-*"), key=lambda path: int(path.name.split("-")[1]))
     for path in paths:
         mirror.apply(decode_manifest(path.read_bytes()), FileStore(out / "adapters" / "blobs"))

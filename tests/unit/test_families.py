@@ -302,7 +302,7 @@ def test_adapters_learn_and_merge_where_layers_are_not_linear_modules(tmp_path: 
     model = load_model(str(folder))
     own = dict(model.named_parameters())
     with torch.no_grad():
-        for name, merged in merged_parameters(policy.model):
+        for name, merged in merged_parameters(policy.model, torch.float32):
             own[name].copy_(merged)
     model.save_pretrained(folder)
     torch.testing.assert_close(logp, plain(folder)[0], atol=TOLERANCE, rtol=0)

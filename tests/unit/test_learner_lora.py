@@ -80,7 +80,7 @@ def test_without_adapters_the_policy_is_the_model_it_began_as(policy: Policy, co
 def test_merged_parameters_have_the_bases_names_and_the_policys_log_probs(
     policy: Policy, config: schema.Config
 ) -> None:
-    merged = dict(merged_parameters(policy.model))
+    merged = dict(merged_parameters(policy.model, torch.float32))
     base = load_model(config.model.path)
     assert merged.keys() == {name for name, _ in base.named_parameters()}
     base.load_state_dict(merged, strict=False)

@@ -120,6 +120,9 @@ class Fields:
         if kind is None:
             self.done()
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._left
+
     def _take(self, name: str) -> Any:
         try:
             return self._left.pop(name)
