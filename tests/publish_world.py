@@ -14,6 +14,7 @@ from streamrl.config import schema
 from streamrl.learner.model.load import Policy, load_policy
 from streamrl.learner.process.background import BackgroundThread, BackgroundThreadDouble
 from streamrl.learner.process.ranks import World as Ranks
+from streamrl.learner.publishing.copiers import Copier
 from streamrl.learner.publishing.publish import Publisher
 from streamrl.learner.publishing.shipping import Published
 from streamrl.protocol.transport.types import Announcement
@@ -83,6 +84,7 @@ class Scene:
         beside: BackgroundThread | BackgroundThreadDouble | None = None,
         term: int = 3,
         lora: schema.Lora | None = None,
+        copier: Copier | None = None,
         **weights: object,
     ) -> None:
         settings = schema.Weights(**{"dtype": "bfloat16", **weights})
@@ -102,6 +104,7 @@ class Scene:
             announcer=self.stream,
             canary_ids=(3, 4, 5),
             beside=self.beside,
+            copier=copier,
             clock=self.clock,
         )
 

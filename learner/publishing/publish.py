@@ -32,9 +32,11 @@ from streamrl.learner.model.policy import Policy
 from streamrl.learner.process.background import Jobs
 from streamrl.learner.process.ranks import World
 from streamrl.learner.publishing.adapter_words import AdapterWords, metas_of
-from streamrl.learner.publishing.host_copy import HostCopy, cast_digests
+from streamrl.learner.publishing.copiers import Copier, copier_for
+from streamrl.learner.publishing.host_copy import HostCopy, Part, cast_digests
 from streamrl.learner.publishing.shipping import Announcer, Published, Shipper
 from streamrl.learner.publishing.sweep import Sweeper
+from streamrl.protocol.weights.encoder import CodedPart
 from streamrl.protocol.weights.manifest import Manifest
 from streamrl.protocol.weights.retention import AnchorPace
 from streamrl.protocol.weights.stores import BlobStore, budget_in_redis, refuse_too_large
@@ -96,6 +98,7 @@ class Publisher:
         announcer: Announcer,
         canary_ids: tuple[int, ...],  # tokens as the model meets them, for workers to try their engine on
         beside: Jobs,
+        copier: Copier | None = None,  # None: as the device has it
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._policy, self._settings, self._world = policy, config.weights, world
@@ -113,7 +116,8 @@ class Publisher:
             sweeper=Sweeper(store=store, run_uid=run_uid, term=term, max_bytes=max_bytes, clock=clock),
             announcer=announcer,
         )
-        self._copy = HostCopy(config.weights.dtype)
+        self._copier = copier or copier_for(world.device)
+        self._copy = HostCopy(config.weights.dtype, self._copier)
         self._pace = AnchorPace(every=config.weights.anchor_every, share=config.weights.anchor_share)
         self._next_n = 0
         self._under_way: Future[Published | None] | None = None
@@ -155,16 +159,21 @@ class Publisher:
         if self._trying_since is None:
             self._trying_since = self._clock()
         encoded = [
-            self._beside.submit(partial(self._shipper.encode, pending, part))
-            for part in self._copy.take(self._policy.model)
+            self._beside.submit(partial(self._encode, pending, part)) for part in self._copy.take(self._policy.model)
         ]
-        cast = cast_digests(self._policy.model, self._settings.dtype)  # while the copy is encoded
+        cast = (
+            None if self._copier.checks else cast_digests(self._policy.model, self._settings.dtype)
+        )  # beside encoding
         words = self._words.take()
         shipped = self._under_way = self._beside.submit(lambda: self._shipper.ship(pending, encoded, cast, words))
         if base is not None and self._pace.due:
             if self._anchorless_since is None:
                 self._anchorless_since = self._clock()
             self._anchor = self._beside.submit(lambda: self._shipper.lay_anchor() if shipped.result() else None)
+
+    def _encode(self, pending: Manifest, part: Part) -> list[CodedPart]:
+        part.check()
+        return self._shipper.encode(pending, part.ranges)
 
     def settle(self, *, wait_s: float = 0.0) -> Published | None:
         published = None
