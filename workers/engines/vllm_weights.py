@@ -25,7 +25,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from streamrl.workers.engines.mapped_file import MappedFile, decoys
+from streamrl.workers.engines.mapped_file import decoys, mapped_for
 
 
 @dataclass
@@ -46,7 +46,7 @@ class MirrorWeightTransfer(WeightTransferEngine[MirrorInit, MirrorUpdate]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._mirror = MappedFile()
+        self._mirror = mapped_for(self.device)
         # It warns of every layer without weights, rotary embeddings and tied heads too; we know better what is missing.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
