@@ -17,7 +17,16 @@ from streamrl.config.engines import ENGINES
 from streamrl.data.dataset import Dataset as Dataset
 from streamrl.recipe.settings import Algorithm as Algorithm
 from streamrl.recipe.settings import Kl as Kl
-from streamrl.settings import Arguments, Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+from streamrl.settings import (
+    Arguments,
+    DeepArguments,
+    Fraction,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+)
 
 
 class Redis(Section):
@@ -283,7 +292,7 @@ class Worker(Section):
     min_survivors: Positive = 2  # deliver a group when at least so many samples have a score
     grace_s: PositiveFloat = 10.0  # on SIGTERM: finish groups for so long, then hand tickets back
     threads: NonNegative = 0  # CPU threads of the engine; 0: the engine's choice
-    engine_args: Arguments = Field(default_factory=dict)  # passed on to vLLM
+    engine_args: DeepArguments = Field(default_factory=dict)  # passed on to vLLM; maps and lists too
     start_timeout_s: PositiveFloat = 300.0
     stall_s: PositiveFloat = 120.0  # an engine that makes no token for so long while it should is started anew
 
