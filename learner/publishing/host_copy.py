@@ -48,12 +48,13 @@ class HostCopy:
         self._integers = torch.int32 if self._dtype == torch.float32 else torch.int16
         self._copier = copier
         self._buffer = torch.empty(0, dtype=self._dtype)  # [num_elements] all runs of this rank, one after another
+        self._slots: list[torch.Tensor] = []  # in it
 
     def take(self, model: nn.Module) -> Iterator[Part]:
         """All that this rank holds, some tensors at a time."""
         runs = [(name, held(tensor, shape=tensor.shape)) for name, tensor in published_parameters(model)]
         runs = [(name, run) for name, run in runs if len(run.values)]
-        slots = self._slots([len(run.values) for _, run in runs])
+        slots = self._places([len(run.values) for _, run in runs])
         self._copier.begin(self._buffer)
         under_way = []
         for part in self._parts([(name, run, slot) for (name, run), slot in zip(runs, slots, strict=True)]):
@@ -63,15 +64,14 @@ class HostCopy:
             ready()
             yield Part(ranges=[self._range(name, run.start, slot) for name, run, slot in part], check=check)
 
-    def _slots(self, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """A place for each run, on a border of 64 bytes."""
-        step = _ALIGN // self._dtype.itemsize
-        ends = list(accumulate(-(-length // step) * step for length in lengths))
-        if len(self._buffer) != (ends or [0])[-1]:
-            self._buffer = torch.empty((ends or [0])[-1], dtype=self._dtype)
-        return [
-            self._buffer[end - -(-length // step) * step :][:length] for end, length in zip(ends, lengths, strict=True)
-        ]
+    def _places(self, lengths: list[int]) -> list[torch.Tensor]:
+        """For runs of these lengths, each on a border of 64 bytes; the same ones as long as the lengths are."""
+        if [len(slot) for slot in self._slots] != lengths:
+            step = _ALIGN // self._dtype.itemsize
+            begins = [0, *accumulate(-(-length // step) * step for length in lengths)]
+            self._buffer = torch.empty(begins[-1], dtype=self._dtype)
+            self._slots = [self._buffer[begin : begin + n] for begin, n in zip(begins, lengths, strict=False)]
+        return self._slots
 
     def _parts(self, runs: Sequence[_Run]) -> Iterator[list[_Run]]:
         part: list[_Run] = []

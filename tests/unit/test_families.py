@@ -291,6 +291,12 @@ def test_adapters_of_experts_are_refused_in_one_line(tmp_path: Path, targets: li
         policy_of(folder, lora={"rank": 4, "targets": targets})
 
 
+def test_an_adapter_of_a_convolution_is_refused_in_one_line(tmp_path: Path) -> None:
+    folder = make_family(tmp_path / "model", "lfm2")
+    with pytest.raises(ConfigError, match=r"model\.lora\.targets: .*conv\.conv is no matrix.*; leave it out"):
+        policy_of(folder, lora={"rank": 64, "targets": ["conv.conv"]})
+
+
 def test_adapters_learn_and_merge_where_layers_are_not_linear_modules(tmp_path: Path) -> None:
     folder = make_family(tmp_path / "model", "gpt2")
     policy = policy_of(folder, lora={"rank": 4, "targets": ["c_attn", "c_proj"]})

@@ -12,12 +12,14 @@ import torch
 
 from streamrl.config import schema
 from streamrl.errors import DataError, WeightsError
+from streamrl.learner.model.load import load_model
 from streamrl.learner.model.lora import merged, merged_parameters
 from streamrl.protocol.weights.adapters import Adapter, merge
 from streamrl.protocol.weights.format import BITS, Bits, Coding, DType, TensorMeta
 from streamrl.protocol.weights.manifest import decode_manifest, encode_manifest
 from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.pretrained import PretrainedFiles
+from streamrl.protocol.weights.published import full_bytes, pull
 from tests.publish_world import Scene, finish, publish
 
 DTYPES: list[DType] = ["bfloat16", "float32"]
@@ -128,6 +130,34 @@ def test_who_comes_late_takes_an_anchor_of_adapters(scene: Scene, tmp_path: Path
     assert anchor is not None
     late.apply(anchor, scene.store)
     assert_serves(late, scene)
+
+
+def test_the_next_learner_may_scale_adapters_otherwise(scene: Scene, tmp_path: Path) -> None:
+    """Its first version is an anchor of the same tensors, and of the same adapters as they happen to be."""
+    mirror = Mirror(tmp_path / "mirror", pretrained=pretrained(scene))
+    publish(scene.publisher, 0)
+    mirror.apply(scene.stream.manifests[-1], scene.store)
+    assert scene.config.model.lora is not None
+    lora = scene.config.model.lora.model_copy(update={"alpha": 12.0})
+    successor = Scene(tmp_path, lora=lora, dtype=scene.config.weights.dtype, term=4, store=scene.store)
+    successor.policy.load_state_dict(scene.policy.state_dict())
+    publish(successor.publisher, 0)
+    mirror.apply(successor.stream.manifests[-1], scene.store)
+    assert_serves(mirror, successor)
+
+
+def test_a_version_is_pulled_merged(scene: Scene, tmp_path: Path) -> None:
+    publish(scene.publisher, 0)
+    [manifest] = scene.stream.manifests
+    folder = tmp_path / "pulled"
+    pull(
+        manifest.version, {manifest.version: manifest}, scene.store, model=Path(scene.config.model.path), folder=folder
+    )
+    pulled = dict(load_model(str(folder)).named_parameters())
+    dtype = getattr(torch, scene.config.weights.dtype)
+    for name, tensor in merged_parameters(scene.policy.model, dtype):
+        assert torch.equal(pulled[name], tensor.to(dtype).float())
+    assert full_bytes(manifest) == sum(tensor.num_bytes for tensor in manifest.served)
 
 
 def test_another_pretrained_model_is_refused_by_its_first_other_element(scene: Scene, tmp_path: Path) -> None:
