@@ -291,6 +291,7 @@ def test_adapters_of_experts_are_refused_in_one_line(tmp_path: Path, targets: li
         policy_of(folder, lora={"rank": 4, "targets": targets})
 
 
+@pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd")  # peft's word, before ours
 def test_an_adapter_of_a_convolution_is_refused_in_one_line(tmp_path: Path) -> None:
     folder = make_family(tmp_path / "model", "lfm2")
     with pytest.raises(ConfigError, match=r"model\.lora\.targets: .*conv\.conv is no matrix.*; leave it out"):
