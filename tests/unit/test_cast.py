@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamrl.learner.model.tensors import held
 from streamrl.learner.publishing.copiers import (
@@ -141,3 +144,36 @@ def test_a_nan_has_the_bits_that_the_copy_has(scene: Scene) -> None:
     with torch.no_grad():
         next(scene.policy.model.parameters())[0, 0] = np.nan
     assert publish(scene.publisher, 0) is not None
+
+
+def test_a_gpus_tensors_are_cast_and_summed_there_in_pieces() -> None:
+    """Made-up tensors: where each operation runs, and how large what it makes is, is checked by torch."""
+    length = (1 << 25) + 3
+    with FakeTensorMode():
+        target, source = torch.empty(length, dtype=torch.bfloat16), torch.empty(length, device="cuda")
+        made = Made()
+        with made:
+            OnStream(StreamDouble(CudaRuntimeDouble())).copy([(target, source)])
+    assert all(num_bytes <= 8 * (1 << 23) for num_bytes in made.on_gpu), "a piece, not the tensor"
+    assert made.to_host == 3 * [torch.bfloat16, torch.int64]
+
+
+class Made(TorchDispatchMode):
+    """What operations make on the GPU, and what they bring to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_gpu: list[int] = []
+        self.to_host: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not isinstance(result, torch.Tensor):
+            return result
+        given = [one for one in args if isinstance(one, torch.Tensor)]
+        if any(one.is_cuda for one in given) and not result.is_cuda:
+            self.to_host.append(result.dtype)
+            assert all(one.dtype == result.dtype for one in given), "cast on the GPU, not on the way"
+        elif result.is_cuda:
+            self.on_gpu.append(result.nbytes)
+        return result
