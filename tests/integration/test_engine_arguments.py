@@ -16,6 +16,8 @@ from streamrl.workers.engines.vllm_start import engine_args, engine_config
 from tests.tiny_models import make_model
 from tests.worker_world import worker_config
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # of what vLLM imports
+
 H100 = {UsageContext.LLM_CLASS: 16384, UsageContext.OPENAI_API_SERVER: 8192}
 
 
