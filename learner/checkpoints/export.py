@@ -18,7 +18,7 @@ from torch import nn
 from streamrl.config import schema
 from streamrl.files import replace_folder
 from streamrl.learner.checkpoints.checkpoint import Checkpoint
-from streamrl.learner.checkpoints.save import load_state
+from streamrl.learner.checkpoints.shard import load_state
 from streamrl.learner.model.gradients import make_optimizer
 from streamrl.learner.model.load import begin_model, load_model, load_policy, read_tokenizer_info
 from streamrl.learner.model.lora import adapter_parameters, merged_parameters, save_adapters

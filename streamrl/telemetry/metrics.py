@@ -79,7 +79,10 @@ METRICS: Mapping[str, Explained] = {
     "timers/init_logprobs": ("s", "seconds of forward passes of the reference"),
     "timers/train": ("s", "seconds of the optimizer step, forward and backward included"),
     "timers/publish": ("s", "seconds to encode, store and announce a version"),
-    "timers/checkpoint": ("s", "seconds to write a checkpoint"),
+    "timers/checkpoint": ("s", "seconds the loop waited at a checkpoint, mostly for a copy of its state"),
+    "timers/checkpoint_wait": ("s", "of these, seconds for the one before, which was still being written"),
+    "timers/checkpoint_write": ("s", "seconds the slowest rank took to write a checkpoint, beside training"),
+    "timers/checkpoint_commit": ("s", "seconds the loop took to agree on what was written, and to tell Redis"),
     "timers/step": ("s", "seconds of the whole step"),
     "throughput/tokens": ("tokens", "tokens of the samples trained in the step, prompts included, of every pass"),
     "throughput/tokens_per_s": (

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from streamrl.config import schema
 from streamrl.learner.checkpoints.export import export
-from streamrl.learner.checkpoints.save import load_state, save_state
+from streamrl.learner.checkpoints.shard import load_state
 from streamrl.learner.metrics.tally import Tally
 from streamrl.learner.model.gradients import Gradients, Reference, asking, make_optimizer, make_reference, update
 from streamrl.learner.model.load import load_policy, load_reference, read_tokenizer_info
@@ -39,6 +39,7 @@ from streamrl.recipe.losses import LOSSES
 from tests.learner_cases import learner_config, random_groups
 from tests.probing import probe
 from tests.publish_world import finish, publish
+from tests.shards import write_shard
 
 NUM_STEPS = 3
 NUM_DOUBLE_STEPS = 51
@@ -202,7 +203,7 @@ def work(folder: Path, world: World) -> None:
     (out / f"poisoned-{world.rank}.json").write_text(json.dumps(found))
     (out / "checkpoint").mkdir(exist_ok=True)
     world.barrier()
-    save_state(out / "checkpoint", rank.policy, rank.optimizer, world)
+    write_shard(out / "checkpoint", rank.policy, rank.optimizer, world)
     world.barrier()
     restored = Rank(folder, world)
     load_state(out / "checkpoint", restored.policy, restored.optimizer, world)
@@ -234,7 +235,7 @@ def train_adapters(folder: Path, world: World) -> None:
     assert torch.equal(rank.reference_logprobs(), before), "the base is the reference, and never moves"
     (out / "checkpoint").mkdir(exist_ok=True)
     world.barrier()
-    save_state(out / "checkpoint", rank.policy, rank.optimizer, world)
+    write_shard(out / "checkpoint", rank.policy, rank.optimizer, world)
     world.barrier()
     export(rank.policy, read_tokenizer_info(rank.config.model.path).tokenizer, rank.config, world)
     keep(rank.merged(), out / "merged.safetensors", world)
@@ -282,7 +283,7 @@ def save_double(rank: Rank, folder: Path) -> None:
     out = folder / f"double-{rank.world.size}"
     out.mkdir(exist_ok=True)
     rank.world.barrier()
-    save_state(out, rank.policy, rank.optimizer, rank.world)
+    write_shard(out, rank.policy, rank.optimizer, rank.world)
 
 
 JOBS: Mapping[str, Callable[[Path, World], None]] = {

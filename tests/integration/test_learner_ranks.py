@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 import transformers
 
-from streamrl.learner.checkpoints.save import load_state
+from streamrl.learner.checkpoints.shard import load_state
 from streamrl.learner.model.load import load_model
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.weights.manifest import Manifest, decode_manifest

@@ -11,7 +11,7 @@ from torch import nn
 from streamrl.config import schema
 from streamrl.errors import ConfigError
 from streamrl.learner.checkpoints.export import export
-from streamrl.learner.checkpoints.save import load_state, save_state
+from streamrl.learner.checkpoints.shard import load_state
 from streamrl.learner.model.gradients import make_optimizer
 from streamrl.learner.model.load import load_model, load_policy, read_tokenizer_info
 from streamrl.learner.model.lora import merged_parameters, without_adapters
@@ -20,6 +20,7 @@ from streamrl.learner.model.policy import Policy, evaluating
 from streamrl.learner.process.ranks import World
 from tests.learner_cases import learner_config
 from tests.probing import probe
+from tests.shards import write_shard
 from tests.tiny_models import make_model
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
@@ -94,7 +95,7 @@ def test_the_export_is_the_merged_model(policy: Policy, config: schema.Config) -
 
 def test_a_checkpoint_holds_the_adapters_alone(policy: Policy, config: schema.Config, tmp_path: Path) -> None:
     (tmp_path / "checkpoint").mkdir()
-    save_state(tmp_path / "checkpoint", policy, make_optimizer(policy, config.optimizer), ALONE)
+    write_shard(tmp_path / "checkpoint", policy, make_optimizer(policy, config.optimizer), ALONE)
     restored = load_policy(config, ALONE, (1,))
     load_state(tmp_path / "checkpoint", restored, make_optimizer(restored, config.optimizer), ALONE)
     torch.testing.assert_close(logprobs(restored), logprobs(policy))
