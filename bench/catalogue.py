@@ -31,6 +31,7 @@ BENCHES: Mapping[str, Entry] = {
     "memory": Entry("bench.memory:bench", "What the learner takes of a GPU: the closed form against its own code."),
     "learner": Entry("bench.learner:bench", "The learner's step against bare passes and against TRL."),
     "learner-gpu": Entry("bench.learner_gpu:bench", "The same on a GPU, for models of 0.5 and 1.5B parameters."),
+    "checkpoint": Entry("bench.checkpoint:bench", "What the loop waits for at a checkpoint, against a bare copy."),
     "worker": Entry("bench.worker:bench", "A worker's whole path against bare vLLM, with updates and without."),
     "reward": Entry("bench.reward:bench", "The reward server against bare forward passes of its model."),
     "scale": Entry("bench.scale:bench", "1 to 2,000 simulated workers on a real Redis, and 10,000 GPUs on paper."),
