@@ -92,7 +92,10 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     """Inside, the model is its base: the policy as it was before the run."""
     layers = list(_adapted(model).values())
     for layer in layers:
+        own = [parameter for parameter in layer.parameters() if parameter.requires_grad]
         layer.enable_adapters(enabled=False)
+        for parameter in own:
+            parameter.requires_grad_(True)  # peft takes that away, and FSDP asks for it once, in its first pass
     try:
         yield
     finally:

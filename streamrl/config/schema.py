@@ -41,11 +41,13 @@ class Model(Section):
     # Of forward and backward passes; masters stay fp32, but for float64: everything, to compare runs to the last digit
     dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
     attention: Literal["auto", "masked", "varlen"] = "auto"  # of packed sequences; auto: varlen for bfloat16 on a GPU
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Literal["auto"] | bool = "auto"  # auto: on GPUs, for a model that can
     lora: Lora | None = None  # train adapters; the base is the reference
     # Where the frozen reference waits, while KL needs one: on the device | in the host's memory, passing through the
     # device layer by layer. With lora there is no copy, and nothing to place.
     reference: Literal["device", "cpu"] = "device"
+    # Where fp32 masters, their gradients and AdamW's moments wait, likewise; on the host AdamW makes its step there.
+    masters: Literal["device", "cpu"] = "device"
 
 
 def _form_of_train(value: object) -> str:

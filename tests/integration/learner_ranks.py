@@ -36,6 +36,7 @@ from streamrl.protocol.transport.types import Announcement
 from streamrl.protocol.weights.stores import FileStore
 from streamrl.recipe.algorithms import make_algorithm
 from streamrl.recipe.losses import LOSSES
+from tests.casts import watch_a_pass
 from tests.learner_cases import learner_config, random_groups
 from tests.probing import probe
 from tests.publish_world import finish, publish
@@ -285,11 +286,22 @@ def save_double(rank: Rank, folder: Path) -> None:
     save_state(out, rank.policy, rank.optimizer, rank.world)
 
 
+def compute_in_half(folder: Path, world: World) -> None:
+    """A gradient, a step, and what of the layers' weights there is in bf16 meanwhile."""
+    out = folder / f"out-{world.size}"
+    out.mkdir(exist_ok=True)
+    rank = Rank(folder, world, dtype="bfloat16")
+    keep(rank.gradient(ALGORITHMS["token mean"]), out / "half.safetensors", world)
+    rank.step(0)
+    (out / f"half-{world.rank}.json").write_text(json.dumps(watch_a_pass(rank.policy)))
+
+
 JOBS: Mapping[str, Callable[[Path, World], None]] = {
     "gradients": save_gradients,
     "work": work,
     "adapters": train_adapters,
     "float64": train_in_float64,
+    "bfloat16": compute_in_half,
 }
 
 if __name__ == "__main__":

@@ -75,6 +75,21 @@ def test_sharded_ranks_begin_with_the_bits_that_transformers_loads(folder: Path,
     assert all(torch.equal(begun[name], whole[name]) for name in whole)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_no_layers_weights_in_bf16_outlive_its_pass(folder: Path, size: int) -> None:
+    for rank in range(size):
+        after, most = json.loads((folder / f"out-{size}" / f"half-{rank}.json").read_text())
+        assert set(after) == {0}
+        assert most[0] > 0
+
+
+def test_two_ranks_in_bf16_have_the_gradient_of_one_but_for_its_rounding(folder: Path) -> None:
+    one, two = (safetensors.torch.load_file(folder / f"out-{size}" / "half.safetensors") for size in (1, 2))
+    assert {gradient.dtype for gradient in two.values()} == {torch.float32}
+    off = sum(float((two[name] - one[name]).norm() ** 2) for name in one) ** 0.5
+    assert off < 0.02 * sum(float(gradient.norm() ** 2) for gradient in one.values()) ** 0.5  # a bf16 is off by 0.004
+
+
 def weights(folder: Path, size: int) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(folder / f"out-{size}" / "weights.safetensors")
 

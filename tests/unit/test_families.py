@@ -14,11 +14,12 @@ from structlog.testing import capture_logs
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError, DataError
-from streamrl.learner.model.load import begin_model, fill, load_model, load_policy, load_reference, make_policy, shard
+from streamrl.learner.model.load import begin_model, fill, load_model, load_policy, load_reference, make_policy
 from streamrl.learner.model.lora import merged_parameters
 from streamrl.learner.model.packing import pack
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.model.settle import settle
+from streamrl.learner.model.shard import shard
 from streamrl.learner.model.tensors import whole
 from streamrl.learner.model.ways import VARLEN, Way
 from streamrl.learner.process.ranks import World

@@ -77,6 +77,16 @@ def test_without_adapters_the_policy_is_the_model_it_began_as(policy: Policy, co
     assert not torch.allclose(logprobs(policy), base, atol=1e-2)
 
 
+def test_adapters_in_half_learn_after_the_reference_was_asked_first(config: schema.Config) -> None:
+    """FSDP looks in its first pass which parameters learn, and peft switches adapters off by saying that none does."""
+    half = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    policy = load_policy(half, ALONE, (1,))
+    with evaluating(policy), without_adapters(policy):
+        policy(batch_for(policy))
+    policy(batch_for(policy)).logp.sum().backward()
+    assert {p.grad.dtype for p in policy.parameters() if p.grad is not None} == {torch.float32}
+
+
 def test_merged_parameters_have_the_bases_names_and_the_policys_log_probs(
     policy: Policy, config: schema.Config
 ) -> None:
