@@ -45,6 +45,7 @@ SCENARIOS: Mapping[str, str] = {
     "T30": "judged: LoRA, all faults",
     "T31": "judged: two ranks, each version against its checkpoint",
     "T32": "judged: stand-ins, one fault upon the other",
+    "T33": "Sentinel failover under load: masters die, or sleep and wake up",
 }
 
 _NAMED = re.compile(r"(T\d+(?:, T\d+)*): ")
