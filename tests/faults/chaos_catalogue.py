@@ -46,6 +46,7 @@ SCENARIOS: Mapping[str, str] = {
     "T31": "judged: two ranks, each version against its checkpoint",
     "T32": "judged: stand-ins, one fault upon the other",
     "T33": "Sentinel failover under load: masters die, or sleep and wake up",
+    "T35": "replay of a run that lived through faults",
 }
 
 _NAMED = re.compile(r"(T\d+(?:, T\d+)*): ")
