@@ -47,6 +47,7 @@ SCENARIOS: Mapping[str, str] = {
     "T32": "judged: stand-ins, one fault upon the other",
     "T33": "Sentinel failover under load: masters die, or sleep and wake up",
     "T35": "replay of a run that lived through faults",
+    "T36": "what was served as each version, against the learner's",
 }
 
 _NAMED = re.compile(r"(T\d+(?:, T\d+)*): ")
