@@ -48,6 +48,7 @@ SCENARIOS: Mapping[str, str] = {
     "T33": "Sentinel failover under load: masters die, or sleep and wake up",
     "T35": "replay of a run that lived through faults",
     "T36": "what was served as each version, against the learner's",
+    "T37": "hosts: lost, cut off, one more, in any order",
 }
 
 _NAMED = re.compile(r"(T\d+(?:, T\d+)*): ")
