@@ -22,13 +22,13 @@ from tests.faults.report import report
 from tests.faults.stand_in_worker import Delivery
 from tests.helpers import wait_until
 
-pytestmark = pytest.mark.timeout(420)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(420)]
 NUM_SERVERS = 3
 RECOVERY_S = 15.0  # a second until they call it down, the vote, the promotion
 _WITHIN_S = 60.0
 
 
-@pytest.mark.parametrize("num_failovers", [2, pytest.param(12, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_failovers", [2, 12])
 def test_each_ticket_is_accounted_for_over_failovers_by_sentinels(tmp_path: Path, num_failovers: int) -> None:
     with a_service(tmp_path) as service:
         place = Place(
