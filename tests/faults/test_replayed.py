@@ -1,4 +1,4 @@
-"""T35: a run that lived through faults, recorded meanwhile, is replayed."""
+"""T34: a run that lived through faults, recorded meanwhile, is replayed."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def live_through(faults: Sequence[str], folder: Path) -> tuple[schema.Config, Pa
             team.drain()
             assert recorder.wait(PATIENCE_S) == 0, (folder / "recorder.out").read_text()
         audit = audit_folder(team.run_folder, redis_url=team.server.url)
-    report(f"T35 {len(faults)}", audit, injections=len(faults))
+    report(f"T34 {len(faults)}", audit, injections=len(faults))
     return team.config, folder / "recording"
 
 

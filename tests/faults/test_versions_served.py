@@ -1,4 +1,4 @@
-"""T36: what was served as each version, by log-probs of the tokens made with it, against the learner's checkpoint."""
+"""T35: what was served as each version, by log-probs of the tokens made with it, against the learner's checkpoint."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_each_version_that_was_served_is_the_learners_of_its_step(tmp_path: Path
         audit = audit_folder(team.run_folder, redis_url=team.server.url)
     served = Served(team.config, record)
     worst, stale = served.compare()
-    report("T36", audit, injections=len(INJECTED), wrong=sum(off > TOLERANCE for off in worst.values()))
+    report("T35", audit, injections=len(INJECTED), wrong=sum(off > TOLERANCE for off in worst.values()))
     assert not {version: off for version, off in worst.items() if off > TOLERANCE}
     assert len(worst) >= 40
     assert len(worst) >= 0.9 * len(served.tokens), "some are of branches whose checkpoint was never finished"

@@ -1,4 +1,4 @@
-"""T37: more and fewer hosts that learn: they meet at learner-0, and the run survives each of them."""
+"""T36: more and fewer hosts that learn: they meet at learner-0, and the run survives each of them."""
 
 from __future__ import annotations
 
@@ -62,5 +62,5 @@ def end(cluster: Cluster, learners: dict[str, subprocess.Popen[bytes]], *, injec
     for host, learner in learners.items():
         cluster.ends_well(learner, host)
     audit = cluster.audit()
-    report("T37 learners", audit, injections=injections)
+    report("T36 learners", audit, injections=injections)
     assert audit.trained > 0
