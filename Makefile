@@ -6,7 +6,7 @@ export PYTHON
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart demo test test-long test-root lint format docs bench chaos scale staleness peers clean
+.PHONY: help setup quickstart demo test test-long test-root lint format docs bench chaos gpu-check scale staleness peers clean
 
 help:  ## list the targets
 	@echo 'streamrl: make TARGET'
@@ -48,6 +48,9 @@ bench: setup  ## measure the stream, the codec and the weights (ARGS chooses; se
 
 chaos: setup  ## all that a run must survive, in one table (ARGS="full", "random --minutes 30", "judge --minutes 60")
 	.venv/bin/python -m tests.faults.chaos $(ARGS)
+
+gpu-check: setup  ## measure a machine with a GPU in half an hour; without one, tiny shapes (ARGS="--json", "steps")
+	.venv/bin/python -m bench.gpu_check $(ARGS)
 
 scale: setup  ## 1 to 2,000 simulated workers on a real Redis, and what that says of 10,000 GPUs (ARGS="--quick")
 	.venv/bin/python -m bench scale $(ARGS)

@@ -30,7 +30,7 @@ everything could be measured. With --json the last line is one object:
 
 
 def make_command(benches: Mapping[str, Entry]) -> click.Command:
-    listed = "\n".join(f"  {name:<12}{entry.help}" for name, entry in benches.items())
+    listed = "\n".join(f"  {name:<13}{entry.help}" for name, entry in benches.items())
 
     @click.command(help=_HELP.format(benches=listed), context_settings={"help_option_names": ["-h", "--help"]})
     @click.argument("name", type=click.Choice(list(benches)), metavar="NAME")

@@ -12,6 +12,7 @@ from bench.publishing import RUN_UID
 from bench.training import train_once
 from streamrl.config import schema
 from streamrl.learner.model.load import Policy, load_policy
+from streamrl.learner.model.lora import merged_parameters
 from streamrl.learner.process.background import BackgroundThread, BackgroundThreadDouble
 from streamrl.learner.process.ranks import World
 from streamrl.learner.publishing.host_copy import CastDigests, cast_digests
@@ -65,6 +66,11 @@ class LearnerSide:
     def cast_digests(self, dtype: DType) -> CastDigests:
         """What a publish asks of the loop for the sake of proof."""
         return cast_digests(self._policy.model, dtype)
+
+    def served(self) -> dict[str, torch.Tensor]:
+        """What workers shall serve: with adapters, merged."""
+        named = merged_parameters(self._policy.model, torch.bfloat16)
+        return {name: tensor.detach().to(torch.bfloat16) for name, tensor in named}
 
     def begin(self) -> None:
         """What it has learned, on its way."""

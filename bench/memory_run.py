@@ -1,17 +1,16 @@
-"""What the learner's own code takes of a GPU at its peak, on no GPU at all: `python -m bench.memory_run JSON`.
+"""What the learner's own code takes of a GPU at its peak, on no GPU at all.
 
 The policy, its reference and AdamW are made of tensors without memory (FakeTensor), over ranks that are not there
-(torch's fake process group), and go through two steps of two micro-batches; what lives is added up. Attention is a
-double that holds what flash attention holds. Prints the peaks of each phase as a JSON object, in bytes.
+(torch's fake process group), and go through a step of two micro-batches; what lives is added up. Attention is a
+double that holds what flash attention holds.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,11 +24,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from bench.memory_cases import CASES, Case, model_config
-from streamrl.learner.model.load import _cast, _checkpoint, make_policy, shard
+from bench.memory_cases import Case, model_config
+from streamrl.learner.model.load import _checkpoint, make_policy
+from streamrl.learner.model.logprobs import CHUNK_ELEMENTS
 from streamrl.learner.model.lora import place_adapters, without_adapters
 from streamrl.learner.model.packing import MicroBatch
 from streamrl.learner.model.policy import Policy, evaluating
+from streamrl.learner.model.shard import shard
 from streamrl.learner.model.ways import Way
 from streamrl.learner.process.ranks import World
 
@@ -65,7 +66,8 @@ def attend(
 
 
 def run(case: Case) -> dict[str, int]:
-    if case.ranks > 1:
+    """The most bytes in each phase."""
+    if case.ranks > 1:  # of one, nothing is said to anybody
         dist.init_process_group("fake", rank=0, world_size=case.ranks, store=FakeStore())
     world = _Nowhere(rank=0, size=case.ranks, device=torch.device("cpu"))
     transformers.AttentionInterface.register(_AS_FLASH, attend)
@@ -74,26 +76,33 @@ def run(case: Case) -> dict[str, int]:
         frozen = policy if case.config.model.lora else _policy(case, world, trains=False)
         # By their own parts: of whole ones DTensor first tries each operation at full size, to know its shape.
         trained = {p: nn.Parameter(_mine(p.detach())) for p in policy.parameters() if p.requires_grad}
-        optimizer = torch.optim.AdamW(trained.values(), lr=1e-6, foreach=True)
+        optimizer = torch.optim.AdamW(trained.values(), lr=1e-6, fused=True)
         batch = _batch(case.tokens, model_config(case.size).vocab_size)
         held = Held(mode, [*policy.parameters(), *policy.buffers(), *frozen.parameters()])
         with held:
-            for _ in range(2):
-                with held.phase("reference"), evaluating(frozen), without_adapters(frozen):
-                    frozen(batch)
-                for _ in range(2):
-                    with held.phase("forward"):
-                        logp = policy(batch).logp
-                    with held.phase("backward"):
-                        logp.sum().backward()
-                    del logp
-                for whole, part in trained.items():
-                    assert whole.grad is not None
-                    part.grad, whole.grad = _mine(whole.grad), None
-                with held.phase("step"):
-                    optimizer.step()
-                    optimizer.zero_grad()
+            _make_moments(trained.values(), optimizer)
+            with held.phase("reference"), evaluating(frozen), without_adapters(frozen):
+                frozen(batch)
+            for _ in range(2):  # the second one beside the gradients of the first
+                with held.phase("forward"):
+                    logp = policy(batch).logp
+                with held.phase("backward"):
+                    logp.sum().backward()
+                del logp
+            for whole, part in trained.items():
+                assert whole.grad is not None
+                part.grad, whole.grad = _mine(whole.grad), None
+            with held.phase("step"):
+                optimizer.step()
+                optimizer.zero_grad()
     return held.peaks
+
+
+def _make_moments(trained: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    for part in trained:
+        part.grad = torch.empty_like(part)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def _mine(tensor: torch.Tensor) -> torch.Tensor:
@@ -171,12 +180,14 @@ def _policy(case: Case, world: World, *, trains: bool) -> Policy:
             place_adapters(model, config.model.lora)
     _materialise(model)
     if trains and config.model.gradient_checkpointing:
-        _checkpoint(model)
-    if not trains:
-        _cast(model.requires_grad_(False), torch.bfloat16)
+        _checkpoint(model, is_wished=True)
+    for parameter in model.parameters():
+        if not parameter.requires_grad or not trains:
+            parameter.requires_grad_(False).data = parameter.data.to(torch.bfloat16)
     policy = make_policy(model, config, (1,)).train(trains)
-    policy.take(Way(layout="packed", attention=_AS_FLASH), policy.head)
-    return shard(policy, world)
+    # As on a GPU.
+    policy.take(Way(layout="packed", attention=_AS_FLASH), replace(policy.head, chunk_elements=CHUNK_ELEMENTS["cuda"]))
+    return shard(policy, world, in_half=trains)
 
 
 def _materialise(model: nn.Module) -> None:
@@ -199,8 +210,7 @@ def _batch(tokens: int, vocabulary: int) -> MicroBatch:
     return MicroBatch(
         input_ids=whole(1, tokens),
         position_ids=whole(1, tokens),
-        bundle=whole(1, tokens),
-        branch=whole(1, tokens),
+        until=whole(1, tokens),
         index=whole(tokens),
         targets=whole(tokens),
         position=whole(tokens),
@@ -210,11 +220,3 @@ def _batch(tokens: int, vocabulary: int) -> MicroBatch:
         starts=torch.zeros(2, dtype=torch.int32),
         longest=tokens,
     )
-
-
-def main(arguments: Sequence[str]) -> None:
-    print(json.dumps(run(CASES[arguments[0]])))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

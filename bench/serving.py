@@ -26,6 +26,8 @@ from pathlib import Path
 from statistics import median
 from typing import get_args
 
+import transformers
+
 from bench.learner_side import LearnerSide
 from bench.measure import Say, environment_as_it_was
 from bench.publishing import RUN_UID
@@ -59,16 +61,28 @@ _TIMEOUT_S = 60.0
 _KV_CACHES: tuple[KvCache, ...] = get_args(KvCache)
 
 
-def bench_serving(*, shared: Path, num_rounds: int, say: Say) -> list[Line]:
+def _middling() -> transformers.PreTrainedModel:
+    return make_model(quick=False)
+
+
+def bench_serving(
+    *,
+    shared: Path,
+    num_rounds: int,
+    say: Say,
+    make: Callable[[], transformers.PreTrainedModel] = _middling,
+) -> list[Line]:
     """`shared`: a folder in memory for the mirror."""
     with scratch_folder() as folder, environment_as_it_was():
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        return asyncio.run(_measure(folder, shared, num_rounds=num_rounds, say=say))
+        return asyncio.run(_measure(folder, shared, num_rounds=num_rounds, say=say, make=make))
 
 
-async def _measure(folder: Path, shared: Path, *, num_rounds: int, say: Say) -> list[Line]:
+async def _measure(
+    folder: Path, shared: Path, *, num_rounds: int, say: Say, make: Callable[[], transformers.PreTrainedModel]
+) -> list[Line]:
     rounds: list[Round] = []
-    async with _opened(folder, shared, say=say) as scene:
+    async with _opened(folder, shared, say=say, make=make) as scene:
         for number in range(num_rounds):
             rounds.append(await scene.round(folder / "checkpoint.safetensors"))
             say(f"round {number + 1} of {num_rounds}: {rounds[-1]}")
@@ -194,8 +208,10 @@ class _Scene:
 
 
 @contextlib.asynccontextmanager
-async def _opened(folder: Path, shared: Path, *, say: Say) -> AsyncIterator[_Scene]:
-    model = make_model(quick=False)
+async def _opened(
+    folder: Path, shared: Path, *, say: Say, make: Callable[[], transformers.PreTrainedModel]
+) -> AsyncIterator[_Scene]:
+    model = make()
     model.save_pretrained(folder / "model")
     make_tokenizer().save_pretrained(folder / "model")
     vocabulary = model.config.vocab_size

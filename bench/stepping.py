@@ -7,16 +7,19 @@ Stepping.bare     forward and backward of the plain model on the same rows, with
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+import transformers
 
 from bench.long_tailed import END, Size
 from streamrl.config import schema
 from streamrl.learner.metrics.tally import Tally
 from streamrl.learner.model.gradients import Gradients, Update, make_optimizer, update
-from streamrl.learner.model.load import make_policy
+from streamrl.learner.model.load import make_policy, recomputes
 from streamrl.learner.model.packing import MicroBatch
+from streamrl.learner.model.shard import shard
 from streamrl.learner.model.ways import choose
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.group import Group
@@ -27,11 +30,13 @@ class Stepping:
     def __init__(self, size: Size, config: schema.Config, *, max_length: int, device: torch.device) -> None:
         self._world = World(rank=0, size=1, device=device)
         self._config = config
-        attention = choose(config.model, device)
-        model = size.model(max_length=max_length, device=device, attention=attention)
-        if config.model.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.policy = make_policy(model, config, (END,)).train()
+        self._plain: transformers.PreTrainedModel | None = None  # made for who asks for bare passes
+        self._make_model = partial(
+            size.model, max_length=max_length, device=device, attention=choose(config.model, device)
+        )
+        model = self._model()
+        policy = make_policy(model, config, (END,)).train()
+        self.policy = shard(policy, self._world, in_half=config.model.dtype == "bfloat16")
         self._optimizer = make_optimizer(self.policy, config.optimizer)
         self._gradients = Gradients(
             policy=self.policy,
@@ -41,6 +46,12 @@ class Stepping:
             world=self._world,
             beat=lambda: None,
         )
+
+    def _model(self) -> transformers.PreTrainedModel:
+        model = self._make_model()
+        if recomputes(self._config.model, self._world.device):
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return model.train()
 
     def learn(self, groups: Sequence[Group]) -> Update:
         tally = self._tally()
@@ -57,12 +68,14 @@ class Stepping:
         return self._gradients.prepare(groups, self._tally()).flops
 
     def bare(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Of a model of its own, which nothing shards: one in bf16 has the learner's casts of weights by autocast."""
         dtype = getattr(torch, self._config.model.dtype)
         shape = self.policy.shape
+        model = self._plain = self._plain or self._model()
         for batch in micro_batches:
             where = {} if shape.padded else {"cu_seq_lens_q": batch.starts, "max_length_q": batch.longest}
             with torch.autocast(self._world.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-                logits = self.policy.model(
+                logits = model(
                     input_ids=batch.input_ids,
                     position_ids=batch.position_ids,
                     attention_mask=batch.attention_mask() if shape.share_prompts else None,
@@ -71,7 +84,7 @@ class Stepping:
                 ).logits
             targets = batch.input_ids.flatten().roll(-1)
             F.cross_entropy(logits.flatten(0, 1).float(), targets).backward()
-        self.policy.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
         self.wait()
 
     def wait(self) -> None:

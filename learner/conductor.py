@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Protocol
 import structlog
 
 from streamrl.config.check import max_time_s
-from streamrl.learner.checkpoints.checkpoint import CheckpointRoot, CheckpointState, Files
-from streamrl.learner.checkpoints.terms import CheckpointName, ancestry
+from streamrl.learner.checkpoints.checkpoint import CheckpointRoot, CheckpointState
+from streamrl.learner.checkpoints.terms import CheckpointName
+from streamrl.learner.commit import Commit, NoCommit
 from streamrl.learner.groups.plan import GroupCheck, Kind, Outcome, Plan
 from streamrl.learner.metrics.exporters import open_exporters
 from streamrl.learner.metrics.record import Recorder
@@ -241,38 +242,28 @@ class Conductor:
         """Of the groups that this rank has trained, for people to read when the stream has forgotten them."""
         self._recorder.rollouts(step, groups)
 
-    def commit(self, name: CheckpointName, *, consumed_samples: int, files: Files) -> None:
-        """All ranks have written: make it the newest checkpoint, then tell Redis, then make room."""
-        checkpoint = self._checkpoints.commit(
-            name,
-            CheckpointState(
-                run_uid=self._start.run_uid,
-                step=name.step,
-                stream=self._feed.state(),
-                data_fingerprint=self._data_fingerprint,
-                extra={
-                    "consumed_samples": consumed_samples,
-                    "first_step": self._start.first_step,
-                    "config": self._config.model_dump(mode="json"),  # what a resume compares its own with
-                },
-            ),
-            files=files,
+    def begin_commit(self, name: CheckpointName, *, consumed_samples: int) -> Commit:
+        """Of what the books say now."""
+        state = CheckpointState(
+            run_uid=self._start.run_uid,
+            step=name.step,
+            stream=self._feed.state(),
+            data_fingerprint=self._data_fingerprint,
+            extra={
+                "consumed_samples": consumed_samples,
+                "first_step": self._start.first_step,
+                "config": self._config.model_dump(mode="json"),  # what a resume compares its own with
+            },
         )
-        with redis_may_be_away("the next checkpoint tells of this one"):
-            self._feed.committed(checkpoint.state.stream, step=name.step)
-        self._validation_schedule.note_committed(name)
-        self._prune(name.term)
-        self._stream.event("checkpoint", name=str(name), step=name.step)
-
-    def _prune(self, term: int) -> None:
-        settings, undecided = self._config.checkpoint, self._validation_schedule.undecided(term)
-        try:
-            lineage = ancestry(self._config.folder)
-            self._checkpoints.prune(
-                lineage, term=term, keep_last=settings.keep_last, keep_best=settings.keep_best, keep=undecided
-            )
-        except OSError as error:
-            log.warning("old checkpoints not removed", error=str(error))
+        return Commit(
+            name,
+            state,
+            checkpoints=self._checkpoints,
+            settings=self._config.checkpoint,
+            feed=self._feed,
+            validation_schedule=self._validation_schedule,
+            event=self._stream.event,
+        )
 
 
 class Follower:
@@ -303,7 +294,8 @@ class Follower:
 
     def keep_some(self, step: int, groups: Sequence[Group]) -> None: ...
 
-    def commit(self, name: CheckpointName, *, consumed_samples: int, files: Files) -> None: ...
+    def begin_commit(self, name: CheckpointName, *, consumed_samples: int) -> NoCommit:
+        return NoCommit()
 
 
 Conducting = Conductor | Follower

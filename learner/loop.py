@@ -5,7 +5,7 @@
     │                                                                                    │
     │                                    AdamW ◄── guard, clip ◄── gradients of packed micro-batches
     │                                      │
-    └── settle, record ◄── checkpoint ◄── publish: a copy of every rank's own runs; the rest beside the next steps
+    └── settle, record ◄── checkpoint, publish: copies of every rank's own runs; the rest beside the next steps
 
 A round is one plan. Rank 0 decides within about a second, with IDLE when there is nothing to do, so that no rank waits
 for long without a reason that the monitor shows. All ranks follow the same plan under the same settings, so decisions
@@ -79,7 +79,7 @@ class Loop:
     def run(self) -> RunState:
         """Train until the data, the steps, the time or the operator's patience are used up."""
         finished = self._begin() and self._train() and self._close()
-        if not self._save():
+        if not self._save_last():
             raise TrainingError(f"the last checkpoint could not be written to {self._config.folder}; the log says why")
         if not finished:
             return "stopped"
@@ -98,6 +98,7 @@ class Loop:
     def _train(self) -> bool:
         while True:
             self._publish_schedule.settle()
+            self._settle_checkpoint()
             # Workers that cannot have younger weights would answer with tokens that are too old.
             plan = self._conductor.next_plan(self._step, may_train=self._publish_schedule.keeps_up(self._step))
             match plan.kind:
@@ -137,7 +138,7 @@ class Loop:
 
     def _await_validation(self) -> bool:
         while (outcome := self._conductor.look_at_validation()) is Outcome.WAITING:
-            pass
+            self._settle_checkpoint()
         return outcome is Outcome.DONE
 
     # One step
@@ -221,9 +222,21 @@ class Loop:
                 f"(training.max_skipped_in_row); the last checkpoint is sound: try a smaller optimizer.lr"
             )
 
-    def _save(self) -> bool:
+    def _save(self) -> None:
+        """The state of now; it is written beside the next steps."""
         self._progress.working("checkpoint")
         with self._context.watchdog.at_disk(), self._timers.measure("checkpoint"):
+            self._parts.saver.begin(self._step, consumed_samples=self._consumed_samples)
+
+    def _settle_checkpoint(self) -> None:
+        if self._parts.saver.busy:
+            with self._timers.measure("checkpoint_commit"):
+                self._parts.saver.settle()
+
+    def _save_last(self) -> bool:
+        """Nothing goes on before it is on disk."""
+        self._progress.working("checkpoint")
+        with self._context.watchdog.at_disk():
             return self._parts.saver.save(self._step, consumed_samples=self._consumed_samples)
 
     def _record(self, metrics: Mapping[str, float], made: Update) -> None:

@@ -30,6 +30,7 @@ from streamrl.learner.checkpoints.resume import check_resume
 from streamrl.learner.process.guardian import guarded
 from streamrl.learner.process.job import EXIT_TOLD, have_nothing_to_finish, tell
 from streamrl.learner.process.ranks import die_with_parent, join_world, show_rank
+from streamrl.learner.process.told import Told
 from streamrl.learner.rank_context import stall_limit_s
 from streamrl.learner.replay import replay
 from streamrl.learner.start import was_restarted
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     log_file = options.log_file and Path(str(options.log_file).replace("{rank}", rank))
     configure_logging(f"learner/{rank}", log_file)
     under_agent = "TORCHELASTIC_RUN_ID" in os.environ
-    stop = threading.Event()
+    stop = Told()
     if under_agent:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until it has joined the others it has nothing to finish
         die_with_parent(parent)

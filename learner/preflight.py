@@ -66,7 +66,7 @@ def examine(config: schema.Config, part: Part = "all") -> Iterator[Finding]:
 
 def _memory(config: schema.Config, model: PreTrainedModel, part: Part) -> Iterator[Finding]:
     """Of a rank on its GPU; where the learner is on several hosts, their number is not known here."""
-    from streamrl.learner.model.memory import Sizes, plan
+    from streamrl.learner.model.memory import REMEDY, Sizes, plan
 
     try:
         share = place(config, gpus_here(), part).shares.get(LEARNER)
@@ -76,13 +76,12 @@ def _memory(config: schema.Config, model: PreTrainedModel, part: Part) -> Iterat
         return
     planned = plan(Sizes.of(model), config)
     told = f"{size(planned.needed)} a rank at its peak, by calculation, {size(share.memory)} to have on {share.words}"
-    remedy = "lower training.micro_batch_tokens, set model.gradient_checkpointing, train adapters, or on more GPUs"
     if planned.needed <= share.memory:
         yield ok("learner on GPU", told)
     elif planned.peak > share.memory and part == "all":
-        yield error("learner on GPU", f"{told}; {remedy}", "")
+        yield error("learner on GPU", f"{told}; {REMEDY}", "")
     else:
-        yield warning("learner on GPU", told if part == "all" else f"{told}, were this host alone", remedy)
+        yield warning("learner on GPU", told if part == "all" else f"{told}, were this host alone", REMEDY)
 
 
 def _is_here(path: str) -> bool:

@@ -13,16 +13,20 @@ import gc
 import numpy as np
 
 from streamrl.learner.checkpoints.checkpoint import CheckpointRoot
-from streamrl.learner.checkpoints.save import Saver, load_state
+from streamrl.learner.checkpoints.save import Saver
+from streamrl.learner.checkpoints.shard import Shard, load_state
 from streamrl.learner.conductor import Conducting
 from streamrl.learner.loop import Loop, Parts
 from streamrl.learner.model.gradients import Gradients, make_optimizer, make_reference
 from streamrl.learner.model.policy import Policy
+from streamrl.learner.process.background import BackgroundThread
 from streamrl.learner.publishing.publish import Publishing
 from streamrl.learner.rank_context import RankContext
 from streamrl.learner.start import Start
 from streamrl.protocol.transport.types import GroupStream, RunState
 from streamrl.recipe.algorithms import make_algorithm
+
+_LAST_S = 1.0  # for a checkpoint that nobody waits for any more, since the loop has failed
 
 
 def work(
@@ -39,13 +43,15 @@ def work(
     checkpoints = CheckpointRoot(context.config.folder)
     if start.checkpoint is not None:
         load_state(checkpoints.open(start.checkpoint).folder, policy, optimizer, context.world)
+    beside = BackgroundThread("checkpoints")
     saver = Saver(
-        policy=policy,
-        optimizer=optimizer,
+        state=Shard(policy, optimizer, context.world),
         world=context.patient,
         checkpoints=checkpoints,
         conductor=conductor,
         term=start.term,
+        beside=beside,
+        timers=context.timers,
     )
     parts = Parts(
         start=start,
@@ -62,7 +68,7 @@ def work(
     gc.collect()
     gc.freeze()
     context.patient.barrier()  # each restores at the pace of its own disk
-    with context.watchdog.watching(), publisher.working():
+    with context.watchdog.watching(), publisher.working(), beside.working(join_s=_LAST_S):
         state = loop.run()
     context.progress.stopping()
     return _go_on(context, state)

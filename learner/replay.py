@@ -5,7 +5,8 @@
 The same validation, algorithm and checkpoints as in a live run; only the stream and the publisher differ
 (learner.replayed). Two replays of one recording under one configuration give the same weights, bit by bit at a fixed
 number of ranks, also when one of them was killed and resumed; and those of the recorded run, if its learner was never
-interrupted. A replay is a run of its own, in a folder of its own, and its folder remembers which recording it is of.
+interrupted and its Redis lost nothing (else there are groups in the recording that this learner never saw). A replay is
+a run of its own, in a folder of its own, and its folder remembers which recording it is of.
 """
 
 from __future__ import annotations

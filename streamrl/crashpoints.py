@@ -66,7 +66,11 @@ Point = Literal[
     "file.linked",  # the name is there, and the other one too
     "file.renamed",  # the name is there, and may not survive a power cut
     # A checkpoint
-    "checkpoint.written",  # every rank's files are in the temporary folder, and may not survive a power cut
+    "checkpoint.copied",  # each rank has its state in a second place in memory; nothing of it is on the disk
+    "shard.part",  # a rank's file is there in part
+    "shard.written",  # it is there, and may not survive a power cut
+    "shard.synced",  # it would; nobody knows, and others may not be so far
+    "checkpoint.written",  # every rank's files are in the temporary folder; their names may not survive a power cut
     "checkpoint.synced",  # they would; journal and manifest are not written
     "journal.written",  # a file of the journal that no checkpoint names
     "checkpoint.sealed",  # the manifest is there; the folder has its temporary name
@@ -107,7 +111,7 @@ def crashpoint(point: Point) -> None:
 
 @contextmanager
 def armed(action: Action) -> Iterator[None]:
-    """Until the block ends, every crash point passed by this thread, and by tasks begun in the block, does this."""
+    """Until the block ends, every crash point passed by this thread, its tasks, and its jobs for others does this."""
     token = _armed.set(action)
     try:
         yield

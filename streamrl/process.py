@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from streamrl.errors import ResourceError
+from streamrl.errors import ConfigError, ResourceError
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_EVERY_S = 0.2
@@ -71,6 +71,14 @@ def address_of(bound: socket.socket, *, host: str | None = None) -> str:
     found, port = bound.getsockname()[:2]
     host = host or found
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parse_address(text: str, *, what: str) -> tuple[str, int]:
+    """HOST:PORT; [HOST]:PORT where the host has colons of its own. `what` names in an error who wanted it."""
+    host, colon, port = text.rpartition(":")
+    if not (colon and host and port.isdecimal() and int(port) < 1 << 16):
+        raise ConfigError(f"{what} {text!r}: must be HOST:PORT, such as 127.0.0.1:9400; port 0 takes any free one")
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def die_with_parent() -> None:

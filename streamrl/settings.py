@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
+from pydantic_core import PydanticCustomError
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -12,6 +14,18 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Arguments = dict[str, str | int | float | bool]  # keyword arguments of a function
+
+
+def _finite(value: JsonValue) -> JsonValue:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for one in inner:
+        _finite(one)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise PydanticCustomError("finite_number", "must be a finite number")
+    return value
+
+
+DeepArguments = dict[str, Annotated[JsonValue, AfterValidator(_finite)]]  # lists and maps among them
 
 
 class Section(BaseModel):

@@ -7,8 +7,9 @@ starlette and uvicorn are needed where this is imported.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import uvicorn
@@ -67,3 +68,24 @@ class Server(uvicorn.Server):
         await super().startup(sockets=sockets)
         if self.started:
             self._on_ready()
+
+
+@contextlib.asynccontextmanager
+async def serving(app: Starlette, bound: socket.socket, *, stop_s: int = 1) -> AsyncIterator[None]:
+    """On the event loop of whoever has other things to do, while the context lasts."""
+    listens = asyncio.Event()
+    server = _Beside(app, on_ready=listens.set, timeout_graceful_shutdown=stop_s)
+    task = asyncio.create_task(server.serve(sockets=[bound]), name="http")
+    try:
+        await listens.wait()
+        yield
+    finally:
+        server.should_exit = True
+        await task
+
+
+class _Beside(Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are for who runs it, and ends this server in its own time."""
+        yield

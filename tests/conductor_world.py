@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from streamrl.config import schema
-from streamrl.learner.checkpoints.checkpoint import CheckpointRoot
+from streamrl.learner.checkpoints.checkpoint import CheckpointRoot, Files
+from streamrl.learner.checkpoints.terms import CheckpointName
 from streamrl.learner.conductor import Conductor
 from streamrl.learner.groups.ledger import FeedState
 from streamrl.learner.groups.plan import Kind, Plan
@@ -53,6 +54,8 @@ class FakeFeed:
     def __init__(self, *answers: Plan | Exception | None) -> None:
         self._answers = list(answers)
         self._frees = [True]
+        self.now = FeedState()
+        self.told: list[FeedState] = []  # of checkpoints
 
     def listen(self) -> None: ...
 
@@ -71,9 +74,10 @@ class FakeFeed:
         return {"stream/issued": 7.0}
 
     def state(self) -> FeedState:
-        return FeedState()
+        return self.now
 
-    def committed(self, state: FeedState, *, step: int) -> None: ...
+    def committed(self, state: FeedState, *, step: int) -> None:
+        self.told.append(state)
 
 
 class FakeValidation:
@@ -215,6 +219,14 @@ class Scene:
 
     def kinds(self, *steps: int) -> list[Kind]:
         return [self.conductor.next_plan(step).kind for step in steps]
+
+
+def commit(conductor: Conductor, name: CheckpointName, files: Files) -> None:
+    """All of it at once."""
+    begun = conductor.begin_commit(name, consumed_samples=0)
+    begun.seal(files)
+    begun.announce()
+    begun.prune()
 
 
 def published(version: int, base: int = 0) -> Published:

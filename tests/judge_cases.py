@@ -58,7 +58,8 @@ class Answer:
                   "worker": "w", "fingerprint": "f", "num_prompt_tokens": len(tokens_of(self.prompt)),
                   "sample_lengths": lengths, "sample_rewards": list(self.rewards), "sample_finished": [True] * count,
                   "min_version": self.version, "max_version": self.version, "num_failed_samples": 0, "error": "",
-                  "generate_s": self.generate_s, "reward_s": 0.1, "digest": 7}  # fmt: skip
+                  "generate_s": self.generate_s, "reward_s": 0.1, "model_s": 0.1,
+                  "environment_s": 0.0, "num_tool_calls": 0, "num_kept_tokens": 0, "digest": 7}  # fmt: skip
         number, uid = str(self.ticket).encode(), self.run_uid.encode()
         return {b"n": number, b"u": uid, b"h": msgpack.packb(header), b"b": body}
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -22,6 +24,21 @@ def plain_logits(policy: Policy, group: Group, tokens: Sequence[int]) -> torch.T
 def plain_logprobs(policy: Policy, group: Group, tokens: Sequence[int]) -> torch.Tensor:  # [T]
     logp = plain_logits(policy, group, tokens).log_softmax(-1)
     return logp.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def logprobs_of_rows(policy: Policy, group: Group, sample: Sample) -> torch.Tensor:  # [T]
+    """Row by row, each a sequence and each token behind all of its own row; a row begins with a turn."""
+    tokens, prompt = sample.token_ids.tolist(), group.prompt_ids.tolist()
+    starts = [0, *(branch.start for branch in sample.branches), len(tokens)]
+    rows: list[list[int]] = []
+    found: list[torch.Tensor] = []
+    for at, (start, end) in enumerate(pairwise(starts)):
+        branch = sample.branches[at - 1] if at else None
+        before = rows[branch.row][: branch.keep] if branch else prompt
+        rows.append(before + tokens[start:end])
+        behind = replace(group, prompt_ids=np.array(before, np.int32))
+        found.append(plain_logprobs(policy, behind, tokens[start:end]))
+    return torch.cat(found)
 
 
 def coefficients(
@@ -98,9 +115,9 @@ def plain_loss(
 ) -> tuple[float, torch.Tensor]:
     """The formulas of the docstrings: the loss, and what has its gradient."""
     beta = settings.kl.coefficient
-    logpi = [[plain_logprobs(policy, g, s.token_ids.tolist()) for s in g.samples] for g in groups]
+    logpi = [[logprobs_of_rows(policy, g, s) for s in g.samples] for g in groups]
     with torch.no_grad():
-        logref = [[plain_logprobs(reference, g, s.token_ids.tolist()) for s in g.samples] for g in groups]
+        logref = [[logprobs_of_rows(reference, g, s) for s in g.samples] for g in groups]
     behaviour_logprobs = [[torch.from_numpy(s.logprobs.copy()).double() for s in g.samples] for g in groups]
     in_reward = beta if settings.kl.placement == "reward" else 0.0
     costs = [

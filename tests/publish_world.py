@@ -14,6 +14,7 @@ from streamrl.config import schema
 from streamrl.learner.model.load import Policy, load_policy
 from streamrl.learner.process.background import BackgroundThread, BackgroundThreadDouble
 from streamrl.learner.process.ranks import World as Ranks
+from streamrl.learner.publishing.copiers import Copier
 from streamrl.learner.publishing.publish import Publisher
 from streamrl.learner.publishing.shipping import Published
 from streamrl.protocol.transport.types import Announcement
@@ -82,10 +83,14 @@ class Scene:
         store: MemoryStore | None = None,
         beside: BackgroundThread | BackgroundThreadDouble | None = None,
         term: int = 3,
+        lora: schema.Lora | None = None,
+        copier: Copier | None = None,
         **weights: object,
     ) -> None:
         settings = schema.Weights(**{"dtype": "bfloat16", **weights})
-        self.config = learner_config(make_model(folder / "model"), weights=settings)
+        path = make_model(folder / "model")
+        model = schema.Model(path=str(path), dtype="float32", lora=lora)
+        self.config = learner_config(path, weights=settings, model=model)
         self.policy: Policy = load_policy(self.config, ALONE, (1,))
         self.store, self.stream, self.clock = store or MemoryStore(), FakeStream(), FakeClock()
         self.beside = beside or BackgroundThreadDouble()
@@ -99,6 +104,7 @@ class Scene:
             announcer=self.stream,
             canary_ids=(3, 4, 5),
             beside=self.beside,
+            copier=copier,
             clock=self.clock,
         )
 

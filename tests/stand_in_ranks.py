@@ -17,6 +17,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 
 from streamrl.learner.process.job import EXIT_TOLD, have_nothing_to_finish
+from streamrl.learner.process.told import Told
 
 FOLDER, HOLD_AT = "STAND_IN_FOLDER", "STAND_IN_HOLD_AT"
 OF_A_RANK = ("joining", "step", "save", "publish", "drain", "done")  # in this order
@@ -45,7 +46,7 @@ def rank(*, restarts: int) -> int:
         note(f"failed {os.getpid()}")
         return 1
     pass_by("joining")
-    told = threading.Event()
+    told = Told()
     signal.signal(signal.SIGTERM, lambda *_: told.set())
     for moment in OF_A_RANK[1:-1]:
         if not told.is_set():

@@ -17,6 +17,7 @@ from streamrl.versions import make_version
 from streamrl.workers.answer import Answerer
 from streamrl.workers.engines.base import SampleRequest
 from streamrl.workers.engines.double import EngineDouble
+from streamrl.workers.environments.playing import Plays
 from streamrl.workers.rewards.base import Reward, RewardDouble, Rewards, ScoreItem, Weighted
 from streamrl.workers.roles import TicketsDouble, WeightsDouble
 from streamrl.workers.rollout import Rollout
@@ -56,6 +57,7 @@ class WorkerWorld:
         engine: EngineDouble | None = None,
         judge: Callable[[ScoreItem], float] | None = None,
         source: Reward | None = None,
+        player: Plays | None = None,
         **worker: Any,
     ) -> None:
         self.info = RunInfo(uid="uid", name="run", term=1, config_json="{}", fingerprint="model", state="running")
@@ -73,6 +75,7 @@ class WorkerWorld:
                 config=config,
                 worker="0",
                 fingerprint="model",
+                player=player,
             ),
             config=config,
             progress=self.progress,

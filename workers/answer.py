@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import structlog
 
@@ -21,7 +22,8 @@ from streamrl.protocol.wire.ticket import Ticket
 from streamrl.tasks import gather_or_cancel
 from streamrl.workers.engines.base import Engine, SampleRequest
 from streamrl.workers.environments.base import ENVIRONMENT
-from streamrl.workers.environments.play import Played, Player
+from streamrl.workers.environments.playing import Plays
+from streamrl.workers.environments.trace import Played
 from streamrl.workers.rewards.base import Rewards, ScoreItem, Scores
 
 log = structlog.get_logger(__name__)
@@ -32,13 +34,14 @@ class _Scored:
     """A sample, and when each half of its making ended (monotonic)."""
 
     sample: Sample
+    made: Played
     generated_at: float
     scored_at: float
 
 
 class Answerer:
     def __init__(
-        self, *, rewards: Rewards, config: schema.Config, worker: str, fingerprint: str, player: Player | None = None
+        self, *, rewards: Rewards, config: schema.Config, worker: str, fingerprint: str, player: Plays | None = None
     ) -> None:
         self.rewards = rewards
         self._player = player  # of rollouts of several turns
@@ -47,6 +50,20 @@ class Answerer:
         self._fingerprint = fingerprint
         self._num_requests = 0
         self.num_scored = 0  # samples
+
+    def outage(self) -> str | None:
+        """Why no sample could be made or scored now: it is no use to take tickets."""
+        if (outage := self.rewards.outage()) is not None or self._player is None:
+            return outage
+        outage = self._player.outage()
+        return None if outage is None else f"environment: {outage}"
+
+    def facts(self) -> dict[str, int | float | str]:
+        """What the monitor shows of each source."""
+        facts = self.rewards.facts()
+        if self._player is not None:
+            facts[f"rewards/{ENVIRONMENT}/state"] = self._player.outage() or "well"
+        return facts
 
     async def answer(self, ticket: Ticket, engine: Engine, *, sample_done: Callable[[], None] = lambda: None) -> Group:
         """`sample_done` is called for each sample as it is made and scored, or has failed."""
@@ -81,12 +98,15 @@ class Answerer:
             log.warning("sample_failed", ticket=ticket.number, error=str(error))
             return str(error)
         self.num_scored += 1
-        sample = made.sample._replace(rewards=scores.rewards, reward=scores.total)
-        return _Scored(sample=sample, generated_at=generated_at, scored_at=time.monotonic())
+        sample = made.sample._replace(
+            rewards=scores.rewards, reward=scores.total, turn_rewards=self._weighted(made.turn_rewards)
+        )
+        return _Scored(sample=sample, made=made, generated_at=generated_at, scored_at=time.monotonic())
 
     async def _make(self, ticket: Ticket, engine: Engine, request: SampleRequest) -> Played:
         if self._player is not None:
             return await self._player.play(ticket, engine, request)
+        began = time.monotonic()
         generated = await engine.generate(request)
         num_tokens = len(generated.token_ids)
         sample = Sample(
@@ -98,7 +118,7 @@ class Answerer:
             rewards={},
             reward=0.0,
         )
-        return Played(sample=sample, text=generated.text)
+        return Played(sample=sample, text=generated.text, model_s=time.monotonic() - began)
 
     async def _score(self, ticket: Ticket, made: Played) -> Scores:
         item = ScoreItem(
@@ -109,9 +129,13 @@ class Answerer:
             return await self.rewards.score(item)
         scores = await self.rewards.score(item) if self._config.rewards else Scores(rewards={}, total=0.0)
         return Scores(
-            rewards={**scores.rewards, ENVIRONMENT: made.reward},
+            rewards={**scores.rewards, ENVIRONMENT: made.reward, **made.rewards},
             total=scores.total + settings.weight * made.reward,
         )
+
+    def _weighted(self, rewards: Sequence[float]) -> tuple[float, ...]:
+        settings = self._config.environment
+        return () if settings is None else tuple(settings.weight * reward for reward in rewards)
 
     def _group(self, ticket: Ticket, outcomes: Sequence[_Scored | str], began: float) -> Group:
         scored = [outcome for outcome in outcomes if isinstance(outcome, _Scored)]
@@ -131,6 +155,9 @@ class Answerer:
             error="" if enough else f"{len(failed)} of {len(outcomes)} samples failed: {failed[0]}",
             generate_s=generated_at - began,
             reward_s=scored_at - generated_at,
+            model_s=fmean(one.made.model_s for one in scored) if scored else 0.0,
+            environment_s=fmean(one.made.environment_s for one in scored) if scored else 0.0,
+            num_tool_calls=sum(one.made.num_tool_calls for one in scored),
         )
         samples = tuple(one.sample for one in scored) if enough else ()
         return Group(header=header, prompt_ids=ticket.token_ids, samples=samples)

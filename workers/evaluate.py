@@ -33,7 +33,7 @@ from streamrl.versions import make_version
 from streamrl.workers.answer import Answerer
 from streamrl.workers.engines.base import Engine, EngineSettings, make_engine
 from streamrl.workers.engines.model import ModelFacts
-from streamrl.workers.environments.own import playing
+from streamrl.workers.environments.playing import playing
 from streamrl.workers.rewards.base import Rewards, ScoreItem
 
 _UID = "eval"
@@ -127,7 +127,7 @@ async def evaluate(
         await engine.start()
         await engine.load(weights, version=make_version(1, 0), step=step)
         tickets = [_ticket(i, prompt, config) for i, prompt in enumerate(prompts)]
-        async with playing(config.environment, permissions, model.tokenizer) as player:
+        async with playing(config, permissions, model) as player:
             answerer = Answerer(
                 rewards=rewards, config=config, worker=_UID, fingerprint=model.fingerprint, player=player
             )

@@ -19,42 +19,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from streamrl.errors import ConfigError
+from streamrl import web
 from streamrl.process import address_of, bind
-from streamrl.web import Server
 from streamrl.workers.health import Health
-
-_STOP_S = 1
-
-
-def parse_address(text: str) -> tuple[str, int]:
-    """HOST:PORT; [HOST]:PORT where the host has colons of its own."""
-    host, colon, port = text.rpartition(":")
-    if not (colon and host and port.isdecimal() and int(port) < 1 << 16):
-        raise ConfigError(f"--http {text!r}: must be HOST:PORT, such as 127.0.0.1:9400; port 0 takes any free one")
-    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 @contextlib.asynccontextmanager
 async def serving(health: Health, address: tuple[str, int]) -> AsyncIterator[str]:
     """Answers while the context lasts; where, as HOST:PORT."""
     bound = bind(*address, what="--http")
-    listens = asyncio.Event()
-    server = _Server(make_app(health), on_ready=listens.set, timeout_graceful_shutdown=_STOP_S)
-    task = asyncio.create_task(server.serve(sockets=[bound]), name="http")
-    try:
-        await listens.wait()
+    async with web.serving(make_app(health), bound):
         yield address_of(bound)
-    finally:
-        server.should_exit = True
-        await task
-
-
-class _Server(Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Signals are the worker's, which ends this server in its own time."""
-        yield
 
 
 def make_app(health: Health) -> Starlette:

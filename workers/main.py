@@ -44,6 +44,13 @@ log = structlog.get_logger(__name__)
 @click.option("--local-reward-url", help="The reward server that the run's configuration calls `local`.")
 @click.option("--http", metavar="HOST:PORT", help="Answer /livez, /readyz and /metrics there; port 0: any free one.")
 @click.option(
+    "--sessions",
+    default="127.0.0.1:0",
+    show_default=True,
+    metavar="HOST:PORT",
+    help="Where agents ask the model, if the run has one; port 0: any free one.",
+)
+@click.option(
     "--gpu-memory",
     type=click.FloatRange(0, 1, min_open=True),
     help="Share of its GPUs' memory for vLLM, where others use them too; worker.engine_args wins.",

@@ -23,12 +23,14 @@ from streamrl.config import schema
 from streamrl.config.load import config_from_json
 from streamrl.config.places import LOCAL_REWARD_SERVER, granted
 from streamrl.data.prompts import PromptRow, read_prompts
-from streamrl.errors import RewardError, SampleError, UserError
+from streamrl.errors import RewardError, RewardOutage, SampleError, UserError
 from streamrl.finding import Finding, error, ok, take_stdout, warning
 from streamrl.permissions import Permissions
 from streamrl.recipe.rewards import REWARDS
 from streamrl.terminal import plural
-from streamrl.workers.environments.own import build_environment
+from streamrl.workers.environments.base import Environment
+from streamrl.workers.environments.own import OwnEnvironment, build_children
+from streamrl.workers.environments.remote import build_remote
 from streamrl.workers.rewards import confine
 from streamrl.workers.rewards.base import Rewards, ScoreItem, Scores, build_rewards
 
@@ -65,7 +67,10 @@ async def _try_all(config: schema.Config, write: Callable[[Finding], None], *, a
         write(await _try_environment(settings, files, allowed))
 
     asked = {name: source for name, source in config.rewards.items() if _is_asked(source, ask_services=ask_services)}
-    playing = [] if config.environment is None else [play(config.environment)]
+    environment = config.environment
+    if environment is not None and environment.target is None and not ask_services:
+        environment = None
+    playing = [] if environment is None else [play(environment)]
     await asyncio.gather(*(find(name, source) for name, source in asked.items()), *playing)
 
 
@@ -117,16 +122,25 @@ async def _try(name: str, source: schema.Reward, files: Files, allowed: Permissi
 
 async def _try_environment(settings: schema.Environment, files: Files, allowed: Permissions) -> Finding:
     """One turn of a rollout of each file's first row."""
-    environment = build_environment(settings.model_copy(update={"processes": 1}), allowed)
+    environment: Environment
+    if settings.target is None:
+        environment = build_remote(settings.model_copy(update={"outage_s": settings.timeout_s}), allowed)
+        named = f"environment.urls = {list(settings.urls)}"
+    else:
+        children = build_children(settings.model_copy(update={"processes": 1}), allowed)
+        environment, named = OwnEnvironment(children), f"environment.target = {settings.target!r}"
     told = ""
     try:
         await environment.start()
+        if settings.target is not None and children.has_agent:
+            return ok("environment", f"{settings.target!r} is an agent that can be begun; what it does takes a model")
         for path, (row, *_) in files.items():
             try:
                 rollout = await environment.begin(row.fields)
                 answer = await rollout.step(_COMPLETIONS[0])
-            except SampleError as failed:
-                what = f"environment.target = {settings.target!r} fails for {path}:{row.line}: {failed}"
+                await rollout.close()
+            except (SampleError, RewardOutage) as failed:
+                what = f"{named} fails for {path}:{row.line}: {failed}"
                 return error("environment", what, "mend it; a turn that it cannot judge ends the rollout, not the code")
             told = f"answers a made-up turn about {path}:{row.line} with {answer.given!r:.40}, reward {answer.reward:g}"
     except UserError as mistake:

@@ -122,7 +122,7 @@ class Rollout:
                 with self._progress.waiting(Wait.RESUME):
                     await unless(over, asyncio.sleep(_CONTROL_EVERY_S))
                 self._reap()
-            elif (outage := self._answerer.rewards.outage()) is not None:
+            elif (outage := self._answerer.outage()) is not None:
                 await self._sit_out(outage, over)
             else:
                 await self._take_for(_CONTROL_EVERY_S, engine, over)
@@ -134,7 +134,7 @@ class Rollout:
     async def _take_for(self, seconds: float, engine: Engine, over: asyncio.Event) -> None:
         """Keep the hands full for a while."""
         until = time.monotonic() + seconds
-        while not over.is_set() and time.monotonic() < until and self._answerer.rewards.outage() is None:
+        while not over.is_set() and time.monotonic() < until and self._answerer.outage() is None:
             if most := self._num_to_take(engine):
                 for leased in await self._lease(most):
                     held = _Held(leased=leased, num_open=leased.ticket.num_samples)
@@ -159,7 +159,7 @@ class Rollout:
         """Take no tickets while their samples could not be scored; others may have a way to the rewards."""
         log.warning("rewards_out", reason=outage)
         with self._progress.waiting(Wait.REWARDS):
-            while self._answerer.rewards.outage() is not None and not over.is_set():
+            while self._answerer.outage() is not None and not over.is_set():
                 self._scored_at_outage = self._answerer.num_scored
                 await unless(over, asyncio.sleep(_REWARDS_EVERY_S))
                 self._reap()
@@ -258,7 +258,7 @@ class Rollout:
                     waiting=stats.num_waiting,
                     kv_used=round(stats.kv_used, 3),
                     tokens_per_s=round(pace.look(stats)),
-                    **self._answerer.rewards.facts(),
+                    **self._answerer.facts(),
                 )
                 await asyncio.sleep(min(_SHOW_EVERY_S, self._settings.stall_s / 4))
             await engine.check_alive()

@@ -33,6 +33,7 @@ from streamrl.errors import ConfigError, ResourceError, RunGone
 from streamrl.extras import need
 from streamrl.files import mirror_folder
 from streamrl.permissions import Permissions, allowed_model
+from streamrl.process import parse_address
 from streamrl.protocol.transport.connection import check_server, connect, connect_async
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.reports import report_progress
@@ -46,8 +47,9 @@ from streamrl.telemetry.progress import Progress, Wait
 from streamrl.workers.answer import Answerer
 from streamrl.workers.engines.base import Engine, EngineSettings, make_engine
 from streamrl.workers.engines.model import ModelFacts, read_model
-from streamrl.workers.environments.own import playing
+from streamrl.workers.environments.playing import playing
 from streamrl.workers.health import Health, Parts
+from streamrl.workers.pretrained import PretrainedModel
 from streamrl.workers.proofs.proving import Prover
 from streamrl.workers.rewards.base import build_rewards
 from streamrl.workers.rollout import Rollout
@@ -71,6 +73,7 @@ class Options:
     model: str | None = None  # instead of the run's
     local_reward_url: str | None = None
     http: str | None = None  # HOST:PORT to answer probes and metrics on
+    sessions: str = "127.0.0.1:0"  # HOST:PORT that agents ask the model at
     gpu_memory: float | None = None  # share of its GPUs' memory that its engine may take
 
 
@@ -103,9 +106,10 @@ async def _serve(options: Options, stop: asyncio.Event, grace: _Grace) -> None:
     await asyncio.to_thread(_check_server, options.redis_url)
     async with contextlib.AsyncExitStack() as ending:
         if options.http is not None:
-            from streamrl.workers.http import parse_address, serving  # starlette and uvicorn: only where asked for
+            from streamrl.workers.http import serving  # starlette and uvicorn: only where asked for
 
-            where = await ending.enter_async_context(serving(health, parse_address(options.http)))
+            at = parse_address(options.http, what="--http")
+            where = await ending.enter_async_context(serving(health, at))
             log.info("answering_http", address=where)
             progress.note(http=where)
         client = await ending.enter_async_context(connect_async(options.redis_url, schema.Redis()))
@@ -155,7 +159,8 @@ class _Service:
         async with self._following(stream, model) as weights, contextlib.AsyncExitStack() as ending:
             ending.push_async_callback(rewards.close)
             await rewards.start()
-            player = await ending.enter_async_context(playing(config.environment, options.permissions, model.tokenizer))
+            at = parse_address(options.sessions, what="--sessions")
+            player = await ending.enter_async_context(playing(config, options.permissions, model, at))
             answerer = Answerer(
                 rewards=rewards,
                 config=config,
@@ -197,6 +202,11 @@ class _Service:
         prover = None
         if config.weights.prove:  # in a thread, since it imports torch
             prover = await asyncio.to_thread(Prover, model=model, dtype=config.weights.dtype, progress=self._progress)
+        pretrained = None
+        if config.model.lora is not None:
+            self._progress.working("find the pretrained model")
+            find = partial(PretrainedModel, model.path, trust_remote_code=model.trust_remote_code)
+            pretrained = await asyncio.to_thread(find)
         with (
             mirror_folder(self._info.uid, self._options.worker) as folder,
             connect(self._options.redis_url, config.redis) as client,
@@ -204,7 +214,7 @@ class _Service:
             weights = WeightFollower(
                 announcements=stream,
                 store=open_store(config.weights.store, client, self._keys),
-                mirror=Mirror(folder, run_uid=self._info.uid),
+                mirror=Mirror(folder, run_uid=self._info.uid, pretrained=pretrained),
                 prover=prover,
                 progress=self._progress,
                 patience=Patience(

@@ -18,7 +18,7 @@ from torch import nn
 from streamrl.config import schema
 from streamrl.files import replace_folder
 from streamrl.learner.checkpoints.checkpoint import Checkpoint
-from streamrl.learner.checkpoints.save import load_state
+from streamrl.learner.checkpoints.shard import load_state
 from streamrl.learner.model.gradients import make_optimizer
 from streamrl.learner.model.load import begin_model, load_model, load_policy, read_tokenizer_info
 from streamrl.learner.model.lora import adapter_parameters, merged_parameters, save_adapters
@@ -42,7 +42,7 @@ def export(policy: Policy, tokenizer: Tokenizer, config: schema.Config, world: W
     """
     folder = config.folder / "export"
     dtype: torch.dtype = getattr(torch, config.weights.dtype)
-    weights = _gathered(merged_parameters(policy.model), dtype, world)
+    weights = _gathered(merged_parameters(policy.model, dtype), dtype, world)
     adapters = _gathered(adapter_parameters(policy.model), torch.float32, world)
     if world.is_main:
         temporary = folder.with_name("export.tmp")
@@ -94,7 +94,7 @@ def write_weights(config: schema.Config, path: Path, *, checkpoint: Checkpoint |
         model = _restored(config, checkpoint)[0].model
     dtype = getattr(torch, config.weights.dtype)
     with torch.no_grad():
-        tensors = {name: tensor.detach().to(dtype).contiguous() for name, tensor in merged_parameters(model)}
+        tensors = {name: tensor.detach().to(dtype).contiguous() for name, tensor in merged_parameters(model, dtype)}
     safetensors.torch.save_file(tensors, path)
 
 

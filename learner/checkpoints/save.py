@@ -1,190 +1,257 @@
-"""Checkpoints, as all ranks write one together.
+"""Checkpoints, as all ranks write one together, beside training.
 
-    rank 0: empty folder ─► every rank: its state, synced; its digest ─► rank 0: manifest, rename = commit, Redis, prune
+    loop              begin ───── steps ───── settle ───── steps ───── settle: Redis ───── steps
+                        │ a copy                ▲ │ all are durable      ▲ │
+    every rank's thread └─► written, synced ────┘ │                      │ │
+    that of rank 0                                └─► manifest, rename ──┘ └─► prune
 
-Between the arrows all ranks agree that it worked. Where it did not (a full disk), nothing was committed, the run goes
-on from the older checkpoint if it has to, and the next one is tried at its time. Blocks on the disk, and on other ranks
-for as long as theirs take: the world given here has patience for that.
+The loop waits for the copy, and for little else. What a checkpoint says of the stream, of samples and of the schedule
+is what held when the state was copied: what is trained after that is not committed by it. Until the rename nothing says
+that it is there, and whoever dies goes on from the one before. The ranks agree in the loop alone, at `settle`, which is
+a collective and does not wait; the threads never talk.
 
-A checkpoint's heavy half: weights, optimizer and random state, one file a rank.
-
-`train-00001-of-00002.safetensors` holds what rank 1 held: of each trained tensor its run of the flat fp32 master and of
-AdamW's two moments, with the run's start in the file's metadata. Whoever restores opens all files and takes what falls
-into its own runs, so the number of ranks may change, nothing is gathered, and nothing is a pickle. What does not
-train (the base under LoRA) comes from `model.path` again.
+One checkpoint is under way at a time: the next one waits for it. Where one could not be written (a full disk), nothing
+was committed, the run goes on, and the next one is tried at its time. `save` waits until all is done, as a run's last
+checkpoint must: for the disk, and for other ranks as long as theirs take. The world given here has patience for that.
+Torch-free, so that processes without a model can be killed at it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+import os
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import safetensors.torch
+import numpy as np
 import structlog
-import torch
-from safetensors import SafetensorError
-from torch import nn
+import xxhash
 
-from streamrl.errors import DataError
-from streamrl.files import fsync_file
-from streamrl.learner.checkpoints.checkpoint import CheckpointRoot, Files, describe
+from streamrl.crashpoints import crashpoint
+from streamrl.learner.checkpoints.checkpoint import CheckpointRoot, Files
 from streamrl.learner.checkpoints.terms import CheckpointName
-from streamrl.learner.model.tensors import LocalRows, held
-from streamrl.learner.process.ranks import World
+from streamrl.learner.metrics.record import Timers
+from streamrl.learner.process.background import Jobs
+
+if TYPE_CHECKING:
+    from streamrl.learner.process.ranks import World
+
+_SLICE_S = 1.0  # of a wait; then the ranks ask each other again
 
 log = structlog.get_logger(__name__)
+
+
+class RankState(Protocol):
+    """What this rank has to say in a checkpoint."""
+
+    def take(self) -> None:
+        """Copy it, as it is now, to where training does not write."""
+        ...
+
+    def write(self, folder: Path) -> Files:
+        """The copy, durably; beside the loop."""
+        ...
+
+
+class Committing(Protocol):
+    """What rank 0 has to say in a checkpoint, as of the moment at which this was made; on other ranks nothing."""
+
+    def seal(self, files: Files) -> None:
+        """All ranks' files are durable: give the checkpoint its name. Beside the loop."""
+        ...
+
+    def announce(self) -> None:
+        """It has its name: tell whom it concerns. In the loop."""
+        ...
+
+    def prune(self) -> None:
+        """Remove older ones. Beside the loop."""
+        ...
 
 
 class Committer(Protocol):
     """What saving needs of the loop's conductor."""
 
-    def commit(self, name: CheckpointName, *, consumed_samples: int, files: Files) -> None:
-        """All ranks have written: make it the newest checkpoint."""
-        ...
+    def begin_commit(self, name: CheckpointName, *, consumed_samples: int) -> Committing: ...
+
+
+class _Outcome(IntEnum):
+    """Of what all ranks do beside the loop; the largest is that of all."""
+
+    DONE = 0
+    FAILED = 1
+    WAITING = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Written:
+    files: Files
+    took_s: float
+
+
+@dataclass(slots=True, kw_only=True)
+class _UnderWay:
+    name: CheckpointName
+    commit: Committing
+    written: Future[_Written]
+    sealed: Future[None] | None = None  # begun once the files of all ranks are durable
 
 
 class Saver:
     def __init__(
         self,
         *,
-        policy: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        state: RankState,
         world: World,
         checkpoints: CheckpointRoot,
         conductor: Committer,
         term: int,
+        beside: Jobs,
+        timers: Timers,
     ) -> None:
-        self._policy, self._optimizer, self._world = policy, optimizer, world
-        self._checkpoints, self._conductor, self._term = checkpoints, conductor, term
+        self._state, self._world, self._checkpoints = state, world, checkpoints
+        self._conductor, self._term, self._beside, self._timers = conductor, term, beside, timers
+        self._under_way: _UnderWay | None = None
+        self._pruned: Future[None] | None = None
         self._last: CheckpointName | None = None
 
-    def save(self, step: int, *, consumed_samples: int) -> bool:
-        """A collective; whether the state of this step is on disk. Where it is already, what became of tickets since
-        is committed alone."""
+    @property
+    def busy(self) -> bool:
+        """A checkpoint is under way: `settle` it now and then."""
+        return self._under_way is not None
+
+    def begin(self, step: int, *, consumed_samples: int) -> None:
+        """A collective: copy the state of this step, which is written while the loop goes on. Where it is on disk
+        already, what became of tickets since is committed alone."""
+        if self.busy:
+            with self._timers.measure("checkpoint_wait"):
+                self._finish()
         name = CheckpointName(self._term, step)
-        files = {} if name == self._last else self._write(name)
-        if files is not None:
-            commit = partial(self._conductor.commit, name, consumed_samples=consumed_samples, files=files)
-            if self._worked(commit, name):
-                self._last = name
-                return True
-        if self._world.is_main:
-            self._checkpoints.discard(name)
-        return False
+        commit = self._conductor.begin_commit(name, consumed_samples=consumed_samples)
+        if name == self._last:
+            self._under_way = _UnderWay(name=name, commit=commit, written=_nothing())
+        elif self._make_folder(name):
+            self._state.take()
+            crashpoint("checkpoint.copied")
+            written = self._beside.submit(partial(self._write, self._checkpoints.temp_folder(name)))
+            self._under_way = _UnderWay(name=name, commit=commit, written=written)
 
-    def _write(self, name: CheckpointName) -> Files | None:
-        """The files of all ranks, as each tells of its own; None where one could not write."""
-        mine: dict[str, tuple[int, str]] = {}
-
-        def write() -> None:
-            path = save_state(self._checkpoints.temp_folder(name), self._policy, self._optimizer, self._world)
-            fsync_file(path)
-            mine[path.name] = describe(path)
-
-        def begin() -> None:
-            if self._world.is_main:
-                self._checkpoints.new_folder(name)
-
-        if not (self._worked(begin, name) and self._worked(write, name)):
+    def settle(self, *, wait_s: float = 0.0) -> bool | None:
+        """A collective, while a checkpoint is under way: whether it is committed now; None: that is not known yet."""
+        under_way = self._under_way
+        assert under_way is not None, "only called while busy"
+        outcome = self._outcome(under_way.name, under_way.sealed or under_way.written, wait_s=wait_s)
+        if outcome is _Outcome.WAITING:
             return None
-        told = [json.loads(part) for part in self._world.gather_bytes(json.dumps(mine).encode())]
-        return {path: (size, digest) for files in told for path, (size, digest) in files.items()}
+        if outcome is _Outcome.FAILED:
+            self._under_way = None
+            if self._world.is_main:
+                self._checkpoints.discard(under_way.name)
+            return False
+        if under_way.sealed is None:
+            under_way.sealed = self._beside.submit(partial(under_way.commit.seal, self._all_files(under_way.written)))
+            return None
+        self._under_way, self._last = None, under_way.name
+        self._after_pruning()  # at once: the thread has done that before it wrote
+        under_way.commit.announce()
+        self._pruned = self._beside.submit(under_way.commit.prune)
+        return True
 
-    def _worked(self, action: Callable[[], None], name: CheckpointName) -> bool:
-        """Do it; whether it worked on all ranks."""
+    def save(self, step: int, *, consumed_samples: int) -> bool:
+        """A collective: likewise, and wait for it; whether the state of this step is on disk."""
+        self.begin(step, consumed_samples=consumed_samples)
+        return self._finish()
+
+    def _finish(self) -> bool:
+        committed = None
+        while self.busy:
+            committed = self.settle(wait_s=_SLICE_S)
+        self._after_pruning()
+        return bool(committed)
+
+    def _after_pruning(self) -> None:
+        if self._pruned is not None:
+            self._pruned.result()
+
+    def _outcome(self, name: CheckpointName, mine: Future[Any], *, wait_s: float) -> _Outcome:
+        """Of all ranks; what is no fault of the disk is raised."""
+        wait([mine], timeout=wait_s)
+        outcome = _Outcome.DONE if mine.done() else _Outcome.WAITING
+        if mine.done() and (error := mine.exception()) is not None:
+            _raise_unless_of_the_disk(error, name)
+            outcome = _Outcome.FAILED
+        return _Outcome(int(self._world.largest(np.array([float(outcome)]))[0]))
+
+    def _all_files(self, mine: Future[_Written]) -> Files:
+        """Of all ranks, as each tells of its own."""
+        written = mine.result()
+        mine_told = json.dumps([written.took_s, written.files]).encode()
+        told = [json.loads(part) for part in self._world.gather_bytes(mine_told)]
+        if written.files:
+            self._timers.add("checkpoint_write", max(took_s for took_s, _ in told))
+        return {path: (size, digest) for _, files in told for path, (size, digest) in files.items()}
+
+    def _write(self, folder: Path) -> _Written:
+        began = time.perf_counter()
+        files = self._state.write(folder)
+        return _Written(files=files, took_s=time.perf_counter() - began)
+
+    def _make_folder(self, name: CheckpointName) -> bool:
+        """Whether it is there, for all ranks."""
         done = True
         try:
-            action()
-        except (OSError, SafetensorError) as error:
-            log.error("checkpoint not written", checkpoint=str(name), error=str(error))
+            if self._world.is_main:
+                self._checkpoints.new_folder(name)
+        except OSError as error:
+            _raise_unless_of_the_disk(error, name)
             done = False
         return self._world.all_agree(done)
 
 
-_PATTERN = "train-*-of-*.safetensors"
-_RNG = "rng"
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+class RankStateDouble:
+    """Some bytes instead of weights, in several parts."""
+
+    def __init__(self) -> None:
+        self.now = b"weights"
+        self._copy = b""
+
+    def take(self) -> None:
+        self._copy = self.now
+
+    def write(self, folder: Path) -> Files:
+        path = folder / "weights"
+        return {path.name: write_parts(path, (memoryview(self._copy[at : at + 1]) for at in range(len(self._copy))))}
 
 
-def save_state(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> Path:
-    """This rank's file; the folder becomes a checkpoint only when rank 0 commits it."""
-    tensors: dict[str, torch.Tensor] = {_RNG: torch.get_rng_state()}
-    starts: dict[str, int] = {}
-    steps: dict[str, float] = {}
-    for name, parameter in _trained(policy):
-        state = optimizer.state.get(parameter, {})
-        steps[name] = float(state["step"]) if state else 0.0
-        for kind, tensor in [("master", parameter), *((moment, state[moment]) for moment in _MOMENTS if state)]:
-            run = held(tensor, shape=parameter.shape)
-            starts[name] = run.start
-            tensors[f"{kind}/{name}"] = run.values.cpu()
-    if world.device.type == "cuda":
-        tensors[f"{_RNG}/cuda"] = torch.cuda.get_rng_state()
-    metadata = {"starts": json.dumps(starts), "steps": json.dumps(steps)}
-    path = folder / f"train-{world.rank:05d}-of-{world.size:05d}.safetensors"
-    safetensors.torch.save_file(tensors, path, metadata=metadata)
-    return path
+def write_parts(path: Path, parts: Iterable[memoryview]) -> tuple[int, str]:
+    """A rank's file, durably; its size and digest."""
+    num_bytes, digest = 0, xxhash.xxh3_128()
+    with path.open("wb") as file:
+        for part in parts:
+            file.write(part)
+            digest.update(part)
+            num_bytes += part.nbytes
+            crashpoint("shard.part")
+        file.flush()
+        crashpoint("shard.written")
+        os.fsync(file.fileno())
+    crashpoint("shard.synced")
+    return num_bytes, digest.hexdigest()
 
 
-def load_state(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
-    """The inverse, at any number of ranks."""
-    with ExitStack() as stack:
-        paths = sorted(folder.glob(_PATTERN))
-        shards = [_Shard.open(stack.enter_context(safetensors.safe_open(path, framework="pt"))) for path in paths]
-        for name, parameter in _trained(policy):
-            _fill(held(parameter, shape=parameter.shape), shards, f"master/{name}", name)
-            steps = max((shard.steps.get(name, 0.0) for shard in shards), default=0.0)
-            if steps > 0:
-                state = optimizer.state[parameter]
-                state["step"] = torch.tensor(steps)
-                for moment in _MOMENTS:
-                    state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-                    _fill(held(state[moment], shape=parameter.shape), shards, f"{moment}/{name}", name)
-        if world.rank < len(shards):
-            _restore_rng(shards[world.rank].file, world)
+def _nothing() -> Future[_Written]:
+    done: Future[_Written] = Future()
+    done.set_result(_Written(files={}, took_s=0.0))
+    return done
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Shard:
-    file: Any  # an open safetensors file
-    names: frozenset[str]
-    starts: dict[str, int]
-    steps: dict[str, float]
-
-    @classmethod
-    def open(cls, file: Any) -> _Shard:
-        metadata = file.metadata()
-        starts, steps = json.loads(metadata["starts"]), json.loads(metadata["steps"])
-        return cls(file=file, names=frozenset(file.keys()), starts=starts, steps=steps)
-
-
-def _fill(run: LocalRows, shards: list[_Shard], key: str, name: str) -> None:
-    """Copy into the run whatever the files hold of it; all of it must be there."""
-    begin, end = run.start, run.start + len(run.values)
-    filled = 0
-    for shard in shards:
-        if key not in shard.names:
-            continue
-        piece = shard.file.get_slice(key)
-        start = shard.starts[name]
-        low, high = max(begin, start), min(end, start + piece.get_shape()[0])
-        if low < high:
-            run.values[low - begin : high - begin].copy_(piece[low - start : high - start])
-            filled += high - low
-    if filled != len(run.values):
-        raise DataError(f"the checkpoint does not hold all of {key}: is `model` the one that it was made with?")
-
-
-def _restore_rng(file: Any, world: World) -> None:
-    torch.set_rng_state(file.get_tensor(_RNG))
-    if world.device.type == "cuda" and f"{_RNG}/cuda" in file.keys():  # noqa: SIM118 - not a dict
-        torch.cuda.set_rng_state(file.get_tensor(f"{_RNG}/cuda"))
-
-
-def _trained(policy: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((name, p) for name, p in policy.named_parameters() if p.requires_grad)
+def _raise_unless_of_the_disk(error: BaseException, name: CheckpointName) -> None:
+    if not isinstance(error, OSError):
+        raise error
+    log.error("checkpoint not written", checkpoint=str(name), error=str(error))

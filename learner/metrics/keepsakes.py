@@ -24,12 +24,14 @@ import structlog
 from streamrl.process import started_at
 from streamrl.protocol.transport.types import RunState
 from streamrl.protocol.wire.group import Group, Sample
+from streamrl.protocol.wire.turns import told_of
 from streamrl.versions import show
 
 STATE, ROLLOUTS = "state.json", "rollouts.jsonl"
 _MOST_ROLLOUTS = 128
 _MOST_SAMPLES = 8  # of a group
 _LONGEST_TEXT = 4000  # characters
+_MOST_PARTS = 32  # of a sample: its turns, and what was given between them
 
 log = structlog.get_logger(__name__)
 
@@ -86,11 +88,14 @@ class RolloutKeeper:
             "finish_reason": sample.finish_reason,
             "spans": [{**span._asdict(), "version": show(span.version)} for span in sample.spans],
             "text": self._text(sample.token_ids),
+            "turns": [{**part, "text": _cut(part["text"])} for part in told_of(sample, self._decode)[:_MOST_PARTS]],
         }
 
     def _text(self, token_ids: Any) -> str:
-        text = str(self._decoder.decode(token_ids, skip_special_tokens=False))
-        return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
+        return _cut(self._decode(token_ids))
+
+    def _decode(self, token_ids: Any) -> str:
+        return str(self._decoder.decode(token_ids, skip_special_tokens=False))
 
     def _thin(self) -> None:
         lines = [line for line in self._path.read_text(encoding="utf-8").splitlines(keepends=True) if _is_whole(line)]
@@ -98,6 +103,10 @@ class RolloutKeeper:
         kept = [*_evenly(lines[:half], half // 2), *lines[half:]]
         _replace(self._path, "".join(kept))
         self._num_kept = len(kept)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
 
 
 def _is_whole(line: str) -> bool:

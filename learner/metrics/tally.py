@@ -29,11 +29,17 @@ OF_SAMPLES: Final[Mapping[str, Callable[[Group, Sample], float]]] = {
     "train_rollouts/prompt_lengths": lambda group, sample: len(group.prompt_ids),
     "train_rollouts/response_lengths": lambda group, sample: len(sample.token_ids),
     "train_rollouts/generation_length": lambda group, sample: len(group.prompt_ids) + len(sample.token_ids),
+    "train_rollouts/turns": lambda group, sample: len(sample.turns()),
+    "train_rollouts/branches": lambda group, sample: len(sample.branches),
+    "train_rollouts/context_tokens": lambda group, sample: sample.num_context_tokens(len(group.prompt_ids)),
     "train_rollouts/fraction_of_samples_properly_ended": lambda group, sample: sample.finish_reason == "stop",
 }
 
 OF_GROUPS: Final[Mapping[str, Callable[[Group], float]]] = {
     "train_rollouts/zero_variance_groups": lambda group: len(set(group.header.sample_rewards)) == 1,
+    "train_rollouts/tool_calls": lambda group: group.header.num_tool_calls / max(1, len(group.samples)),
+    "timers/in_model": lambda group: group.header.model_s,
+    "timers/in_environment": lambda group: group.header.environment_s,
     "timers/generate": lambda group: group.header.generate_s,
     "timers/reward": lambda group: group.header.reward_s,
 }

@@ -238,6 +238,7 @@ def _pieces(groups: Sequence[Group], selections: Sequence[Selection]) -> list[Pi
                         behaviour_logprobs=sample.logprobs,
                         mask=mask,
                         turns=tuple(begin for begin, _ in sample.turns()),
+                        branches=sample.branches,
                     )
                 )
             sample_index += 1
@@ -274,7 +275,11 @@ def make_optimizer(policy: nn.Module, settings: schema.Optimizer) -> torch.optim
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=settings.lr, betas=settings.betas, eps=settings.eps)
+    # One kernel that takes no memory of its own; where there is a GPU, also for masters that wait on its host.
+    fused = True if torch.cuda.is_available() else None
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]], lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=fused
+    )
 
 
 def learning_rate(step: int, settings: schema.Optimizer, *, total_steps: int | None) -> float:

@@ -1,9 +1,10 @@
 """How the policy and its frozen reference come into memory, and what their tokenizer says.
 
     built without memory ─► adapters ─► sharded ─► each rank reads its own rows ─► packing tried against the bare model
+                                                          in bfloat16: sharded once more, to be gathered in that ◄─┘
 
-Masters are fp32; passes run under autocast where the setting says bfloat16. With more than one rank each decoder layer
-and the rest are sharded (FSDP2). This is the one file that loads transformers models:
+Masters are fp32. How they lie over ranks, and are gathered in bf16 for a pass, is for `learner.model.shard`. This is
+the one file that loads transformers models:
 
     the files hold each parameter under its own name, as floating numbers?
         yes    built on `meta`, without memory; once it is sharded, each rank reads its own rows of each file
@@ -28,7 +29,6 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard, register_fsdp_forward_method
 from torch.utils import swap_tensors
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -38,12 +38,14 @@ from streamrl.config import schema
 from streamrl.errors import ConfigError, DataError
 from streamrl.learner.model.logprobs import Head
 from streamrl.learner.model.lora import base_name, inject_adapters, place_adapters
+from streamrl.learner.model.memory import Sizes, refuse_too_large
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.model.settle import settle
+from streamrl.learner.model.shard import gathered_in_half, shard, unfilled
 from streamrl.learner.model.tensors import held_rows
 from streamrl.learner.model.ways import MASKED, attention_of, choose, refuse_long
 from streamrl.learner.process.ranks import World
-from streamrl.protocol.wire.group import fingerprint, stop_ids
+from streamrl.protocol.wire.fingerprint import fingerprint, stop_ids
 
 _HOST = torch.device("cpu")
 # What transformers raises of a model that is incomplete, unknown, or asks for a package that is not here.
@@ -73,11 +75,33 @@ def load_policy(config: schema.Config, world: World, end_ids: tuple[int, ...]) -
         inject_adapters(model, config.model.lora, world.device)
     if config.model.dtype == "float64":
         _cast(model, torch.float64)
-    if config.model.gradient_checkpointing:
-        _checkpoint(model)
-    policy = fill(shard(make_policy(model, config, end_ids).train(), world), sources, world.device)
+    if world.device.type == "cuda" and config.model.dtype == "bfloat16":
+        refuse_too_large(Sizes.of(model), config, ranks=world.size, room=_room(world.device))
+    if recomputes(config.model, world.device):
+        _checkpoint(model, is_wished=config.model.gradient_checkpointing is True)
+    twin = unfilled(model) if config.model.dtype == "bfloat16" else None
+    # Tried in fp32; a frozen base that will be half of that waits on the host meanwhile.
+    place = _HOST if config.model.masters == "cpu" or config.model.lora is not None else world.device
+    policy = make_policy(model, config, end_ids).train()
+    policy = fill(shard(policy, world, on_host=place != world.device), sources, place)
     settle(policy, world, wished=attention)
-    return policy
+    if twin is None:
+        return policy
+    return gathered_in_half(
+        policy, make_policy(twin, config, end_ids).train(), world, on_host=config.model.masters == "cpu"
+    )
+
+
+def _room(device: torch.device) -> int:
+    """Bytes of a GPU that this process may take. It never ran."""
+    total: int = torch.cuda.get_device_properties(device).total_memory
+    return int(total * torch.cuda.get_per_process_memory_fraction(device))
+
+
+def recomputes(settings: schema.Model, device: torch.device) -> bool:
+    """Whether layers keep their input alone for the backward pass."""
+    wished = settings.gradient_checkpointing
+    return device.type == "cuda" if wished == "auto" else wished
 
 
 def outline(config: schema.Config) -> transformers.PreTrainedModel:
@@ -85,17 +109,20 @@ def outline(config: schema.Config) -> transformers.PreTrainedModel:
     device = torch.device("cpu")
     model = _build(config.model.path, choose(config.model, device))
     refuse_long(model, config.data.max_prompt_tokens + config.max_response_tokens)
-    if config.model.gradient_checkpointing:
-        _checkpoint(model)
+    if config.model.gradient_checkpointing is True:
+        _checkpoint(model, is_wished=True)
     if config.model.lora is not None:
         place_adapters(model, config.model.lora)
     return model
 
 
-def _checkpoint(model: transformers.PreTrainedModel) -> None:
+def _checkpoint(model: transformers.PreTrainedModel, *, is_wished: bool) -> None:
     try:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     except ValueError as error:
+        if not is_wished:
+            log.warning("all activations are kept: the model has no checkpointing", kind=type(model).__name__)
+            return
         raise ConfigError(f"model.gradient_checkpointing: {type(model).__name__} has none; set it to false") from error
 
 
@@ -136,32 +163,6 @@ def make_policy(model: transformers.PreTrainedModel, config: schema.Config, end_
     dtype = getattr(torch, config.model.dtype)
     head = Head(temperature=config.sampling.temperature, end_ids=end_ids, compute_dtype=dtype)
     return Policy(model, head=head, min_tokens=config.sampling.min_tokens, dtype=dtype)
-
-
-def shard(policy: Policy, world: World, *, on_host: bool = False) -> Policy:
-    """Over all ranks: each decoder layer by itself, then what is left (embeddings, last norm, head) with the policy.
-
-    `on_host`: shards wait in the host's memory, and are on the device while their layer computes.
-    """
-    if world.size == 1 and not on_host:
-        return policy
-    mesh = world.mesh()
-    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if on_host else OffloadPolicy()
-    for block in _blocks(policy.model, set(policy.model._no_split_modules or ())):
-        fully_shard(block, mesh=mesh, offload_policy=offload)
-    fully_shard(policy, mesh=mesh, offload_policy=offload)
-    for method in ("plain", "head_fits"):
-        register_fsdp_forward_method(policy, method)
-    return policy
-
-
-def _blocks(module: nn.Module, names: set[str]) -> Iterator[nn.Module]:
-    """The outermost: some families name the parts of a layer as well."""
-    for child in module.children():
-        if type(child).__name__ in names:
-            yield child
-        else:
-            yield from _blocks(child, names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-_CHUNK_ELEMENTS = 1 << 25  # logits held at a time: 128 MiB in fp32
+# Logits held at a time, by the kind of device: 128 MiB in fp32, and 1 GiB on a GPU. Each chunk reads and writes the
+# head's gradient: with chunks of 2^25, 220 tokens of a vocabulary of 152,000, a GPU would wait for its memory.
+CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 28}
 _BANNED = -1e30  # not -inf: 0 * -inf would make the entropy NaN
 
 
@@ -32,7 +34,7 @@ class Head:
     temperature: float = 1.0
     end_ids: tuple[int, ...] = ()  # tokens that may not be sampled while a response is shorter than min_tokens
     compute_dtype: torch.dtype = torch.float32  # of the projection; what follows it is at least fp32
-    chunk_elements: int = _CHUNK_ELEMENTS
+    chunk_elements: int | None = None  # None: by the device
 
     def plain(self) -> Head:
         """As the bare model has it: fp32 throughout, temperature 1 and nothing banned."""
@@ -107,7 +109,7 @@ class _TokenLogProbs(torch.autograd.Function):
         wide = torch.promote_types(head.compute_dtype, torch.float32)
         logp, entropy, total = (torch.empty(len(targets), dtype=wide, device=hidden.device) for _ in range(3))
         matrix, offset = _in_dtype(weight, bias, head)
-        for part in _chunks(len(targets), len(weight), head.chunk_elements):
+        for part in _chunks(weight, targets, head):
             logits = _sampled_from(project(hidden[part], matrix, offset, head), targets[part], early[part], head)
             total[part] = logits.logsumexp(dim=-1)
             logits -= total[part, None]
@@ -127,9 +129,11 @@ class _TokenLogProbs(torch.autograd.Function):
         head: Head = ctx.head
         matrix, offset = _in_dtype(weight, bias, head)
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        # Of a weight in bf16 as well: chunks are added up before they are rounded.
+        sums = torch.promote_types(weight.dtype, torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=sums) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
-        for part in _chunks(len(targets), len(weight), head.chunk_elements):
+        for part in _chunks(weight, targets, head):
             logits = project(hidden[part], matrix, offset, head)
             # d cap tanh(z / cap) / dz = 1 - tanh^2
             slope = None if head.soft_cap is None else 1 - (logits / head.soft_cap).square_()
@@ -149,6 +153,8 @@ class _TokenLogProbs(torch.autograd.Function):
                 grad_weight += grad.T @ hidden[part].to(head.compute_dtype)
             if grad_bias is not None:
                 grad_bias += wide.sum(0)
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
@@ -167,7 +173,8 @@ def _sampled_from(logits: torch.Tensor, targets: torch.Tensor, early: torch.Tens
     return logits
 
 
-def _chunks(num_tokens: int, vocabulary: int, elements: int) -> Iterator[slice]:
-    size = max(1, elements // vocabulary)
+def _chunks(weight: torch.Tensor, targets: torch.Tensor, head: Head) -> Iterator[slice]:
+    elements = head.chunk_elements or CHUNK_ELEMENTS.get(weight.device.type, CHUNK_ELEMENTS["cpu"])
+    size, num_tokens = max(1, elements // len(weight)), len(targets)
     for start in range(0, num_tokens, size):
         yield slice(start, min(start + size, num_tokens))

@@ -1,4 +1,5 @@
-"""LoRA through peft: adapters train, the base is the reference, and what is published is the two merged.
+"""LoRA through peft: adapters train, the base is the reference, what is published is the adapters, and what is served
+is the two merged, by the formula of `protocol.weights.format`: the same bits wherever they are computed.
 
 peft is imported only where adapters are asked for: it is slow to import, and most runs have none.
 """
@@ -16,16 +17,20 @@ import safetensors.torch
 import torch
 import transformers
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError
+from streamrl.learner.model.tensors import held_rows, whole
+from streamrl.protocol.weights.adapters import Adapter
 
 if TYPE_CHECKING:
     import peft
 
 _ADAPTER = "default"
 _BASE = "base_layer."  # of a parameter's name, where its layer has an adapter
+_AT_ONCE = 1 << 20  # elements that are merged at a time: 8 MB in float64
 
 
 def inject_adapters(model: transformers.PreTrainedModel, settings: schema.Lora, device: torch.device) -> None:
@@ -64,6 +69,10 @@ def place_adapters(model: transformers.PreTrainedModel, settings: schema.Lora) -
             raise ConfigError(
                 f"model.lora.targets: {name} is experts in one parameter, which have no adapters; name others"
             )
+        if layer.get_base_layer().weight.dim() != 2:
+            raise ConfigError(
+                f"model.lora.targets: {name} is no matrix, and cannot be served with adapters; leave it out"
+            )
     return adapted
 
 
@@ -92,7 +101,10 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     """Inside, the model is its base: the policy as it was before the run."""
     layers = list(_adapted(model).values())
     for layer in layers:
+        own = [parameter for parameter in layer.parameters() if parameter.requires_grad]
         layer.enable_adapters(enabled=False)
+        for parameter in own:
+            parameter.requires_grad_(True)  # peft takes that away, and FSDP asks for it once, in its first pass
     try:
         yield
     finally:
@@ -100,16 +112,21 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             layer.enable_adapters(enabled=True)
 
 
-def merged_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(the base's own name, base + adapter) for every parameter; a model without adapters gives its own."""
+def merged_parameters(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """(the base's own name, base + adapter in this dtype) for every parameter; what has no adapter is as it is."""
+    adapters = {adapter.tensor: adapter for adapter in adapters_of(model)}
+    factors = dict(adapter_parameters(model))
+    for name, parameter in base_parameters(model):
+        adapter = adapters.get(name)
+        yield name, parameter if adapter is None else merged(parameter, adapter, factors, dtype)
+
+
+def base_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """By its own names, without adapters."""
     adapted = _adapted(model)
     for name, parameter in model.named_parameters():
-        owner, _, leaf = name.rpartition(".base_layer.")
-        if owner in adapted:
-            delta = adapted[owner].get_delta_weight(_ADAPTER) if leaf == "weight" else None
-            yield f"{owner}.{leaf}", parameter if delta is None else parameter + delta
-        elif not any(name.startswith(f"{owner}.lora_") for owner in adapted):
-            yield name, parameter
+        if not any(name.startswith(f"{owner}.lora_") for owner in adapted):
+            yield base_name(name), parameter
 
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -117,7 +134,68 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     adapted = _adapted(model)
     for name, parameter in model.named_parameters():
         if any(name.startswith(f"{owner}.lora_") for owner in adapted):
-            yield f"base_model.model.{name.replace(f'.{_ADAPTER}', '')}", parameter
+            yield _published(name), parameter
+
+
+def published_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What changes: the adapters, or all parameters where there are none."""
+    yield from adapter_parameters(model) if _adapted(model) else model.named_parameters()
+
+
+def adapters_of(model: nn.Module) -> tuple[Adapter, ...]:
+    """How they are merged; none for a model without."""
+    found = []
+    for owner, layer in _adapted(model).items():
+        names = sorted(name for name, _ in layer.named_parameters() if not name.startswith(_BASE))
+        [a, b] = (_published(f"{owner}.{name}") for name in names)
+        is_embedding = isinstance(layer.get_base_layer(), nn.Embedding)
+        found.append(
+            Adapter(
+                tensor=f"{owner}.weight",
+                a=a,
+                b=b,
+                is_transposed=is_embedding or bool(layer.fan_in_fan_out),
+                scale=float(layer.scaling[_ADAPTER]),
+            )
+        )
+    return tuple(found)
+
+
+def _published(name: str) -> str:
+    return f"base_model.model.{name.replace(f'.{_ADAPTER}', '')}"
+
+
+@torch.no_grad()
+def merged(
+    base: torch.Tensor, adapter: Adapter, factors: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> torch.Tensor:
+    """What is served in place of this parameter, sharded as it is. A collective, of the factors alone."""
+    left, right = (whole(factors[name]).to(dtype).double() for name in (adapter.b, adapter.a))
+    if adapter.is_transposed:
+        left, right = right.T, left.T
+    first, rows = held_rows(base)
+    found = torch.empty_like(rows, dtype=dtype)
+    num_rows = max(1, _AT_ONCE // base.shape[1])
+    for begin in range(0, len(rows), num_rows):
+        some = slice(begin, min(begin + num_rows, len(rows)))
+        product = _product(left[first + some.start : first + some.stop], right, dtype)
+        found[some] = (rows[some].to(dtype).double() + product * adapter.scale).float().to(dtype)
+    if not isinstance(base, DTensor):
+        return found
+    return DTensor.from_local(found, base.device_mesh, base.placements, shape=base.shape, stride=base.stride())
+
+
+def _product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Exact but for what is lost beside values a million times as large: so no order of its sums matters."""
+    if dtype != torch.float32:
+        return left @ right
+    (left_high, left_low), (right_high, right_low) = _halves(left), _halves(right)
+    return left_high @ right_high + left_high @ right_low + left_low @ right_high + left_low @ right_low
+
+
+def _halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    high = values.float().bfloat16().double()
+    return high, values - high
 
 
 def save_adapters(weights: Mapping[str, torch.Tensor], settings: schema.Lora, folder: Path, *, base: str) -> None:

@@ -1,18 +1,20 @@
 """What a rank takes of its GPU at the peak of a step: a closed form, in bytes, before any weights are loaded.
 
-    always     masters 4, gradients 4 and moments 8 a trained weight; a frozen base 4, a reference 2: all of it sharded
-    backward   what layers keep for it, and one layer at work: what it keeps, its weights in bf16, its gradients
-               over ranks: that layer and the next one gathered, the outermost weights throughout
-    step       a copy of 4 a trained weight, by AdamW over many tensors at once
+    always     masters 4, gradients 4 and moments 8 a trained weight; a frozen base 2, a reference 2: all of it sharded
+    gathered   in bf16: the outermost weights throughout, the layer at work and, over ranks, the next one
+    kept       by all layers for the backward pass: their inputs alone, with checkpointing
 
-T tokens of a micro-batch, H the width, I that of the MLP, Q and K those of queries and of keys, V the vocabulary, W the
-weights of a layer. A layer keeps 22 H + 4 Q + 4 K + 8 I a token: norms in fp32 (both, and the residual between them: 12
-H), the inputs of five projections in bf16 (10 H), queries, keys, values and what attention makes of them, four of the
-MLP's; and 4 H, its input. With checkpointing that input is all, but of the layer at work. In the backward pass the MLP
-holds three gradients (6 I), the rest of the layer some of 10 H.
+    and the most of    a layer     what it keeps, computed again; gradients at work in it, and those of its weights
+                       the head    logits of a chunk, its gradient in fp32
+                       the end     gradients of the outermost weights, in fp32 to be added up over ranks
 
-It is the arithmetic of layers as Llama and Qwen have them, in bf16 under autocast with flash attention; of others it is
-a guess. Held against the learner's own code on tensors without memory (`python -m bench memory`); never against a GPU.
+T tokens of a micro-batch, H the width, I that of the MLP, Q and K those of queries and of keys, V the vocabulary. A
+layer keeps 16 H + 4 Q + 4 K + 8 I a token: of both norms an fp32 copy and two of bf16 (16 H), queries, keys, values and
+what attention makes of them, four of the MLP's; and 2 H, its input. In the backward pass the MLP holds three gradients
+(6 I), the rest of the layer some of 10 H. AdamW is fused, and takes nothing of its own.
+
+It is the arithmetic of layers as Llama and Qwen have them, in bf16 with flash attention; of others it is a guess. Held
+against the learner's own code on tensors without memory (`python -m bench memory`); never against a GPU.
 """
 
 from __future__ import annotations
@@ -23,11 +25,20 @@ import transformers
 from torch import nn
 
 from streamrl.config import schema
-from streamrl.learner.model.logprobs import Head
+from streamrl.errors import ResourceError
+from streamrl.learner.model.logprobs import CHUNK_ELEMENTS
 from streamrl.learner.model.ways import decoder_of
+from streamrl.terminal import size
 
-_CONTEXT = 1_500_000_000  # of the driver, of libraries and of NCCL; a guess
-_FRAGMENTS = 0.05  # of the allocator's blocks, in pieces that nothing fits into; a guess
+REMEDY = (
+    "lower training.micro_batch_tokens, leave model.gradient_checkpointing on, set model.reference or model.masters to "
+    "cpu, train adapters (model.lora), or take more GPUs (learner.processes)"
+)
+# Headroom; guesses, none of which a GPU has seen.
+_CONTEXT = 700_000_000  # the driver's, with the kernels that are loaded
+_WORKSPACES = 300_000_000  # of cuBLAS and of flash attention
+_NCCL = 500_000_000  # its buffers: of a single rank as well, which has a group of its own
+_FRAGMENTS = 0.05  # of the allocator's blocks, in pieces that nothing fits into
 _CHUNK_BYTES = 14  # an element of the head's logits, with its exponential and its bf16
 
 
@@ -78,63 +89,73 @@ class Plan:
     """Bytes of one rank."""
 
     always: int
-    passes: int  # beyond it, at the peak of forward and backward passes
-    step: int  # beyond it, of the optimizer
+    gathered: int
+    kept: int
+    at_work: int  # the most of a layer, the head and the end
 
     @property
     def peak(self) -> int:
         """Of tensors alone."""
-        return self.always + max(self.passes, self.step)
+        return self.always + self.gathered + self.kept + self.at_work
 
     @property
     def needed(self) -> int:
         """Of the GPU, with headroom."""
-        return int(self.peak * (1 + _FRAGMENTS)) + _CONTEXT
+        return int(self.peak * (1 + _FRAGMENTS)) + _CONTEXT + _WORKSPACES + _NCCL
 
 
-def plan(sizes: Sizes, config: schema.Config) -> Plan:
-    ranks, is_lora = config.learner.processes, config.model.lora is not None
+def refuse_too_large(sizes: Sizes, config: schema.Config, *, ranks: int, room: int) -> None:
+    """ResourceError where tensors alone are more than this room on a GPU."""
+    needed = plan(sizes, config, ranks=ranks).peak
+    if needed > room:
+        told = f"a rank takes {size(needed)} of its GPU at its peak, by calculation, and {size(room)} are to have"
+        raise ResourceError(f"{told}: {REMEDY}")
+
+
+def plan(sizes: Sizes, config: schema.Config, *, ranks: int | None = None) -> Plan:
+    """On GPUs, where layers are computed again unless the configuration says otherwise. `ranks`: of all hosts; by
+    default those of one."""
+    ranks = ranks or config.learner.processes
+    tokens, is_lora = config.training.micro_batch_tokens, config.model.lora is not None
+    on_host = config.model.masters == "cpu"
     copies = 0 if is_lora or config.algorithm.kl.placement == "none" or config.model.reference == "cpu" else 2
-    total = sizes.trained + sizes.frozen
-    always = (16 * sizes.trained + 4 * sizes.frozen + copies * total) // ranks
-    # The next layer is gathered beside the one at work; gradients on their way take what a layer done has freed.
-    over_ranks = 0 if ranks == 1 else 4 * (sizes.outermost + 2 * sizes.layer)
+    own = 0 if on_host else 16 * sizes.trained + 2 * sizes.frozen
+    layers_at_once = 1 if ranks == 1 else 2
+    again = bool(config.model.gradient_checkpointing)  # or `auto`
+    kept = tokens * 2 * sizes.width if again else _of_layer(sizes, tokens) + tokens * 2 * sizes.width
+    last = _of_layer(sizes, tokens) if again else 0
+    # What the end holds comes when nothing is kept any longer.
+    at_end = _at_the_end(sizes, ranks, is_lora=is_lora) - sizes.layers * kept
     return Plan(
-        always=always,
-        passes=over_ranks + max(_in_a_layer(sizes, config), _in_the_head(sizes, config)),
-        step=4 * sizes.trained // ranks,
+        always=(own + copies * (sizes.trained + sizes.frozen)) // ranks,
+        gathered=2 * (sizes.outermost + layers_at_once * sizes.layer),
+        kept=sizes.layers * kept,
+        at_work=max(
+            last + _in_a_layer(sizes, tokens, ranks, is_lora=is_lora),
+            _in_the_head(sizes, tokens, is_lora=is_lora),
+            at_end,
+        ),
     )
 
 
-def _kept(sizes: Sizes, config: schema.Config) -> int:
-    """By all layers, until the backward pass."""
-    tokens = config.training.micro_batch_tokens
-    if config.model.gradient_checkpointing:
-        return sizes.layers * tokens * 4 * sizes.width
-    return sizes.layers * (_layer(sizes, tokens) + tokens * 4 * sizes.width)
+def _of_layer(sizes: Sizes, tokens: int) -> int:
+    """What it keeps beyond its input."""
+    return tokens * (16 * sizes.width + 4 * sizes.queries + 4 * sizes.keys + 8 * sizes.mlp)
 
 
-def _layer(sizes: Sizes, tokens: int) -> int:
-    """Beyond its input."""
-    each = 22 * sizes.width + 4 * sizes.queries + 4 * sizes.keys + 8 * sizes.mlp
-    return tokens * each + 2 * sizes.layer
+def _in_a_layer(sizes: Sizes, tokens: int, ranks: int, *, is_lora: bool) -> int:
+    """At work on its backward pass, when the head's gradient waits for the embeddings'."""
+    of_weights = 0 if is_lora else 2 * sizes.head + (2 + 4 + 4 // ranks) * sizes.layer
+    return tokens * (6 * sizes.mlp + 10 * sizes.width) + of_weights
 
 
-def _in_a_layer(sizes: Sizes, config: schema.Config) -> int:
-    """At work on the last one, when the others still keep theirs, and the head's gradient waits for the embeddings'."""
-    tokens = config.training.micro_batch_tokens
-    again = _layer(sizes, tokens) if config.model.gradient_checkpointing else 0
-    gradients = tokens * (6 * sizes.mlp + 10 * sizes.width) + (
-        6 * sizes.mlp * sizes.width if not config.model.lora else 0
-    )
-    waiting = 4 * sizes.head if not config.model.lora and (sizes.is_tied or config.learner.processes > 1) else 0
-    return _kept(sizes, config) + again + gradients + waiting
+def _in_the_head(sizes: Sizes, tokens: int, *, is_lora: bool) -> int:
+    of_weights = 0 if is_lora else (4 + 2) * sizes.head
+    return of_weights + 6 * tokens * sizes.width + _CHUNK_BYTES * CHUNK_ELEMENTS["cuda"]
 
 
-def _in_the_head(sizes: Sizes, config: schema.Config) -> int:
-    tokens = config.training.micro_batch_tokens
-    of_weights = 2 * sizes.head if config.model.lora else 8 * sizes.head
-    return _kept(sizes, config) + of_weights + 16 * tokens * sizes.width + _CHUNK_BYTES * Head().chunk_elements
+def _at_the_end(sizes: Sizes, ranks: int, *, is_lora: bool) -> int:
+    return 0 if is_lora else (2 + 4) * sizes.outermost + 4 * sizes.outermost // ranks
 
 
 def _layers(model: transformers.PreTrainedModel) -> list[nn.Module]:

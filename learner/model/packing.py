@@ -3,10 +3,11 @@
     row 0 | p p p r r r r s s s | q q r r |     p, q prompts; r, s responses to the prompt before them
     row 1 | q q s s s s t t t | . . . . . |     position ids: s begins where r began, right after its prompt
 
-A *bundle* is a prompt with responses to it. A token sees the prompt of its bundle and its own response so far. Bundles
-go, largest first, into the fullest row that still holds them. Longer rows fill better and repeat fewer prompts, but
-attention costs the square of a row: of a few lengths the cheapest is taken. A micro-batch is as many rows as
-`max_tokens` allows.
+A *bundle* is a prompt with responses to it. A token sees the prompt of its bundle and its own response so far; of a
+response with branches, the row that it is in (`learner.model.cells`). All rows of a response lie in one micro-batch,
+for a loss may ask for the whole of it. Bundles go, largest first, into the fullest row that still holds them. Longer
+rows fill better and repeat fewer prompts, but attention costs the square of a row: of a few lengths the cheapest is
+taken. A micro-batch is as many rows as `max_tokens` allows; one sample alone may be more.
 
 The last token of a response predicts nothing and is left out; only tokens with a loss are asked of the head. Where
 prompts may not be shared, a bundle has one response, and `position_ids` alone tell where sequences begin: models that
@@ -18,12 +19,15 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from streamrl.learner.model.cells import Cells, cells_of
+from streamrl.protocol.wire.branches import Branch
 
 _ROW_MULTIPLES = (1, 2, 4, 8)
 
@@ -39,18 +43,20 @@ class Piece:
     behaviour_logprobs: npt.NDArray[np.float32]  # [T]
     mask: npt.NDArray[np.bool_]  # [T] has a loss
     turns: tuple[int, ...] = (0,)  # where the model began to speak: of several, each is a response of its own
+    branches: tuple[Branch, ...] = ()  # rows beside the first
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.token_ids) - 1
+        """Of all rows, without the last of each."""
+        kept = sum(branch.keep for branch in self.branches)
+        return len(self.prompt_ids) + len(self.token_ids) + kept - 1 - len(self.branches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     input_ids: torch.Tensor  # [rows, length]
     position_ids: torch.Tensor  # [rows, length] from 0 in each sequence; 0 where the row is empty
-    bundle: torch.Tensor  # [rows, length] which of its row's bundles, from 1; 0 where the row is empty
-    branch: torch.Tensor  # [rows, length] which of its bundle's responses, from 1; 0 for the prompt
+    until: torch.Tensor  # [rows, length] behind the last cell that sees this one; the row's end where it is empty
     index: torch.Tensor  # [T] of the position, rows laid end to end, whose output predicts the token
     targets: torch.Tensor  # [T] the tokens with a loss
     position: torch.Tensor  # [T] of the token in its response
@@ -62,10 +68,8 @@ class MicroBatch:
 
     def attention_mask(self, window: int | None = None) -> torch.Tensor:
         """[rows, 1, length, length] True: the later one sees the earlier, which lies within the window."""
-        causal = torch.ones(2 * self.bundle.shape[1:], dtype=torch.bool, device=self.bundle.device).tril()
-        together = self.bundle[:, :, None] == self.bundle[:, None, :]
-        in_sight = (self.branch[:, None, :] == 0) | (self.branch[:, :, None] == self.branch[:, None, :])
-        seen = causal & together & in_sight
+        cells = torch.arange(self.until.shape[1], device=self.until.device)
+        seen = (cells[:, None] >= cells) & (cells[:, None] < self.until[:, None, :])
         if window is not None:
             seen &= self.position_ids[:, :, None] - self.position_ids[:, None, :] < window
         return seen[:, None]
@@ -101,26 +105,30 @@ class Shape:
 def pack(pieces: Sequence[Piece], *, max_tokens: int, shape: Shape) -> list[MicroBatch]:
     if not pieces:
         return []
-    longest = max(piece.num_tokens for piece in pieces)
+    laid = [_laid(piece, share=shape.share_prompts) for piece in pieces]
     if shape.alone:
-        return list(_alone(pieces, min(max_tokens, shape.max_cells or max_tokens)))
+        return list(_alone(laid, min(max_tokens, shape.max_cells or max_tokens)))
+    longest = max(_Bundle([each]).size for each in laid)
     if not shape.padded:
-        full = _fill(_bundles(pieces, longest, share=shape.share_prompts), max(longest, max_tokens))
+        full = _fill(_bundles(laid, longest, share=shape.share_prompts), max(longest, max_tokens))
         return [_lay_out([row], sum(bundle.size for bundle in row)) for row in full]
     lengths = [longest * n for n in _ROW_MULTIPLES if n == 1 or longest * n <= max_tokens]
-    packed = [(_fill(_bundles(pieces, length, share=shape.share_prompts), length), length) for length in lengths]
+    packed = [(_fill(_bundles(laid, length, share=shape.share_prompts), length), length) for length in lengths]
     rows, length = min(packed, key=lambda candidate: shape.cost(len(candidate[0]), candidate[1]))
     rows_at_once = max(1, max_tokens // length)
     return [_lay_out(rows[i : i + rows_at_once], length) for i in range(0, len(rows), rows_at_once)]
 
 
-def _alone(pieces: Sequence[Piece], max_cells: int) -> Iterator[MicroBatch]:
-    rows = _bundles(pieces, 0, share=False)
-    while rows:
-        length = rows[0].size
-        at_once = max(1, max_cells // length)
-        yield _lay_out([[bundle] for bundle in rows[:at_once]], length)
-        rows = rows[at_once:]
+def _alone(laid: Sequence[_Laid], max_cells: int) -> Iterator[MicroBatch]:
+    """Each sequence a bundle, and a row, of its own; those of one sample together."""
+    each = [[_Bundle([replace(one, cells=(cells,))]) for cells in one.cells] for one in laid]
+    each.sort(key=lambda rows: (-max(row.size for row in rows), rows[0].laid[0].piece.sample))
+    while each:
+        length = max(row.size for row in each[0])
+        batch = each.pop(0)
+        while each and length * (len(batch) + len(each[0])) <= max_cells:
+            batch += each.pop(0)
+        yield _lay_out([[bundle] for bundle in batch], length)
 
 
 def empty_micro_batch() -> MicroBatch:
@@ -128,28 +136,52 @@ def empty_micro_batch() -> MicroBatch:
     return _lay_out([[]], 1)
 
 
+@dataclass(frozen=True, slots=True)
+class _Laid:
+    piece: Piece
+    cells: tuple[Cells, ...]
+
+    @property
+    def size(self) -> int:
+        """Without a prompt that others hang on, too."""
+        return sum(len(cells.places) for cells in self.cells)
+
+
+def _laid(piece: Piece, *, share: bool) -> _Laid:
+    found = cells_of(num_prompt=len(piece.prompt_ids), mask=piece.mask, branches=piece.branches, share=share)
+    return _Laid(piece, tuple(found))
+
+
 @dataclass(slots=True)
 class _Bundle:
-    pieces: list[Piece]
-    size: int
+    laid: list[_Laid]
+    size: int = 0
+
+    def __post_init__(self) -> None:
+        self.size = len(self.prompt_ids) + sum(each.size for each in self.laid)
+
+    @property
+    def prompt_ids(self) -> npt.NDArray[np.int32]:
+        """What its responses hang on; nothing, where each has its own."""
+        hangs = self.laid[0].cells[0].on_prompt
+        return self.laid[0].piece.prompt_ids[: None if hangs else 0]
 
 
-def _bundles(pieces: Iterable[Piece], length: int, *, share: bool) -> list[_Bundle]:
+def _bundles(laid: Iterable[_Laid], length: int, *, share: bool) -> list[_Bundle]:
     """Each group's samples in as few bundles as rows of this length allow; the largest bundle first."""
     found: list[_Bundle] = []
-    ordered = sorted(pieces, key=lambda piece: (piece.group, -piece.num_tokens, piece.sample))
-    for _, group in groupby(ordered, key=lambda piece: piece.group):
+    ordered = sorted(laid, key=lambda each: (each.piece.group, -each.piece.num_tokens, each.piece.sample))
+    for _, group in groupby(ordered, key=lambda each: each.piece.group):
         of_group: list[_Bundle] = []
-        for piece in group:
-            added = len(piece.token_ids) - 1
-            home = next((b for b in of_group if share and b.size + added <= length), None)
+        for each in group:
+            home = next((b for b in of_group if share and b.size + each.size <= length), None)
             if home is None:
-                of_group.append(_Bundle([piece], piece.num_tokens))
+                of_group.append(_Bundle([each]))
             else:
-                home.pieces.append(piece)
-                home.size += added
+                home.laid.append(each)
+                home.size += each.size
         found += of_group
-    return sorted(found, key=lambda bundle: (-bundle.size, bundle.pieces[0].sample))
+    return sorted(found, key=lambda bundle: (-bundle.size, bundle.laid[0].piece.sample))
 
 
 def _fill(bundles: Sequence[_Bundle], length: int) -> list[list[_Bundle]]:
@@ -166,37 +198,28 @@ def _fill(bundles: Sequence[_Bundle], length: int) -> list[list[_Bundle]]:
 
 
 def _lay_out(rows: Sequence[Sequence[_Bundle]], length: int) -> MicroBatch:
-    cells = np.zeros((4, len(rows), length), dtype=np.int64)  # input ids, position ids, bundle, branch
+    cells = np.zeros((3, len(rows), length), dtype=np.int64)  # input ids, position ids, until
+    cells[2] = length
     trained: list[npt.NDArray[np.int64]] = []  # [5, t] index, target, position, place in the turn, sample
     behaviour_logprobs: list[npt.NDArray[np.float32]] = [np.zeros(0, dtype=np.float32)]
     for r, row in enumerate(rows):
         start = 0
-        for b, bundle in enumerate(row, start=1):
-            prompt_ids = bundle.pieces[0].prompt_ids
-            first = start + len(prompt_ids)  # of the next response's cells
-            cells[:, r, start:first] = _cells(prompt_ids, 0, b, 0)
-            for i, piece in enumerate(bundle.pieces, start=1):
-                end = first + len(piece.token_ids) - 1
-                cells[:, r, first:end] = _cells(piece.token_ids[:-1], len(prompt_ids), b, i)
-                position = np.flatnonzero(piece.mask)
-                # The prompt's last cell predicts the first token of every response.
-                index = r * length + np.where(position == 0, start + len(prompt_ids), first + position) - 1
+        for bundle in row:
+            for piece, own, before in _lay_bundle(bundle, cells[:, r], start):
                 begun = np.asarray(piece.turns)
-                in_turn = position - begun[np.searchsorted(begun, position, side="right") - 1]
-                sample = np.full_like(index, piece.sample)
-                trained.append(np.stack([index, piece.token_ids[position], position, in_turn, sample]))
-                behaviour_logprobs.append(piece.behaviour_logprobs[position])
-                first = end
-            start = first
+                in_turn = own - begun[np.searchsorted(begun, own, side="right") - 1]
+                sample = np.full_like(own, piece.sample)
+                trained.append(np.stack([r * length + before, piece.token_ids[own], own, in_turn, sample]))
+                behaviour_logprobs.append(piece.behaviour_logprobs[own])
+            start += bundle.size
     flat = np.concatenate(trained, axis=1) if trained else np.zeros((5, 0), dtype=np.int64)
-    input_ids, position_ids, bundle_ids, branch_ids = torch.from_numpy(cells)
+    input_ids, position_ids, until = torch.from_numpy(cells)
     index_of, targets, positions, in_turn_of, samples = torch.from_numpy(flat)
     starts = np.append(np.flatnonzero(cells[1] == 0), cells[1].size).astype(np.int32)
     return MicroBatch(
         input_ids=input_ids,
         position_ids=position_ids,
-        bundle=bundle_ids,
-        branch=branch_ids,
+        until=until,
         index=index_of,
         targets=targets,
         position=positions,
@@ -208,7 +231,23 @@ def _lay_out(rows: Sequence[Sequence[_Bundle]], length: int) -> MicroBatch:
     )
 
 
-def _cells(tokens: npt.NDArray[np.int32], first_position: int, bundle: int, branch: int) -> npt.NDArray[np.int64]:
-    """[4, tokens] the columns of `cells` for a run of tokens."""
-    positions = np.arange(first_position, first_position + len(tokens))
-    return np.stack([tokens, positions, np.full_like(positions, bundle), np.full_like(positions, branch)])
+def _lay_bundle(
+    bundle: _Bundle, row: npt.NDArray[np.int64], start: int
+) -> Iterator[tuple[Piece, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+    """Into the row's columns: the prompt, what hangs on it, what stands apart. Of each what it trains, and the cells
+    that predict it."""
+    prompt_ids = bundle.prompt_ids
+    row[:2, start : start + len(prompt_ids)] = prompt_ids, np.arange(len(prompt_ids))
+    ordered = sorted(
+        ((each.piece, cells) for each in bundle.laid for cells in each.cells), key=lambda pair: not pair[1].on_prompt
+    )
+    first = start + len(prompt_ids)
+    hanging = sum(len(cells.places) for _, cells in ordered if cells.on_prompt)
+    row[2, start:first] = first + hanging
+    for piece, cells in ordered:
+        end = first + len(cells.places)
+        whole = np.concatenate([piece.prompt_ids, piece.token_ids])
+        row[:, first:end] = whole[cells.places], cells.positions, first + cells.ends
+        # The prompt's last cell predicts the first token of every response.
+        yield piece, cells.trained, np.where(cells.before < 0, start + len(prompt_ids) - 1, first + cells.before)
+        first = end

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -35,14 +36,17 @@ _HEAD_TOLERANCE = 1e-4
 _SIZES_OF_LOGITS = (3.0, 3000.0)  # a cap that the model's few logits of today do not reach is seen all the same
 # Dense bf16 of whole cards, as their makers state it.
 _PEAK_TFLOPS: Mapping[str, float] = {
+    "GB200": 2500,
     "B200": 2250,
     "H200": 989,
     "H100 PCIe": 756,
     "H100": 989,
     "A100": 312,
     "L40S": 362,
+    "L40": 181,
     "L4": 121,
     "A10": 125,
+    "RTX 4090": 165,
 }
 
 
@@ -85,14 +89,14 @@ class Policy(nn.Module):
             (torch.float32, self.head.plain(), 0) if raw else (self._dtype, self.head, self._min_tokens)
         )
         early = batch.in_turn < min_tokens
-        device, is_half = batch.input_ids.device.type, dtype == torch.bfloat16
-        # Its cache would keep each layer's weights in bf16 to the end of the pass, of layers that FSDP has freed, too.
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=is_half, cache_enabled=False):
+        projection = self.model.get_output_embeddings()
+        # What FSDP has gathered in bf16 needs no casts; a cache of casts would keep them all to the end of the pass.
+        casts = dtype == torch.bfloat16 and next(self.model.parameters()).dtype != dtype
+        with torch.autocast(batch.input_ids.device.type, torch.bfloat16, enabled=casts, cache_enabled=False):
             if self.way.own_logits:
                 logits = self.model(input_ids=batch.input_ids, use_cache=False).logits
                 return given_logprobs(logits.flatten(0, 1)[batch.index], batch.targets, early, head, entropy_learns)
             hidden = self._hidden(batch)
-        projection = self.model.get_output_embeddings()
         bias = getattr(projection, "bias", None)
         return token_logprobs(hidden, projection.weight, batch.targets, early, head, bias, entropy_learns)
 
@@ -202,12 +206,15 @@ class Flops:
         flops = 0.0
         seen: set[int] = set()
         for piece in pieces:
-            prompt, response = len(piece.prompt_ids), len(piece.token_ids) - 1
+            prompt = len(piece.prompt_ids)
             if piece.group not in seen:
                 seen.add(piece.group)
                 flops += self.layers * prompt + self.attended * prompt * (prompt + 1) / 2
-            flops += self.layers * response + self.head * int(piece.mask.sum())
-            flops += self.attended * (prompt * response + response * (response + 1) / 2)
+            flops += self.head * int(piece.mask.sum())
+            starts = [0, *(branch.start for branch in piece.branches), len(piece.token_ids)]
+            for before, (start, end) in zip((prompt, *(b.keep for b in piece.branches)), pairwise(starts), strict=True):
+                own = max(0, end - start - 1)
+                flops += self.layers * own + self.attended * (before * own + own * (own + 1) / 2)
         return flops
 
 
@@ -215,5 +222,9 @@ def peak_flops(device: torch.device) -> float | None:
     """A second, of one device; None when it is not known."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
+    return peak_of(torch.cuda.get_device_name(device))
+
+
+def peak_of(name: str) -> float | None:
+    """Of a device that is called this."""
     return next((1e12 * peak for mark, peak in _PEAK_TFLOPS.items() if mark in name), None)

@@ -75,7 +75,7 @@ class _Trial:
     def __init__(self, policy: Policy, world: World) -> None:
         self._policy, self._world, self._error = policy, world, ""
         self._pieces = _pieces(policy.model.config.get_text_config().vocab_size)
-        self._device = next(policy.parameters()).device
+        self._device = world.device
         self._truth: dict[bool, list[Seen]] = {}
         for narrow in (False, True) if has_window(policy.model.config) else (False,):
             if not self._all_ranks(partial(self._ask, narrow)):

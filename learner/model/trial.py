@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from streamrl.config import schema
@@ -25,6 +26,7 @@ _GROUPS = {
     "four samples of which one ended by itself": ((1.0, 0.0, 0.5, 2.0), (False, True, False, False)),
 }
 _LENGTHS = (3, 5, 2, 0)
+_TURNS = (((0, 3),), ((0, 2), (3, 5)), ((0, 2),), ())  # the third token of the second was given
 
 
 def try_out(settings: schema.Algorithm) -> None:
@@ -93,6 +95,15 @@ def _made_up_group(rewards: tuple[float, ...], finished: tuple[bool, ...]) -> Sc
         may_teach=np.array(finished),
         lengths=np.array(_LENGTHS),
         finish_reasons=tuple("stop" if ended else "length" for ended in finished),
-        masks=tuple(np.ones(length, dtype=np.bool_) for length in _LENGTHS),
+        masks=tuple(_trained(*made) for made in zip(_LENGTHS, _TURNS, strict=True)),
         rewards_by_source={"made_up": np.array(rewards)},
+        turns=_TURNS,
+        turn_rewards=tuple(np.full(len(each), r / max(1, len(each))) for r, each in zip(rewards, _TURNS, strict=True)),
     )
+
+
+def _trained(length: int, turns: tuple[tuple[int, int], ...]) -> npt.NDArray[np.bool_]:  # [T]
+    mask = np.zeros(length, dtype=np.bool_)
+    for begin, end in turns:
+        mask[begin:end] = True
+    return mask

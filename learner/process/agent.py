@@ -40,6 +40,10 @@ _GRACE_S = 30  # torchrun's own
 # torch's own format imports its compiler to show an exception, for ten seconds and more: at each death of a rank.
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
+# On a GPU, of blocks of ever other sizes as micro-batches have them, the pieces between them else fit nothing.
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+_ALLOCATOR_OF_OLD = "PYTORCH_CUDA_ALLOC_CONF"  # which torch takes still
+
 
 def main(arguments: Sequence[str], *, torchrun: Callable[[list[str]], object] | None = None) -> None:
     """`torchrun`: by default, torch's."""
@@ -57,6 +61,8 @@ def main(arguments: Sequence[str], *, torchrun: Callable[[list[str]], object] | 
     own = ["--start-method=forkserver", "--run-path", "--signals-to-handle=SIGQUIT"]
     with ending.heeding():
         os.environ.setdefault("TORCH_LOGS_FORMAT", _LOG_FORMAT)
+        if _ALLOCATOR_OF_OLD not in os.environ:
+            os.environ.setdefault(*_ALLOCATOR)
         multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
         (torchrun or _torchrun)([*own, *options, str(_RANK), *ranks])
 

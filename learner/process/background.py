@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import copy_context
+from functools import partial
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
@@ -52,7 +54,8 @@ class BackgroundThread:
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
-        self._jobs.put(lambda: _settle(future, job))
+        run = copy_context().run  # crash points are armed for a job as for who gives it
+        self._jobs.put(partial(run, _settle, future, job))
         return future
 
     def _work(self) -> None:

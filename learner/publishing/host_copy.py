@@ -10,50 +10,81 @@ Are the bytes that go out the cast of this step's masters? Asked at every versio
 
 A copy that was not refreshed, or is of another step, would be served faithfully by every worker: their proofs begin at
 what was published. The loop waits for this second cast, for about as long as for the copy (135M parameters in bf16:
-45 ms on one core). On a GPU the cast is made there and its bits come to the host; that way was never run here.
+45 ms on one core). On a GPU the second cast stays there, and its sum is compared (`copiers`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import nn
 
 from streamrl.errors import WeightsError
-from streamrl.learner.model.lora import merged_parameters
-from streamrl.learner.model.tensors import held
-from streamrl.protocol.weights.format import MAX_RANGE_ELEMENTS, DType, HeldRange, RangeDigest, digest_of
+from streamrl.learner.model.lora import published_parameters
+from streamrl.learner.model.tensors import LocalRows, held
+from streamrl.learner.publishing.copiers import Check, Copier
+from streamrl.protocol.weights.format import MAX_RANGE_ELEMENTS, Coding, DType, HeldRange, RangeDigest, digest_of
 
 _PART_BYTES = 8 << 20  # or a tensor that is larger
+_ALIGN = 64
+
+_Run = tuple[str, LocalRows, torch.Tensor]  # name, what this rank holds, where it goes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Some of what this rank holds, on the host."""
+
+    ranges: list[HeldRange]
+    check: Check  # that they are the cast of what was copied, where the copier can say so
 
 
 class HostCopy:
-    def __init__(self, dtype: DType) -> None:
+    def __init__(self, dtype: DType, copier: Copier) -> None:
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._integers = torch.int32 if self._dtype == torch.float32 else torch.int16
-        self._buffers: dict[str, torch.Tensor] = {}  # [length] of the runs that this rank holds
+        self._copier = copier
+        self._buffer = torch.empty(0, dtype=self._dtype)  # [num_elements] all runs of this rank, one after another
+        self._slots: list[torch.Tensor] = []  # in it
 
-    def take(self, model: nn.Module) -> Iterator[list[HeldRange]]:
+    def take(self, model: nn.Module) -> Iterator[Part]:
         """All that this rank holds, some tensors at a time."""
-        part: list[HeldRange] = []
-        for name, parameter in merged_parameters(model):
-            run = held(parameter, shape=parameter.shape)
-            if len(run.values):
-                buffer = self._buffer(name, run.values)
-                buffer.copy_(run.values)
-                bits = buffer.view(self._integers).numpy()
-                part.append(HeldRange(tensor=name, start=run.start, bits=bits.view(f"<u{bits.itemsize}")))
-            if sum(one.bits.nbytes for one in part) >= _PART_BYTES:
+        runs = [(name, held(tensor, shape=tensor.shape)) for name, tensor in published_parameters(model)]
+        runs = [(name, run) for name, run in runs if len(run.values)]
+        slots = self._places([len(run.values) for _, run in runs])
+        self._copier.begin(self._buffer)
+        under_way = []
+        for part in self._parts([(name, run, slot) for (name, run), slot in zip(runs, slots, strict=True)]):
+            ready, check = self._copier.copy([(slot, run.values) for _, run, slot in part])
+            under_way.append((part, ready, check))
+        for part, ready, check in under_way:
+            ready()
+            yield Part(ranges=[self._range(name, run.start, slot) for name, run, slot in part], check=check)
+
+    def _places(self, lengths: list[int]) -> list[torch.Tensor]:
+        """For runs of these lengths, each on a border of 64 bytes; the same ones as long as the lengths are."""
+        if [len(slot) for slot in self._slots] != lengths:
+            step = _ALIGN // self._dtype.itemsize
+            begins = [0, *accumulate(-(-length // step) * step for length in lengths)]
+            self._buffer = torch.empty(begins[-1], dtype=self._dtype)
+            self._slots = [self._buffer[begin : begin + n] for begin, n in zip(begins, lengths, strict=False)]
+        return self._slots
+
+    def _parts(self, runs: Sequence[_Run]) -> Iterator[list[_Run]]:
+        part: list[_Run] = []
+        for run in runs:
+            part.append(run)
+            if sum(slot.nbytes for *_, slot in part) >= _PART_BYTES:
                 yield part
                 part = []
         yield part
 
-    def _buffer(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        if name not in self._buffers:
-            # Pinned, a copy from a GPU goes at the speed of its bus.
-            self._buffers[name] = torch.empty(len(values), dtype=self._dtype, pin_memory=values.is_cuda)
-        return self._buffers[name]
+    def _range(self, name: str, start: int, slot: torch.Tensor) -> HeldRange:
+        bits = slot.view(self._integers).numpy()
+        return HeldRange(tensor=name, start=start, bits=bits.view(f"<u{bits.itemsize}"))
 
 
 _PART_ELEMENTS = 1 << 20  # cast at a time: they stay in the processor's cache
@@ -62,17 +93,24 @@ CastDigests = Mapping[tuple[str, int], bytes]  # by tensor and start of each ran
 
 
 def cast_digests(model: nn.Module, dtype: DType) -> CastDigests:
-    """Of all that this rank holds, cut into ranges as the encoder cuts them."""
-    found = {}
-    on_gpu = next(model.parameters()).is_cuda
-    scratch = torch.empty(MAX_RANGE_ELEMENTS, dtype=getattr(torch, dtype), pin_memory=on_gpu)
-    for name, parameter in merged_parameters(model):
-        run = held(parameter, shape=parameter.shape)
+    """Of all that this rank holds and publishes, cut into ranges as the encoder cuts them."""
+    parts = digests_of(published_parameters(model), dtype, Coding.RAW)
+    return {(part.tensor, part.start): part.digest for part in parts}
+
+
+def digests_of(tensors: Iterable[tuple[str, torch.Tensor]], dtype: DType, coding: Coding) -> Iterator[RangeDigest]:
+    """Of what this rank holds of them, as ranges without bytes."""
+    scratch = torch.empty(0)
+    for name, tensor in tensors:
+        run = held(tensor, shape=tensor.shape)
+        if not len(scratch):
+            scratch = torch.empty(MAX_RANGE_ELEMENTS, dtype=getattr(torch, dtype))
         for begin, values in zip(
             range(0, len(run.values), MAX_RANGE_ELEMENTS), run.values.split(MAX_RANGE_ELEMENTS), strict=True
         ):
-            found[name, run.start + begin] = _digest(values, scratch[: len(values)])
-    return found
+            if len(values):
+                digest = _digest(values, scratch[: len(values)])
+                yield RangeDigest(name, run.start + begin, len(values), coding, 0, 0, digest)
 
 
 def _digest(values: torch.Tensor, scratch: torch.Tensor) -> bytes:

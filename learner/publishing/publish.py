@@ -27,14 +27,16 @@ import numpy as np
 
 from streamrl.config import schema
 from streamrl.errors import TrainingError
-from streamrl.learner.model.lora import merged_parameters
+from streamrl.learner.model.lora import published_parameters
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.process.background import Jobs
 from streamrl.learner.process.ranks import World
-from streamrl.learner.publishing.host_copy import HostCopy, cast_digests
+from streamrl.learner.publishing.adapter_words import AdapterWords, metas_of
+from streamrl.learner.publishing.copiers import Copier, copier_for
+from streamrl.learner.publishing.host_copy import HostCopy, Part, cast_digests
 from streamrl.learner.publishing.shipping import Announcer, Published, Shipper
 from streamrl.learner.publishing.sweep import Sweeper
-from streamrl.protocol.weights.format import TensorMeta
+from streamrl.protocol.weights.encoder import CodedPart
 from streamrl.protocol.weights.manifest import Manifest
 from streamrl.protocol.weights.retention import AnchorPace
 from streamrl.protocol.weights.stores import BlobStore, budget_in_redis, refuse_too_large
@@ -96,25 +98,26 @@ class Publisher:
         announcer: Announcer,
         canary_ids: tuple[int, ...],  # tokens as the model meets them, for workers to try their engine on
         beside: Jobs,
+        copier: Copier | None = None,  # None: as the device has it
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._policy, self._settings, self._world = policy, config.weights, world
         self._run_uid, self._term, self._canary_ids = run_uid, term, canary_ids
         self._beside, self._clock = beside, clock
-        self._tensors = tuple(
-            TensorMeta(name=name, dtype=config.weights.dtype, shape=tuple(parameter.shape))
-            for name, parameter in merged_parameters(policy.model)
-        )
+        self._words = AdapterWords(policy.model, config.weights.dtype)
+        published = metas_of(published_parameters(policy.model), config.weights.dtype)
+        self._tensors = (*self._words.pretrained, *published)
         max_bytes = budget_in_redis(config.weights)
         if max_bytes:
-            refuse_too_large(sum(tensor.num_bytes for tensor in self._tensors), config.weights)
+            refuse_too_large(sum(tensor.num_bytes for tensor in published), config.weights)
         self._shipper = Shipper(
             world=world.beside(timeout_s=config.weights.give_up_after_s + _SPARE_S),
             store=store,
             sweeper=Sweeper(store=store, run_uid=run_uid, term=term, max_bytes=max_bytes, clock=clock),
             announcer=announcer,
         )
-        self._copy = HostCopy(config.weights.dtype)
+        self._copier = copier or copier_for(world.device)
+        self._copy = HostCopy(config.weights.dtype, self._copier)
         self._pace = AnchorPace(every=config.weights.anchor_every, share=config.weights.anchor_share)
         self._next_n = 0
         self._under_way: Future[Published | None] | None = None
@@ -150,20 +153,27 @@ class Publisher:
             tensors=self._tensors,
             shards=(),  # they are yet to be encoded
             canary_ids=self._canary_ids,
+            adapters=self._words.adapters,
         )
         self._next_n += 1
         if self._trying_since is None:
             self._trying_since = self._clock()
         encoded = [
-            self._beside.submit(partial(self._shipper.encode, pending, part))
-            for part in self._copy.take(self._policy.model)
+            self._beside.submit(partial(self._encode, pending, part)) for part in self._copy.take(self._policy.model)
         ]
-        cast = cast_digests(self._policy.model, self._settings.dtype)  # while the copy is encoded
-        shipped = self._under_way = self._beside.submit(lambda: self._shipper.ship(pending, encoded, cast))
+        cast = (
+            None if self._copier.checks else cast_digests(self._policy.model, self._settings.dtype)
+        )  # beside encoding
+        words = self._words.take()
+        shipped = self._under_way = self._beside.submit(lambda: self._shipper.ship(pending, encoded, cast, words))
         if base is not None and self._pace.due:
             if self._anchorless_since is None:
                 self._anchorless_since = self._clock()
             self._anchor = self._beside.submit(lambda: self._shipper.lay_anchor() if shipped.result() else None)
+
+    def _encode(self, pending: Manifest, part: Part) -> list[CodedPart]:
+        part.check()
+        return self._shipper.encode(pending, part.ranges)
 
     def settle(self, *, wait_s: float = 0.0) -> Published | None:
         published = None

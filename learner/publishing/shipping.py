@@ -34,7 +34,7 @@ from streamrl.learner.publishing.host_copy import CastDigests, refuse_other_byte
 from streamrl.learner.publishing.sweep import Sweeper
 from streamrl.protocol.transport.types import Announcement
 from streamrl.protocol.weights.encoder import CodedPart, EncodedShard, ShardEncoder
-from streamrl.protocol.weights.format import HeldRange
+from streamrl.protocol.weights.format import Coding, HeldRange, RangeDigest
 from streamrl.protocol.weights.manifest import Manifest, ShardRecord, decode_record, encode_manifest, encode_record
 from streamrl.protocol.weights.stores import BlobStore
 from streamrl.versions import show
@@ -78,15 +78,22 @@ class Shipper:
         self._world, self._store, self._sweeper, self._announcer = world, store, sweeper, announcer
         self._encoder = ShardEncoder()
         self._announced: Manifest | None = None  # the newest
+        self._words: Sequence[RangeDigest] = ()  # of the version shipped last
 
     def encode(self, pending: Manifest, ranges: Sequence[HeldRange]) -> list[CodedPart]:
         """Some of what this rank holds. Here and below `pending` lacks its blobs yet, and nothing else."""
         return self._encoder.encode_part(ranges, anchor=pending.base == 0)
 
     def ship(
-        self, pending: Manifest, encoded: Sequence[Future[list[CodedPart]]], cast: CastDigests
+        self,
+        pending: Manifest,
+        encoded: Sequence[Future[list[CodedPart]]],
+        cast: CastDigests | None,  # None: the parts were checked before they were encoded
+        words: Sequence[RangeDigest] = (),
     ) -> Published | None:
-        """All of it. A collective; None when it failed somewhere, which all ranks then know."""
+        """All of it, with `words` beside it that have no bytes. A collective; None when it failed somewhere, which all
+        ranks then know."""
+        self._words = words
         records = self._gathered(pending, self._joined(pending, encoded, cast))
         if records is None:
             return None
@@ -107,24 +114,28 @@ class Shipper:
         """Beside the version announced last. A collective; the anchor's bytes, or None when it failed somewhere: then a
         later version is to have one."""
         assert self._announced is not None, "an anchor lies beside a version"
-        records = self._gathered(self._announced, self._encoder.encode_base())
+        records = self._gathered(self._announced, self._with_words(self._encoder.encode_base()))
         if records is None:
             return None
         manifest = replace(self._announced, anchor=records)
         return sum(record.num_bytes for record in records) if self._all_told(manifest, amended=True) else None
 
     def _joined(
-        self, pending: Manifest, encoded: Sequence[Future[list[CodedPart]]], cast: CastDigests
+        self, pending: Manifest, encoded: Sequence[Future[list[CodedPart]]], cast: CastDigests | None
     ) -> EncodedShard | None:
         """This rank's part; None when that did not work."""
         try:
             parts = [part for some in encoded for part in some.result()]
             shard = self._encoder.join(parts, anchor=pending.base == 0)
-            refuse_other_bytes(shard.ranges, cast)
-            return shard
+            if cast is not None:
+                refuse_other_bytes(shard.ranges, cast)
+            return self._with_words(shard)
         except StreamrlError as error:
             log.warning("weights not encoded", version=show(pending.version), error=str(error))
             return None
+
+    def _with_words(self, shard: EncodedShard) -> EncodedShard:
+        return replace(shard, ranges=(*shard.ranges, *self._words))
 
     def _gathered(self, manifest: Manifest, shard: EncodedShard | None) -> tuple[ShardRecord, ...] | None:
         """All ranks' records of blobs that are in the store; None when some are not."""
@@ -175,5 +186,6 @@ class Shipper:
 
 
 def _changed_fraction(records: Sequence[ShardRecord]) -> float:
-    ranges = [part for record in records for part in record.ranges]
+    wordless = (Coding.PRETRAINED, Coding.MERGED)
+    ranges = [part for record in records for part in record.ranges if part.coding not in wordless]
     return sum(part.num_changed for part in ranges) / max(1, sum(part.length for part in ranges))

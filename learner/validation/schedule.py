@@ -10,6 +10,7 @@ away, and else no longer than `poll` is told to.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import structlog
@@ -33,7 +34,7 @@ class ValidationSchedule:
         self._due: int | None = None  # the step whose weights wait for a version of them to get out
         self._of: frozenset[CheckpointName] = frozenset()  # whose weights the running one tells of
         self._newest: ValidationResult | None = None
-        self._newest_of: frozenset[CheckpointName] = frozenset()  # likewise
+        self._scores: dict[CheckpointName, Mapping[str, float]] = {}  # of checkpoints that may not be there yet
 
     @property
     def running(self) -> bool:
@@ -65,17 +66,22 @@ class ValidationSchedule:
         with redis_may_be_away("no validation"):
             result = self._validation.poll(wait_s=wait_s)
         if result is not None:
-            self._newest, self._newest_of, self._of = result, self._of, frozenset()
+            of, self._newest, self._of = self._of, result, frozenset()
             self._recorder.validation(result)
-            for name in self._newest_of:
-                self.note_committed(name)
+            for name in of:
+                self._scores[name] = result.metrics
+                self._write_score(name)
 
     def note_committed(self, name: CheckpointName) -> None:
-        """Its score, if the newest result is of its weights."""
-        if self._newest is None or name not in self._newest_of:
+        """Its score, if its weights were validated while it was being written."""
+        self._write_score(name)
+        self._scores = {other: metrics for other, metrics in self._scores.items() if other >= name}
+
+    def _write_score(self, name: CheckpointName) -> None:
+        if name not in self._scores:
             return
         try:
-            write_score(self._checkpoints.folder_of(name), self._newest.metrics)
+            write_score(self._checkpoints.folder_of(name), self._scores[name])
         except OSError as error:
             log.warning("score of a checkpoint not written", checkpoint=str(name), error=str(error))
 

@@ -34,7 +34,7 @@ RULES: tuple[tuple[str, str | None], ...] = (
     ("model.path", _WEIGHTS),
     ("model.lora.dropout", None),
     ("model.lora*", _WEIGHTS),
-    *((f"model.{name}", None) for name in ("dtype", "attention", "gradient_checkpointing", "reference")),
+    *((f"model.{name}", None) for name in ("dtype", "attention", "gradient_checkpointing", "reference", "masters")),
     ("data.shuffle", _TICKETS),
     ("data.train*.weight", _TICKETS),
     ("data.*", None),  # what the files hold is compared by itself

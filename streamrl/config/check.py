@@ -25,12 +25,13 @@ from streamrl.recipe.own import FORMS, is_own
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
 _AT_ONE = "1 is the ratio of a sample that is not stale"
-_LIMITS: Mapping[str, tuple[Callable[[float], bool], str]] = {  # arguments of losses
+_LIMITS: Mapping[str, tuple[Callable[[float], bool], str]] = {  # arguments of losses and advantages
     "clamp": (lambda clamp: clamp > 0, "above 0"),
     "low": (lambda low: 0 <= low <= 1, f"from 0 to 1: {_AT_ONE}"),
     "high": (lambda high: high >= 1, f"of at least 1: {_AT_ONE}"),
     "clip_low": (lambda low: 0 <= low <= 1, f"from 0 to 1: {_AT_ONE}"),
     "clip_high": (lambda high: high >= 1, f"of at least 1: {_AT_ONE}"),
+    "discount": (lambda discount: 0 <= discount <= 1, "from 0 to 1"),
 }
 _OF_REINFORCE = (
     *("loss", "loss_args", "advantages", "advantages_args"),
@@ -131,7 +132,9 @@ def _algorithm(config: Config) -> Iterator[Problem]:
     yield from _function(settings, "loss", LOSSES)
     yield from _function(settings, "advantages", ADVANTAGES)
     if settings.loss in LOSSES:
-        yield from _limits(settings)
+        yield from _limits(settings, "loss")
+    if settings.advantages in ADVANTAGES:
+        yield from _limits(settings, "advantages")
     if settings.reinforce_epochs > 1 and settings.loss == "none":
         yield Problem(
             key="algorithm.reinforce_epochs",
@@ -142,6 +145,12 @@ def _algorithm(config: Config) -> Iterator[Problem]:
         yield Problem(
             key="algorithm.discount_factor",
             remedy="gspo judges a response as a whole, so its tokens cannot have advantages of their own; must be 1",
+        )
+    if settings.advantages == "turns" and settings.loss == "gspo":
+        yield Problem(
+            key="algorithm.advantages",
+            remedy="algorithm.loss=gspo judges a response as a whole, so its turns cannot have advantages of their "
+            "own; choose another loss, or leave_one_out",
         )
 
 
@@ -173,11 +182,11 @@ def _arguments_of(function: Callable[..., Any]) -> list[str]:
     return named
 
 
-def _limits(settings: Algorithm) -> Iterator[Problem]:
-    for name, value in settings.loss_args.items():
+def _limits(settings: Algorithm, key: str) -> Iterator[Problem]:
+    for name, value in getattr(settings, f"{key}_args").items():
         allows, words = _LIMITS.get(name, (lambda _: True, ""))
         if isinstance(value, str | bool) or not allows(value):
-            yield Problem(key=f"algorithm.loss_args.{name}", value=value, remedy=f"must be a number {words}".strip())
+            yield Problem(key=f"algorithm.{key}_args.{name}", value=value, remedy=f"must be a number {words}".strip())
 
 
 def _of_reinforce_only(settings: Algorithm) -> Iterator[Problem]:
@@ -227,6 +236,13 @@ def _gpus(config: Config) -> Iterator[Problem]:
         yield Problem(key="worker.gpus", remedy=remedy)
 
 
+def _adapters(config: Config) -> Iterator[Problem]:
+    """Workers take the frozen model from its own files, and hold it against the learner's."""
+    if config.model.lora is not None and (config.model.dtype, config.weights.dtype) == ("bfloat16", "float32"):
+        remedy = "the learner holds the frozen model in bfloat16, which is not what float32 files hold; set bfloat16"
+        yield Problem(key="weights.dtype", remedy=f"{remedy}, or model.dtype=float32")
+
+
 def _names(config: Config) -> Iterator[Problem]:
     datasets = config.data.train if isinstance(config.data.train, dict) else ()
     for what, key, names in (("datasets", "data.train", datasets), ("sources", "rewards", config.rewards)):
@@ -243,6 +259,7 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _algorithm,
     _pace,
     _gpus,
+    _adapters,
     _names,
     places.check_datasets,
     places.check_rewards,

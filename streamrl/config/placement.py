@@ -173,7 +173,8 @@ def _fractions(config: Config, parts: Sequence[str], gpu: Gpu) -> Mapping[str, f
     kinds = Counter(part.partition("/")[0] for part in parts)
     workers, asked = kinds["worker"], config.worker.engine_args.get(_UTILISATION)
     room = _USABLE - _REWARD_SHARE * kinds["reward"]
-    if isinstance(asked, int | float) and workers:
+    asked = asked if isinstance(asked, int | float) else None
+    if asked is not None and workers:
         worker, learner = asked, room - workers * asked
     else:
         learner = (_LEARNER_SHARE if workers else room) * kinds["learner"]

@@ -17,10 +17,12 @@ from urllib.parse import SplitResult, urlsplit
 
 from streamrl.config.explain import Problem
 from streamrl.config.schema import Config, Dataset, Environment, FunctionReward, HttpReward, NamedDataset
+from streamrl.data.dataset import MADE, SOURCES
 from streamrl.data.prompts import read_prompts
 from streamrl.errors import DataError
 from streamrl.permissions import Permissions
 from streamrl.protocol.transport.address import FORMS, PASSWORD, SCHEMES, has_secret, masked
+from streamrl.recipe.environments import ENVIRONMENTS
 from streamrl.recipe.own import FILES, is_own
 from streamrl.recipe.own import FORMS as CODE_FORMS
 from streamrl.recipe.rewards import REWARDS
@@ -43,9 +45,10 @@ def granted(config: Config) -> Permissions:
     ]
     code += [] if config.environment is None else [config.environment]
     urls = [url for one in config.rewards.values() if isinstance(one, HttpReward) for url in one.urls]
+    urls += [] if config.environment is None else config.environment.urls
     return Permissions(
-        reward_code=tuple(one.target for one in code if ":" in one.target),
-        reward_network=tuple(one.target for one in code if one.network),
+        reward_code=tuple(one.target for one in code if one.target and ":" in one.target),
+        reward_network=tuple(one.target for one in code if one.target and one.network),
         reward_environment=tuple(dict.fromkeys(name for one in code for name in one.environment)),
         hosts=tuple(urlsplit(url).netloc for url in urls if url != LOCAL_REWARD_SERVER),
     )
@@ -77,12 +80,34 @@ def check_rewards(config: Config) -> Iterator[Problem]:
 
 
 def _check_environment(config: Config, environment: Environment) -> Iterator[Problem]:
-    if not is_own(environment.target):
-        remedy = f"must be a class of yours as {CODE_FORMS}"
+    if environment.target is None:
+        yield from _check_players(environment)
+    elif environment.urls:
+        remedy = f"rollouts are those of target = {environment.target!r}; set one of the two to its default"
+        yield Problem(key="environment.urls", value=list(environment.urls), remedy=remedy)
+    elif environment.target not in ENVIRONMENTS and not is_own(environment.target):
+        remedy = f"must be one of {', '.join(ENVIRONMENTS)}, or a class of yours as {CODE_FORMS}"
         yield Problem(key="environment.target", value=environment.target, remedy=remedy)
+    if environment.target == "openenv" and not environment.network:
+        yield Problem(key="environment.network", remedy="openenv asks a server, so it must be true")
     if "environment" in config.rewards:
         remedy = "is the name of what the environment gives: call this source otherwise"
         yield Problem(key="rewards.environment", remedy=remedy)
+
+
+def _check_players(environment: Environment) -> Iterator[Problem]:
+    """A service's addresses."""
+    if not environment.urls:
+        remedy = f"name one of {', '.join(ENVIRONMENTS)}, code of yours as {CODE_FORMS}, or by `urls` a service"
+        yield Problem(key="environment.target", remedy=remedy)
+    if environment.options:
+        remedy = "a service has its options from who begins it; take them away"
+        yield Problem(key="environment.options", remedy=remedy)
+    for url in environment.urls:
+        parts = _split(url, ("http", "https"))
+        if parts is None or parts.username is not None or parts.query:
+            remedy = "must be http://host:port, with no user and no query; token_file names a file with a bearer token"
+            yield Problem(key="environment.urls", value=url, remedy=remedy)
 
 
 def _check_service(config: Config, name: str, source: HttpReward) -> Iterator[Problem]:
@@ -147,18 +172,29 @@ _LFS_POINTER = b"version https://git-lfs"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
+# Settings that datasets of one kind alone have.
+_OF_SOURCES = {
+    **dict.fromkeys(("name", "split", "revision"), ("hub",)),
+    **dict.fromkeys(("size", "seed", "options"), MADE),
+    "level": ("reasoning_gym",),
+}
+
+
 def check_datasets(config: Config) -> Iterator[Problem]:
     """Each lies in one place, and has no setting that would do nothing there."""
     for one in config.data.datasets():
-        dataset, key = one.dataset, one.key.removesuffix(".path").removesuffix(".hub")
-        if dataset.hub is None:
-            if dataset.path is None:
-                yield Problem(key=f"{key}.path", remedy="name a file of JSON Lines, or by `hub` a dataset of a hub")
-            for name in ("name", "split", "revision"):
-                if getattr(dataset, name) != Dataset.model_fields[name].default:
-                    yield Problem(key=f"{key}.{name}", remedy="it is of a dataset of a `hub`, and this one is a file")
-        elif dataset.path is not None:
-            yield Problem(key=f"{key}.path", remedy=f"the dataset is that of hub = {dataset.hub!r}; set one to null")
+        dataset, key = one.dataset, one.key.removesuffix(f".{one.dataset.source}")
+        named = [name for name in SOURCES if getattr(dataset, name) is not None]
+        if not named:
+            remedy = f"name a file of JSON Lines, or what holds prompts by one of {', '.join(SOURCES[1:])}"
+            yield Problem(key=f"{key}.path", remedy=remedy)
+        for name in named[1:]:
+            remedy = f"the dataset is that of {named[0]} = {getattr(dataset, named[0])!r}; set one to null"
+            yield Problem(key=f"{key}.{name}", remedy=remedy)
+        for name, sources in _OF_SOURCES.items():
+            if dataset.source not in sources and getattr(dataset, name) != Dataset().model_dump()[name]:
+                remedy = f"it is of a dataset of {' or '.join(sources)}, and this one is of {dataset.source}"
+                yield Problem(key=f"{key}.{name}", remedy=remedy)
     held_out = config.data.validation
     if isinstance(held_out, Dataset) and held_out.weight != 1:
         yield Problem(key="data.validation.weight", remedy="each prompt that is held out is asked once; leave it out")
@@ -173,7 +209,9 @@ def check_files(config: Config, *, trains: bool = True) -> None:
     if config.reward_server is not None:
         problems += _model("reward_server.model", config.reward_server.model)
     if config.environment is not None:
-        problems += _code("environment.target", config.environment.target)
+        problems += _code("environment.target", config.environment.target or "")
+        if config.environment.token_file is not None:
+            problems += _file("environment.token_file", config.environment.token_file)
     for name, source in config.rewards.items():
         if isinstance(source, FunctionReward):
             problems += _code(f"rewards.{name}.target", source.target)

@@ -6,18 +6,28 @@ NeMo-Aligner know a setting by.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from streamrl.config.engines import ENGINES
 from streamrl.data.dataset import Dataset as Dataset
+from streamrl.data.settings import Data as Data
+from streamrl.data.settings import NamedDataset as NamedDataset
 from streamrl.recipe.settings import Algorithm as Algorithm
 from streamrl.recipe.settings import Kl as Kl
-from streamrl.settings import Arguments, Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+from streamrl.settings import (
+    Arguments,
+    DeepArguments,
+    Fraction,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+)
 
 
 class Redis(Section):
@@ -41,67 +51,13 @@ class Model(Section):
     # Of forward and backward passes; masters stay fp32, but for float64: everything, to compare runs to the last digit
     dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
     attention: Literal["auto", "masked", "varlen"] = "auto"  # of packed sequences; auto: varlen for bfloat16 on a GPU
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Literal["auto"] | bool = "auto"  # auto: on GPUs, for a model that can
     lora: Lora | None = None  # train adapters; the base is the reference
     # Where the frozen reference waits, while KL needs one: on the device | in the host's memory, passing through the
     # device layer by layer. With lora there is no copy, and nothing to place.
     reference: Literal["device", "cpu"] = "device"
-
-
-def _form_of_train(value: object) -> str:
-    """So that mistakes in a map are told of its entries, not that it is no path."""
-    if isinstance(value, dict):
-        is_one = any(name in value and not isinstance(value[name], dict) for name in ("path", "hub"))
-        return "a dataset" if is_one else "a map"
-    return "a dataset" if isinstance(value, Dataset) else "a path"
-
-
-Train = Annotated[
-    Annotated[str, Tag("a path")]
-    | Annotated[Dataset, Tag("a dataset")]
-    | Annotated[dict[str, Dataset], Field(min_length=1), Tag("a map")],
-    Discriminator(_form_of_train),
-]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedDataset:
-    """A dataset of the configuration, however that was written."""
-
-    key: str  # of the setting that names its place
-    name: str = ""  # empty where there is only one
-    dataset: Dataset
-
-
-class Data(Section):
-    # JSONL of prompts: {"text"|"prompt"|"messages": ..., further fields go to the rewards}; a dataset with columns of
-    # other names, or of a hub; or several, by name
-    train: Train
-    validation: str | Dataset | None = None
-    max_prompt_tokens: Positive = 1024
-    # A prompt over max_prompt_tokens; truncate: its last tokens are the prompt, what they say is what rewards see
-    overlong: Literal["error", "skip", "truncate"] = "error"
-    malformed: Literal["error", "skip"] = "error"  # a line that is not a prompt; skipped ones are counted
-    shuffle: bool = True
-
-    def train_sets(self) -> tuple[NamedDataset, ...]:
-        if isinstance(self.train, dict):
-            return tuple(_named(dataset, f"data.train.{name}", name) for name, dataset in self.train.items())
-        return (_named(self.train, "data.train"),)
-
-    def validation_set(self) -> NamedDataset | None:
-        return None if self.validation is None else _named(self.validation, "data.validation")
-
-    def datasets(self) -> tuple[NamedDataset, ...]:
-        """All that are trained on, then the one that is held out."""
-        held_out = self.validation_set()
-        return (*self.train_sets(), *([] if held_out is None else [held_out]))
-
-
-def _named(source: str | Dataset, key: str, name: str = "") -> NamedDataset:
-    if isinstance(source, str):
-        return NamedDataset(key=key, name=name, dataset=Dataset(path=source))
-    return NamedDataset(key=f"{key}.{'path' if source.hub is None else 'hub'}", name=name, dataset=source)
+    # Where fp32 masters, their gradients and AdamW's moments wait, likewise; on the host AdamW makes its step there.
+    masters: Literal["device", "cpu"] = "device"
 
 
 class Sampling(Section):
@@ -162,17 +118,25 @@ Reward = Annotated[FunctionReward | HttpReward, Field(discriminator="type")]
 class Environment(Section):
     """What answers the model in a rollout of several turns; its rewards are a source of that name."""
 
-    target: str  # a class: `package.module:Class` or `path/to/file.py:Class`
-    options: Arguments = Field(default_factory=dict)  # keyword arguments of the class
+    # A built-in name, a class, or an agent: a function `rollout(session, row)`. The latter two as `package.module:name`
+    # or `path/to/file.py:name`. null: a service at `urls`
+    target: str | None = None
+    urls: tuple[str, ...] = ()  # http://host:port of a service that plays; several are replicas of it
+    options: Arguments = Field(default_factory=dict)  # keyword arguments of the class, or of the function
     weight: float = 1.0  # of its rewards beside those of `rewards`
     max_turns: Positive = 8  # of the model; then the rollout is cut off
     # Of a rollout beyond its prompt, sampled and given; sampling.max_tokens is that of a turn.
     max_tokens: Positive = 1024
-    timeout_s: PositiveFloat = 10.0  # for one answer
+    timeout_s: PositiveFloat = 10.0  # for one answer; of an agent: between two requests
+    outage_s: PositiveFloat = 600.0  # of a service: how long rollouts wait while it is out; then their tickets go back
+    token_file: str | None = None  # of a service: a file that holds the bearer token
+    rollout_timeout_s: PositiveFloat = 600.0  # of an agent: for a whole rollout
     memory_mb: Positive = 4096  # of one child process
     processes: Positive = 1  # child processes that rollouts are spread over
     network: bool = False  # it may open connections, where its worker allows it
     environment: tuple[str, ...] = ()  # variables that it gets of its worker's, beside PATH, HOME and their like
+    tool_parser: str = "hermes"  # of an agent: how calls of tools stand in answers; or a parser of vLLM's by its name
+    key_in_url: bool = False  # of an agent: its session's key stands in the base URL, for one that can send no header
 
 
 class RewardServer(Section):
@@ -283,7 +247,7 @@ class Worker(Section):
     min_survivors: Positive = 2  # deliver a group when at least so many samples have a score
     grace_s: PositiveFloat = 10.0  # on SIGTERM: finish groups for so long, then hand tickets back
     threads: NonNegative = 0  # CPU threads of the engine; 0: the engine's choice
-    engine_args: Arguments = Field(default_factory=dict)  # passed on to vLLM
+    engine_args: DeepArguments = Field(default_factory=dict)  # passed on to vLLM; maps and lists too
     start_timeout_s: PositiveFloat = 300.0
     stall_s: PositiveFloat = 120.0  # an engine that makes no token for so long while it should is started anew
 

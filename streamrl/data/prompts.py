@@ -4,9 +4,9 @@
     {"messages": [{"role": "user", "content": "What is 2 + 3?"}], "answer": "5"}
 
 `prompt` is another name of `text`. All further fields go to the rewards as they are, and `messages` with them. Which
-columns these are in other files, and in datasets of a hub, the configuration says (`Dataset`). A line that is not a
-prompt is an error with file and line, or is skipped and counted where the configuration says so; empty lines are
-nothing.
+columns these are in other files, and in datasets of a hub or a library, the configuration says (`Dataset`). A line that
+is not a prompt is an error with file and line, or is skipped and counted where the configuration says so; empty lines
+are nothing.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from streamrl.data.dataset import Dataset, named_in, written
+from streamrl.data.dataset import MADE, Dataset, named_in, written
 from streamrl.data.hub import hub_lines
+from streamrl.data.made import made_file
 from streamrl.errors import DataError, WireError
 from streamrl.protocol.wire.codec import MAX_TEXT_CHARS
 from streamrl.protocol.wire.ticket import encode_row
@@ -61,7 +62,7 @@ def read_prompts(source: Dataset | str | Path, *, malformed: OnBadRow, key: str 
     dataset = source if isinstance(source, Dataset) else Dataset(path=str(source))
     rows: list[PromptRow] = []
     num_skipped = 0
-    lines = _lines(Path(dataset.place), key) if dataset.hub is None else hub_lines(dataset, key)
+    lines = hub_lines(dataset, key) if dataset.source == "hub" else _lines(_file_of(dataset, key), key)
     for line, data in lines:
         try:
             rows.append(_parse(line, data, dataset))
@@ -73,6 +74,10 @@ def read_prompts(source: Dataset | str | Path, *, malformed: OnBadRow, key: str 
         skipped = f"; {num_skipped} malformed lines were skipped" if num_skipped else ""
         raise DataError(f"{key}: {dataset.place} holds no prompts{skipped}")
     return PromptFile(place=dataset.place, rows=tuple(rows), num_skipped=num_skipped)
+
+
+def _file_of(dataset: Dataset, key: str) -> Path:
+    return made_file(dataset, key) if dataset.source in MADE else Path(dataset.place)
 
 
 def _lines(path: Path, key: str) -> Iterator[tuple[int, bytes]]:

@@ -160,11 +160,14 @@ def report_lines(report: Report) -> Iterator[str]:
     yield from _table(report.completions)
     yield ""
     prompts = report.prompts
-    yield f"{'prompts':<18}{prompts.to_train} to train on, {prompts.held_out} held out, {prompts.in_both} in both"
-    for name, value in summary_lines(report.summary):
-        yield f"{name:<18}{value}"
-    yield f"{'plot':<18}{report.plot}"
-    yield f"{'took':<18}{report.total_s:.0f} s, {report.prepare_s:.0f} s of them for {report.prepared}"
+    facts = [
+        ("prompts", f"{prompts.to_train} to train on, {prompts.held_out} held out, {prompts.in_both} in both"),
+        *summary_lines(report.summary),
+        ("plot", str(report.plot)),
+        ("took", f"{report.total_s:.0f} s, {report.prepare_s:.0f} s of them for {report.prepared}"),
+    ]
+    width = max(len(name) for name, _ in facts) + 2
+    yield from (f"{name:<{width}}{value}" for name, value in facts)
 
 
 def _table(completions: tuple[Completion, ...]) -> Iterator[str]:

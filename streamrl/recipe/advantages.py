@@ -4,6 +4,13 @@ For sample i of n, with m_j = 1 where sample j may teach (it ended by itself, or
 
     leave_one_out   A_i = R_i - sum over j != i of m_j R_j / (sum over j of m_j - 1)     RLOO; 0 for a lone teacher
     group_mean      A_i = R_i - sum over j of m_j R_j / sum over j of m_j                GRPO
+    turns           A_t = G_ik - mean of G_jk over j != i that may teach and came to turn k      t in turn k of sample i
+                    G_ik = sum over l >= k of discount^(l - k) R_il                               return to go
+
+R_ik is what turn k has in R_i; what the whole is worth, and the KL penalty, come with the last turn. Where no other
+came to turn k, the last turn that one of them came to stands in. A baseline is made of the other samples alone,
+whatever turn it is of, so that the gradient of `turns` with a discount of 1 is unbiased, as that of `leave_one_out`
+is. Below 1 a turn answers more for what comes soon, at 0 for its own reward alone: less noise, and another objective.
 
 A function takes a `ScoredGroup` and returns [n] numbers, or a list of n arrays with a number for each token. With
 whatever it gives is done what settings of `algorithm` ask for, in this order, token t of T_i having A_t = A_i at first:
@@ -17,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +45,8 @@ class ScoredGroup:
     finish_reasons: tuple[str, ...]  # [n] "stop", "length", ...
     masks: tuple[npt.NDArray[np.bool_], ...]  # n times [T_i] tokens with a loss
     rewards_by_source: Mapping[str, npt.NDArray[np.float64]]  # [n] each; before their weights, NaN where there is none
+    turns: tuple[tuple[tuple[int, int], ...], ...] = ()  # n times: tokens [begin, end) of each turn of the model
+    turn_rewards: tuple[npt.NDArray[np.float64], ...] = ()  # n times [turns] what each has in `rewards`
 
 
 def leave_one_out(group: ScoredGroup) -> npt.NDArray[np.float64]:  # [n]
@@ -57,7 +67,33 @@ def group_mean(group: ScoredGroup) -> npt.NDArray[np.float64]:  # [n]
     return values
 
 
-ADVANTAGES: Mapping[str, Callable[..., Advantages]] = {"leave_one_out": leave_one_out, "group_mean": group_mean}
+def turns(group: ScoredGroup, *, discount: float = 1.0) -> list[npt.NDArray[np.float64]]:  # n times [T_i]
+    """Tokens that were given have no advantage."""
+    if not 0 <= discount <= 1:
+        raise ValueError(f"discount must be from 0 to 1, and is {discount}")
+    values = [np.zeros(length) for length in group.lengths]
+    to_go = [_to_go(rewards, discount) for rewards in group.turn_rewards]
+    for i, own in enumerate(to_go):
+        others = [to_go[j] for j in np.flatnonzero(group.may_teach) if j != i and len(to_go[j])]
+        if not group.may_teach[i] or not others:
+            continue
+        furthest = max(map(len, others))
+        for k, (begin, end) in enumerate(group.turns[i]):
+            at = min(k, furthest - 1)
+            values[i][begin:end] = own[k] - np.mean([other[at] for other in others if len(other) > at])
+    return values
+
+
+def _to_go(rewards: npt.NDArray[np.float64], discount: float) -> npt.NDArray[np.float64]:
+    backwards = accumulate(rewards[::-1], lambda later, reward: reward + discount * later)
+    return np.array(list(backwards), dtype=np.float64)[::-1]
+
+
+ADVANTAGES: Mapping[str, Callable[..., Advantages]] = {
+    "leave_one_out": leave_one_out,
+    "group_mean": group_mean,
+    "turns": turns,
+}
 
 
 def scaled_by_std(values: PerToken, group: ScoredGroup) -> PerToken:

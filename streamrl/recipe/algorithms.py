@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.errors import ConfigError
-from streamrl.protocol.wire.group import Group, GroupHeader
+from streamrl.protocol.wire.group import Group, GroupHeader, Sample
 from streamrl.recipe.advantages import ADVANTAGES, PerToken, ScoredGroup, per_token, scaled_by_std
 from streamrl.recipe.losses import KL_ESTIMATES, LOSSES, Losses, Metric, TokenBatch, uncorrected
 from streamrl.recipe.own import FORMS, bind, describe, is_own, load_function
@@ -54,7 +54,7 @@ class Judged:
     """A group's advantages."""
 
     values: PerToken  # n times [T_i]
-    baselines: npt.NDArray[np.float64]  # [n] what was taken off the reward, in the mean over a sample's tokens
+    baselines: npt.NDArray[np.float64]  # [n] what was taken off the reward, in the mean over a sample's trained tokens
 
 
 class Reinforce:
@@ -100,8 +100,9 @@ class Reinforce:
 
     def advantages(self, group: Group, penalties: npt.NDArray[np.float64]) -> Judged:
         header, samples = group.header, group.samples
+        rewards = np.asarray(header.sample_rewards, dtype=np.float64) - penalties
         scored = ScoredGroup(
-            rewards=np.asarray(header.sample_rewards, dtype=np.float64) - penalties,
+            rewards=rewards,
             may_teach=usable(header, self._settings),
             lengths=np.asarray(header.sample_lengths, dtype=np.int64),
             finish_reasons=tuple(sample.finish_reason for sample in samples),
@@ -110,6 +111,8 @@ class Reinforce:
                 name: np.array([sample.rewards.get(name, np.nan) for sample in samples])
                 for name in sorted({name for sample in samples for name in sample.rewards})
             },
+            turns=tuple(tuple(sample.turns()) for sample in samples),
+            turn_rewards=tuple(map(_by_turn, samples, rewards)),
         )
         return self.judge(scored)
 
@@ -124,7 +127,7 @@ class Reinforce:
                 f"{group.rewards.tolist()!s:.100} and lengths {group.lengths.tolist()!s:.100} it returned "
                 f"{returned:.200}"
             )
-        means = np.array([np.mean(value) if np.size(value) else 0.0 for value in given_back])
+        means = np.array([_mean(value, mask) for value, mask in zip(given_back, group.masks, strict=True)])
         return Judged(
             values=scaled_by_std(values, group) if self._settings.scale_by_std else values,
             baselines=group.rewards - means,
@@ -190,6 +193,14 @@ def make_algorithm(settings: Settings) -> Algorithm:
     return ALGORITHMS[settings.name](settings)
 
 
+def _by_turn(sample: Sample, reward: float) -> npt.NDArray[np.float64]:  # [turns]
+    """The reward of a sample, to each turn its own; what no turn has earned comes with the last."""
+    found = np.zeros(len(sample.turns()))
+    found[: len(sample.turn_rewards)] = sample.turn_rewards
+    found[-1:] += reward - found.sum()
+    return found
+
+
 def usable(header: GroupHeader, settings: Settings) -> npt.NDArray[np.bool_]:  # [n]
     """Samples that may teach: those that ended by themselves, or all where the setting says so."""
     ended = np.asarray(header.sample_finished, dtype=np.bool_)
@@ -205,6 +216,11 @@ def _function(settings: Settings, key: str, known: Mapping[str, Callable[..., An
     except Exception as error:  # user code may raise anything while it is imported
         place = f"algorithm.{key} = {target!r}" + (f", algorithm.{key}_args = {dict(arguments)}" if arguments else "")
         raise ConfigError(f"{place}: cannot use it: {describe(error)}") from error
+
+
+def _mean(value: float | npt.NDArray[np.float64], mask: npt.NDArray[np.bool_]) -> float:
+    trained = np.asarray(value) if np.ndim(value) == 0 else np.asarray(value)[mask]
+    return float(trained.mean()) if trained.size else 0.0
 
 
 def _misshapen(values: torch.Tensor, metrics: Mapping[str, Metric], batch: TokenBatch) -> str:

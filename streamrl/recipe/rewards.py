@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from streamrl.recipe import reasoning
+
 # Thousands may be set apart by commas; a minus after a digit is a subtraction and no sign.
 _NUMBER = re.compile(r"(?<![\d.,])-?\d+(?:,\d{3})*(?:\.\d+)?(?:[eE][-+]?\d+)?")
 
@@ -89,7 +91,9 @@ REWARDS: Mapping[str, Callable[..., float]] = {
     "math_equal": math_equal,
     "regex_format": regex_format,
     "length_penalty": length_penalty,
+    "reasoning_gym": reasoning.score_answer,
 }
+LOADS: Mapping[str, Callable[[], None]] = {"reasoning_gym": reasoning.load}  # what is done before the first sample
 
 
 def _field(fields: Mapping[str, Any], name: str) -> Any:

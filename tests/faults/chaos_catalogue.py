@@ -45,6 +45,10 @@ SCENARIOS: Mapping[str, str] = {
     "T30": "judged: LoRA, all faults",
     "T31": "judged: two ranks, each version against its checkpoint",
     "T32": "judged: stand-ins, one fault upon the other",
+    "T33": "Sentinel failover under load: masters die, or sleep and wake up",
+    "T34": "replay of a run that lived through faults",
+    "T35": "what was served as each version, against the learner's",
+    "T36": "hosts: lost, cut off, one more, in any order",
 }
 
 _NAMED = re.compile(r"(T\d+(?:, T\d+)*): ")

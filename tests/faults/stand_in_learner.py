@@ -1,9 +1,9 @@
 """A learner without a model, as a process that can be killed.
 
-    lease ─► term ─► claim ─► [conductor's plan ─► settle ─► publish ─► commit] ... ─► release
+    lease ─► term ─► claim ─► [conductor's plan ─► settle ─► publish ─► checkpoint, beside the loop] ... ─► release
 
-Admission, conductor, feed, checkpoints, journal, blobs and streams are the real ones. Left out are the tensors: those
-of a checkpoint are ten bytes, those of a version a text that names it.
+Admission, conductor, feed, checkpoints and their writer, journal, blobs and streams are the real ones. Left out are
+the tensors: those of a checkpoint are some bytes, those of a version a text that names it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import redis
 
 from streamrl.config import schema
 from streamrl.errors import Fenced, TransportError
-from streamrl.learner.checkpoints.checkpoint import CheckpointRoot, describe
-from streamrl.learner.checkpoints.terms import CheckpointName
+from streamrl.learner.checkpoints.checkpoint import CheckpointRoot
+from streamrl.learner.checkpoints.save import RankStateDouble, Saver
 from streamrl.learner.conductor import Conductor
 from streamrl.learner.groups.feed import Feed
 from streamrl.learner.groups.plan import GroupCheck, Kind, Plan, fetch_groups
@@ -31,6 +31,7 @@ from streamrl.learner.groups.prompts import PromptSet
 from streamrl.learner.groups.quarantine import Quarantine
 from streamrl.learner.metrics.keepsakes import append_line
 from streamrl.learner.metrics.record import Timers
+from streamrl.learner.process.background import BackgroundThread
 from streamrl.learner.process.lease import LeaseKeeper
 from streamrl.learner.start import Admitted, Server, admit, take_lease
 from streamrl.protocol.transport.connection import connect
@@ -64,11 +65,23 @@ class _Published:
         return (self.version,)
 
 
+def _alone() -> Any:
+    """A world of one rank."""
+    return SimpleNamespace(
+        size=1,
+        is_main=True,
+        broadcast=lambda words: words,
+        largest=lambda values: values,
+        all_agree=lambda mine: mine,
+        gather_bytes=lambda words: [words],
+    )
+
+
 def _surroundings(config: schema.Config) -> Any:
     """What the conductor asks of them; the real ones bring torch, which takes seconds to import."""
     return SimpleNamespace(
         config=config,
-        world=SimpleNamespace(size=1, broadcast=lambda words: words),
+        world=_alone(),
         tokenizer_info=SimpleNamespace(tokenizer=None),
         progress=Progress(part="learner/0", role="learner"),
         timers=Timers(),
@@ -121,7 +134,7 @@ class _Loop:
         config = place.config()
         self._deadly_ticket, self._stream = place.deadly_ticket, admitted.stream
         start, state = admitted.start, admitted.checkpoint.state.stream if admitted.checkpoint else None
-        self._config, self._start, self._checkpoints = config, start, CheckpointRoot(config.folder)
+        self._config, self._start = config, start
         self._step = start.step
         self._publisher = _Publisher(admitted.stream, store, run_uid=start.run_uid, term=start.term)
         feed = Feed(
@@ -145,18 +158,34 @@ class _Loop:
             validation=None,
             lease=keeper,
         )
+        self._beside = BackgroundThread("checkpoints")
+        self._saver = Saver(
+            state=RankStateDouble(),
+            world=_alone(),
+            checkpoints=CheckpointRoot(config.folder),
+            conductor=self._conductor,
+            term=start.term,
+            beside=self._beside,
+            timers=Timers(),
+        )
 
     def run(self) -> bool:
         """Whether the last checkpoint could be written."""
-        self._publish()
-        while (plan := self._conductor.next_plan(self._step)).kind not in (Kind.END, Kind.STOP):
-            if plan.kind is Kind.STEP:
-                self._train_on(plan)
-            elif plan.kind is Kind.COMMIT:
-                self._commit()
-            elif plan.kind is Kind.PUBLISH:
-                self._publish()
-        return self._commit()
+        with self._beside.working(join_s=1.0):
+            self._publish()
+            while (plan := self._next_plan()).kind not in (Kind.END, Kind.STOP):
+                if plan.kind is Kind.STEP:
+                    self._train_on(plan)
+                elif plan.kind is Kind.COMMIT:
+                    self._begin_checkpoint()
+                elif plan.kind is Kind.PUBLISH:
+                    self._publish()
+            return self._saver.save(self._step, consumed_samples=0)
+
+    def _next_plan(self) -> Plan:
+        if self._saver.busy:
+            self._saver.settle()
+        return self._conductor.next_plan(self._step)
 
     def _train_on(self, plan: Plan) -> None:
         if self._deadly_ticket in [entry.ticket for entry in plan.entries]:
@@ -170,7 +199,10 @@ class _Loop:
         print(f"{STEP}{self._step}")
         self._publish()
         if self._step % self._config.checkpoint.every_steps == 0:
-            self._commit()
+            self._begin_checkpoint()
+
+    def _begin_checkpoint(self) -> None:
+        self._saver.begin(self._step, consumed_samples=0)
 
     def _record(self, trained: Sequence[GroupHeader]) -> None:
         """By which a judge can tell what was trained; the real record has more."""
@@ -185,6 +217,7 @@ class _Loop:
             "train_rollouts/prompt_lengths": prompts / samples,
             "timers/generate": sum(header.generate_s for header in trained) / len(trained),
         }
+        self._stream.record(self._step, row)  # first, as the real one does: who is fenced off writes no line
         append_line(self._config.folder / "metrics.jsonl", row)
 
     def _publish(self) -> None:
@@ -195,19 +228,6 @@ class _Loop:
             raise
         except TransportError as error:
             print(error)
-
-    def _commit(self) -> bool:
-        """As the saver does: what the disk refuses is tried again at the next checkpoint."""
-        name = CheckpointName(self._start.term, self._step)
-        try:
-            weights = self._checkpoints.new_folder(name) / "weights"
-            weights.write_bytes(b"w" * 10)
-            files = {weights.name: describe(weights)}
-            self._conductor.commit(name, consumed_samples=0, files=files)
-        except OSError as error:
-            print(error)
-            return False
-        return True
 
 
 class _Publisher:

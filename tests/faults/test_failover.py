@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
-
-import redis
 
 from streamrl.config import schema
 from streamrl.learner.process.lease import LeaseKeeper
 from streamrl.protocol.transport.connection import connect, connect_async
-from streamrl.protocol.transport.embedded import find_server
 from streamrl.protocol.transport.keys import Keys
+from tests.faults.replicas import Server, server
 from tests.faults.report import report
-from tests.helpers import wait_until
 from tests.redis.run_world import RunWorld
 
 NUM_FAILOVERS = 4
@@ -90,61 +85,8 @@ async def work(world: RunWorld, *, num_steps: int) -> float:
     return first_s
 
 
-class Server:
-    """One that others can replicate, which takes TCP; the run talks to its socket."""
-
-    def __init__(self, folder: Path, *, replica_of: Server | None) -> None:
-        folder.mkdir()
-        self.socket, self.port = folder / "redis.sock", _free_port()
-        options = {"port": self.port, "bind": "127.0.0.1", "unixsocket": self.socket, "dir": folder, "save": ""}
-        options |= {"repl-diskless-sync-delay": 0}  # else a replica waits 5 s for others that may come
-        options |= {"replicaof": f"127.0.0.1 {replica_of.port}"} if replica_of else {}
-        words = [word for name, value in options.items() for word in (f"--{name}", *_words(name, str(value)))]
-        with (folder / "log").open("wb") as log:
-            self.process = subprocess.Popen([str(find_server()), *words], stdout=log, stderr=log)
-        self.admin = redis.Redis(unix_socket_path=str(self.socket), protocol=2)
-        wait_until(self._is_ready, description=f"a server in {folder}")
-
-    @property
-    def num_written(self) -> int:
-        """Bytes of commands that changed something."""
-        return int(self.admin.info("replication")["master_repl_offset"])
-
-    def cut_off(self) -> None:
-        """It has what was written until about now, and will not hear of what comes."""
-        self.admin.replicaof("NO", "ONE")
-
-    def _is_ready(self) -> bool:
-        try:
-            state = self.admin.info("replication")
-        except redis.RedisError:
-            return False
-        return state["role"] == "master" or state["master_link_status"] == "up"
-
-
-@contextmanager
-def server(folder: Path, *, replica_of: Server | None = None) -> Iterator[Server]:
-    made = Server(folder, replica_of=replica_of)
-    try:
-        yield made
-    finally:
-        made.admin.close()
-        made.process.kill()
-        made.process.wait()
-
-
 def lead(address: Path, to: Server) -> None:
     """Who connects to the address reaches this server from now on."""
     aside = address.with_suffix(".new")
     os.symlink(to.socket, aside)
     aside.rename(address)
-
-
-def _words(option: str, value: str) -> list[str]:
-    return value.split() if option == "replicaof" else [value]
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])

@@ -141,8 +141,9 @@ class Run:
         )
 
     def await_checkpoint_that_stays(self, last: CheckpointName) -> CheckpointName:
-        """Two more are due after it, while the disk is full; one that was written just before still counts."""
-        self.await_steps(1)
+        """Two more are due after it, while the disk is full; one that was written just before still counts, which the
+        loop notices at the next step."""
+        self.await_steps(2)
         before = self.checkpoint() or last
         self.await_steps(2 * _EVERY_STEPS)
         assert self.checkpoint() == before, "the disk was not full"

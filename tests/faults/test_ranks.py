@@ -87,7 +87,8 @@ def test_ranks_that_are_killed_at_random_cost_the_steps_since_the_checkpoint(
     audit = audit_folder(config.folder, redis_url=redis_url)
     percentiles = {"p50_s": p50, "p95_s": p95} if count > _FEW else {}
     report("T1", audit, injections=count, recovery_s=max(recoveries), wasted_steps=wasted, **percentiles)
-    assert wasted <= count * config.checkpoint.every_steps
+    # A rank that dies while a checkpoint is written goes on from the one before; the next one waits for it.
+    assert wasted <= count * 2 * config.checkpoint.every_steps
     assert count <= _FEW or p95 <= _MOST_RECOVERY_S, figure
 
 

@@ -58,9 +58,11 @@ def test_a_learner_that_is_ten_times_slower_holds_its_workers_back(
 
 
 def most_groups(place: Place) -> int:
-    """On their way or in hand, and those that ended since the checkpoint, some of which are dropped without a step."""
+    """On their way or in hand, and those that ended since what the checkpoint holds, some of which are dropped without
+    a step. A checkpoint is written beside the steps up to the next one, which waits for it."""
     on_the_way = (place.config().lag.max_steps + 1) * GROUPS_PER_STEP
-    return on_the_way + 2 * place.commit_every * GROUPS_PER_STEP
+    uncommitted = 2 * place.commit_every * GROUPS_PER_STEP
+    return on_the_way + 2 * uncommitted
 
 
 def num_steps(learner: Part) -> int:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from streamrl.config import schema
 from streamrl.learner.checkpoints.export import export
-from streamrl.learner.checkpoints.save import load_state, save_state
+from streamrl.learner.checkpoints.shard import load_state
 from streamrl.learner.metrics.tally import Tally
 from streamrl.learner.model.gradients import Gradients, Reference, asking, make_optimizer, make_reference, update
 from streamrl.learner.model.load import load_policy, load_reference, read_tokenizer_info
@@ -36,9 +36,11 @@ from streamrl.protocol.transport.types import Announcement
 from streamrl.protocol.weights.stores import FileStore
 from streamrl.recipe.algorithms import make_algorithm
 from streamrl.recipe.losses import LOSSES
+from tests.casts import watch_a_pass
 from tests.learner_cases import learner_config, random_groups
 from tests.probing import probe
 from tests.publish_world import finish, publish
+from tests.shards import write_shard
 
 NUM_STEPS = 3
 NUM_DOUBLE_STEPS = 51
@@ -135,7 +137,7 @@ class Rank:
         return {name: whole(p).clone() for name, p in self.policy.model.named_parameters()}
 
     def merged(self) -> dict[str, torch.Tensor]:
-        return {name: whole(p).clone() for name, p in merged_parameters(self.policy.model)}
+        return {name: whole(p).clone() for name, p in merged_parameters(self.policy.model, torch.float32)}
 
 
 def publisher(rank: Rank, folder: Path, beside: BackgroundThread) -> Publisher:
@@ -202,7 +204,7 @@ def work(folder: Path, world: World) -> None:
     (out / f"poisoned-{world.rank}.json").write_text(json.dumps(found))
     (out / "checkpoint").mkdir(exist_ok=True)
     world.barrier()
-    save_state(out / "checkpoint", rank.policy, rank.optimizer, world)
+    write_shard(out / "checkpoint", rank.policy, rank.optimizer, world)
     world.barrier()
     restored = Rank(folder, world)
     load_state(out / "checkpoint", restored.policy, restored.optimizer, world)
@@ -234,7 +236,7 @@ def train_adapters(folder: Path, world: World) -> None:
     assert torch.equal(rank.reference_logprobs(), before), "the base is the reference, and never moves"
     (out / "checkpoint").mkdir(exist_ok=True)
     world.barrier()
-    save_state(out / "checkpoint", rank.policy, rank.optimizer, world)
+    write_shard(out / "checkpoint", rank.policy, rank.optimizer, world)
     world.barrier()
     export(rank.policy, read_tokenizer_info(rank.config.model.path).tokenizer, rank.config, world)
     keep(rank.merged(), out / "merged.safetensors", world)
@@ -282,7 +284,17 @@ def save_double(rank: Rank, folder: Path) -> None:
     out = folder / f"double-{rank.world.size}"
     out.mkdir(exist_ok=True)
     rank.world.barrier()
-    save_state(out, rank.policy, rank.optimizer, rank.world)
+    write_shard(out, rank.policy, rank.optimizer, rank.world)
+
+
+def compute_in_half(folder: Path, world: World) -> None:
+    """A gradient, a step, and what of the layers' weights there is in bf16 meanwhile."""
+    out = folder / f"out-{world.size}"
+    out.mkdir(exist_ok=True)
+    rank = Rank(folder, world, dtype="bfloat16")
+    keep(rank.gradient(ALGORITHMS["token mean"]), out / "half.safetensors", world)
+    rank.step(0)
+    (out / f"half-{world.rank}.json").write_text(json.dumps(watch_a_pass(rank.policy)))
 
 
 JOBS: Mapping[str, Callable[[Path, World], None]] = {
@@ -290,6 +302,7 @@ JOBS: Mapping[str, Callable[[Path, World], None]] = {
     "work": work,
     "adapters": train_adapters,
     "float64": train_in_float64,
+    "bfloat16": compute_in_half,
 }
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ from streamrl.protocol.transport.connection import connect_async
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.types import Leased
 from streamrl.protocol.transport.worker import WorkerStream
-from streamrl.protocol.wire.group import Group, GroupHeader, Sample, Span, encode_group, fingerprint, stop_ids
+from streamrl.protocol.wire.fingerprint import fingerprint, stop_ids
+from streamrl.protocol.wire.group import Group, GroupHeader, Sample, Span, encode_group
 from streamrl.protocol.wire.ticket import Ticket
 from tests.tiny_models import make_model
 

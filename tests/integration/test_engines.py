@@ -9,7 +9,6 @@ import asyncio
 import os
 import tempfile
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,20 +19,16 @@ import transformers
 
 from streamrl.config import schema
 from streamrl.errors import SampleError
-from streamrl.learner.model.load import Policy, load_model
-from streamrl.learner.model.logprobs import Head
-from streamrl.learner.model.packing import Piece, pack
 from streamrl.protocol.weights.manifest import Manifest
-from streamrl.protocol.wire.group import Sample, Span
+from streamrl.protocol.wire.group import Span
 from streamrl.telemetry.progress import Progress
 from streamrl.versions import make_version
+from streamrl.workers.engines.base import KvCache
 from streamrl.workers.engines.vllm_engine import VllmEngine
-from streamrl.workers.environments.base import Answer, EnvironmentDouble
-from streamrl.workers.environments.play import Player
-from streamrl.workers.environments.tail import Tail
 from streamrl.workers.proofs.proving import Prover
-from tests.helpers import make_ticket
+from tests.brute_force import check_by_brute_force
 from tests.integration.engine_world import CASES, MAX_PROMPT, TOLERANCE, Served, prompts, worst
+from tests.integration.episode_world import learners_logprobs, play_all, through_the_wire
 from tests.tiny_models import CHARACTERS
 
 pytestmark = [
@@ -171,64 +166,46 @@ async def test_two_hundred_sequences_that_a_load_comes_across_agree_with_the_ver
     assert max(off) <= TOLERANCE
 
 
-async def test_each_turn_of_an_episode_has_the_logprobs_that_the_learner_gives_it(
-    served: Served, record_property: Any
+@pytest.mark.parametrize("kv_cache", ["clear", "salt"])
+@pytest.mark.parametrize("count", [45, pytest.param(500, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
+async def test_of_random_episodes_each_sampled_token_is_trained_once_with_its_own_logprob(
+    served: Served, count: int, kv_cache: KvCache, record_property: Any
 ) -> None:
-    """Through packing and the policy, as it is trained: end tokens are banned anew at the begin of each turn."""
-    first = await served.load(0)
-    sampling = schema.Sampling(max_tokens=12, min_tokens=3)
-    environment = EnvironmentDouble(lambda row, said: Answer(given=f"{said[-1][:4]}?", done=len(said) == 4))
-    settings = schema.Environment(target="m:f", max_turns=4, max_tokens=80)
-    player = Player(environment, tail=Tail(served.facts.tokenizer), settings=settings)
-    asked = prompts(24, seed=9)
-    playing = asyncio.gather(
-        *(
-            player.play(make_ticket(i), served.engine, replace(served.request(prompt), sampling=sampling))
-            for i, prompt in enumerate(asked)
-        )
+    """As the learner computes it, through packing and the policy: with tokens given between turns, branches, end
+    tokens banned anew at the begin of each turn, and loads in the middle of it all."""
+    episodes, models = await play_all(served, count, kv_cache=kv_cache)
+    samples = [through_the_wire(episode) for episode in episodes]
+    for episode, sample in zip(episodes, samples, strict=True):
+        check_by_brute_force(episode.prompt, sample, [(turn.context, turn.generated) for turn in episode.turns])
+
+    asked = [(episode.prompt, sample) for episode, sample in zip(episodes, samples, strict=True)]
+    learnt = {model: learners_logprobs(served, model, asked) for model in set(models.values())}
+    off, num_tokens = [], 0
+    for i, (episode, sample) in enumerate(zip(episodes, samples, strict=True)):
+        # What a load found at work has keys and values of the version before, unless the cache was cleared.
+        begun = {turn.generated.logprobs.tobytes(): turn.version for turn in episode.turns}
+        for start, end in sample.turns():
+            num_tokens += end - start
+            spans = [span for span in sample.spans if start <= span.start < end]
+            begun_with = begun[sample.logprobs[start:end].tobytes()]
+            if kv_cache == "salt" and {span.version for span in spans} != {begun_with}:
+                continue
+            for span in spans:
+                off += [
+                    abs(float(sample.logprobs[at]) - learnt[models[span.version]][i][at])
+                    for at in range(span.start, span.end)
+                ]
+    num_across = sum(len({span.version for span in sample.spans}) > 1 for sample in samples)
+    num_branches = sum(len(sample.branches) for sample in samples)
+    record_property(
+        "figure",
+        f"{len(off)} of {num_tokens} tokens of {count} episodes, {num_across} across loads ({len(models)} of them), "
+        f"{num_branches} branches: off by {max(off):.1e}",
     )
-    await served.sample(prompts(1, seed=3), max_tokens=16, min_tokens=16)
-    second = await served.load(1, "clear")
-    played = [one.sample for one in await playing]
-
-    said = {version: policy_logprobs(served, model, asked, played) for model, version in enumerate((first, second))}
-    off = [
-        abs(float(one.logprobs[at]) - said[span.version][i, at])
-        for i, one in enumerate(played)
-        for span in one.spans
-        for at in range(span.start, span.end)
-    ]
-    versions = [{span.version for span in one.spans} for one in played]
-    num_across = sum(len(each) == 2 for each in versions)
-    record_property("figure", f"{len(off)} tokens of 24 episodes, {num_across} across a load: off by {max(off):.1e}")
     assert num_across > 0
+    assert num_branches > count / 3
+    assert len(off) == num_tokens if kv_cache == "clear" else len(off) > num_tokens / 20
     assert max(off) <= TOLERANCE
-
-
-def policy_logprobs(
-    served: Served, model: int, asked: Sequence[Sequence[int]], played: Sequence[Sample]
-) -> dict[tuple[int, int], float]:
-    """By sample and position, as the learner computes them."""
-    head = Head(end_ids=served.facts.stop_ids)
-    policy = Policy(load_model(str(served.folders[model])), head=head, min_tokens=3, dtype=torch.float32)
-    pieces = [
-        Piece(
-            sample=i,
-            group=i,
-            prompt_ids=np.asarray(prompt, np.int32),
-            token_ids=one.token_ids,
-            behaviour_logprobs=one.logprobs,
-            mask=one.loss_mask(),
-            turns=tuple(begin for begin, _ in one.turns()),
-        )
-        for i, (prompt, one) in enumerate(zip(asked, played, strict=True))
-    ]
-    found = {}
-    with torch.no_grad():
-        for batch in pack(pieces, max_tokens=500, shape=policy.shape):
-            logp = policy(batch).logp.tolist()
-            found |= dict(zip(zip(batch.sample.tolist(), batch.position.tolist(), strict=True), logp, strict=True))
-    return found
 
 
 async def test_a_cleared_cache_makes_each_token_what_its_own_version_makes_of_it(served: Served) -> None:

@@ -25,6 +25,7 @@ from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.weights.catchup import catch_up
 from streamrl.protocol.weights.manifest import decode_manifest
 from streamrl.protocol.weights.mirror import Mirror
+from streamrl.protocol.weights.pretrained import PretrainedFiles
 from streamrl.protocol.weights.stores import open_store
 from tests.helpers import wait_until
 from tests.integration.learner_world import lines, made_up_worker, make_run, output, running_learner
@@ -253,7 +254,8 @@ def served_weights(config: schema.Config, client: redis.Redis, folder: Path) -> 
     """(what a worker that comes now would serve, its step)"""
     keys = Keys(config.name)
     kept = {int(version): decode_manifest(data) for version, data in client.hgetall(keys.manifests).items()}
-    mirror = Mirror(folder)
+    files = [Path(config.model.path) / "model.safetensors"]
+    mirror = Mirror(folder, pretrained=PretrainedFiles(files, name=config.model.path))
     mirror.apply_path(catch_up(0, kept[max(kept)], kept.get), open_store("redis:", client, keys))
     return safetensors.torch.load_file(mirror.path), kept[max(kept)].step
 

@@ -15,11 +15,12 @@ import safetensors.torch
 import torch
 import transformers
 
-from streamrl.learner.checkpoints.save import load_state
+from streamrl.learner.checkpoints.shard import load_state
 from streamrl.learner.model.load import load_model
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.weights.manifest import Manifest, decode_manifest
 from streamrl.protocol.weights.mirror import Mirror
+from streamrl.protocol.weights.pretrained import PretrainedFiles
 from streamrl.protocol.weights.stores import FileStore
 from tests.integration.learner_ranks import (
     ADAPTERS,
@@ -73,6 +74,21 @@ def test_sharded_ranks_begin_with_the_bits_that_transformers_loads(folder: Path,
     whole = dict(load_model(str(folder / "model")).named_parameters())
     assert begun.keys() == whole.keys()
     assert all(torch.equal(begun[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_no_layers_weights_in_bf16_outlive_its_pass(folder: Path, size: int) -> None:
+    for rank in range(size):
+        after, most = json.loads((folder / f"out-{size}" / f"half-{rank}.json").read_text())
+        assert set(after) == {0}
+        assert most[0] > 0
+
+
+def test_two_ranks_in_bf16_have_the_gradient_of_one_but_for_its_rounding(folder: Path) -> None:
+    one, two = (safetensors.torch.load_file(folder / f"out-{size}" / "half.safetensors") for size in (1, 2))
+    assert {gradient.dtype for gradient in two.values()} == {torch.float32}
+    off = sum(float((two[name] - one[name]).norm() ** 2) for name in one) ** 0.5
+    assert off < 0.02 * sum(float(gradient.norm() ** 2) for gradient in one.values()) ** 0.5  # a bf16 is off by 0.004
 
 
 def weights(folder: Path, size: int) -> dict[str, torch.Tensor]:
@@ -204,7 +220,8 @@ def test_workers_are_served_base_and_adapters_merged_as_they_are_exported(
     folder: Path, size: int, tmp_path: Path
 ) -> None:
     out = folder / f"out-{size}"
-    mirror = Mirror(tmp_path)
+    pretrained = PretrainedFiles([folder / "model" / "model.safetensors"], name="tiny")
+    mirror = Mirror(tmp_path, pretrained=pretrained)
     paths = sorted((out / "adapters").glob("manifest-*"), key=lambda path: int(path.name.split("-")[1]))
     for path in paths:
         mirror.apply(decode_manifest(path.read_bytes()), FileStore(out / "adapters" / "blobs"))

@@ -151,17 +151,24 @@ class DisasterWorld:
         except SimulatedCrash:
             self.learner_dies()
 
+    def copy(self) -> None:
+        """A checkpoint begins, and is committed whenever that may be."""
+        life = self.life
+        assert life is not None
+        self.trained_at[str(life.copy())] = tuple(life.trained)
+
     def commit(self, peril: Peril, *, told: bool) -> None:
         life = self.life
         assert life is not None
-        self.trained_at[f"e{life.term:06d}-s{life.step:08d}"] = tuple(life.trained)
+        if life.copied is None:
+            self.copy()
         try:
             with facing(peril, self.client, self.tally):
                 if told:
                     life.commit()
                 else:
-                    life.write_checkpoint(life.feed.state())  # and Redis was away
-                self.at_risk &= not self.looked
+                    life.write_checkpoint()  # and Redis was away
+                self.at_risk &= not self.looked or bool(life.feed.state().uncommitted)
         except SimulatedCrash:
             self.learner_dies()
 
@@ -265,6 +272,8 @@ class DisasterWorld:
             raise AssertionError(f"no end after {_MAX_ROUNDS} rounds: {self.life and self.life.feed.metrics()}")
         self.looked = True
         life.feed.reconcile(step=life.step)
+        if life.copied is not None:
+            self.commit(SAFE, told=True)
         self.commit(SAFE, told=True)
         self.check()
         audit = self.audit()

@@ -77,6 +77,7 @@ class Learner:
             clock=clock,
         )
         self._num_versions = 0
+        self.copied: tuple[int, FeedState] | None = None  # of a checkpoint under way: its step, and what it says
         self.feed.note_version(make_version(self.term, 0), self.step)
 
     def plan(self) -> Plan | None:
@@ -90,20 +91,27 @@ class Learner:
         self.feed.note_version(make_version(self.term, self._num_versions), self.step)
         return [entry.ticket for entry in plan.entries]
 
+    def copy(self, stream: FeedState | None = None) -> CheckpointName:
+        """A checkpoint begins: what is trained from here on is not committed by it."""
+        self.copied = self.step, stream or self.feed.state()
+        return CheckpointName(self.term, self.step)
+
     def commit(self, stream: FeedState | None = None) -> Checkpoint:
-        checkpoint = self.write_checkpoint(stream or self.feed.state())
-        self.feed.committed(checkpoint.state.stream, step=self.step)
+        """The one that is under way; else one of now."""
+        checkpoint = self.write_checkpoint(stream)
+        self.feed.committed(checkpoint.state.stream, step=checkpoint.name.step)
         self.root.prune(ancestry(self.root.root), term=self.term, keep_last=1, keep_best=0)
         return checkpoint
 
-    def write_checkpoint(self, stream: FeedState) -> Checkpoint:
+    def write_checkpoint(self, stream: FeedState | None = None) -> Checkpoint:
         """As `commit`, but Redis hears nothing of it."""
-        name = CheckpointName(self.term, self.step)
+        (step, stream), self.copied = self.copied or (self.step, stream or self.feed.state()), None
+        name = CheckpointName(self.term, step)
         folder = self.root.new_folder(name)
         (folder / "weights").write_bytes(b"w" * 10)
         state = CheckpointState(
             run_uid=self.uid,
-            step=self.step,
+            step=step,
             stream=stream,
             data_fingerprint="data",
         )

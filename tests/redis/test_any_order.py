@@ -215,6 +215,12 @@ class AnyOrder(RuleBasedStateMachine):
     def train(self, peril: Peril, finite: bool) -> None:
         self.world.train(peril, finite=finite)
 
+    @precondition(lambda self: self.world.life is not None and self.world.life.copied is None)
+    @rule(then=then_go_on)
+    def begin_a_checkpoint(self, then: Going | None) -> None:
+        self.world.copy()
+        self._go_on(then)
+
     @precondition(lambda self: self.world.life is not None)
     @rule(peril=perils(COMMITTING), told=st.sampled_from([True, True, True, False]))
     def commit(self, peril: Peril, told: bool) -> None:

@@ -22,7 +22,7 @@ from streamrl.ops.cli.main import main
 from streamrl.ops.monitor.doctor import look, machine
 from streamrl.ops.monitor.doctor.machine import worker_bytes
 from streamrl.ops.monitor.doctor.musts import check_packages
-from streamrl.ops.monitor.doctor.sizes import count_parameters, trained_parameters
+from streamrl.ops.monitor.doctor.sizes import count_parameters, published_bytes, trained_parameters
 from streamrl.terminal import size
 from tests.gpus_world import machine_with
 
@@ -133,12 +133,18 @@ def test_the_memory_of_a_machine_without_gpus_counts_the_engine_and_the_mirror(m
 
 
 def test_weights_that_redis_may_not_hold_are_found_before_the_run(model: Path, redis_url: str) -> None:
-    """The 7B LoRA configuration began like that: 46 GB where 16 were allowed."""
     write_tensors(model, rows=7_616_000)
     findings = found(model, redis_url, "weights.max_store_bytes=16000000000")
     assert findings["weights store"].level == "error"
     assert "need 46457600000 bytes in Redis" in findings["weights store"].evidence
     assert found(model, redis_url, f"weights.store=file:{model.parent}")["weights store"].level == "ok"
+
+
+def test_of_adapters_redis_holds_these_alone(model: Path, redis_url: str) -> None:
+    write_tensors(model, rows=7_616_000)
+    lora = "model.lora.targets=[w]"
+    assert found(model, redis_url, "weights.max_store_bytes=16000000000", lora)["weights store"].level == "ok"
+    assert published_bytes(load(model, redis_url, lora).config) == 2 * 32 * (7_616_000 + 1000)
 
 
 def test_checkpoints_of_adapters_are_small(model: Path, redis_url: str) -> None:

@@ -1,4 +1,4 @@
-"""A run on hosts of its own, started by the very words of the manifests, from the first pod to the last."""
+"""T36: a run on hosts of its own, started by the very words of the manifests, from the first pod to the last."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from tests.faults.report import report
 from tests.root.conftest import MakeCluster
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(420)]
@@ -33,7 +34,7 @@ def test_a_run_is_trained_while_a_workers_host_is_lost_and_another_comes_late(ma
     cluster.ends_well(stays, "worker-1")
     cluster.ends_well(comes_late, "worker-2")
     audit = cluster.audit()
-    assert audit.clean, audit.to_json()
+    report("T36 workers", audit, injections=2)
     assert (audit.step, audit.lost, audit.twice) == (STEPS, 0, 0)
     seen = json.loads(cluster.streamrl("monitor", "status", "--json", host="monitor-0").stdout)
     assert (seen["run"]["state"], seen["run"]["step"]) == ("finished", STEPS)

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamrl.learner.model.tensors import held
-from streamrl.learner.publishing.host_copy import cast_digests
+from streamrl.learner.publishing.copiers import (
+    AtOnce,
+    Check,
+    Copier,
+    Copies,
+    OnStream,
+    Ready,
+    StreamDouble,
+    sum_of_words,
+)
+from streamrl.learner.publishing.host_copy import HostCopy, cast_digests
+from streamrl.pinning import CudaRuntimeDouble
 from streamrl.protocol.weights.format import MAX_RANGE_ELEMENTS
 from tests.publish_world import Scene, publish
 
@@ -26,34 +41,96 @@ def test_the_digests_of_a_version_are_those_of_its_cast(scene: Scene) -> None:
     assert published == cast_digests(scene.policy.model, scene.config.weights.dtype)
 
 
-def test_a_copy_that_was_not_refreshed_is_not_published_and_the_next_one_is(scene: Scene, tmp_path: Path) -> None:
-    names = [name for name, _ in scene.policy.model.named_parameters()]
-    for stale in names:
+class Forgetful:
+    """Copies as another copier does, but for one tensor, which keeps what it has on the host."""
+
+    def __init__(self, copier: Copier) -> None:
+        self.checks, self._copier = copier.checks, copier
+        self.forgets: torch.Tensor | None = None
+
+    def begin(self, host: torch.Tensor) -> None:
+        self._copier.begin(host)
+
+    def copy(self, copies: Copies) -> tuple[Ready, Check]:
+        kept = [(target, target.clone()) for target, source in copies if self._forgets(source)]
+        ready, check = self._copier.copy(copies)
+
+        def forget() -> None:
+            ready()
+            for target, old in kept:
+                target.copy_(old)
+
+        return forget, check
+
+    def _forgets(self, source: torch.Tensor) -> bool:
+        return self.forgets is not None and source.data_ptr() == self.forgets.data_ptr()
+
+
+def on_stream() -> OnStream:
+    return OnStream(StreamDouble(CudaRuntimeDouble()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("make", [AtOnce, on_stream])
+def test_a_copy_that_was_not_refreshed_is_not_published_and_the_next_one_is(
+    make: Callable[[], Copier], dtype: str, tmp_path: Path
+) -> None:
+    copier = Forgetful(make())
+    scene = Scene(tmp_path, dtype=dtype, copier=copier)
+    for name, stale in scene.policy.model.named_parameters():
         publish(scene.publisher, 0)
         num_published = len(scene.stream.manifests)
         scene.train()
-        refreshed = scene.publisher._copy._buffers[stale]
-        scene.publisher._copy._buffers[stale] = Deaf.of(refreshed)
-        assert publish(scene.publisher, 1) is None, stale
+        copier.forgets = stale
+        assert publish(scene.publisher, 1) is None, name
         assert scene.publisher.failing
         assert len(scene.stream.manifests) == num_published
-        scene.publisher._copy._buffers[stale] = refreshed
+        copier.forgets = None
         assert publish(scene.publisher, 1) is not None
     assert scene.is_served(tmp_path / "mirror")
 
 
-class Deaf(torch.Tensor):
-    """A buffer that keeps what it has."""
+def test_a_stream_is_told_of_all_copies_before_any_is_waited_for(tmp_path: Path) -> None:
+    runtime = CudaRuntimeDouble()
+    stream = StreamDouble(runtime)
+    scene = Scene(tmp_path, copier=OnStream(stream))
+    publish(scene.publisher, 0)
+    assert stream.told == ["follow", "copy", "wait"]  # one part: the model is small
+    [num_bytes] = runtime.pinned.values()
+    assert num_bytes >= sum(tensor.num_bytes for tensor in scene.stream.manifests[0].tensors)
+    publish(scene.publisher, 1)
+    assert len(runtime.pinned) == 1
+    assert scene.is_served(tmp_path / "mirror")
 
-    @staticmethod
-    def of(buffer: torch.Tensor) -> torch.Tensor:
-        return buffer.as_subclass(Deaf)
 
-    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        return self
+def test_large_models_are_handed_out_in_parts() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(1500, 1500) for _ in range(5)))  # 4.5 MB each
+    stream = StreamDouble(CudaRuntimeDouble())
+    for count, part in enumerate(HostCopy("bfloat16", OnStream(stream)).take(model), start=1):
+        part.check()
+        assert stream.told == ["follow", *["copy"] * 3, *["wait"] * count]
+    assert count == 3
 
-    def view(self, *shape: object) -> torch.Tensor:
-        return self.as_subclass(torch.Tensor).view(*shape)
+
+@pytest.mark.parametrize("bits", [torch.int16, torch.int32])
+@pytest.mark.parametrize("length", [1, 3, 4, 4097])
+def test_each_bit_counts_in_the_sum_of_words(bits: torch.dtype, length: int) -> None:
+    values = torch.randint(-(2**15), 2**15, (length,), dtype=bits)
+    sums = {int(sum_of_words(values))}
+    for bit in range(8 * values.element_size()):
+        for place in {0, length // 2, length - 1}:
+            other = values.clone()
+            other[place] ^= torch.tensor(1, dtype=bits) << bit
+            sums.add(int(sum_of_words(other)))
+    assert len(sums) == 1 + 8 * values.element_size() * len({0, length // 2, length - 1})
+
+
+def test_memory_that_may_not_be_pinned_is_used_as_it_is(tmp_path: Path) -> None:
+    runtime = CudaRuntimeDouble(most_bytes=10)
+    scene = Scene(tmp_path, copier=OnStream(StreamDouble(runtime)))
+    publish(scene.publisher, 0)
+    assert not runtime.pinned
+    assert scene.is_served(tmp_path / "mirror")
 
 
 def test_long_tensors_are_cut_where_the_encoder_cuts_them() -> None:
@@ -67,3 +144,36 @@ def test_a_nan_has_the_bits_that_the_copy_has(scene: Scene) -> None:
     with torch.no_grad():
         next(scene.policy.model.parameters())[0, 0] = np.nan
     assert publish(scene.publisher, 0) is not None
+
+
+def test_a_gpus_tensors_are_cast_and_summed_there_in_pieces() -> None:
+    """Made-up tensors: where each operation runs, and how large what it makes is, is checked by torch."""
+    length = (1 << 25) + 3
+    with FakeTensorMode():
+        target, source = torch.empty(length, dtype=torch.bfloat16), torch.empty(length, device="cuda")
+        made = Made()
+        with made:
+            OnStream(StreamDouble(CudaRuntimeDouble())).copy([(target, source)])
+    assert all(num_bytes <= 8 * (1 << 23) for num_bytes in made.on_gpu), "a piece, not the tensor"
+    assert made.to_host == 3 * [torch.bfloat16, torch.int64]
+
+
+class Made(TorchDispatchMode):
+    """What operations make on the GPU, and what they bring to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_gpu: list[int] = []
+        self.to_host: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not isinstance(result, torch.Tensor):
+            return result
+        given = [one for one in args if isinstance(one, torch.Tensor)]
+        if any(one.is_cuda for one in given) and not result.is_cuda:
+            self.to_host.append(result.dtype)
+            assert all(one.dtype == result.dtype for one in given), "cast on the GPU, not on the way"
+        elif result.is_cuda:
+            self.on_gpu.append(result.nbytes)
+        return result

@@ -60,9 +60,22 @@ def test_the_defaults_contradict_nothing(good: Path) -> None:
         ("validation.sampling.num_samples=2048", "validation.sampling.num_samples = 2048: ", "at most 1024"),
         ("data.max_prompt_tokens=1048577", "data.max_prompt_tokens = 1048577: ", "at most 1048576"),
         ("data.train={a b: {path: x.jsonl}}", "data.train = 'a b': ", "letters, digits"),
-        ("data.train={a: {weight: 1}}", "data.train.a.path = nothing: ", "a dataset of a hub"),
-        ("data.train={path: x.jsonl, hub: a/b}", "data.train.path = 'x.jsonl': ", "set one to null"),
-        ("data.train={path: x.jsonl, split: test}", "data.train.split = 'test': ", "this one is a file"),
+        ("data.train={a: {weight: 1}}", "data.train.a.path = nothing: ", "by one of hub, reasoning_gym"),
+        ("data.train={path: x.jsonl, hub: a/b}", "data.train.hub = 'a/b': ", "set one to null"),
+        ("data.train={path: x.jsonl, split: test}", "data.train.split = 'test': ", "of hub, and this one is of path"),
+        ("data.train={reasoning_gym: gcd, textarena: x}", "data.train.textarena = 'x': ", "reasoning_gym = 'gcd'; set"),
+        ("data.train={path: x.jsonl, size: 3}", "data.train.size = 3: ", "of reasoning_gym or textarena"),
+        (
+            "data.train={textarena: x, level: 3}",
+            "data.train.level = 3: ",
+            "this one is of textarena",
+        ),
+        ("environment={target: textarea}", "environment.target = 'textarea': ", "must be one of textarena"),
+        ("environment={target: openenv}", "environment.network = False: ", "it must be true"),
+        ("environment={max_turns: 2}", "environment.target = nothing: ", "or by `urls` a service"),
+        ("environment={target: textarena, urls: ['http://h:1']}", "environment.urls = ", "set one of the two"),
+        ("environment={urls: ['h:1']}", "environment.urls = 'h:1': ", "must be http://host:port"),
+        ("environment={urls: ['http://h:1'], options: {a: 1}}", "environment.options = ", "take them away"),
         ("data.validation={path: x.jsonl, weight: 2}", "data.validation.weight = 2.0: ", "asked once"),
         ("data.validation=null", "validation.every_steps = 10: ", "data.validation"),
         ("algorithm.kl.estimator=k2", "algorithm.kl.estimator = 'k2': ", "must be k1"),
@@ -75,7 +88,7 @@ def test_the_defaults_contradict_nothing(good: Path) -> None:
         (
             "algorithm.advantages=gae",
             "algorithm.advantages = 'gae': ",
-            "must be one of leave_one_out, group_mean, or code of yours",
+            "must be one of leave_one_out, group_mean, turns, or code of yours",
         ),
         ("algorithm.advantages_args.x=1", "algorithm.advantages_args.x = 1: ", "takes no arguments"),
         ("optimizer.min_lr=1", "optimizer.min_lr = 1.0: ", "optimizer.lr = 9e-07"),
@@ -212,6 +225,8 @@ def largest_sample(num_tokens: int, step: int) -> Sample:
         ("ppo", "loss_args={low: 1.1, high: 1.2}", "algorithm.loss_args.low = 1.1: ", "from 0 to 1"),
         ("ppo", "loss_args={low: 0.5, high: 0.9}", "algorithm.loss_args.high = 0.9: ", "at least 1"),
         ("none", "reinforce_epochs=2", "algorithm.reinforce_epochs = 2: ", "choose another loss"),
+        ("gspo", "advantages=turns", "algorithm.advantages = 'turns': ", "or leave_one_out"),
+        ("ppo", "advantages_args={discount: 1}", "algorithm.advantages_args.discount = 1: ", "(used by turns)"),
         ("gspo", "discount_factor=0.9", "algorithm.discount_factor = 0.9: ", "must be 1"),
     ],
 )
@@ -257,6 +272,16 @@ def test_problems_name_the_place_where_the_value_was_written_and_all_are_told_at
     first, second = str(caught.value).splitlines()
     assert first.startswith(f"{good}:6: sampling.num_samples = 1: ")
     assert second.startswith("override 'optimizer.min_lr=1': optimizer.min_lr = 1.0: ")
+
+
+def test_adapters_of_a_model_that_is_frozen_in_bfloat16_are_served_in_it(good: Path) -> None:
+    assert problems(good, "model.lora={rank: 4}") == []
+    assert problems(good, "model.lora={rank: 4}", "weights.dtype=float32", "model.dtype=float32") == []
+
+    [problem] = problems(good, "model.lora={rank: 4}", "weights.dtype=float32")
+
+    assert problem.startswith("weights.dtype = 'float32': ")
+    assert "model.dtype=float32" in problem
 
 
 def test_max_time_counts_days_hours_minutes_and_seconds() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.config.load import load_config
+from streamrl.config.load import config_from_json, load_config
 from streamrl.config.schema import HttpReward
 from streamrl.errors import ConfigError
 
@@ -208,14 +208,27 @@ def test_a_folder_an_empty_file_and_a_list_are_no_configuration(folder: Path) ->
             "rewards.other.url is not set; set it in the file, or with the override rewards.other.url=VALUE",
         ),
         (
-            "worker.engine_args.x=[1]",
-            "worker.engine_args.x = [1]: must be text (quote it if it is meant so) or a valid integer or "
+            "algorithm.loss_args.x=[1]",
+            "algorithm.loss_args.x = [1]: must be text (quote it if it is meant so) or a valid integer or "
             "a valid number or true or false",
         ),
+        ("worker.engine_args.x={y: [1, .inf]}", "worker.engine_args.x = a map: must be a finite number"),
     ],
 )
 def test_a_wrong_override_is_told_in_one_line(folder: Path, override: str, message: str) -> None:
     assert error_of("base.yaml", override) == f"override {override!r}: {message}"
+
+
+def test_arguments_of_the_engine_are_maps_and_lists_too_and_merge_by_key(folder: Path) -> None:
+    overrides = [
+        "worker.engine_args.compilation_config={mode: 3, cudagraph_capture_sizes: [1, 2]}",
+        "worker.engine_args.compilation_config.mode=0",
+        "worker.engine_args.speculative_config=null",
+    ]
+    config = load_config(folder / "base.yaml", overrides).config
+    expected = {"compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2]}, "speculative_config": None}
+    assert config.worker.engine_args == expected
+    assert config_from_json(config.model_dump_json()).worker.engine_args == expected
 
 
 @pytest.mark.parametrize("override", ["foo", "=1", "a..b=1", ".a=1"])

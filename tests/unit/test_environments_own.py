@@ -15,7 +15,7 @@ from streamrl.config import schema
 from streamrl.errors import ConfigError, SampleError
 from streamrl.permissions import Permissions
 from streamrl.workers.environments.base import Answer
-from streamrl.workers.environments.own import OwnEnvironment, build_environment
+from streamrl.workers.environments.own import OwnEnvironment, build_children
 from tests.helpers import wait_until_async
 
 CODE = """
@@ -78,7 +78,7 @@ def start(tmp_path: Path) -> Start:
     async def start(name: str, **settings: Any) -> AsyncIterator[OwnEnvironment]:
         target = f"{tmp_path / 'mine.py'}:{name}"
         made = schema.Environment(target=target, **{"timeout_s": 60.0, **settings})
-        environment = build_environment(made, Permissions(reward_code=(target,)))
+        environment = OwnEnvironment(build_children(made, Permissions(reward_code=(target,))))
         await environment.start()
         try:
             yield environment
@@ -169,4 +169,4 @@ async def test_what_cannot_be_used_is_an_error_at_start(start: Start, name: str,
 
 async def test_code_that_nobody_allowed_is_not_run() -> None:
     with pytest.raises(ConfigError, match=r"environment\.target: this worker may not run 'mine\.py:Echo'"):
-        build_environment(schema.Environment(target="mine.py:Echo"), Permissions())
+        build_children(schema.Environment(target="mine.py:Echo"), Permissions())

@@ -14,11 +14,12 @@ from structlog.testing import capture_logs
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError, DataError
-from streamrl.learner.model.load import begin_model, fill, load_model, load_policy, load_reference, make_policy, shard
+from streamrl.learner.model.load import begin_model, fill, load_model, load_policy, load_reference, make_policy
 from streamrl.learner.model.lora import merged_parameters
 from streamrl.learner.model.packing import pack
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.model.settle import settle
+from streamrl.learner.model.shard import shard
 from streamrl.learner.model.tensors import whole
 from streamrl.learner.model.ways import VARLEN, Way
 from streamrl.learner.process.ranks import World
@@ -291,6 +292,13 @@ def test_adapters_of_experts_are_refused_in_one_line(tmp_path: Path, targets: li
         policy_of(folder, lora={"rank": 4, "targets": targets})
 
 
+@pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd")  # peft's word, before ours
+def test_an_adapter_of_a_convolution_is_refused_in_one_line(tmp_path: Path) -> None:
+    folder = make_family(tmp_path / "model", "lfm2")
+    with pytest.raises(ConfigError, match=r"model\.lora\.targets: .*conv\.conv is no matrix.*; leave it out"):
+        policy_of(folder, lora={"rank": 64, "targets": ["conv.conv"]})
+
+
 def test_adapters_learn_and_merge_where_layers_are_not_linear_modules(tmp_path: Path) -> None:
     folder = make_family(tmp_path / "model", "gpt2")
     policy = policy_of(folder, lora={"rank": 4, "targets": ["c_attn", "c_proj"]})
@@ -302,7 +310,7 @@ def test_adapters_learn_and_merge_where_layers_are_not_linear_modules(tmp_path: 
     model = load_model(str(folder))
     own = dict(model.named_parameters())
     with torch.no_grad():
-        for name, merged in merged_parameters(policy.model):
+        for name, merged in merged_parameters(policy.model, torch.float32):
             own[name].copy_(merged)
     model.save_pretrained(folder)
     torch.testing.assert_close(logp, plain(folder)[0], atol=TOLERANCE, rtol=0)

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from streamrl.errors import ConfigError
+from streamrl.ops.record.export import to_json
 from streamrl.ops.record.recording import is_entry_id
 from streamrl.ops.record.view import lines_of
 from streamrl.protocol.transport.types import Entry
+from streamrl.protocol.wire.branches import Branch
 from streamrl.protocol.wire.group import Group, Span
 from streamrl.versions import make_version
 from tests.helpers import make_group, make_sample, make_ticket
@@ -69,8 +71,39 @@ def test_what_was_given_between_two_turns_is_told_from_what_was_said() -> None:
 
     told = text(make_group(make_ticket(7), samples=(sample,)), Letters("abcdef"))
 
-    assert "versions 1.4 (2 tokens) 1.4 (1 token)" in told
-    assert "ab⟨given⟩cd⟨1.4⟩e⟨given⟩f" in told
+    assert [line.strip() for line in told.splitlines()][4:] == [
+        *("turn 1 by 1.4, 2 tokens", "ab", "given, 2 tokens", "cd"),
+        *("turn 2 by 1.4, 1 token", "e", "given, 1 token", "f"),
+    ]
+
+
+def test_a_rollout_is_shown_as_a_conversation_with_its_rows_versions_and_calls() -> None:
+    letters = Letters(["a", "b", '<tool_call>{"name": "add", "arguments": {}}</tool_call>', "d", "e", "f"])
+    spans = (*two_versions(3, 1), Span(version=make_version(1, 5), step=5, start=4, end=6))
+    sample = make_sample(num_tokens=6, mask_runs=(3, 1, 2), spans=spans, branches=(Branch(start=3, row=0, keep=4),))
+
+    told = text(make_group(make_ticket(7), samples=(sample,)), letters)
+    assert "ended by itself after 2 turns" in told
+    assert "turn 1 by 1.4 then 1.5, calls add, 3 tokens" in told
+    assert "a⟨1.5⟩b" in told
+    assert "given   row 1: goes on behind 4 tokens of row 0, 1 token" in told
+    [first, given, second] = to_json(ENTRY, make_group(make_ticket(7), samples=(sample,)), letters)["samples"][0][
+        "turns"
+    ]
+    assert (first["by"], first["versions"], first["tool_calls"]) == ("model", ["1.4", "1.5"], ["add"])
+    assert (given["by"], given["behind"], given["text"]) == ("given", {"row": 0, "tokens": 4}, "d")
+    assert (second["row"], second["text"]) == (1, "ef")
+
+
+def test_what_a_turn_has_earned_stands_above_it() -> None:
+    said = Span(version=make_version(1, 4), step=4, start=0, end=1)
+    spans = (said, said._replace(version=make_version(1, 5), start=1, end=2), said._replace(start=4, end=6))
+    sample = make_sample(num_tokens=6, mask_runs=(2, 2, 2), spans=spans, turn_rewards=(0.25, -1.0))
+
+    told = text(make_group(make_ticket(7), samples=(sample,)), Letters("abcdef"))
+
+    assert "turn 1 by 1.4 then 1.5, reward 0.25, 2 tokens" in told
+    assert "turn 2 by 1.4, reward -1, 2 tokens" in told
 
 
 def test_in_colour_tokens_of_one_version_look_alike_and_those_of_another_different() -> None:

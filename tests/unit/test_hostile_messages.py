@@ -19,14 +19,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.errors import StreamrlError, WeightsError, WireError
+from streamrl.learner.model.cells import cells_of
 from streamrl.protocol.transport.entries import decode_report, encode_report, to_entry, to_present, to_run_info
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.weights.format import MAGIC, digest_of
 from streamrl.protocol.weights.manifest import decode_manifest, decode_record, encode_manifest
 from streamrl.protocol.weights.redis_store import RedisStore
 from streamrl.protocol.weights.stores import MemoryStore
+from streamrl.protocol.wire.branches import Branch, rows_of
 from streamrl.protocol.wire.codec import pack
-from streamrl.protocol.wire.group import decode_body, decode_header, encode_group
+from streamrl.protocol.wire.group import Span, decode_body, decode_header, encode_group
 from streamrl.protocol.wire.ticket import decode_ticket, encode_ticket
 from streamrl.telemetry.progress import Progress
 from tests.helpers import make_group, make_sample, make_ticket
@@ -34,7 +36,9 @@ from tests.weights_world import World, random_state
 
 _MOST_BYTES = 64 << 20
 MANIFEST = World(MemoryStore(), num_ranks=2).publish(random_state(np.random.default_rng(0)))
-HEADER, BODY = encode_group(make_group(make_ticket(5), samples=(make_sample(), make_sample())))
+TWO = (Span(version=1, step=0, start=0, end=2), Span(version=2, step=1, start=2, end=4))
+BRANCHED = make_sample(spans=TWO, turn_rewards=(0.5, 0.25), branches=(Branch(start=2, row=0, keep=3),))
+HEADER, BODY = encode_group(make_group(make_ticket(5), samples=(make_sample(turn_rewards=(0.5,)), BRANCHED)))
 GROUP = decode_header(HEADER)
 NUM_RAW = 4 * GROUP.num_prompt_tokens + 8 * sum(GROUP.sample_lengths)
 
@@ -134,6 +138,32 @@ def test_a_number_that_lies_costs_no_memory(name: str) -> None:
     finally:
         tracemalloc.stop()
     assert peak < _MOST_BYTES
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 19), st.sampled_from([0, 1, 2, 3, 5, 257, 1 << 24, (1 << 64) - 1])), min_size=1)
+)
+@settings(max_examples=300, deadline=None)
+def test_any_number_of_masks_versions_and_branches_replaced_gives_rows_that_can_be_laid(
+    changes: list[tuple[int, int]],
+) -> None:
+    """What is read although it lies can be trained: each row is as long as it says, each token has one before it."""
+    sound = msgpack.unpackb(BODY[NUM_RAW:])
+    integers = np.frombuffer(sound["integers"], "<u8").copy()
+    for place, value in changes:
+        integers[place % len(integers)] = value
+    try:
+        group: Any = read_columns(msgpack.packb({**sound, "integers": integers.tobytes()}))
+    except WireError:
+        return
+    for sample in group.samples:
+        rows = rows_of(GROUP.num_prompt_tokens, len(sample.token_ids), sample.branches)
+        assert sum(map(len, rows)) == GROUP.num_prompt_tokens + 4 + sum(branch.keep for branch in sample.branches)
+        for share in (True, False):
+            laid = cells_of(
+                num_prompt=GROUP.num_prompt_tokens, mask=sample.loss_mask(), branches=sample.branches, share=share
+            )
+            assert sorted(t for each in laid for t in each.trained) == np.flatnonzero(sample.loss_mask()).tolist()
 
 
 FIELDS = st.dictionaries(st.sampled_from([b"n", b"u", b"h", b"b", b"uid", b"term", b"config", b"state"]), st.binary())

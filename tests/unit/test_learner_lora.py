@@ -11,7 +11,7 @@ from torch import nn
 from streamrl.config import schema
 from streamrl.errors import ConfigError
 from streamrl.learner.checkpoints.export import export
-from streamrl.learner.checkpoints.save import load_state, save_state
+from streamrl.learner.checkpoints.shard import load_state
 from streamrl.learner.model.gradients import make_optimizer
 from streamrl.learner.model.load import load_model, load_policy, read_tokenizer_info
 from streamrl.learner.model.lora import merged_parameters, without_adapters
@@ -20,6 +20,7 @@ from streamrl.learner.model.policy import Policy, evaluating
 from streamrl.learner.process.ranks import World
 from tests.learner_cases import learner_config
 from tests.probing import probe
+from tests.shards import write_shard
 from tests.tiny_models import make_model
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
@@ -77,10 +78,20 @@ def test_without_adapters_the_policy_is_the_model_it_began_as(policy: Policy, co
     assert not torch.allclose(logprobs(policy), base, atol=1e-2)
 
 
+def test_adapters_in_half_learn_after_the_reference_was_asked_first(config: schema.Config) -> None:
+    """FSDP looks in its first pass which parameters learn, and peft switches adapters off by saying that none does."""
+    half = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    policy = load_policy(half, ALONE, (1,))
+    with evaluating(policy), without_adapters(policy):
+        policy(batch_for(policy))
+    policy(batch_for(policy)).logp.sum().backward()
+    assert {p.grad.dtype for p in policy.parameters() if p.grad is not None} == {torch.float32}
+
+
 def test_merged_parameters_have_the_bases_names_and_the_policys_log_probs(
     policy: Policy, config: schema.Config
 ) -> None:
-    merged = dict(merged_parameters(policy.model))
+    merged = dict(merged_parameters(policy.model, torch.float32))
     base = load_model(config.model.path)
     assert merged.keys() == {name for name, _ in base.named_parameters()}
     base.load_state_dict(merged, strict=False)
@@ -94,7 +105,7 @@ def test_the_export_is_the_merged_model(policy: Policy, config: schema.Config) -
 
 def test_a_checkpoint_holds_the_adapters_alone(policy: Policy, config: schema.Config, tmp_path: Path) -> None:
     (tmp_path / "checkpoint").mkdir()
-    save_state(tmp_path / "checkpoint", policy, make_optimizer(policy, config.optimizer), ALONE)
+    write_shard(tmp_path / "checkpoint", policy, make_optimizer(policy, config.optimizer), ALONE)
     restored = load_policy(config, ALONE, (1,))
     load_state(tmp_path / "checkpoint", restored, make_optimizer(restored, config.optimizer), ALONE)
     torch.testing.assert_close(logprobs(restored), logprobs(policy))

@@ -10,6 +10,8 @@ import click
 import huggingface_hub.constants
 import pytest
 
+from bench.memory import sizes_of
+from bench.memory_cases import Case
 from streamrl.config.check import check_config
 from streamrl.config.load import load_config
 from streamrl.config.schema import Config, HttpReward
@@ -148,3 +150,28 @@ def test_every_part_has_the_time_that_it_takes_to_end(config: Config, rendered: 
 def test_the_ranks_of_a_pod_are_as_many_as_its_gpus(config: Config, rendered: Rendered) -> None:
     gpus = rendered.container("learner").spec["resources"]["limits"].get("nvidia.com/gpu", 1)
     assert int(gpus) == config.learner.processes
+
+
+@pytest.mark.parametrize(("rendered", "size"), [("gpu-small", "1.5B"), ("gpu-large", "7B")], indirect=["rendered"])
+def test_volumes_hold_what_a_model_of_this_size_leaves_in_them(config: Config, rendered: Rendered, size: str) -> None:
+    """Of a checkpoint masters and moments, 12 bytes a weight; of one that is written, and of one whose validation is
+    under way, likewise; the finished model. Of served weights an anchor, the next one, and two for who is late."""
+    weights = sizes_of(Case(size=size, ranks=1)).trained
+
+    def room(claim: str) -> float:
+        return num_bytes(rendered.named("PersistentVolumeClaim", claim)["spec"]["resources"]["requests"]["storage"])
+
+    kept = config.checkpoint.keep_last + config.checkpoint.keep_best + 2
+    assert (12 * kept + 4) * weights < room("runs")
+    assert 2 * weights < room("models")
+    if config.weights.store.startswith("file:"):
+        assert 4 * 2 * weights < room("weights")
+
+
+def test_learners_of_several_pods_may_pin_memory_and_have_the_device_for_it(rendered: Rendered) -> None:
+    learner = rendered.container("learner")
+    pods = rendered.named("Job", "learner")["spec"]["parallelism"]
+    is_on_gpus = "nvidia.com/gpu" in learner.spec["resources"]["limits"]
+    has_device = any(name.startswith("rdma/") for name in learner.spec["resources"]["limits"])
+    assert has_device == (pods > 1 and is_on_gpus)
+    assert ("IPC_LOCK" in learner.spec["securityContext"]["capabilities"].get("add", ())) == has_device

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from streamrl.pinning import CudaRuntimeDouble, Pinned
 from streamrl.protocol.weights.format import TensorMeta
 from streamrl.protocol.weights.mirror import create_file
 from streamrl.workers.engines.mapped_file import MappedFile
@@ -69,3 +70,16 @@ def test_a_file_that_is_closed_takes_no_memory(tmp_path: Path) -> None:
     file.close()
 
     assert str(path) not in Path("/proc/self/maps").read_text()
+
+
+def test_what_is_pinned_is_the_file_that_is_mapped_and_no_other(tmp_path: Path) -> None:
+    runtime = CudaRuntimeDouble()
+    path, file = tmp_path / "mirror", MappedFile(Pinned(runtime))
+    for size in (4, 9000):
+        save_file({"one": torch.arange(size).float()}, path)
+        assert_reads(file, path)
+        [(address, num_bytes)] = runtime.pinned.items()
+        assert num_bytes == path.stat().st_size
+        assert address == next(file.tensors(str(path)))[1].untyped_storage().data_ptr()
+    file.close()
+    assert not runtime.pinned

@@ -132,7 +132,7 @@ def test_rejection_sampling_is_supervised_training_on_the_winners_and_on_no_padd
     gradients = make_gradients(policy, policy, config)
     tally = Tally(sources=tuple(config.rewards), step=0, is_dead=lambda _version, _step: False)
     batch = gradients.prepare(groups, tally)
-    assert any((micro_batch.bundle == 0).any() for micro_batch in batch.micro_batches), "rows are padded"
+    assert any((micro_batch.position_ids[:, -1] == 0).any() for micro_batch in batch.micro_batches), "rows are padded"
     loss = gradients.accumulate(batch, tally)
     finished = [[s for s in g.samples if s.finish_reason == "stop"] for g in groups]
     winners = [(g, max(ended, key=lambda s: s.reward)) for g, ended in zip(groups, finished, strict=True) if ended]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from streamrl.learner.model.load import Policy, load_model
 from streamrl.learner.model.logprobs import Head
 from streamrl.learner.model.packing import MicroBatch, Piece, Shape, empty_micro_batch, pack
+from streamrl.protocol.wire.branches import Branch, rows_of
 from tests.tiny_models import Architecture, make_model, response_logprobs
 
 SHARED = Shape(hidden_size=64, share_prompts=True)
@@ -69,6 +70,95 @@ def test_every_token_is_trained_exactly_once_and_sees_its_own_past_alone(
             assert target == whole[place]
             seen[sample].append(position)
     assert all(sorted(seen[i]) == list(range(r)) for i, (_, _, r) in enumerate(lengths))
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> tuple[int, list[int], list[Branch]]:
+    """(tokens of the prompt, those of each row's own, branches)"""
+    num_prompt, own = draw(st.integers(1, 5)), draw(st.lists(st.integers(1, 5), min_size=1, max_size=7))
+    own[0] -= draw(st.integers(0, 1)) if len(own) > 1 else 0  # the first row of a sample with branches may be empty
+    branches: list[Branch] = []
+    lengths = [num_prompt + own[0]]
+    for at in range(1, len(own)):
+        row = draw(st.integers(0, at - 1))
+        keep = draw(st.integers(0, lengths[row]))
+        branches.append(Branch(start=sum(own[:at]), row=row, keep=keep))
+        lengths.append(keep + own[at])
+    return num_prompt, own, branches
+
+
+ROWS = Shape(hidden_size=64, share_prompts=False, alone=True)
+
+
+def branched(sample: int, num_prompt: int, own: list[int], branches: list[Branch], *, group: int) -> Piece:
+    """What stands at the begin of a sequence cannot have been sampled."""
+    whole = piece(sample, num_prompt, sum(own), group=group)
+    mask = np.random.default_rng(sample).random(sum(own)) < 0.7
+    mask[[branch.start for branch in branches if branch.keep == 0]] = False
+    return replace(whole, mask=mask, branches=tuple(branches))
+
+
+@settings(max_examples=100)
+@given(
+    trees=st.lists(trees(), min_size=1, max_size=6),
+    max_tokens=st.integers(1, 200),
+    shape=st.sampled_from([SHARED, ALONE, ROWS]),
+)
+def test_of_branches_every_token_is_trained_once_and_sees_its_own_row_alone(
+    trees: list[tuple[int, list[int], list[Branch]]], max_tokens: int, shape: Shape
+) -> None:
+    num_prompt = trees[0][0]
+    trees = [(n, own, kept) for n, own, kept in trees if n == num_prompt]  # all of one group
+    pieces = [branched(i, n, own, kept, group=0) for i, (n, own, kept) in enumerate(trees)]
+    seen: dict[int, list[int]] = {i: [] for i in range(len(pieces))}
+    for batch in pack(pieces, max_tokens=max_tokens, shape=shape):
+        length = batch.input_ids.shape[1]
+        visible = batch.attention_mask()[:, 0]
+        for index, target, position, sample in zip(
+            batch.index.tolist(), batch.targets.tolist(), batch.position.tolist(), batch.sample.tolist(), strict=True
+        ):
+            own = pieces[sample]
+            whole = [*own.prompt_ids, *own.token_ids]
+            rows = rows_of(num_prompt, len(own.token_ids), own.branches)
+            starts = [0, *(branch.start for branch in own.branches)]
+            sequence = rows[max(r for r, start in enumerate(starts) if start <= position)].tolist()
+            at = sequence.index(num_prompt + position)
+            row, column = divmod(index, length)
+            assert batch.input_ids[row, visible[row, column]].tolist() == [whole[place] for place in sequence[:at]]
+            assert batch.position_ids[row, visible[row, column]].tolist() == list(range(at))
+            assert target == whole[num_prompt + position]
+            seen[sample].append(position)
+        assert all(len(found) in (0, own.mask.sum()) for found, own in zip(seen.values(), pieces, strict=True))
+    assert all(sorted(seen[i]) == np.flatnonzero(own.mask).tolist() for i, own in enumerate(pieces))
+
+
+def test_branches_share_what_they_begin_with() -> None:
+    kept = [Branch(start=10 * at, row=at - 1, keep=20 + 8 * at) for at in range(1, 9)]
+    whole = [branched(0, 20, [10] * 9, kept, group=0)]
+    assert cells(pack(whole, max_tokens=4096, shape=SHARED)) == 20 + 9 * 10 - 9
+    assert cells(pack(whole, max_tokens=4096, shape=ALONE)) == 20 + 9 * 10 - 9 + sum(branch.keep for branch in kept)
+
+
+@pytest.mark.parametrize("shape", [SHARED, ALONE, ROWS], ids=["shared", "packed", "rows"])
+def test_log_probs_of_branches_equal_those_of_each_row_alone(tmp_path: Path, shape: Shape) -> None:
+    folder = make_model(tmp_path / "model")
+    policy = make_policy(folder).eval()
+    policy.shape = shape
+    kept = [Branch(start=6, row=0, keep=7), Branch(start=11, row=1, keep=9), Branch(start=15, row=0, keep=0)]
+    pieces = [branched(i, 4, [6, 5, 4, 3], kept, group=0) for i in range(3)]
+    num_compared = 0
+    with torch.no_grad():
+        for batch in pack(pieces, max_tokens=96, shape=shape):
+            logp = policy(batch).logp
+            for i, position, value in zip(batch.sample.tolist(), batch.position.tolist(), logp, strict=True):
+                whole = np.concatenate([pieces[i].prompt_ids, pieces[i].token_ids])
+                row = next(row for row in rows_of(4, 18, pieces[i].branches) if 4 + position in row[1:])
+                sequence = whole[row].tolist()
+                at = row.tolist().index(4 + position)
+                truth = response_logprobs(folder, sequence[:1], sequence[1:])[at - 1]
+                torch.testing.assert_close(value, truth, atol=1e-5, rtol=0)
+                num_compared += 1
+    assert num_compared == sum(int(own.mask.sum()) for own in pieces)
 
 
 @pytest.mark.parametrize("window", [1, 3])
@@ -136,7 +226,8 @@ def test_a_row_for_each_sequence_is_padded_little() -> None:
     assert sum(len(batch.starts) - 1 >= len(batch.input_ids) for batch in batches) == len(batches)
     assert sum(len(batch.input_ids) for batch in batches) == len(pieces)
     assert all(batch.input_ids.numel() <= 100 for batch in batches)
-    assert all((batch.bundle <= 1).all() for batch in batches)
+    for row, positions in ((row, p) for b in batches for row, p in zip(b.input_ids, b.position_ids, strict=True)):
+        assert positions[row > 0].tolist() == list(range(int((row > 0).sum()))), "one sequence, from its begin"
     assert cells(batches) < 1.3 * sum(p.num_tokens for p in pieces)
 
 

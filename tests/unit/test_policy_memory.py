@@ -1,49 +1,53 @@
-"""What a forward pass leaves in memory: with checkpointing, no layer's weights in bf16 beyond the layer."""
+"""What a pass leaves in memory: no layer's weights in bf16 beyond the layer, with checkpointing or without."""
 
 from __future__ import annotations
 
-import weakref
 from pathlib import Path
-from typing import Any
 
+import pytest
 import torch
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from streamrl.learner.model.load import load_policy
-from streamrl.learner.model.packing import empty_micro_batch
+from streamrl.learner.model.load import load_policy, recomputes
 from streamrl.learner.model.ways import decoder_of
 from streamrl.learner.process.ranks import World
+from tests.casts import watch_a_pass
 from tests.learner_cases import learner_config
 from tests.tiny_models import make_model
 
+ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 LAYERS = 4
 
 
-class Casts(TorchDispatchMode):
-    """Copies in bf16 of what is as large as a matrix of the model, while they live."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self._shapes = {p.shape for p in model.parameters() if p.ndim == 2}
-        self.live: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.dtype == torch.bfloat16 and out.shape in self._shapes:
-            self.live.add(out.untyped_storage())
-        return out
-
-
-def test_casts_of_weights_end_with_their_layer(tmp_path: Path) -> None:
-    """Under FSDP each rank would end with the whole model in bf16: 62 GB of a model of 32B."""
+@pytest.mark.parametrize("masters", ["device", "cpu"])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_casts_of_weights_end_with_their_layer(tmp_path: Path, checkpointing: bool, masters: str) -> None:
+    """Else each rank would end with the whole model in bf16: 62 GB of a model of 32B. Two ranks are tested where there
+    are some (`tests/integration/test_learner_ranks.py`)."""
     folder = make_model(tmp_path / "model", layers=LAYERS)
-    config = learner_config(folder, model={"path": str(folder), "dtype": "bfloat16", "gradient_checkpointing": True})
-    policy = load_policy(config, World(rank=0, size=1, device=torch.device("cpu")), (1,))
-    casts, alive = Casts(policy), list[int]()
-    for layer in decoder_of(policy.model).layers:
-        layer.register_forward_hook(lambda *_: alive.append(len(casts.live)))
-    with casts:
-        policy(empty_micro_batch())
-    assert len(alive) == LAYERS
-    assert alive == [0] * LAYERS
+    model = {"path": str(folder), "dtype": "bfloat16", "gradient_checkpointing": checkpointing, "masters": masters}
+    policy = load_policy(learner_config(folder, model=model), ALONE, (1,))
+    matrices = sum(p.ndim == 2 for p in decoder_of(policy.model).layers[0].parameters())
+
+    after, most = watch_a_pass(policy)
+
+    assert after == [0] * (LAYERS + 1)
+    assert 0 < most[0] <= most[-1] <= 2 * matrices + matrices  # a layer, the next one, and its gradients
+
+
+def test_masters_are_wide_what_is_frozen_is_half_and_ranks_add_up_in_fp32(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+    lora = {"rank": 2, "targets": ["q_proj"]}
+    model = {"path": str(folder), "dtype": "bfloat16", "lora": lora}
+    policy = load_policy(learner_config(folder, model=model), ALONE, (1,))
+    assert {p.dtype for p in policy.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in policy.parameters() if not p.requires_grad} == {torch.bfloat16}
+    watch_a_pass(policy)
+    whole = load_policy(learner_config(folder, model={"path": str(folder), "dtype": "bfloat16"}), ALONE, (1,))
+    assert {p.dtype for p in whole.parameters()} == {torch.float32}
+
+
+def test_layers_are_computed_again_on_gpus_unless_it_is_said_otherwise() -> None:
+    settings = learner_config(Path("m")).model
+    assert recomputes(settings, torch.device("cuda", 0))
+    assert not recomputes(settings, torch.device("cpu"))
+    assert not recomputes(settings.model_copy(update={"gradient_checkpointing": False}), torch.device("cuda", 0))

@@ -139,7 +139,10 @@ def test_advantages_are_tried_out_on_a_group_of_which_one_sample_alone_may_teach
         ({"loss": "no/such/file.py:f"}, "FileNotFoundError: no such file: no/such/file.py"),
         ({"loss": "ppoo"}, "must be one of truncated, tis, icepop"),
         ({"loss": "ppo", "loss_args": {"clamp": 3}}, "algorithm.loss_args = {'clamp': 3}: cannot use it: TypeError"),
-        ({"advantages": "nobody"}, "algorithm.advantages = 'nobody': must be one of leave_one_out, group_mean, or"),
+        (
+            {"advantages": "nobody"},
+            "algorithm.advantages = 'nobody': must be one of leave_one_out, group_mean, turns, or",
+        ),
         ({"advantages_args": {"x": 1}}, "algorithm.advantages_args = {'x': 1}: cannot use it: TypeError"),
     ],
 )

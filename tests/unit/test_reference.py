@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from streamrl.config import schema
-from streamrl.learner.checkpoints.save import load_state, save_state
+from streamrl.learner.checkpoints.shard import load_state
 from streamrl.learner.metrics.tally import Tally
 from streamrl.learner.model.gradients import Gradients, Reference, asking, make_optimizer, make_reference, update
 from streamrl.learner.model.load import load_policy, load_reference
 from streamrl.learner.process.ranks import World
 from streamrl.recipe.algorithms import make_algorithm
 from tests.learner_cases import learner_config, random_groups
+from tests.shards import write_shard
 from tests.tiny_models import make_model
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
@@ -70,7 +71,7 @@ def folder(tmp_path: Path) -> Path:
 
 def saved(run: Run, folder: Path) -> Path:
     folder.mkdir()
-    save_state(folder, run.policy, run.optimizer, ALONE)
+    write_shard(folder, run.policy, run.optimizer, ALONE)
     return folder
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from streamrl.config import schema
+from streamrl.crashpoints import Point, armed
 from streamrl.errors import ConfigError
 from streamrl.ops.audit import audit_folder
 from streamrl.ops.record.kept import KeptGroups
 from streamrl.ops.record.recording import Origin
 from streamrl.ops.record.write import RecordingWriter
+from tests.integration.learner_world import lines
 from tests.replay_world import (
     last_state,
     last_tensors,
@@ -41,6 +45,34 @@ def test_two_replays_of_a_recording_give_the_same_weights_bit_by_bit(config: sch
     assert last_state(config)["step"] == 6
     assert same_bits(last_tensors(config), last_tensors(other))
     assert (config.folder / "export" / "model.safetensors").is_file()
+
+
+def test_a_checkpoint_is_committed_beside_the_steps_which_tell_what_it_took(tmp_path: Path) -> None:
+    training, checkpoint = schema.Training(groups_per_step=4, max_steps=6), schema.Checkpoint(every_steps=3)
+    config = make_replay_run(tmp_path, training=training, checkpoint=checkpoint)
+    recording = make_recording(tmp_path / "recording", config, make_entries(config, range(24)))
+    durable, committed, steps = threading.Event(), threading.Event(), count(1)
+
+    def at_point(point: Point) -> None:
+        if point == "shard.synced":
+            durable.set()
+        elif point == "checkpoint.committed":
+            committed.set()
+        elif point == "group.settled":  # the loop makes a step meanwhile, and another
+            awaited = {4: durable, 5: committed}.get(next(steps))
+            assert awaited is None or awaited.wait(60)
+
+    with armed(at_point):
+        assert run_replay(config, recording) == "finished"
+
+    told = {line["step"]: line for line in lines(config.folder / "metrics.jsonl")}
+    assert [step for step in told if "timers/checkpoint" in told[step]] == [3, 6]
+    assert [step for step in told if "timers/checkpoint_write" in told[step]] == [5]
+    assert [step for step in told if "timers/checkpoint_wait" in told[step]] == []
+    assert sorted(path.name for path in (config.folder / "checkpoints").iterdir()) == [
+        "e000001-s00000003",
+        "e000001-s00000006",
+    ]
 
 
 def test_other_groups_give_other_weights(config: schema.Config, tmp_path: Path) -> None:

@@ -12,8 +12,10 @@ from streamrl.config import schema
 from streamrl.errors import RewardOutage
 from streamrl.permissions import Permissions
 from streamrl.protocol.transport.types import Leased
-from streamrl.workers.engines.base import EngineStats
+from streamrl.protocol.wire.ticket import Ticket
+from streamrl.workers.engines.base import Engine, EngineStats, SampleRequest
 from streamrl.workers.engines.double import EngineDouble
+from streamrl.workers.environments.trace import Played
 from streamrl.workers.rewards.base import RewardDouble, ScoreItem
 from streamrl.workers.rewards.http_client import build_http_reward
 from tests.worker_world import WorkerWorld
@@ -52,6 +54,38 @@ async def test_no_ticket_is_taken_and_the_wait_shows() -> None:
     world.reward.outage = None
     await world.delivered(1)
     await world.until(lambda: "rewards/made_up/state" in world.progress.report().detail, "the sources show")
+    await world.finish()
+
+
+class Nobody:
+    """Plays nothing, and says so."""
+
+    out: str | None = "http://games:1: refused"
+
+    def outage(self) -> str | None:
+        return self.out
+
+    async def play(self, ticket: Ticket, engine: Engine, request: SampleRequest) -> Played:
+        raise RewardOutage("its only replica is gone")
+
+
+async def test_while_the_environment_is_out_no_ticket_is_taken_and_a_rollout_that_it_lost_is_no_failure() -> None:
+    nobody = Nobody()
+    world = WorkerWorld(player=nobody)
+    put_back(world)
+    world.put(1)
+    world.start()
+    await world.until(lambda: world.progress.report().doing == "rewards", "the worker waits")
+    told = await world.until(
+        lambda: world.progress.report().detail.get("rewards/environment/state"), "who is out shows"
+    )
+    assert told == nobody.out
+    assert world.tickets.waiting
+
+    nobody.out = None
+    await world.until(lambda: len(world.tickets.handed_back) >= 2, "the ticket is taken, and goes back, twice")
+    assert set(world.tickets.handed_back) == {1}
+    assert not world.tickets.delivered
     await world.finish()
 
 

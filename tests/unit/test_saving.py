@@ -1,24 +1,36 @@
-"""Checkpoints as ranks write them together: each tells of its own file, and none hurries the others."""
+"""Checkpoints as ranks write them together, beside training: each tells of its file, and none hurries the others."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
 from streamrl.config import schema
 from streamrl.crashpoints import Point, armed
-from streamrl.learner.checkpoints.checkpoint import MANIFEST, describe
-from streamrl.learner.checkpoints.save import Saver
+from streamrl.errors import Fenced
+from streamrl.learner.checkpoints.checkpoint import MANIFEST, Checkpoint, describe
+from streamrl.learner.checkpoints.save import RankStateDouble, Saver
+from streamrl.learner.checkpoints.shard import Shard
 from streamrl.learner.checkpoints.terms import CheckpointName, ancestry
+from streamrl.learner.groups.ledger import FeedState
+from streamrl.learner.metrics.record import Timers
 from streamrl.learner.model.load import TokenizerInfo, load_policy, read_tokenizer_info
+from streamrl.learner.process.background import BackgroundThread, BackgroundThreadDouble, Jobs
 from streamrl.learner.process.ranks import World
 from streamrl.learner.process.watchdog import Watchdog
 from streamrl.learner.rank import work
@@ -31,66 +43,230 @@ from tests.learner_cases import learner_config
 from tests.tiny_models import make_model
 
 CPU = torch.device("cpu")
-EPOCH_1 = CheckpointName(1, 5)
+AT_5 = CheckpointName(1, 5)
+T = TypeVar("T")
+
+
+@dataclass(slots=True, kw_only=True)
+class Another:
+    """A rank beside this one: how far it is with its file, and what it tells of it."""
+
+    outcome: int = 0  # done, failed, waiting
+    told: bytes = b"[0.5, {}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WithAnother(World):
-    """Rank 0's view of two ranks, of which the other one tells this of its file."""
+    """Rank 0's view of two ranks."""
 
-    told: bytes
-    agrees: bool = True
+    other: Another
 
     def all_agree(self, mine: bool) -> bool:
-        return mine and self.agrees
+        return mine
+
+    def largest(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        return np.maximum(values, self.other.outcome)
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        return [data, self.told]
+        return [data, self.other.told]
 
 
-def make_saver(scene: Scene, world: World) -> Saver:
-    scene.checkpoints.claim_term("run")
-    policy = nn.Linear(3, 2)
-    return Saver(
-        policy=policy,
-        optimizer=torch.optim.AdamW(policy.parameters()),
-        world=world,
-        checkpoints=scene.checkpoints,
-        conductor=scene.conductor,
-        term=1,
-    )
+class JobsByHand:
+    """Whoever has something to do beside the loop waits until `go_on`."""
+
+    def __init__(self) -> None:
+        self._jobs: list[Callable[[], None]] = []
+
+    def working(self, *, join_s: float) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(job())
+            except BaseException as error:  # noqa: BLE001 - whoever waits for the future gets it
+                future.set_exception(error)
+
+        self._jobs.append(run)
+        return future
+
+    def go_on(self) -> None:
+        """One job is done."""
+        self._jobs.pop(0)()
 
 
-def files_of(scene: Scene) -> dict[str, Any]:
-    manifest = json.loads((scene.checkpoints.folder_of(EPOCH_1) / MANIFEST).read_bytes())
-    found: dict[str, Any] = manifest["content"]["files"]
-    return found
+class Saving:
+    """A saver, and all around it."""
+
+    def __init__(self, folder: Path, *, world: World = ALONE, beside: Jobs | None = None) -> None:
+        self.scene = Scene(folder, checkpoint=schema.Checkpoint(keep_last=1, keep_best=0))
+        self.scene.checkpoints.claim_term("run")
+        self.state, self.timers = RankStateDouble(), Timers()
+        self.saver = Saver(
+            state=self.state,
+            world=world,
+            checkpoints=self.scene.checkpoints,
+            conductor=self.scene.conductor,
+            term=1,
+            beside=beside or BackgroundThreadDouble(),
+            timers=self.timers,
+        )
+
+    def begin(self, step: int) -> None:
+        self.state.now = b"weights of step %d" % step
+        self.saver.begin(step, consumed_samples=10 * step)
+
+    def newest(self) -> Checkpoint | None:
+        return self.scene.checkpoints.newest_complete(ancestry(self.scene.folder))
+
+    def names(self) -> set[str]:
+        return {path.name for path in (self.scene.folder / "checkpoints").iterdir()}
+
+    def files(self, name: CheckpointName) -> dict[str, Any]:
+        manifest = json.loads((self.scene.checkpoints.folder_of(name) / MANIFEST).read_bytes())
+        found: dict[str, Any] = manifest["content"]["files"]
+        return found
 
 
 def test_the_manifest_has_what_each_rank_tells_of_its_file_and_rank_0_reads_none_of_the_others(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
-    told = {"train-00001-of-00002.safetensors": [84, "what the other rank has found"]}  # and not seen on this machine
-    world = WithAnother(rank=0, size=2, device=CPU, told=json.dumps(told).encode())
-    assert make_saver(scene, world).save(5, consumed_samples=0)
-    mine = scene.checkpoints.folder_of(EPOCH_1) / "train-00000-of-00002.safetensors"
-    assert files_of(scene) == {mine.name: list(describe(mine)), **told}
-
-
-def test_a_checkpoint_that_one_rank_could_not_write_is_none(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
-    world = WithAnother(rank=0, size=2, device=CPU, told=b"", agrees=False)
-    assert not make_saver(scene, world).save(5, consumed_samples=0)
-    assert list((scene.folder / "checkpoints").iterdir()) == []
+    theirs = {"train-00001-of-00002.safetensors": [84, "what the other rank has found"]}  # not seen on this machine
+    other = Another(told=json.dumps([2.5, theirs]).encode())
+    saving = Saving(tmp_path, world=WithAnother(rank=0, size=2, device=CPU, other=other))
+    assert saving.saver.save(5, consumed_samples=0)
+    mine = saving.scene.checkpoints.folder_of(AT_5) / "weights"
+    assert saving.files(AT_5) == {mine.name: list(describe(mine)), **theirs}
+    assert saving.timers.take()["timers/checkpoint_write"] == 2.5, "as long as the slowest took"
 
 
 def test_what_was_saved_is_found_again_with_its_digests(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
-    saver = make_saver(scene, ALONE)
-    assert [saver.save(5, consumed_samples=0) for _ in range(2)] == [True, True]
-    found = scene.checkpoints.newest_complete(ancestry(scene.folder))
+    saving = Saving(tmp_path)
+    assert [saving.saver.save(5, consumed_samples=0) for _ in range(2)] == [True, True]
+    found = saving.newest()
     assert found is not None
-    assert found.name == EPOCH_1
-    assert set(files_of(scene)) == {"train-00000-of-00001.safetensors"}
+    assert found.name == AT_5
+    assert set(saving.files(AT_5)) == {"weights"}
+
+
+def test_what_is_trained_after_the_copy_is_not_committed_by_it(tmp_path: Path) -> None:
+    beside = JobsByHand()
+    saving = Saving(tmp_path, beside=beside)
+    saving.scene.feed.now = FeedState(cursor="5-0")
+    saving.begin(5)
+    saving.scene.feed.now = FeedState(cursor="6-0")
+    saving.state.now = b"weights of step 6"
+    for _ in ("written", "sealed"):
+        assert saving.saver.settle() is None
+        assert saving.newest() is None
+        assert saving.scene.feed.told == []
+        beside.go_on()
+    assert saving.saver.settle()
+    found = saving.newest()
+    assert found is not None
+    assert (found.folder / "weights").read_bytes() == b"weights of step 5"
+    assert (found.state.step, found.state.stream.cursor) == (5, "5-0")
+    assert found.state.extra["consumed_samples"] == 50
+    assert [told.cursor for told in saving.scene.feed.told] == ["5-0"], "Redis keeps what came after it"
+
+
+def test_nothing_is_committed_before_the_files_of_all_ranks_are_durable(tmp_path: Path) -> None:
+    other = Another(outcome=2)
+    saving = Saving(tmp_path, world=WithAnother(rank=0, size=2, device=CPU, other=other))
+    saving.begin(5)
+    assert [saving.saver.settle() for _ in range(3)] == [None] * 3
+    assert saving.names() == {f".tmp-{AT_5}"}
+    other.outcome = 0
+    assert [saving.saver.settle() for _ in range(2)] == [None, True]
+    assert saving.names() == {str(AT_5)}
+
+
+def test_a_checkpoint_that_one_rank_could_not_write_is_none(tmp_path: Path) -> None:
+    saving = Saving(tmp_path, world=WithAnother(rank=0, size=2, device=CPU, other=Another(outcome=1)))
+    assert not saving.saver.save(5, consumed_samples=0)
+    assert saving.names() == set()
+    assert not saving.saver.busy
+
+
+@pytest.mark.parametrize("point", ["checkpoint.copied", "shard.part", "shard.written", "journal.written"])
+def test_a_full_disk_costs_this_checkpoint_and_no_other(tmp_path: Path, point: Point) -> None:
+    saving = Saving(tmp_path)
+    if point == "checkpoint.copied":  # there is no room for a folder
+        (saving.scene.folder / "checkpoints").touch()
+        saving.begin(5)
+        (saving.scene.folder / "checkpoints").unlink()
+        assert not saving.saver.busy
+    else:
+        with armed(full_at(point)):
+            saving.begin(5)
+            while (committed := saving.saver.settle()) is None:
+                pass
+        assert not committed
+        assert saving.names() == set()
+    assert saving.newest() is None
+    assert saving.scene.feed.told == []
+    assert saving.saver.save(6, consumed_samples=0)
+    assert saving.names() == {"e000001-s00000006"}
+
+
+def full_at(point: Point) -> Callable[[Point], None]:
+    def act(passed: Point) -> None:
+        if passed == point:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    return act
+
+
+def test_the_next_checkpoint_waits_for_the_one_that_is_being_written_and_tells_so(tmp_path: Path) -> None:
+    beside = BackgroundThread("checkpoints")
+    saving = Saving(tmp_path, beside=beside)
+    written = threading.Event()
+    with beside.working(join_s=60), armed(lambda point: written.wait(60) if point == "shard.written" else None):
+        saving.begin(5)
+        assert "timers/checkpoint_wait" not in saving.timers.take()
+        threading.Timer(0.2, written.set).start()
+        saving.begin(6)
+        assert saving.timers.take()["timers/checkpoint_wait"] >= 0.1
+        found = saving.newest()
+        assert found is not None
+        assert found.state.step == 5
+        assert saving.saver.save(6, consumed_samples=0)
+        assert saving.names() == {"e000001-s00000006"}, "older ones are gone when a run ends"
+
+
+def test_a_mistake_beside_the_loop_is_heard_in_the_loop(tmp_path: Path) -> None:
+    saving = Saving(tmp_path)
+    saving.begin(5)
+    assert saving.saver.settle() is None
+    claimed = saving.scene.checkpoints.claim_term("run")  # another learner has come
+    assert claimed.number == 2
+    saving.begin(6)
+    with pytest.raises(Fenced):
+        saving.saver.save(6, consumed_samples=0)
+    assert saving.names() == {"e000001-s00000005", ".tmp-e000001-s00000006"}
+
+
+def test_a_shard_holds_the_state_of_its_copy_and_the_moments_once_there_are_some(tmp_path: Path) -> None:
+    policy = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(policy.parameters())
+    shard = Shard(policy, optimizer, ALONE)
+    for number in range(3):  # into the same memory
+        before = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
+        random = torch.get_rng_state()
+        shard.take()
+        make_a_step(policy, optimizer)
+        [name] = shard.write(tmp_path)
+        found = safetensors.torch.load_file(tmp_path / name)
+        assert all(torch.equal(found[f"master/{name}"], tensor.flatten()) for name, tensor in before.items())
+        assert torch.equal(found["rng"], random)
+        assert ("exp_avg/weight" in found) is (number > 0)
+        assert list(shard.write(tmp_path).values()) == [describe(tmp_path / name)]
+
+
+def make_a_step(policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    policy(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 class SlowTokenizer:

@@ -23,7 +23,7 @@ from streamrl.learner.checkpoints.terms import CheckpointName, ancestry
 from streamrl.learner.metrics.record import ValidationResult
 from streamrl.learner.publishing.shipping import Published
 from streamrl.versions import make_version
-from tests.conductor_world import RESULT, Scene
+from tests.conductor_world import RESULT, Scene, commit
 
 KEEP_ONE = schema.Checkpoint(keep_last=1, keep_best=1)
 
@@ -86,7 +86,7 @@ class Run:
         name = CheckpointName(self.term, step)
         weights = self.root.new_folder(name) / "weights"
         weights.write_bytes(b"%d" % step)
-        self.conductor.commit(name, consumed_samples=0, files={weights.name: describe(weights)})
+        commit(self.conductor, name, {weights.name: describe(weights)})
 
     def validate(self) -> None:
         """As at the end of a run."""
@@ -149,6 +149,21 @@ def test_a_score_that_is_there_before_its_checkpoint_is_added_with_it(tmp_path: 
     assert run.scores() == {}
     run.save(13)
     assert run.scores() == {13: 0.7}
+
+
+def test_a_score_is_added_with_a_checkpoint_that_is_written_until_others_are_there(tmp_path: Path) -> None:
+    run = Run(tmp_path, {0: 0.1, 10: 0.7, 13: 0.2})
+    run.publish(10)
+    run.validate()
+    begun = run.conductor.begin_commit(CheckpointName(run.term, 10), consumed_samples=0)
+    run.publish(13)
+    run.validate()
+    (run.root.new_folder(CheckpointName(run.term, 10)) / "weights").touch()
+    begun.seal({})
+    begun.announce()
+    assert run.scores() == {10: 0.7}
+    run.save(13)
+    assert run.scores() == {13: 0.2, 10: 0.7}
 
 
 def test_a_version_that_was_validated_for_an_older_checkpoint_is_also_its_own_checkpoints_score(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_prompts_that_are_trained_and_held_out_are_counted_in_the_files_of_the_r
 def test_the_report_says_how_many_prompts_were_held_out_and_that_none_was_trained(tmp_path: Path) -> None:
     lines = list(report_lines(report_of(write_run(tmp_path))))
 
-    assert "prompts           2 to train on, 1 held out, 0 in both" in lines
+    assert [" ".join(line.split()) for line in lines].count("prompts 2 to train on, 1 held out, 0 in both") == 1
 
 
 def test_a_long_answer_does_not_break_the_table(tmp_path: Path) -> None:

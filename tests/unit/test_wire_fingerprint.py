@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from streamrl.protocol.wire.group import fingerprint, stop_ids
+from streamrl.protocol.wire.fingerprint import fingerprint, stop_ids
 
 VOCAB = {"a": 0, "b": 1, "<eos>": 2}
 

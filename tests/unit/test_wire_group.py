@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from itertools import groupby, pairwise
 from typing import Any
 
 import msgpack
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.errors import WireError
+from streamrl.protocol.wire.branches import Branch
 from streamrl.protocol.wire.codec import pack
 from streamrl.protocol.wire.group import MAX_HEADER_BYTES, Group, Sample, Span, decode_body, decode_header, encode_group
 from tests.helpers import make_group, make_sample, make_ticket
@@ -21,24 +23,42 @@ REWARDS = st.floats(-1e6, 1e6)
 
 
 @st.composite
-def samples(draw: st.DrawFn) -> Sample:
-    lengths = draw(st.lists(st.integers(1, 6), max_size=5))
-    total = sum(lengths)
-    ends = np.cumsum(lengths).tolist()
+def samples(draw: st.DrawFn, *, turns_earn: bool) -> Sample:
+    lengths = draw(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 6)), max_size=5))  # (given, sampled)
+    total = sum(map(sum, lengths))
+    ends = np.cumsum([given + sampled for given, sampled in lengths]).tolist()
     spans = tuple(
-        Span(version=draw(st.integers(0, 2**63)), step=draw(st.integers(0, 2**40)), start=end - length, end=end)
-        for length, end in zip(lengths, ends, strict=True)
+        Span(version=draw(st.integers(0, 2**63)), step=draw(st.integers(0, 2**40)), start=end - sampled, end=end)
+        for (_, sampled), end in zip(lengths, ends, strict=True)
     )
     cut = draw(st.integers(0, total))
-    return Sample(
+    branches, before = [], [3 + (ends[0] if ends else 0)]  # tokens of each row
+    for row, (start, end) in enumerate(pairwise(ends)):  # a row for each span
+        left = draw(st.integers(0, row))
+        branches.append(Branch(start=start, row=left, keep=draw(st.integers(1, before[left]))))
+        before.append(branches[-1].keep + end - start)
+    branches = branches if draw(st.booleans()) else []
+    mask = [at < cut and any(span.start <= at < span.end for span in spans) for at in range(total)]
+    made = Sample(
         token_ids=np.array(draw(st.lists(st.integers(0, 2**31 - 1), min_size=total, max_size=total)), np.int32),
         logprobs=np.array(draw(st.lists(st.floats(-100, 0, width=32), min_size=total, max_size=total)), np.float32),
-        mask_runs=(cut, total - cut) if total else (),
+        mask_runs=runs_of(mask),
         spans=spans,
         finish_reason=draw(st.sampled_from(["stop", "length"])),
         rewards=draw(st.dictionaries(st.text(max_size=10), REWARDS, max_size=4)),
         reward=draw(REWARDS),
+        branches=tuple(branches),
     )
+    return made._replace(turn_rewards=tuple(draw(REWARDS) for _ in made.turns())) if turns_earn else made
+
+
+def runs_of(mask: list[bool]) -> tuple[int, ...]:
+    runs = [len(list(run)) for _, run in groupby(mask)]
+    return (0, *runs) if mask and not mask[0] else tuple(runs)
+
+
+def groups_of_samples() -> st.SearchStrategy[list[Sample]]:
+    return st.booleans().flatmap(lambda turns_earn: st.lists(samples(turns_earn=turns_earn), min_size=1, max_size=4))
 
 
 def as_plain(sample: Sample) -> dict[str, Any]:
@@ -50,7 +70,7 @@ def decode(header: bytes, body: bytes) -> Group:
     return decode_body(decode_header(header), body)
 
 
-@given(st.lists(samples(), min_size=1, max_size=4))
+@given(groups_of_samples())
 def test_a_group_survives_the_wire(made: list[Sample]) -> None:
     group = decode(*encode_group(make_group(make_ticket(5), samples=tuple(made), generate_s=1.5)))
     assert [as_plain(sample) for sample in group.samples] == [as_plain(sample) for sample in made]
@@ -58,7 +78,8 @@ def test_a_group_survives_the_wire(made: list[Sample]) -> None:
     versions = [span.version for sample in made for span in sample.spans]
     assert (header.ticket, header.run_uid, header.purpose, header.generate_s) == (5, "uid", "train", 1.5)
     assert header.sample_lengths == tuple(len(sample.token_ids) for sample in made)
-    assert header.num_tokens == sum(header.sample_lengths) + 3 * len(made)
+    kept = sum(branch.keep for sample in made for branch in sample.branches)
+    assert header.num_tokens == sum(header.sample_lengths) + 3 * len(made) + kept
     assert (header.min_version, header.max_version) == (min(versions, default=0), max(versions, default=0))
     assert not header.failed
 
@@ -106,6 +127,18 @@ BAD_SAMPLES: dict[str, Sample] = {
     "a source's reward that is NaN": make_sample()._replace(rewards={"exact": float("nan")}),
     "too many sources": make_sample()._replace(rewards={str(n): 1.0 for n in range(33)}),
     "an unknown finish reason": make_sample(finish_reason="tired"),
+    "a branch that keeps more than there is": make_sample(branches=(Branch(start=2, row=0, keep=6),)),
+    "a branch that leaves itself": make_sample(branches=(Branch(start=2, row=1, keep=1),)),
+    "a branch without tokens": make_sample(branches=(Branch(start=4, row=0, keep=1),)),
+    "branches that go back": make_sample(branches=(Branch(start=2, row=0, keep=1), Branch(start=1, row=0, keep=1))),
+    "a span that goes on in another row": make_sample(branches=(Branch(start=2, row=0, keep=3),)),
+    "a token that was sampled behind nothing": make_sample(
+        spans=(Span(version=1, step=0, start=0, end=2), Span(version=1, step=0, start=2, end=4)),
+        branches=(Branch(start=2, row=0, keep=0),),
+    ),
+    "too many branches": make_sample(
+        num_tokens=257, spans=(), mask_runs=(0, 257), branches=tuple(Branch(start=n, row=0, keep=1) for n in range(257))
+    ),
 }
 
 
@@ -113,6 +146,12 @@ BAD_SAMPLES: dict[str, Sample] = {
 def test_a_sample_that_breaks_the_schema_is_one_wire_error(sample: Sample) -> None:
     with pytest.raises(WireError):
         decode(*encode_group(make_group(make_ticket(0), samples=(sample, make_sample()))))
+
+
+@pytest.mark.parametrize("rewards", [((0.5,), ()), ((0.5, 0.5), (0.5,)), ((0.5,), (float("nan"),))], ids=str)
+def test_either_all_turns_have_a_reward_or_none(rewards: tuple[tuple[float, ...], ...]) -> None:
+    with pytest.raises(WireError):
+        decode(*encode_group(make_group(make_ticket(0), samples=tuple(make_sample(turn_rewards=r) for r in rewards))))
 
 
 def test_a_body_of_another_header_is_refused() -> None:

@@ -10,11 +10,12 @@ import httpx
 import pytest
 
 from streamrl.errors import ConfigError, ResourceError, RewardError
+from streamrl.process import parse_address
 from streamrl.telemetry.progress import Progress, Wait
 from streamrl.versions import make_version
 from streamrl.workers.engines.base import EngineStats
 from streamrl.workers.health import Health, Parts
-from streamrl.workers.http import make_app, parse_address, serving
+from streamrl.workers.http import make_app, serving
 from streamrl.workers.rewards.base import RewardDouble, Rewards, ScoreItem, Weighted
 from streamrl.workers.roles import WeightsDouble, WorkDouble
 from tests.worker_world import a_score_item
@@ -150,15 +151,15 @@ async def test_several_workers_of_a_machine_listen_side_by_side_and_a_taken_port
             assert (await client.get(f"http://{one}/livez")).status_code == 200
             assert (await client.get(f"http://{other}/readyz")).json()["part"] == "worker/0"
         with pytest.raises(ResourceError, match=r"--http: cannot take port .* or 0 for any free one"):
-            async with serving(world.health, parse_address(one)):
+            async with serving(world.health, parse_address(one, what="--http")):
                 pass
 
 
 @pytest.mark.parametrize("text", ["9400", "host:", ":9400", "host:port", "host:70000"])
 def test_an_address_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"must be HOST:PORT"):
-        parse_address(text)
+        parse_address(text, what="--http")
 
 
 def test_a_host_with_colons_stands_in_brackets() -> None:
-    assert parse_address("[::1]:9400") == ("::1", 9400)
+    assert parse_address("[::1]:9400", what="--http") == ("::1", 9400)

@@ -25,7 +25,7 @@ from transformers import DynamicCache
 from streamrl.protocol.wire.group import FinishReason, Span
 from streamrl.workers.engines.base import EngineSettings, Generated, ReadBack, SampleRequest
 from streamrl.workers.engines.hf_model import RowState, choose, load_weights, processed_logprobs, token_logprobs
-from streamrl.workers.engines.mapped_file import MappedFile, decoys
+from streamrl.workers.engines.mapped_file import decoys, mapped_for
 
 _MAX_ROWS = 256
 
@@ -70,7 +70,7 @@ class Decoder:
         device = next(model.parameters()).device
         self._generator = torch.Generator(device=device).manual_seed(settings.seed)
         self._batch = KvBatch(model, device)
-        self._file = MappedFile()
+        self._file = mapped_for(device)
         self._version, self._step = 0, 0
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from streamrl.errors import DataError
-from streamrl.protocol.wire.group import fingerprint, stop_ids
+from streamrl.protocol.wire.fingerprint import fingerprint, stop_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

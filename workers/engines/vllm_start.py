@@ -20,6 +20,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from streamrl.config import schema
 from streamrl.config.placement import parallel_in
 from streamrl.errors import ConfigError, EngineError, ResourceError
@@ -34,6 +36,8 @@ from streamrl.workers.engines.vllm_plugin import (
 )
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -82,15 +86,31 @@ def build_llm(settings: EngineSettings, scratch: Path) -> tuple[AsyncLLM, StepWa
     arguments = engine_args(settings, on_cpu=current_platform.is_cpu())
     refuse_unknown(arguments, [field.name for field in dataclasses.fields(AsyncEngineArgs)])
     os.environ.update(_platform_environment(arguments, settings.config.worker, on_cpu=current_platform.is_cpu()))
-    try:
-        config = AsyncEngineArgs(**arguments).create_engine_config()
-    except (ValueError, TypeError, OSError) as error:
-        raise ConfigError(f"vLLM refuses this model or worker.engine_args: {error}") from error
+    config = engine_config(AsyncEngineArgs, arguments)
     try:
         llm = AsyncLLM(config, Executor.get_class(config), log_stats=True, log_requests=False)
     except Exception as error:  # vLLM's own errors share no base
         raise EngineError(f"vLLM did not start: {error}") from error
     return llm, watch_steps(llm)
+
+
+def engine_config(make: Callable[..., AsyncEngineArgs], arguments: Mapping[str, Any]) -> VllmConfig:
+    """What is not said is as in vLLM's own server: built for nobody in particular, as here, it prefills 2,048 tokens at
+    a time on any GPU, where its server takes 8,192 on an H100."""
+    from vllm.usage.usage_lib import UsageContext
+
+    try:
+        return make(**arguments).create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    except (ValueError, TypeError, OSError) as error:
+        raise ConfigError(f"vLLM refuses this model or worker.engine_args: {_in_one_line(error)}") from error
+
+
+def _in_one_line(error: Exception) -> str:
+    """Of pydantic's findings the key, the value and what is wrong with it."""
+    if isinstance(error, ValidationError):
+        found = error.errors(include_url=False, include_context=False)
+        return "; ".join(f"{'.'.join(map(str, one['loc']))} = {one['input']!r:.60}: {one['msg']}" for one in found)
+    return " ".join(str(error).split())
 
 
 def refuse_unknown(arguments: Iterable[str], known: Sequence[str]) -> None:

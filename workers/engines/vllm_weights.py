@@ -7,6 +7,10 @@ It reads the worker's mirror, a safetensors file in shared memory, and owns two 
 - With tied embeddings the reload takes the head for a layer that got no weights and leaves its packed copy of the *old*
   embedding in place: the model answers with old logits and raises nothing. So the head is packed once more.
 
+CUDA graphs stay as they were captured: the layerwise reload loads a layer into new memory and copies the result into
+the tensors that graphs and compiled code point to, so nothing is captured or compiled again, and one layer more is on
+the GPU meanwhile. Compiled code reads weights as inputs, not as constants. Read in vLLM's code; on a GPU it never ran.
+
 A load that fails leaves a model nobody may use; the error reaches the worker, which ends the engine.
 """
 
@@ -25,7 +29,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from streamrl.workers.engines.mapped_file import MappedFile, decoys
+from streamrl.workers.engines.mapped_file import decoys, mapped_for
 
 
 @dataclass
@@ -46,7 +50,7 @@ class MirrorWeightTransfer(WeightTransferEngine[MirrorInit, MirrorUpdate]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._mirror = MappedFile()
+        self._mirror = mapped_for(self.device)
         # It warns of every layer without weights, rotary embeddings and tied heads too; we know better what is missing.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 

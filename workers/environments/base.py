@@ -44,6 +44,10 @@ class Environment(Protocol):
         """`row` is the prompt's row without its prompt; SampleError where it cannot be played."""
         ...
 
+    def outage(self) -> str | None:
+        """Why no rollout can be begun at all now; RewardOutage from a call: no sample is at fault."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -53,6 +57,7 @@ class EnvironmentDouble:
     def __init__(self, answer: Callable[[Mapping[str, Any], list[str]], Answer], *, opening: str = "") -> None:
         self.answer, self.opening = answer, opening
         self.num_open = 0
+        self.out: str | None = None
 
     async def start(self) -> None:
         pass
@@ -60,6 +65,9 @@ class EnvironmentDouble:
     async def begin(self, row: Mapping[str, Any]) -> Episode:
         self.num_open += 1
         return _EpisodeDouble(self, row)
+
+    def outage(self) -> str | None:
+        return self.out
 
     async def close(self) -> None:
         pass

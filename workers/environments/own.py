@@ -1,10 +1,12 @@
-"""The user's environment: a class, in child processes that may loop, exit, raise or eat memory.
+"""The user's environment or agent, in child processes that may loop, exit, raise or eat memory.
 
     class Guess:
         def __init__(self, *, highest: int = 50): ...                      # `environment.options`
         def reset(self, row: Mapping[str, Any]) -> str | None: ...         # text before the first turn, if any
         def step(self, completion: str) -> tuple[str | None, float, bool]: # what the model reads next, reward, done
         def close(self) -> None: ...                                       # may be left out
+
+    async def rollout(session, row) -> float: ...                          # an agent (`agents.py`)
 
 An instance for each rollout; its methods may be `async def`, others run in threads of the child, so one that waits
 holds up nobody. A rollout stays with the child that began it, since its state is there: a child that dies, or is killed
@@ -13,74 +15,121 @@ since an answer was late, takes its rollouts along. They count as failed samples
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError, SampleError
 from streamrl.permissions import Permissions
+from streamrl.recipe.environments import ENVIRONMENTS
 from streamrl.workers.environments.base import Answer, Episode
-from streamrl.workers.environments.play import Player
-from streamrl.workers.environments.tail import Tail
+from streamrl.workers.rewards.door import Door
 from streamrl.workers.rewards.functions import CallFailed, Child, may_run
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _CHILD = "streamrl.workers.environments.own_child"
 
 
-def build_environment(settings: schema.Environment, permissions: Permissions) -> OwnEnvironment:
+def build_children(settings: schema.Environment, permissions: Permissions) -> Children:
     """Checks this worker's permission for it; loads nothing yet."""
+    assert settings.target is not None, "a service has no children"
+    if settings.target in ENVIRONMENTS:  # to be run it needs nobody's word; for a network it does
+        permissions = replace(permissions, reward_code=(settings.target,))
     may_run(settings, permissions, section="environment")
-    return OwnEnvironment(settings)
+    return Children(settings)
 
 
-@asynccontextmanager
-async def playing(
-    settings: schema.Environment | None, permissions: Permissions, tokenizer: PreTrainedTokenizerBase
-) -> AsyncIterator[Player | None]:
-    """Who plays the rollouts of a run, ready to; nobody, where an answer is all there is to a sample."""
-    if settings is None:
-        yield None
-        return
-    environment = build_environment(settings, permissions)
-    try:
-        await environment.start()
-        yield Player(environment, tail=Tail(tokenizer), settings=settings)
-    finally:
-        await environment.close()
+class Children:
+    """Whose turn it is to begin a rollout, and who takes the place of a child that is lost."""
 
-
-class OwnEnvironment:
     def __init__(self, settings: schema.Environment) -> None:
+        self.has_agent = self.is_async = False
         self._settings = settings
-        self._children: list[Child] = []
-        self._turn = itertools.count()  # whose turn it is to begin a rollout
+        self._places = [_Place(settings) for _ in range(settings.processes)]
+        self._turn = itertools.count()
         self._numbers = itertools.count()
 
     async def start(self) -> None:
         try:
-            self._children = [await Child.begin(self._settings, _CHILD) for _ in range(self._settings.processes)]
+            children = [await place.child() for place in self._places]
         except CallFailed as error:
             raise ConfigError(f"environment.target: cannot use {self._settings.target}: {error}") from None
+        self.has_agent, self.is_async = children[0].told["agent"], children[0].told["async"]
+
+    async def next(self) -> tuple[Child, int]:
+        """A child that lives, and a number for the rollout; CallFailed where none can be begun."""
+        place = self._places[next(self._turn) % len(self._places)]
+        return await place.child(), next(self._numbers)
+
+    def reach(self, endpoint: tuple[str, int]) -> None:
+        """What they may reach although they have no network."""
+        for place in self._places:
+            place.reach(endpoint)
+
+    async def close(self) -> None:
+        for place in self._places:
+            await place.close()
+
+
+class _Place:
+    """Of one child, and of the next when it is lost."""
+
+    def __init__(self, settings: schema.Environment) -> None:
+        self._settings = settings
+        self._child: Child | None = None
+        self._door: Door | None = None
+        self._endpoint: tuple[str, int] | None = None
+        self._beginning = asyncio.Lock()
+
+    async def child(self) -> Child:
+        async with self._beginning:
+            if self._child is None or self._child.lost:
+                await self.close()
+                self._door = Door(self._endpoint)
+                try:
+                    self._child = await Child.begin(self._settings, _CHILD, door=self._door.theirs.fileno())
+                except BaseException:
+                    self._door.close()
+                    raise
+                self._door.theirs.close()
+            return self._child
+
+    def reach(self, endpoint: tuple[str, int]) -> None:
+        self._endpoint = endpoint
+        if self._door is not None:
+            self._door.address = endpoint
+
+    async def close(self) -> None:
+        if self._child is not None:
+            await self._child.close()
+        if self._door is not None:
+            self._door.close()
+
+
+class OwnEnvironment:
+    """Of a class."""
+
+    def __init__(self, children: Children) -> None:
+        self._children = children
+
+    async def start(self) -> None:
+        await self._children.start()
 
     async def begin(self, row: Mapping[str, Any]) -> Episode:
-        at = next(self._turn) % len(self._children)
         try:
-            if self._children[at].lost:
-                self._children[at] = await Child.begin(self._settings, _CHILD)
-            child, number = self._children[at], next(self._numbers)
+            child, number = await self._children.next()
             opening = await child.call(("reset", number, dict(row)))
         except CallFailed as error:
             raise SampleError(f"the environment failed in reset: {error}") from None
         return _OwnEpisode(child, number, opening=opening)
 
+    def outage(self) -> None:
+        """A process that is lost is begun anew."""
+
     async def close(self) -> None:
-        for child in self._children:
-            await child.close()
+        await self._children.close()
 
 
 class _OwnEpisode:

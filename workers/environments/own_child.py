@@ -1,7 +1,8 @@
-"""The process that rollouts of a user's environment live in: calls come in by one pipe, answers go out by another, as
-those of reward functions do (`workers.rewards.function_child`).
+"""The process that rollouts of a user's environment or agent live in: calls come in by one pipe, answers go out by
+another, as those of reward functions do (`workers.rewards.function_child`).
 
-Any number of rollouts, each with an instance of its own and one call at a time; `close` forgets it.
+    class       any number of rollouts, each with an instance of its own and one call at a time; `close` forgets it
+    function    `rollout` runs it for a session and a row; `end` cancels it, and waits until it has ended
 """
 
 from __future__ import annotations
@@ -11,14 +12,78 @@ import contextlib
 import inspect
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from streamrl.recipe.environments import ENVIRONMENTS
 from streamrl.recipe.own import bind, describe, load_function
+from streamrl.workers.rewards import confine as confining
+from streamrl.workers.rewards.door import shut_in
 from streamrl.workers.rewards.function_child import confine, limit_memory, take_pipes, write_answer
 
-_THREADS = 64  # of environments that wait for something outside
+THREADS = 64  # of environments that wait for something outside, and of agents that are plain functions
+_MAX_REWARDS = 8  # that a rollout may have by name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """What an agent is given to ask the model with."""
+
+    base_url: str  # as clients of OpenAI's interface want it, /v1 at its end
+    api_key: str
+    model: str  # any name is taken
+
+
+class Games:
+    """Rollouts of a class."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._rollouts: dict[int, Any] = {}
+
+    async def answer(self, what: str, rollout: int, argument: Any) -> Any:
+        if what == "close":
+            instance = self._rollouts.pop(rollout, None)
+            if hasattr(instance, "close"):
+                with contextlib.suppress(BaseException):  # nobody waits for it
+                    await _call(instance.close)
+            return None
+        if what == "reset":
+            self._rollouts[rollout] = await asyncio.to_thread(self._make)
+        return await _ask(self._rollouts[rollout], what, argument)
+
+
+class Agents:
+    """Rollouts of a function."""
+
+    def __init__(self, function: Callable[..., Any], *, is_async: bool) -> None:
+        self._function, self._is_async = function, is_async
+        self._rollouts: dict[int, asyncio.Task[Any]] = {}
+
+    async def answer(self, what: str, rollout: int, argument: Any) -> Any:
+        if what == "end":
+            await self._end(rollout)
+            return None
+        session = Session(**argument["session"])
+        call = self._function(session, argument["row"]) if self._is_async else self._in_thread(session, argument["row"])
+        running = self._rollouts[rollout] = asyncio.create_task(call, name=f"rollout {rollout}")
+        try:
+            return _rewards(await running)
+        finally:
+            del self._rollouts[rollout]
+
+    async def _in_thread(self, session: Session, row: Any) -> Any:
+        return await asyncio.shield(asyncio.to_thread(self._function, session, row))
+
+    async def _end(self, rollout: int) -> None:
+        """A thread cannot be told: it ends when its session refuses it."""
+        running = self._rollouts.get(rollout)
+        if running is not None:
+            if self._is_async:
+                running.cancel()
+            await asyncio.wait([running])
 
 
 def main() -> None:
@@ -26,22 +91,58 @@ def main() -> None:
     setup = json.loads(calls.readline())
     limit_memory(setup["memory_mb"] << 20)
     try:
-        confine(own=True, network=setup["network"])
-        make = bind(load_function(setup["target"], {}), setup["options"])
-        lacking = [name for name in ("reset", "step") if not callable(getattr(make.func, name, None))]
-        if lacking:
-            raise TypeError(f"{setup['target']} has no method {' and no '.join(lacking)}")
+        has_way = _confine(own=setup["target"] not in ENVIRONMENTS, network=setup["network"], door=setup["door"])
+        found = load_function(setup["target"], ENVIRONMENTS)
+        has_agent, is_async = not inspect.isclass(found), inspect.iscoroutinefunction(found)
+        handler: Games | Agents
+        if has_agent:
+            handler = Agents(bind(found, setup["options"], "session", "row"), is_async=is_async)
+            if not has_way:
+                raise RuntimeError(
+                    "this machine has no way from an agent to its session and nowhere else (seccomp's notifications, "
+                    "Linux 5.14); if it may have a network, set environment.network: true"
+                )
+        else:
+            handler = Games(_checked(bind(found, setup["options"]), setup["target"]))
     except BaseException as error:  # noqa: BLE001 - user code may raise anything while it is imported
         write_answer(answers, {"error": describe(error)})
         return
-    write_answer(answers, {"concurrent": True})
-    asyncio.run(_serve(make, calls, answers, timeout_s=setup["timeout_s"]))
+    write_answer(answers, {"concurrent": True, "agent": has_agent, "async": is_async})
+    timeout_s = setup["rollout_timeout_s"] if has_agent else setup["timeout_s"]
+    if has_agent and not is_async:
+        timeout_s = None  # a thread cannot be stopped: the worker ends this process
+    asyncio.run(_serve(handler, calls, answers, timeout_s=timeout_s))
 
 
-async def _serve(make: Callable[[], Any], calls: BinaryIO, answers: BinaryIO, *, timeout_s: float) -> None:
-    rollouts: dict[int, Any] = {}
+def _confine(*, own: bool, network: bool, door: int) -> bool:
+    """Whether there is a way to its worker's endpoint."""
+    has_way = network
+
+    def forbid(*, network: bool) -> None:
+        nonlocal has_way
+        try:
+            if not network:
+                shut_in(door)
+                has_way = True
+                return
+        except OSError:
+            pass  # an environment needs no way
+        confining.forbid_calls(network=network)
+
+    confine(own=own, network=network, forbid_calls=forbid)
+    return has_way
+
+
+def _checked(make: Any, target: str) -> Callable[[], Any]:
+    lacking = [name for name in ("reset", "step") if not callable(getattr(make.func, name, None))]
+    if lacking:
+        raise TypeError(f"{target} has no method {' and no '.join(lacking)}")
+    return make  # type: ignore[no-any-return]
+
+
+async def _serve(handler: Games | Agents, calls: BinaryIO, answers: BinaryIO, *, timeout_s: float | None) -> None:
     loop = asyncio.get_running_loop()
-    loop.set_default_executor(ThreadPoolExecutor(_THREADS))
+    loop.set_default_executor(ThreadPoolExecutor(THREADS))
     reader = ThreadPoolExecutor(1)  # of its own: environments that hang in all threads must not silence the pipe
 
     async def answer(number: int, what: str, rollout: int, argument: Any) -> None:
@@ -49,25 +150,16 @@ async def _serve(make: Callable[[], Any], calls: BinaryIO, answers: BinaryIO, *,
         limit = asyncio.timeout(timeout_s)
         try:
             async with limit:
-                if what == "reset":
-                    rollouts[rollout] = await asyncio.to_thread(make)
-                result = {"value": await _ask(rollouts[rollout], what, argument)}
+                result = {"value": await handler.answer(what, rollout, argument)}
         except BaseException as error:  # noqa: BLE001 - whatever user code raises fails this rollout, and only it
             result = {"error": f"no answer within {timeout_s:g} s" if limit.expired() else describe(error)}
         write_answer(answers, {"id": number, **result})
-
-    async def forget(rollout: int) -> None:
-        instance = rollouts.pop(rollout, None)
-        if instance is not None and hasattr(instance, "close"):
-            with contextlib.suppress(BaseException):  # nobody waits for it
-                await _call(instance.close)
 
     tasks: set[asyncio.Task[None]] = set()
     while line := await loop.run_in_executor(reader, calls.readline):
         call = json.loads(line)
         what, rollout, argument = call["arguments"]
-        work = forget(rollout) if what == "close" else answer(call["id"], what, rollout, argument)
-        task = asyncio.create_task(work, name=f"{what} {rollout}")
+        task = asyncio.create_task(answer(call["id"], what, rollout, argument), name=f"{what} {rollout}")
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
@@ -79,9 +171,7 @@ async def _ask(instance: Any, what: str, argument: Any) -> Any:
     if not isinstance(returned, tuple) or len(returned) != 3:
         raise TypeError(f"step() must return (observation, reward, done), and returned {returned!r:.80}")
     given, reward, done = returned
-    if isinstance(reward, str | bytes) or not hasattr(reward, "__float__") or not math.isfinite(float(reward)):
-        raise TypeError(f"step() must give a finite number as reward, and gave {reward!r:.80}")
-    return _text(given, "step()"), float(reward), bool(done)
+    return _text(given, "step()"), _number(reward, "step()"), bool(done)
 
 
 async def _call(method: Callable[..., Any], *arguments: Any) -> Any:
@@ -94,6 +184,21 @@ def _text(value: Any, of: str) -> str:
     if value is not None and not isinstance(value, str):
         raise TypeError(f"{of} must say a text or nothing, and said {value!r:.80}")
     return value or ""
+
+
+def _number(reward: Any, of: str) -> float:
+    if isinstance(reward, str | bytes) or not hasattr(reward, "__float__") or not math.isfinite(float(reward)):
+        raise TypeError(f"{of} must give a finite number as reward, and gave {reward!r:.80}")
+    return float(reward)
+
+
+def _rewards(returned: Any) -> dict[str, float]:
+    """By name; the only one of a rollout has none."""
+    if not isinstance(returned, Mapping):
+        return {"": _number(returned, "the agent")}
+    if len(returned) > _MAX_REWARDS or not all(isinstance(name, str) and name.isidentifier() for name in returned):
+        raise TypeError(f"the agent's rewards must be at most {_MAX_REWARDS}, by names, and were {returned!r:.80}")
+    return {name: _number(reward, "the agent") for name, reward in returned.items()}
 
 
 if __name__ == "__main__":

@@ -1,34 +1,27 @@
 """One rollout of several turns: the model speaks, the environment answers, until it is done or a bound is reached.
 
-    prompt | opening | turn | given | turn | given | turn
-                       ^^^^           ^^^^           ^^^^   sampled: log-probs, versions, a loss; the rest has none
-
-Each turn is asked for with the very tokens so far, so what was sampled is what is trained, and the engine finds the
-keys and values of all earlier turns in its cache. Weights may change within a turn and between two: spans say so.
+Each turn is asked for with the very tokens so far (`trace.py` keeps them), so what was sampled is what is trained, and
+the engine finds the keys and values of all earlier turns in its cache. Weights may change within a turn and between
+two: spans say so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from streamrl.config import schema
 from streamrl.errors import SampleError
-from streamrl.protocol.wire.group import FinishReason, Sample, Span
 from streamrl.protocol.wire.ticket import Ticket
-from streamrl.workers.engines.base import Engine, Generated, SampleRequest
+from streamrl.workers.engines.base import Engine, SampleRequest
 from streamrl.workers.environments.base import Environment, Episode
 from streamrl.workers.environments.tail import Tail
-
-
-class Played(NamedTuple):
-    sample: Sample  # not scored yet; its finish reason is stop where the environment was done
-    text: str  # of all turns, and of what was given between them
-    reward: float = 0.0  # the environment's
+from streamrl.workers.environments.trace import Played, Trace
 
 
 class Player:
@@ -36,92 +29,82 @@ class Player:
         self.environment = environment
         self._tail, self._settings = tail, settings
 
+    def outage(self) -> str | None:
+        return self.environment.outage()
+
     async def play(self, ticket: Ticket, engine: Engine, request: SampleRequest) -> Played:
         """`request` is that of the first turn. SampleError where engine or environment fails."""
-        episode = await self.environment.begin(ticket.fields)
+        clock = _Clock()
+        with clock.in_environment():
+            episode = await self.environment.begin(ticket.fields)
         try:
-            return await self._play(episode, engine, request, is_chat="messages" in ticket.fields)
+            played = await self._play(episode, ticket, engine, request, clock)
         finally:
             await episode.close()
+        return played._replace(model_s=clock.model_s, environment_s=clock.environment_s)
 
-    async def _play(self, episode: Episode, engine: Engine, request: SampleRequest, *, is_chat: bool) -> Played:
-        tape = _Tape(request.prompt_ids)
+    async def _play(
+        self, episode: Episode, ticket: Ticket, engine: Engine, request: SampleRequest, clock: _Clock
+    ) -> Played:
+        is_chat = "messages" in ticket.fields
         if episode.opening and is_chat:
             raise SampleError("reset() must return nothing where prompts are messages: put the opening into the row")
-        if episode.opening:
-            tape.give(episode.opening, self._tail.of_text(episode.opening))
-        reward, room = 0.0, self._settings.max_tokens
+        trace, given = Trace(request.prompt_ids), episode.opening
+        context_ids = _behind(request.prompt_ids, self._tail.of_text(given) if given else [])
+        said = list(ticket.fields["messages"]) if is_chat else []
+        rewards: list[float] = []
         for turn in range(self._settings.max_turns):
-            left = room - tape.num_tokens
+            left = self._settings.max_tokens - trace.num_tokens - trace.num_given(context_ids)
             if left < 1:
-                return tape.played("length", reward)
-            sampling = request.sampling
-            if left < sampling.max_tokens:
-                sampling = sampling.model_copy(
-                    update={"max_tokens": left, "min_tokens": min(left, sampling.min_tokens)}
-                )
-            asked = replace(
-                request, request_id=f"{request.request_id}-{turn}", prompt_ids=tape.so_far(), sampling=sampling
-            )
-            generated = await engine.generate(asked)
-            tape.take(generated)
-            answer = await episode.step(generated.text)
-            reward += answer.reward
+                break
+            with clock.in_model():
+                generated = await engine.generate(_bounded(request, turn, context_ids, left))
+            if not len(generated.token_ids):
+                raise SampleError("the engine made no token in a turn: there is nothing to answer")
+            trace.take(context_ids, generated, given=given)
+            with clock.in_environment():
+                answer = await episode.step(generated.text)
+            rewards.append(answer.reward)
             if answer.done:
-                return tape.played("stop", reward)
-            last = int(generated.token_ids[-1]) if len(generated.token_ids) else -1
-            given = self._tail.of_chat(answer.given, last=last) if is_chat else self._tail.of_text(answer.given)
-            if not given:
+                return trace.played("stop", sum(rewards), rewards)
+            given, so_far = answer.given, _behind(context_ids, generated.token_ids)
+            if is_chat:
+                said += [{"role": "assistant", "content": generated.text}, {"role": "user", "content": given}]
+                context_ids = _behind(*self._tail.of_chat(said, so_far))
+                continue
+            if not (given_ids := self._tail.of_text(given)):
                 raise SampleError("the environment is not done and says nothing: the model could only talk to itself")
-            if turn + 1 < self._settings.max_turns and tape.num_tokens + len(given) < room:
-                tape.give(answer.given, given)
-            else:
-                break  # no turn follows that could make use of it
-        return tape.played("length", reward)
+            context_ids = _behind(so_far, given_ids)
+        return trace.played("length", sum(rewards), rewards)
 
 
-class _Tape:
-    """What was said so far, token for token."""
+@dataclass(slots=True)
+class _Clock:
+    """Seconds that a rollout waited for whom."""
 
-    def __init__(self, prompt_ids: npt.NDArray[np.int32]) -> None:
-        self._prompt_ids = prompt_ids
-        self._tokens: list[npt.NDArray[np.int32]] = []
-        self._logprobs: list[npt.NDArray[np.float32]] = []
-        self._runs = [0]  # alternately sampled and given
-        self._spans: list[Span] = []
-        self._texts: list[str] = []
-        self.num_tokens = 0
+    model_s: float = 0.0
+    environment_s: float = 0.0
 
-    def so_far(self) -> npt.NDArray[np.int32]:
-        return np.concatenate([self._prompt_ids, *self._tokens])
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.model_s += time.monotonic() - began
 
-    def take(self, generated: Generated) -> None:
-        if len(self._runs) % 2 == 0:
-            self._runs.append(0)
-        at = self.num_tokens
-        self._spans += [span._replace(start=span.start + at, end=span.end + at) for span in generated.spans]
-        self._add(generated.text, generated.token_ids, generated.logprobs)
+    @contextmanager
+    def in_environment(self) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.environment_s += time.monotonic() - began
 
-    def give(self, text: str, token_ids: Sequence[int]) -> None:
-        if len(self._runs) % 2 == 1:
-            self._runs.append(0)
-        self._add(text, np.asarray(token_ids, dtype=np.int32), np.zeros(len(token_ids), dtype=np.float32))
 
-    def played(self, finish_reason: FinishReason, reward: float) -> Played:
-        sample = Sample(
-            token_ids=np.concatenate([np.zeros(0, np.int32), *self._tokens]),
-            logprobs=np.concatenate([np.zeros(0, np.float32), *self._logprobs]),
-            mask_runs=tuple(self._runs) if self.num_tokens else (),
-            spans=tuple(self._spans),
-            finish_reason=finish_reason,
-            rewards={},
-            reward=0.0,
-        )
-        return Played(sample=sample, text="".join(self._texts), reward=reward)
+def _behind(context_ids: npt.NDArray[np.int32], more: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    return np.concatenate([context_ids, np.asarray(more, dtype=np.int32)])
 
-    def _add(self, text: str, token_ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]) -> None:
-        self._tokens.append(token_ids)
-        self._logprobs.append(logprobs)
-        self._texts.append(text)
-        self._runs[-1] += len(token_ids)
-        self.num_tokens += len(token_ids)
+
+def _bounded(request: SampleRequest, turn: int, context_ids: npt.NDArray[np.int32], left: int) -> SampleRequest:
+    """The request of a later turn, which may say `left` tokens at most."""
+    sampling = request.sampling
+    if left < sampling.max_tokens:
+        sampling = sampling.model_copy(update={"max_tokens": left, "min_tokens": min(left, sampling.min_tokens)})
+    return replace(request, request_id=f"{request.request_id}-{turn}", prompt_ids=context_ids, sampling=sampling)

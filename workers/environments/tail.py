@@ -1,26 +1,31 @@
-"""The tokens that stand between two turns of the model: what it was given, and what the chat template puts round it.
+"""What a turn is asked for with: the tokens so far, and behind them what the model was given since.
 
-What was sampled is never tokenised again: only the tail behind it is new. In a conversation that tail is what the
+What was sampled is not tokenised again: only the tail behind it is new. In a conversation that tail is what the
 model's own template writes after an answer, its end token included, up to where the next answer begins:
 
     sampled      4 2 <|im_end|>
     tail                        \\n <|im_start|> user \\n too low <|im_end|> \\n <|im_start|> assistant \\n
     sampled                                                                                           ...
 
-An answer that was cut off has no end token; the tail begins with it then. It is rendered behind an answer of its own
-that stands for any: a template that would write the same words otherwise behind another answer is not seen by it.
+An answer that was cut off has no end token; the tail begins with it then. White space round an answer is the
+template's affair, and what was sampled stays. A template that writes an earlier answer otherwise, as those do that drop
+what a model thought, is followed: the conversation is rendered and tokenised anew, and the turn starts a branch.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from streamrl.errors import SampleError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_ANSWER = "streamrl-answer"  # which no template writes by itself
+Ids = npt.NDArray[np.int32]
 
 
 class Tail:
@@ -32,28 +37,23 @@ class Tail:
         token_ids: list[int] = self._tokenizer(given, add_special_tokens=False)["input_ids"]
         return token_ids
 
-    def of_chat(self, given: str, *, last: int) -> list[int]:
-        """As a message of the user's; `last` is the token that the model's turn ended with."""
-        token_ids = self.of_text(self._rendered(given))
-        return token_ids[1:] if token_ids and token_ids[0] == last else token_ids
+    def of_chat(self, said: Sequence[Any], so_far: Ids) -> tuple[Ids, list[int]]:
+        """(tokens so far that the next turn goes on from, those behind them). `said` are the messages, the last two an
+        answer and what was given to it; `so_far` ends with that answer, as it was sampled."""
+        before, whole = self._rendered(said[:-2]), self._rendered(said)
+        answer = str(said[-2]["content"])
+        for written in (answer, answer.rstrip(), answer.strip()):
+            if whole.startswith(before + written):
+                token_ids = self.of_text(whole[len(before + written) :])
+                ended = so_far[-1:].tolist() == token_ids[:1]
+                return so_far, token_ids[1:] if ended else token_ids
+        return so_far[:0], self.of_text(whole)
 
-    def _rendered(self, given: str) -> str:
-        """From the end of an answer to the begin of the next."""
+    def _rendered(self, said: Sequence[Any]) -> str:
+        """Up to where the next answer begins."""
         from jinja2 import TemplateError  # comes with transformers, which a worker looks for before it begins
 
-        said = [{"role": "user", "content": ""}, {"role": "assistant", "content": _ANSWER}]
         try:
-            before = self._template(said, asks=False)
-            whole = self._template([*said, {"role": "user", "content": given}], asks=True)
+            return str(self._tokenizer.apply_chat_template(list(said), tokenize=False, add_generation_prompt=True))
         except TemplateError as error:
             raise SampleError(f"the chat template refuses what the environment said: {error}") from None
-        answered = before.find(_ANSWER)
-        if answered < 0 or not whole.startswith(before):
-            raise SampleError(
-                "the model's chat template writes earlier answers otherwise once another message follows: a rollout of "
-                "several turns cannot keep its tokens; give the model a template that only appends"
-            )
-        return whole[answered + len(_ANSWER) :]
-
-    def _template(self, messages: list[dict[str, str]], *, asks: bool) -> str:
-        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks))

@@ -12,25 +12,34 @@ worker's user may read and write. Called in a process that has one thread. Nothi
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import json
 import os
 import struct
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 NO_NETWORK = errno.ENONET if sys.platform == "linux" else errno.EPERM
 
 _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 22, 38
 _MODE_FILTER = 2
+_SET_FILTER, _WITH_LISTENER = 1, 8
 # Of <linux/seccomp.h> and <linux/filter.h>.
-_ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
-_LOAD, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
-_NUMBER_AT, _MACHINE_AT = 0, 4
+_ALLOW, _ERRNO, _ASK = 0x7FFF0000, 0x00050000, 0x7FC00000
+_LOAD, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY, _RETURN, _AND = 0x20, 0x15, 0x35, 0x45, 0x06, 0x54
+_NUMBER_AT, _MACHINE_AT, _ARGUMENTS_AT = 0, 4, 16
+_INET, _STREAM, _KIND_BITS, _TCP = 2, 1, 0xF, 6
+_FAST_OPEN = 0x20000000  # to send is to connect
 _OTHER_ABI = 0x40000000  # x32's calls, by numbers of their own
 # By machine: as the kernel calls it; socket; ptrace, process_vm_readv and process_vm_writev.
 _CALLS = {"x86_64": (0xC000003E, 41, (101, 310, 311)), "aarch64": (0xC00000B7, 198, (117, 270, 271))}
+# By machine: connect; seccomp; sendto, sendmsg and sendmmsg, each with the place of its flags among the arguments.
+_OF_A_DOOR = {
+    "x86_64": (42, 317, {44: 3, 46: 2, 307: 3}),
+    "aarch64": (203, 277, {206: 3, 211: 2, 269: 3}),
+}
 _IO_URING_SETUP, _PIDFD_GETFD = 425, 438  # which open sockets, and take others'; the same on all machines
 
 _CREATE_RULESET, _RESTRICT_SELF = 444, 446
@@ -44,29 +53,93 @@ _ABOVE_OTHERS = (19, 21, 38)  # of root: SYS_PTRACE, SYS_ADMIN, PERFMON, each of
 
 def forbid_calls(*, network: bool) -> None:
     """OSError where the kernel does not do it; with `network` sockets are allowed."""
-    if sys.platform != "linux" or os.uname().machine not in _CALLS:
-        raise OSError(errno.ENOSYS, f"there is no seccomp filter for {sys.platform} on {os.uname().machine}")
-    machine, socket, of_others = _CALLS[os.uname().machine]
-    refused = {**dict.fromkeys((*of_others, _PIDFD_GETFD), errno.EPERM)}
-    if not network:
-        refused |= {socket: NO_NETWORK, _IO_URING_SETUP: errno.ENOSYS}
-    program = [
-        (_LOAD, 0, 0, _MACHINE_AT),
-        *_refuse(_IF_EQUAL, machine, errno.EPERM, unless=True),
-        (_LOAD, 0, 0, _NUMBER_AT),
-        *_refuse(_IF_AT_LEAST, _OTHER_ABI, errno.ENOSYS),
+    machine = _this_machine()
+    _, socket, _ = _CALLS[machine]
+    closed = () if network else (*_refuse(_IF_EQUAL, socket, NO_NETWORK), *_no_io_uring())
+    with _held([*_begin(machine), *closed, _allowed()]) as program:
+        _call("prctl", _PR_SET_SECCOMP, _MODE_FILTER, program, 0, 0)
+
+
+def admit_by_listener() -> int:
+    """As without a network, but whoever listens at the returned file decides on TCP sockets and on what it is to be
+    connected, for these calls do not run (see `door`)."""
+    machine = _this_machine()
+    connect, seccomp, sends = _OF_A_DOOR[machine]
+    _, socket, _ = _CALLS[machine]
+    steps = [
+        *_begin(machine),
+        *_no_io_uring(),
+        *_ask_for_tcp(socket),
+        (_IF_EQUAL, 0, 1, connect),
+        (_RETURN, 0, 0, _ASK),
     ]
-    for number, reason in refused.items():
-        program += _refuse(_IF_EQUAL, number, reason)
-    program.append((_RETURN, 0, 0, _ALLOW))
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in program))
-    head = ctypes.create_string_buffer(struct.pack("HP", len(program), ctypes.addressof(code)))
+    for number, place in sends.items():
+        steps += [
+            (_IF_EQUAL, 0, 4, number),
+            (_LOAD, 0, 0, _ARGUMENTS_AT + 8 * place),
+            (_IF_ANY, 0, 1, _FAST_OPEN),
+            (_RETURN, 0, 0, _ERRNO | NO_NETWORK),
+            _allowed(),
+        ]
+    with _held([*steps, _allowed()]) as program:
+        return _call("syscall", seccomp, _SET_FILTER, _WITH_LISTENER, program)
+
+
+Step = tuple[int, int, int, int]  # of a filter: what to do, how many to skip if so, and if not, with which number
+
+
+def _this_machine() -> str:
+    machine = os.uname().machine
+    if sys.platform != "linux" or machine not in _CALLS:
+        raise OSError(errno.ENOSYS, f"there is no seccomp filter for {sys.platform} on {machine}")
+    return machine
+
+
+def _begin(machine: str) -> Iterator[Step]:
+    """What nobody may; afterwards the call's number is at hand."""
+    name, _, of_others = _CALLS[machine]
+    yield _LOAD, 0, 0, _MACHINE_AT
+    yield from _refuse(_IF_EQUAL, name, errno.EPERM, unless=True)
+    yield _LOAD, 0, 0, _NUMBER_AT
+    yield from _refuse(_IF_AT_LEAST, _OTHER_ABI, errno.ENOSYS)
+    for number in (*of_others, _PIDFD_GETFD):
+        yield from _refuse(_IF_EQUAL, number, errno.EPERM)
+
+
+def _no_io_uring() -> Iterator[Step]:
+    return _refuse(_IF_EQUAL, _IO_URING_SETUP, errno.ENOSYS)
+
+
+def _ask_for_tcp(socket: int) -> Iterator[Step]:
+    """Of other sockets there are none."""
+    yield _IF_EQUAL, 0, 12, socket
+    yield _LOAD, 0, 0, _ARGUMENTS_AT
+    yield from _refuse(_IF_EQUAL, _INET, NO_NETWORK, unless=True)
+    yield _LOAD, 0, 0, _ARGUMENTS_AT + 8
+    yield _AND, 0, 0, _KIND_BITS
+    yield from _refuse(_IF_EQUAL, _STREAM, NO_NETWORK, unless=True)
+    yield _LOAD, 0, 0, _ARGUMENTS_AT + 16
+    yield _IF_EQUAL, 2, 0, 0
+    yield from _refuse(_IF_EQUAL, _TCP, NO_NETWORK, unless=True)
+    yield _RETURN, 0, 0, _ASK
+
+
+def _refuse(test: int, value: int, reason: int, *, unless: bool = False) -> Iterator[Step]:
+    yield (test, 1, 0, value) if unless else (test, 0, 1, value)
+    yield _RETURN, 0, 0, _ERRNO | reason
+
+
+def _allowed() -> Step:
+    return _RETURN, 0, 0, _ALLOW
+
+
+@contextlib.contextmanager
+def _held(steps: Sequence[Step]) -> Iterator[int]:
+    """Where the kernel finds the program; who is under it gains no rights from now on, which is what it asks for."""
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    head = ctypes.create_string_buffer(struct.pack("HP", len(steps), ctypes.addressof(code)))
     _gain_nothing()
-    _call("prctl", _PR_SET_SECCOMP, _MODE_FILTER, ctypes.addressof(head), 0, 0)
-
-
-def _refuse(test: int, value: int, reason: int, *, unless: bool = False) -> list[tuple[int, int, int, int]]:
-    return [(test, 1, 0, value) if unless else (test, 0, 1, value), (_RETURN, 0, 0, _ERRNO | reason)]
+    yield ctypes.addressof(head)
 
 
 def keep_apart() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from streamrl.recipe.own import bind, describe, load_function
-from streamrl.recipe.rewards import REWARDS
+from streamrl.recipe.rewards import LOADS, REWARDS
 from streamrl.workers.rewards import confine as confining
 from streamrl.workers.rewards.trl_form import bind_of_trl, is_of_trl, only_reward
 
@@ -35,6 +35,8 @@ def main() -> None:
     try:
         confine(own=setup["target"] not in REWARDS, network=setup["network"])
         function = load_function(setup["target"], REWARDS)
+        if setup["target"] in LOADS:
+            LOADS[setup["target"]]()
         asynchronous = inspect.iscoroutinefunction(function)
         read: Read = _as_number
         if is_of_trl(function):

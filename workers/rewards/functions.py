@@ -60,6 +60,7 @@ def build_function_reward(name: str, source: schema.FunctionReward, permissions:
 def may_run(source: schema.FunctionReward | schema.Environment, permissions: Permissions, *, section: str) -> None:
     """ConfigError where nobody has told this worker to trust the code, or to give it what it wants."""
     target = source.target
+    assert target is not None, "a service is no code of ours"
     if _canonical(target) not in map(_canonical, permissions.reward_code):
         raise ConfigError(
             f"{section}.target: this worker may not run {target!r}; if you trust that code, start the worker with "
@@ -167,6 +168,7 @@ CANCEL_GRACE_S = 1.0
 _EXIT_WAIT_S = 0.5  # between the end of its pipe and the end of a process
 _MAX_ANSWER_BYTES = 1 << 20
 _OF_FUNCTIONS = "streamrl.workers.rewards.function_child"
+_SETTINGS = {"target", "options", "timeout_s", "rollout_timeout_s", "memory_mb", "network"}
 _PASSED = {"PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH"}
 _PASSED |= {"HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE"}  # not HF_TOKEN
 _PASSED_FAMILIES = ("LC_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "CUDA_", "NVIDIA_", "TORCH", "TOKENIZERS_", "XDG_")
@@ -185,8 +187,9 @@ class ChildLost(CallFailed):
 
 
 class Child:
-    def __init__(self, process: Process, *, concurrent: bool, timeout_s: float) -> None:
-        self.concurrent = concurrent  # an `async def`: many calls at once
+    def __init__(self, process: Process, *, told: dict[str, Any], timeout_s: float) -> None:
+        self.told = told  # by its first line
+        self.concurrent = concurrent = bool(told["concurrent"])  # an `async def`: many calls at once
         self.lost = False
         self._process = process
         self._limit_s = timeout_s + (CANCEL_GRACE_S if concurrent else 0.0)
@@ -196,7 +199,14 @@ class Child:
         self._reader = asyncio.create_task(self._read(), name=f"answers of child {process.pid}")
 
     @classmethod
-    async def begin(cls, source: schema.FunctionReward | schema.Environment, module: str = _OF_FUNCTIONS) -> Self:
+    async def begin(
+        cls,
+        source: schema.FunctionReward | schema.Environment,
+        module: str = _OF_FUNCTIONS,
+        *,
+        door: int | None = None,
+    ) -> Self:
+        """`door`: a file that it is given, to send its listener through (see `door`)."""
         process = await asyncio.create_subprocess_exec(
             # By the kernel, since a function that loops never sees its pipe close.
             *dying_with_us([sys.executable, "-m", module], by=signal.SIGKILL),
@@ -205,24 +215,26 @@ class Child:
             limit=_MAX_ANSWER_BYTES,
             env=_environment(source.environment),
             start_new_session=True,  # Ctrl-C is for the worker alone, and what a function forks dies with it
+            pass_fds=() if door is None else (door,),
         )
         try:
-            _send(process, source.model_dump(include={"target", "options", "timeout_s", "memory_mb", "network"}))
-            return cls(process, concurrent=await _loaded(process), timeout_s=source.timeout_s)
+            _send(process, source.model_dump(include=_SETTINGS) | {"door": door})
+            return cls(process, told=await _loaded(process), timeout_s=source.timeout_s)
         except BaseException:
             _kill(process)
             await process.communicate()  # closes its pipes
             raise
 
-    async def call(self, arguments: tuple[Any, ...]) -> Any:
-        """What user code made of it; or CallFailed."""
+    async def call(self, arguments: tuple[Any, ...], *, timeout_s: float | None = None) -> Any:
+        """What user code made of it; or CallFailed. `timeout_s`: another than the source's."""
         if self.lost:
             raise ChildLost("the process is gone", alone=False)
         number = next(self._numbers)
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
         self._pending[number] = answer
-        alarm = loop.call_later(self._limit_s, self._lose, f"no answer within {self._timeout_s:g} s")
+        limit_s, told_s = (self._limit_s, self._timeout_s) if timeout_s is None else (timeout_s, timeout_s)
+        alarm = loop.call_later(limit_s, self._lose, f"no answer within {told_s:g} s")
         _send(self._process, {"id": number, "arguments": arguments})
         try:
             return await answer
@@ -281,8 +293,8 @@ class Child:
             answer.set_result(message["value"])
 
 
-async def _loaded(process: Process) -> bool:
-    """Wait for the child's first line: CallFailed, or whether the function is an `async def`."""
+async def _loaded(process: Process) -> dict[str, Any]:
+    """Wait for the child's first line: CallFailed, or what it tells of the function."""
     assert process.stdout is not None
     try:
         async with asyncio.timeout(LOAD_TIMEOUT_S):
@@ -291,10 +303,10 @@ async def _loaded(process: Process) -> bool:
         raise CallFailed(f"not loaded within {LOAD_TIMEOUT_S:g} s") from None
     if not line:
         raise CallFailed("the process ended while it loaded the function")
-    first = json.loads(line)
+    first: dict[str, Any] = json.loads(line)
     if "error" in first:
         raise CallFailed(str(first["error"]))
-    return bool(first["concurrent"])
+    return first
 
 
 def _environment(wanted: Collection[str]) -> dict[str, str]:

@@ -44,8 +44,9 @@ def build_http_reward(
 ) -> HttpReward:
     """Checks the addresses and this worker's permission for their hosts; connects to nothing yet."""
     key, form = f"rewards.{name}", FORMS[source.form]
+    client = make_client(source, key=key, transport=transport, max_connections=source.max_concurrency)
     urls = [_address(f"{key}.url", url, form, permissions, local_reward_url) for url in source.urls]
-    return HttpReward(source, urls, make_client(source, key=key, transport=transport), first_pause_s=first_pause_s)
+    return HttpReward(source, urls, client, first_pause_s=first_pause_s)
 
 
 def _address(key: str, url: str, form: Form, permissions: Permissions, local_reward_url: str | None) -> str:
@@ -57,18 +58,18 @@ def _address(key: str, url: str, form: Form, permissions: Permissions, local_rew
             )
         url = local_reward_url  # named on this worker's command line, so it needs no other permission
     else:
-        _check_host(key, url, permissions)
+        check_host(key, url, permissions)
     return url if urlsplit(url).path.strip("/") else url.rstrip("/") + form.path
 
 
-def _check_host(key: str, url: str, permissions: Permissions) -> None:
+def check_host(key: str, url: str, permissions: Permissions) -> None:
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
         parts, port = SplitResult("", "", "", "", ""), None
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username is not None:
-        raise ConfigError(f"{key}: {url!r} is no address of a reward server: http://host:port or `local` is expected")
+        raise ConfigError(f"{key}: {url!r} is no address of a service: http://host:port is expected")
     allowed = {host.lower() for host in permissions.hosts}
     if not allowed & {parts.hostname, f"{parts.hostname}:{port}"}:
         raise ConfigError(
@@ -166,7 +167,10 @@ class HttpReward:
         answered: dict[Replica, int] = {}  # what each had answered when it last failed us
         while attempts < self._source.attempts:
             await self._pause(tries, attempts)
-            replica = await self._a_replica(but=last, until=until)
+            replica = await self._replicas.one(but=last, until=until)
+            if replica is None:
+                waited = f"no replica gave a score for {self._source.outage_s:g} s"
+                raise RewardOutage(f"{waited}: {self._replicas.last_errors}")
             on_trial, before = replica.on_trial, answered.setdefault(replica, replica.num_answered)
             rows = self._trial_rows(replica, items) if on_trial else items
             try:
@@ -203,15 +207,6 @@ class HttpReward:
         if tries and tries % count == 0 and self._replicas.num_well:
             pause_s = min(_LONGEST_PAUSE_S, self._first_pause_s * 2 ** min(max(0, attempts // count - 1), 10))
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-
-    async def _a_replica(self, *, but: Replica | None, until: float) -> Replica:
-        """Whom to ask; waits while the whole service is out, RewardOutage when it stays so for too long."""
-        loop = asyncio.get_running_loop()
-        while loop.time() < until:
-            if (replica := self._replicas.choose(but=but)) is not None:
-                return replica
-            await asyncio.sleep(min(self._replicas.pause_s() * random.uniform(1.0, 1.2), until - loop.time()))
-        raise RewardOutage(f"no replica gave a score for {self._source.outage_s:g} s: {self._replicas.last_errors}")
 
 
 def _fail(batch: list[_Waiting], error: RewardError) -> None:

@@ -38,7 +38,8 @@ from streamrl.workers.rewards.base import ScoreItem
 _CONNECT_TIMEOUT_S = 5.0
 _MAX_ANSWER_BYTES = 4096  # beside what the form allows for each row
 _MAX_REASON_CHARS = 200
-_REFUSALS = (400, 413, 422)  # who says so has looked at the request, and will say so again
+_GONE = 410
+_REFUSALS = (400, 413, 422, _GONE)  # who says so has looked at the request, and will say so again
 _NOT_NOW = (408, 429, 502, 503, 504)
 
 
@@ -53,6 +54,10 @@ class TryAgain(Exception):
 
 class Refused(Exception):
     """There will be no score for this request; there may be some for parts of it."""
+
+    def __init__(self, reason: str, *, gone: bool = False) -> None:
+        super().__init__(reason)
+        self.gone = gone  # what it was about is there no more
 
 
 class TokenFile(httpx.Auth):
@@ -71,13 +76,17 @@ class TokenFile(httpx.Auth):
 
 
 def make_client(
-    source: schema.HttpReward, *, key: str, transport: httpx.AsyncBaseTransport | None
+    source: schema.HttpReward | schema.Environment,
+    *,
+    key: str,
+    transport: httpx.AsyncBaseTransport | None,
+    max_connections: int | None = None,
 ) -> httpx.AsyncClient:
     return httpx.AsyncClient(
         auth=None if source.token_file is None else TokenFile(source.token_file, key=f"{key}.token_file"),
         headers={"accept-encoding": "identity", "content-type": "application/json"},
         timeout=httpx.Timeout(source.timeout_s, connect=min(_CONNECT_TIMEOUT_S, source.timeout_s)),
-        limits=httpx.Limits(max_connections=source.max_concurrency),
+        limits=httpx.Limits(max_connections=max_connections),
         follow_redirects=False,
         trust_env=False,  # no proxy and no .netrc password that the operator did not name here
         transport=transport,
@@ -89,22 +98,30 @@ async def ask(
 ) -> list[float]:
     """A number an item, none beyond the source's `max_abs`; or TryAgain, or Refused."""
     form = FORMS[source.form]
-    content = json.dumps(form.request(items)).encode()
     max_bytes = _MAX_ANSWER_BYTES + form.max_answer_bytes_per_row * len(items)
+    body = await post(client, url, form.request(items), timeout_s=source.timeout_s, max_bytes=max_bytes)
+    return _read_scores(form, body, len(items), source.max_abs)
+
+
+async def post(
+    client: httpx.AsyncClient, url: str, question: Mapping[str, Any], *, timeout_s: float, max_bytes: int
+) -> bytes:
+    """The body of a good answer; or TryAgain, or Refused."""
+    content = json.dumps(question).encode()
     try:
         # httpx bounds each read; only this bounds a server that sends a byte now and then.
-        async with asyncio.timeout(source.timeout_s), client.stream("POST", url, content=content) as response:
+        async with asyncio.timeout(timeout_s), client.stream("POST", url, content=content) as response:
             body = await _read(response, max_bytes)
     except TimeoutError:
-        raise TryAgain(f"no answer within {source.timeout_s:g} s") from None
+        raise TryAgain(f"no answer within {timeout_s:g} s") from None
     except httpx.HTTPError as error:
         reached = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
         raise TryAgain(f"{type(error).__name__}: {error}", reached=reached) from None
     if response.status_code == 200:
-        return _read_scores(form, body, len(items), source.max_abs)
-    reason = f"answered {response.status_code}: {_printable(body)}"
+        return body
+    reason = f"answered {response.status_code}: {printable(body)}"
     if response.status_code in _REFUSALS:
-        raise Refused(f"{url}: {reason}")
+        raise Refused(f"{url}: {reason}", gone=response.status_code == _GONE)
     not_now = response.status_code in _NOT_NOW
     raise TryAgain(reason, reached=not_now, answered=response.status_code >= 500 and not not_now)
 
@@ -124,21 +141,21 @@ def _read_scores(form: Form, body: bytes, count: int, max_abs: float) -> list[fl
     try:
         answer: Any = json.loads(body)
     except (ValueError, RecursionError):
-        raise TryAgain(f"answered no JSON: {_printable(body)}", answered=True) from None
+        raise TryAgain(f"answered no JSON: {printable(body)}", answered=True) from None
     try:
         scores = form.numbers(answer, count)
     except ValueError as error:
-        raise TryAgain(f"answered {error}: {_printable(body)}", answered=True) from None
+        raise TryAgain(f"answered {error}: {printable(body)}", answered=True) from None
     # NaN compares with nothing, and an integer of a thousand digits is no float.
     if any(type(score) not in (int, float) or not abs(score) <= sys.float_info.max for score in scores):
-        raise TryAgain(f"answered rewards that are no finite numbers: {_printable(body)}", answered=True)
+        raise TryAgain(f"answered rewards that are no finite numbers: {printable(body)}", answered=True)
     if any(abs(score) > max_abs for score in scores):
-        reason = f"answered rewards beyond the source's max_abs of {max_abs:g}: {_printable(body)}"
+        reason = f"answered rewards beyond the source's max_abs of {max_abs:g}: {printable(body)}"
         raise TryAgain(reason, answered=True)
     return [float(score) for score in scores]
 
 
-def _printable(body: bytes) -> str:
+def printable(body: bytes) -> str:
     text = body[:_MAX_REASON_CHARS].decode("utf-8", errors="replace")
     return "".join(character if character.isprintable() else " " for character in text)
 

@@ -4,11 +4,12 @@
                                                      ▲      (the others go elsewhere, or wait)      │
                                                      └──── failed: a longer pause, with jitter ◄────┘
 
-Waits for nothing itself; `pause_s` tells who must wait how long. Only when no replica is well is the service out.
+Only when no replica is well is the service out; `one` waits while it is.
 """
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -85,10 +86,23 @@ class Replicas:
         chosen.on_trial = not chosen.well
         return chosen
 
+    def stay(self, replica: Replica) -> None:
+        """It is to be asked, well or not, since what is asked about is there; counted as by `choose`."""
+        replica.in_flight += 1
+
     def pause_s(self) -> float:
         """Until one may be tried; at least a little, for whoever waits for another's trial to end."""
         now = self._clock()
         return max(min(replica.retry_at for replica in self._replicas) - now, self._first_pause_s)
+
+    async def one(self, *, until: float, but: Replica | None = None) -> Replica | None:
+        """Whom to ask, as `choose` has it; None: the whole service stayed out until then, on the loop's clock."""
+        loop = asyncio.get_running_loop()
+        while loop.time() < until:
+            if (replica := self.choose(but=but)) is not None:
+                return replica
+            await asyncio.sleep(min(self.pause_s() * random.uniform(1.0, 1.2), max(0.0, until - loop.time())))
+        return None
 
     @contextmanager
     def asking(self, replica: Replica) -> Iterator[None]:

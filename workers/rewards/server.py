@@ -96,7 +96,7 @@ class RewardApp:
                 Route("/metrics", self.metrics),
                 Route("/openapi.json", self.openapi),
             ],
-            exception_handlers={HTTPException: _explain, Exception: _apologise},
+            exception_handlers={HTTPException: explain, Exception: apologise},
             lifespan=self._lifespan,
         )
 
@@ -146,9 +146,9 @@ class RewardApp:
         status = 500
         with self._metrics.seconds.time():
             try:
-                self._check_caller(request)
+                check_caller(request, self._token)
                 self._check_room(1)  # nothing is read that will not be scored
-                body = _parse(await _read_body(request), form)
+                body = _parse(await read_body(request), form)
                 rewards = await self._rewards(request, body)
                 status = 200
             except HTTPException as error:
@@ -157,15 +157,6 @@ class RewardApp:
             finally:
                 self._metrics.requests.labels(str(status)).inc()
         return rewards
-
-    def _check_caller(self, request: Request) -> None:
-        if "origin" in request.headers:  # a browser adds it, for whatever page somebody reads beside this server
-            raise HTTPException(403, "pages in browsers get no scores")
-        if self._token is None:
-            return
-        given = request.headers.get("authorization", "").encode()
-        if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
-            raise HTTPException(401, "a bearer token is needed, and this is not it", {"www-authenticate": "Bearer"})
 
     def _check_room(self, num_rows: int) -> None:
         if self._num_rows + num_rows > MAX_PENDING_ROWS:
@@ -212,19 +203,29 @@ class RewardApp:
                 raise HTTPException(422, f"row {index} has a token outside of [0, {self._model.vocab_size})")
 
 
+def check_caller(request: Request, token: str | None) -> None:
+    if "origin" in request.headers:  # a browser adds it, for whatever page somebody reads beside this server
+        raise HTTPException(403, "pages in browsers get no answers")
+    if token is None:
+        return
+    given = request.headers.get("authorization", "").encode()
+    if not hmac.compare_digest(given, f"Bearer {token}".encode()):
+        raise HTTPException(401, "a bearer token is needed, and this is not it", {"www-authenticate": "Bearer"})
+
+
 async def _wait_for_hang_up(request: Request) -> None:
     await request.receive()  # the body has been read: what can still come is the end of the connection
     raise HTTPException(499, "the caller hung up")
 
 
-async def _read_body(request: Request) -> bytes:
+async def read_body(request: Request) -> bytes:
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             async for part in request.stream():
                 body += part
                 if len(body) > MAX_BODY_BYTES:
-                    raise HTTPException(413, f"the body exceeds {MAX_BODY_BYTES} bytes: send fewer rows at once")
+                    raise HTTPException(413, f"the body exceeds {MAX_BODY_BYTES} bytes: send less at once")
     except TimeoutError:
         raise HTTPException(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
     except ClientDisconnect:
@@ -244,13 +245,13 @@ def _parse(body: bytes, form: type[ScoreRequest | OpenRlhfRequest]) -> ScoreRequ
         raise HTTPException(422, f"{place}: {reason}" if place else reason) from None
 
 
-async def _explain(request: Request, error: Exception) -> Response:
+async def explain(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     reason = f"nothing is at {request.scope['path']}; see /openapi.json" if error.status_code == 404 else error.detail
     return JSONResponse({"error": reason}, error.status_code, error.headers)
 
 
-async def _apologise(request: Request, error: Exception) -> Response:
+async def apologise(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": "internal error; the server's log has it"}, 500)
 
 

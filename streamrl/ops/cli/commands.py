@@ -41,4 +41,5 @@ COMMANDS: Mapping[str, Entry] = {
     "config": Entry("streamrl.ops.cli.config:config", "Begin, show or check a configuration."),
     "redis": Entry("streamrl.ops.cli.server:redis", "Users and rights in Redis."),
     "reward": Entry("streamrl.ops.cli.reward:reward", "Try a reward function; serve a reward model, or train one."),
+    "environment": Entry("streamrl.ops.cli.environment:environment", "Serve an environment to the workers of a run."),
 }

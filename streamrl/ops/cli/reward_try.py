@@ -95,7 +95,7 @@ def try_reward(
     limits = {name: chosen.pop(name) for name in ("timeout_s", "memory_mb", "network", "environment")}
     rows = read_prompts(_dataset(data), malformed="error", key="--data").rows[:num_rows]
     pairs = list(zip(rows, _completions(rows, data, **chosen), strict=False))
-    source = schema.FunctionReward(type="function", target=target, options=dict(map(_option, options)), **limits)
+    source = schema.FunctionReward(type="function", target=target, options=dict(map(as_option, options)), **limits)
     tried = asyncio.run(_try(source, pairs, _as_text if model is None else _encoder(model)))
     num_failed = sum(one.error is not None for one in tried)
     told = {"target": target, "num_failed": num_failed, "rows": [asdict(one) for one in tried]}
@@ -144,7 +144,7 @@ def _read_completions(path: Path) -> Iterator[str]:
         yield text
 
 
-def _option(text: str) -> tuple[str, Any]:
+def as_option(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not (equals and name.isidentifier()):
         raise ConfigError(f"--option {text!r}: write NAME=VALUE, such as scale=5")

@@ -233,7 +233,7 @@ def _rewards(
 ) -> Iterable[view.RewardSource]:
     """Workers report `rewards/<source>/<fact>`; one that says nothing of a source is passed over."""
     alive = [worker.detail for worker in workers if worker.part.alive]
-    for name in _section(config, "rewards"):
+    for name in (*_section(config, "rewards"), *(["environment"] if config.get("environment") else [])):
         latencies = [s for d in alive if (s := _number(d, f"rewards/{name}/latency_s")) is not None]
         states = sorted({str(d[key]) for d in alive if (key := f"rewards/{name}/state") in d}, key=WELL.__eq__)
         yield view.RewardSource(

@@ -18,6 +18,7 @@ from streamrl.ops.record.recording import Recording, open_group
 from streamrl.ops.record.view import TokenDecoder
 from streamrl.protocol.transport.types import Entry, entry_order
 from streamrl.protocol.wire.group import Group, Sample
+from streamrl.protocol.wire.turns import told_of
 from streamrl.versions import show
 
 _ROWS_A_BATCH = 512
@@ -106,14 +107,17 @@ def _sample(sample: Sample, decoder: TokenDecoder | None) -> dict[str, Any]:
     told: dict[str, Any] = {
         "reward": sample.reward,
         "rewards": dict(sample.rewards),
+        "turn_rewards": list(sample.turn_rewards),
         "finish_reason": sample.finish_reason,
         "token_ids": sample.token_ids.tolist(),
         "logprobs": [round(float(logprob), 6) for logprob in sample.logprobs],
         "loss_mask_runs": list(sample.mask_runs),
+        "branches": [branch._asdict() for branch in sample.branches],
         "spans": [{"version": show(s.version), "step": s.step, "start": s.start, "end": s.end} for s in sample.spans],
     }
     if decoder is not None:
         told["text"] = decoder.decode(sample.token_ids)
+    told["turns"] = told_of(sample, decoder.decode if decoder else None)
     return told
 
 
@@ -123,6 +127,7 @@ def _rows(entry: Entry, group: Group, decoder: TokenDecoder | None) -> Iterator[
     shared = {name: value for name, value in told.items() if name in of_group}
     for at, (row, sample) in enumerate(zip(told["samples"], group.samples, strict=True)):
         rewards = list(sample.rewards.items())  # a map's entries
+        del row["turns"]  # they follow from spans and branches
         yield {**shared, **row, "sample": at, "logprobs": sample.logprobs.tolist(), "rewards": rewards}
 
 
@@ -136,12 +141,14 @@ def _parquet_schema(pa: Any, *, with_text: bool) -> Any:
         ("worker", pa.string()),
         ("reward", pa.float64()),
         ("rewards", pa.map_(pa.string(), pa.float64())),
+        ("turn_rewards", pa.list_(pa.float64())),
         ("finish_reason", pa.string()),
         ("prompt_ids", pa.list_(pa.int32())),
         ("token_ids", pa.list_(pa.int32())),
         ("logprobs", pa.list_(pa.float32())),
         ("loss_mask_runs", pa.list_(pa.int32())),
         ("spans", pa.list_(span)),
+        ("branches", pa.list_(pa.struct([(name, pa.int32()) for name in ("start", "row", "keep")]))),
     ]
     text = [("prompt", pa.string()), ("text", pa.string())] if with_text else []
     return pa.schema([*fields, *text])

@@ -6,6 +6,7 @@ They are there when the stream has forgotten them, or is gone. Reads the disk on
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.text import Text
 
 from streamrl.errors import DataError
 from streamrl.ops.record.view import plain, wrapped
+from streamrl.protocol.wire.turns import heading_of
 from streamrl.terminal import printable
 
 _FILE = "rollouts.jsonl"
@@ -56,7 +58,14 @@ def lines_of_record(record: Mapping[str, Any], *, width: int, max_lines: int | N
         ended = "ended by itself" if sample["finish_reason"] == "stop" else "cut off"
         versions = " then ".join(dict.fromkeys(span["version"] for span in sample["spans"]))
         yield _heading(f"sample {at}   reward {sample['reward']:.4g} ({sources})   {ended}, by {versions}", width)
-        yield from wrapped(Text(plain(sample["text"])), width, max_lines)
+        parts = sample.get("turns", ())  # those of a run before there were several have none
+        if len(parts) < 2:
+            yield from wrapped(Text(plain(sample["text"])), width, max_lines)
+            continue
+        turns = itertools.count(1)
+        for part in parts:
+            yield _heading(heading_of(part, next(turns) if part["by"] == "model" else 0), width, style="dim")
+            yield from wrapped(Text(plain(part["text"])), width, max_lines)
 
 
 def _heading(text: str, width: int, *, style: str = "bold") -> Text:

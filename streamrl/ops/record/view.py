@@ -1,4 +1,5 @@
-"""A group as people read it: the prompt, each sample with its rewards, and which weights made which tokens.
+"""A group as people read it: the prompt, each sample with its rewards, and which weights made which tokens. What has
+several turns is shown as a conversation: each turn, what was given before it, and which row it goes on from.
 
 Versions are told apart by colour along the text; where there is no colour, a mark stands where another version took
 over. What the model wrote reaches the terminal without control characters. Pure: nothing here waits.
@@ -12,7 +13,8 @@ transformers comes with. Without it, or without the model's tokenizer.json, peop
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,8 @@ from rich.text import Text
 
 from streamrl.errors import DataError, ResourceError
 from streamrl.protocol.transport.types import Entry
-from streamrl.protocol.wire.group import Group, GroupHeader, Sample, Span
+from streamrl.protocol.wire.group import Group, GroupHeader, Sample
+from streamrl.protocol.wire.turns import Part, heading_of, parts_of, told_of
 from streamrl.terminal import printable
 from streamrl.versions import show
 
@@ -53,19 +56,38 @@ def _parts(entry: Entry, group: Group, decoder: TokenDecoder | None, *, colour: 
     styles = _styles(group.samples)
     for at, sample in enumerate(group.samples, start=1):
         yield Text(_verdict(at, sample), style="bold"), True
-        legend, response = Text("versions", style="dim"), Text()
-        stretches = _stretches(sample)
-        for (span, start, end), piece in zip(stretches, _pieces(sample, stretches, decoder), strict=True):
-            if span is None:
-                response.append(piece if colour else f"⟨given⟩{piece}", style="dim")
-                continue
-            legend.append(f" {show(span.version)}", style=styles[span.version])
-            legend.append(f" ({_count(end - start, 'token')})")
-            if start and not colour:
-                response.append(f"⟨{show(span.version)}⟩")
-            response.append(piece, style=styles[span.version])
-        yield legend, False
-        yield response, False
+        parts = parts_of(sample)
+        if len(parts) < 2:
+            legend = Text("versions", style="dim")
+            for span in sample.spans:
+                legend.append(f" {show(span.version)}", style=styles[span.version])
+                legend.append(f" ({_count(span.end - span.start, 'token')})")
+            yield legend, False
+        told, turns = told_of(sample, decoder.decode if decoder else None), itertools.count(1)
+        for part, record in zip(parts, told, strict=True):
+            if len(parts) > 1:
+                heading, size = heading_of(record, next(turns) if part.spans else 0), part.end - part.start
+                yield Text(printable(f"{heading}, {_count(size, 'token')}"), style="dim"), True
+            yield _text_of(sample, part, record.get("text"), decoder, styles, colour=colour), False
+
+
+def _text_of(
+    sample: Sample,
+    part: Part,
+    text: str | None,
+    decoder: TokenDecoder | None,
+    styles: Mapping[int, str],
+    *,
+    colour: bool,
+) -> Text:
+    if not part.spans:
+        return Text(_ids(sample.token_ids[part.start : part.end]) if text is None else plain(text), style="dim")
+    shown = Text()
+    for span, piece in zip(part.spans, _pieces(sample, part, decoder), strict=True):
+        if span.start > part.start and not colour:
+            shown.append(f"⟨{show(span.version)}⟩")
+        shown.append(piece, style=styles[span.version])
+    return shown
 
 
 def _title(entry: Entry, header: GroupHeader) -> str:
@@ -81,7 +103,8 @@ def _verdict(at: int, sample: Sample) -> str:
     sources = ", ".join(f"{name} {value:.4g}" for name, value in sample.rewards.items())
     ended = "ended by itself" if sample.finish_reason == "stop" else "cut off"
     tokens = _count(len(sample.token_ids), "token")
-    return printable(f"sample {at}   reward {sample.reward:.4g} ({sources})   {tokens}, {ended}")
+    turns = f" after {len(sample.turns())} turns" if len(parts_of(sample)) > 1 else ""
+    return printable(f"sample {at}   reward {sample.reward:.4g} ({sources})   {tokens}, {ended}{turns}")
 
 
 def _styles(samples: Sequence[Sample]) -> dict[int, str]:
@@ -89,31 +112,15 @@ def _styles(samples: Sequence[Sample]) -> dict[int, str]:
     return {version: _COLOURS[at % len(_COLOURS)] for at, version in enumerate(versions)}
 
 
-def _stretches(sample: Sample) -> list[tuple[Span | None, int, int]]:
-    """(span, start, end) of all tokens in order; no span: they were given."""
-    found: list[tuple[Span | None, int, int]] = []
-    reached = 0
-    for span in sample.spans:
-        if reached < span.start:
-            found.append((None, reached, span.start))
-        found.append((span, span.start, span.end))
-        reached = span.end
-    if reached < len(sample.token_ids):
-        found.append((None, reached, len(sample.token_ids)))
-    return found
-
-
-def _pieces(
-    sample: Sample, stretches: Sequence[tuple[Span | None, int, int]], decoder: TokenDecoder | None
-) -> Iterator[str]:
-    """The text of each. A tokenizer may decode a piece otherwise than the whole, so each is what it adds."""
-    before = ""
-    for _, start, end in stretches:
+def _pieces(sample: Sample, part: Part, decoder: TokenDecoder | None) -> Iterator[str]:
+    """The text of each span. A tokenizer may decode a piece otherwise than the whole, so each is what it adds."""
+    before = decoder.decode(sample.token_ids[: part.start]) if decoder else ""
+    for span in part.spans:
         if decoder is None:
-            yield _ids(sample.token_ids[start:end]) + " "
+            yield _ids(sample.token_ids[span.start : span.end]) + " "
             continue
-        so_far = decoder.decode(sample.token_ids[:end])
-        yield plain(so_far[len(before) :] if so_far.startswith(before) else decoder.decode(sample.token_ids[start:end]))
+        so_far, alone = decoder.decode(sample.token_ids[: span.end]), sample.token_ids[span.start : span.end]
+        yield plain(so_far[len(before) :] if so_far.startswith(before) else decoder.decode(alone))
         before = so_far
 
 

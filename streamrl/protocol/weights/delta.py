@@ -269,6 +269,8 @@ def columns(manifests: Sequence[Manifest], blobs: Mapping[str, bytes]) -> Iterat
         for shard in manifest.shards:
             blob = memoryview(blobs[shard.blob_name])
             for part, place in shard.parts():
+                if part.coding in (Coding.PRETRAINED, Coding.MERGED):
+                    continue
                 own[part.tensor].add(part.start)
                 if part.coding is not Coding.SAME:
                     pieces[part.tensor].append(Piece(said=part, coded=blob[place]))

@@ -19,7 +19,7 @@ every tensor exactly once, in deltas too. Each carries the digest of its *new* s
 elements. Each has one coding:
 
     SAME   (0)  the range equals the base's. No bytes. Never in an anchor.
-    RAW    (1)  the elements' bytes, `length * itemsize` of them. Always so in an anchor.
+    RAW    (1)  the elements' bytes, `length * itemsize` of them. Always so in an anchor, but for 3 and 4.
     SPARSE (2)  only what changed, n = num_changed >= 1 elements, where that is smaller than RAW: one zstd frame that
                 states its content size and expands to
 
@@ -33,6 +33,20 @@ elements. Each has one coding:
 
       Bytes of one significance lie together, because they compress alike. Differences beat xor, since an optimizer's
       step moves most changed values to a neighbour: z is then 1 or 2.
+
+    PRETRAINED (3)  the pretrained model's, cast to the tensor's dtype. No bytes: readers have its files.
+    MERGED (4)  no bytes, and no part of the cover: the digest of what adapters make of the range (see below).
+
+**Adapters** (LoRA). The model's own tensors are PRETRAINED, in deltas too; the adapters' are coded as any other. An
+adapter names a tensor, its two factors A [r, k] and B [n, r], a scale s, and whether the tensor is laid out as (B A)^T.
+What is served instead of that tensor W is
+
+    W + s (B A)        computed in float64, cast to float32 and from there to the tensor's dtype, to nearest even
+
+in this order: the product, times s, plus W. With factors in bfloat16 every sum in B A is exact in float64, so all
+programs and processors get the same bits. Factors in float32 are split first, each into its bfloat16 and the rest, and
+their products are added in the order hi hi, hi lo, lo hi, lo lo (B's half first). Each version has the digests of some
+merged ranges, which the learner computed from what it trains: a reader compares.
 
 **Blobs.** What one rank publishes of one version, delta and anchor apart: the codings of its ranges, back to back in
 the order of the manifest. A blob is named `{run_uid}/{term:06d}/{n}-{rank}-{digest of the blob in hex}`. Names follow
@@ -52,6 +66,10 @@ MAX_MANIFEST_BYTES) and expands to a msgpack map:
     shards      a list of records, one per blob
     anchor      likewise, of the anchor beside a delta; empty: there is none
     num_canary_tokens, canary_ids    i32 each: a sequence for readers to try their engines on; 0: there is none
+    num_adapters        left out, with what follows, where there are none; then for each:
+    adapters    u32 x 3: the tensor, A, B, by their places in names
+    transposed  u8: 0 or 1
+    scales      f64
 
 A record is itself such a map, packed into bytes (a rank sends it to rank 0 in this form):
 
@@ -104,6 +122,8 @@ class Coding(IntEnum):
     SAME = 0
     RAW = 1
     SPARSE = 2
+    PRETRAINED = 3
+    MERGED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

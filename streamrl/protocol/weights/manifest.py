@@ -16,6 +16,7 @@ import numpy as np
 import zstandard
 
 from streamrl.errors import WeightsError, WireError
+from streamrl.protocol.weights.adapters import Adapter, check_adapters, pack_adapters, read_adapters
 from streamrl.protocol.weights.format import (
     BITS,
     DIGEST_BYTES,
@@ -75,6 +76,7 @@ class Manifest:
     shards: tuple[ShardRecord, ...]
     anchor: tuple[ShardRecord, ...] = ()  # of a delta: all bits of the same state beside it, for who comes from afar
     canary_ids: tuple[int, ...] = ()  # [T] tokens as the model meets them, for workers to try their engine on
+    adapters: tuple[Adapter, ...] = ()  # what is served is the model with these merged
 
     @property
     def num_bytes(self) -> int:
@@ -83,6 +85,12 @@ class Manifest:
     @property
     def blob_names(self) -> frozenset[str]:
         return frozenset(shard.blob_name for shard in (*self.shards, *self.anchor))
+
+    @property
+    def served(self) -> tuple[TensorMeta, ...]:
+        """The model's own tensors: all but the adapters'."""
+        factors = {name for adapter in self.adapters for name in (adapter.a, adapter.b)}
+        return tuple(tensor for tensor in self.tensors if tensor.name not in factors)
 
     def as_anchor(self) -> Manifest | None:
         """The same version without a base, where all its bits are there."""
@@ -159,6 +167,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
             "anchor": [encode_record(record) for record in manifest.anchor],
             "num_canary_tokens": len(manifest.canary_ids),
             "canary_ids": np.array(manifest.canary_ids, dtype="<i4").tobytes(),
+            **pack_adapters(manifest.adapters, {tensor.name: place for place, tensor in enumerate(manifest.tensors)}),
         }
     )
     frame = zstandard.ZstdCompressor(level=1).compress(body)
@@ -209,6 +218,7 @@ def _read_manifest(f: Fields) -> Manifest:
         canary_ids=tuple(
             f.array("canary_ids", "<i4", count=f.integer("num_canary_tokens", low=0, high=_MAX_CANARY_TOKENS)).tolist()
         ),
+        adapters=read_adapters(f, names),
     )
 
 
@@ -232,6 +242,7 @@ def check_coherent(manifest: Manifest) -> None:
     if manifest.anchor and not manifest.base:
         raise WeightsError(f"version {show(manifest.version)} is an anchor, and has another beside it")
     tensors = _check_tensors(manifest.tensors)
+    check_adapters(manifest.adapters, tensors)
     digests = _check_shards(manifest, manifest.shards, tensors, anchor=manifest.base == 0)
     if manifest.anchor:
         whole = _check_shards(manifest, manifest.anchor, tensors, anchor=True)
@@ -246,6 +257,7 @@ def _check_shards(
 ) -> dict[tuple[str, int, int], bytes]:
     """The digest of the state of each range (tensor, start, length)."""
     by_tensor: dict[str, list[RangeDigest]] = defaultdict(list)
+    merged = {adapter.tensor for adapter in manifest.adapters}
     for shard in shards:
         check_blob_name(shard.blob_name)
         if sum(part.num_bytes for part in shard.ranges) != shard.num_bytes or len(shard.digest) != DIGEST_BYTES:
@@ -254,7 +266,10 @@ def _check_shards(
             if part.tensor not in tensors:
                 raise WeightsError(f"a range of an unknown tensor: {part.tensor!r:.200}")
             _check_range(part, tensors[part.tensor], anchor=anchor)
-            by_tensor[part.tensor].append(part)
+            if part.coding is not Coding.MERGED:
+                by_tensor[part.tensor].append(part)
+            elif part.tensor not in merged or part.start + part.length > tensors[part.tensor].num_elements:
+                raise WeightsError(f"the range of {part.tensor} at {part.start} is not merged with anything")
     for tensor in manifest.tensors:
         _check_cover(tensor, by_tensor[tensor.name], version=manifest.version)
     return {(r.tensor, r.start, r.length): r.digest for parts in by_tensor.values() for r in parts}
@@ -283,6 +298,8 @@ def _check_range(part: RangeDigest, tensor: TensorMeta, *, anchor: bool) -> None
             fits = part.num_bytes == raw_bytes
         case Coding.SPARSE:
             fits = not anchor and part.num_changed >= 1 and 0 < part.num_bytes < raw_bytes
+        case Coding.PRETRAINED | Coding.MERGED:
+            fits = part.num_changed == part.num_bytes == 0
     fits = fits and 0 < part.length <= MAX_RANGE_ELEMENTS and 0 <= part.num_changed <= part.length
     if not fits or len(part.digest) != DIGEST_BYTES:
         raise WeightsError(f"the range of {tensor.name} at {part.start} is not coded as its kind of version asks for")

@@ -11,6 +11,9 @@ was touched is digested again from the file and compared with the last manifest.
 proved by an earlier manifest; if its digest is not the same still, it is digested again too. So `version` other than 0
 means: these bits are the learner's, all of them, whatever way they came.
 
+Where a version is adapters of a pretrained model, the file has that model with these merged (`merging`), and the
+adapters are in memory.
+
 The engine that loads the file must not read it while `apply` runs: that is for the caller to arrange. One thread at a
 time may use a mirror.
 
@@ -42,8 +45,10 @@ import numpy as np
 from streamrl.errors import ResourceError, TransportError, WeightsError
 from streamrl.protocol.weights.catchup import AHEAD_BYTES, fetch_ahead
 from streamrl.protocol.weights.delta import batches, patch, side_by_side, threads_for
-from streamrl.protocol.weights.format import BITS, Bits, DType, RangeDigest, TensorMeta, digest_of
+from streamrl.protocol.weights.format import BITS, Bits, Coding, DType, RangeDigest, TensorMeta, digest_of
 from streamrl.protocol.weights.manifest import Manifest, ShardRecord
+from streamrl.protocol.weights.merging import Merging
+from streamrl.protocol.weights.pretrained import Pretrained
 from streamrl.protocol.weights.stores import BlobStore
 from streamrl.versions import show
 
@@ -63,6 +68,7 @@ class Mirror:
         folder: Path,  # on a memory file system, such as /dev/shm
         *,
         run_uid: str | None = None,  # manifests of another run are refused
+        pretrained: Pretrained | None = None,  # the model that adapters are merged into, should there be any
         ahead_bytes: int = AHEAD_BYTES,  # of blobs that may be held in memory, besides the one that is wanted next
     ) -> None:
         try:
@@ -72,8 +78,9 @@ class Mirror:
         self.path = folder / "mirror.safetensors"
         self.version = 0
         self._run_uid, self._ahead_bytes = run_uid, ahead_bytes
+        self._merging = Merging(pretrained)
         self._layout: Layout = {}
-        self._views: Mapping[str, Bits] = {}  # [num_elements] each, into the file
+        self._views: Mapping[str, Bits] = {}  # [num_elements] each: into the file, but for adapters
         self._proved: dict[tuple[str, int], tuple[int, bytes]] = {}  # (tensor, start) -> (length, digest)
 
     def apply(self, manifest: Manifest, store: BlobStore) -> None:
@@ -146,24 +153,33 @@ class Mirror:
     def _write_anchor(self, manifest: Manifest, fetched: Fetched, touched: set[str]) -> None:
         for shard, blob in islice(fetched, len(manifest.shards)):
             self.version = 0  # until it is proved again
-            self._prepare(manifest.tensors)
+            self._prepare(manifest)
             for part, place in shard.parts():
+                if part.coding is not Coding.RAW:
+                    continue
                 target = self._view(part)
                 target[:] = np.frombuffer(memoryview(blob)[place], dtype=target.dtype)
                 touched.add(part.tensor)
 
-    def _prepare(self, tensors: Sequence[TensorMeta]) -> None:
-        layout = _layout(tensors)
+    def _prepare(self, manifest: Manifest) -> None:
+        layout = _layout(manifest.tensors)
         if layout != self._layout:
             self._layout, self._views = {}, {}
             self._proved.clear()
-            self._views = create_file(self.path, tensors)
+            self._merging.forget()
+            views = create_file(self.path, manifest.served)
+            others = {
+                name: np.zeros(of.num_elements, BITS[of.dtype]) for name, of in layout.items() if name not in views
+            }
+            self._views = {**views, **others}
             self._layout = layout
 
     def _prove(self, manifest: Manifest, touched: set[str], *, num_threads: int) -> None:
         proved: dict[tuple[str, int], tuple[int, bytes]] = {}
         doubtful: list[RangeDigest] = []
         for part in (part for shard in manifest.shards for part in shard.ranges):
+            if part.coding in (Coding.PRETRAINED, Coding.MERGED):
+                continue
             key, claim = (part.tensor, part.start), (part.length, part.digest)
             if part.tensor in touched or self._proved.get(key) != claim:
                 doubtful.append(part)
@@ -175,6 +191,8 @@ class Mirror:
                 raise WeightsError(f"version {show(manifest.version)}: {where} does not agree with its digest")
 
         side_by_side(check, doubtful, num_threads=num_threads)
+        if manifest.adapters:
+            self._merging.bring(manifest, self._views, touched)
         self._proved = proved
         self.version = manifest.version
 

@@ -20,6 +20,7 @@ from streamrl.protocol.weights.catchup import catch_up, fetch
 from streamrl.protocol.weights.format import TensorMeta
 from streamrl.protocol.weights.manifest import Manifest, ShardRecord, decode_manifest
 from streamrl.protocol.weights.mirror import Mirror
+from streamrl.protocol.weights.pretrained import PretrainedFiles
 from streamrl.protocol.weights.stores import BlobStore
 from streamrl.versions import show
 
@@ -54,7 +55,7 @@ def read_manifests(client: redis.Redis, keys: Keys) -> Manifests:
 
 def full_bytes(manifest: Manifest) -> int:
     """Of the model, as it is served."""
-    return sum(tensor.num_bytes for tensor in manifest.tensors)
+    return sum(tensor.num_bytes for tensor in manifest.served)
 
 
 def changed_by_tensor(manifest: Manifest) -> dict[TensorMeta, int]:
@@ -78,7 +79,8 @@ def check_blobs(manifest: Manifest, store: BlobStore) -> Iterator[tuple[ShardRec
 
 
 def pull(version: int, manifests: dict[int, Manifest], store: BlobStore, *, model: Path, folder: Path) -> None:
-    """Write the version as a folder that transformers loads: weights from the store, all else from `model`.
+    """Write the version as a folder that transformers loads: weights from the store, all else from `model`; of
+    adapters, which are merged, the weights that they are for, too.
 
     The folder appears whole: it is written beside and renamed. DataError when it is there already, or `model` is none.
     """
@@ -91,7 +93,8 @@ def pull(version: int, manifests: dict[int, Manifest], store: BlobStore, *, mode
     shutil.rmtree(beside, ignore_errors=True)
     try:
         shutil.copytree(model, beside, ignore=shutil.ignore_patterns(*_WEIGHT_FILES))
-        mirror = Mirror(beside, run_uid=target.run_uid)
+        files = sorted(model.glob("*.safetensors")) if target.adapters else []
+        mirror = Mirror(beside, run_uid=target.run_uid, pretrained=PretrainedFiles(files, name=str(model)))
         mirror.apply_path(catch_up(0, target, manifests.get), store)
         assert mirror.version == version, "a path that was applied leads to its target"
         mirror.path.rename(beside / "model.safetensors")

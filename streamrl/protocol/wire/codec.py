@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from _typeshed import DataclassInstance
 
-SCHEMA = 2
+SCHEMA = 3
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_TEXT_CHARS = 1 << 20
 _MAX_CONTAINER = 4096  # samples in a group, spans in a sample, fields in a map: all far below this
@@ -119,6 +119,9 @@ class Fields:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is None:
             self.done()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._left
 
     def _take(self, name: str) -> Any:
         try:

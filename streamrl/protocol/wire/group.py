@@ -4,26 +4,25 @@ Header and body go apart. The header, a message, is small and has what planning 
 body has the arrays and is decoded only by the rank that trains on it. The header carries the body's digest.
 
 Per sample: token ids, a loss mask in runs (alternating lengths, trained tokens first), the behaviour's log-probs,
-version spans, rewards by source, finish reason. Tokens within a span were sampled; what lies between spans was given,
-by an environment between two turns of the model, and never has a loss. Its log-probs are 0. The body has them
-by columns, all samples of a group in one array, so that a group is checked by a few looks at large arrays. What is
-large lies in front, raw and in this order, and is used where it lies; the rest is a message behind it:
+version spans, rewards by source, what each turn earned, finish reason. Tokens within a span were sampled; what lies
+between spans was given, by an environment between two turns of the model, and never has a loss. Its log-probs are 0.
+A rollout whose turns do not all go on behind one another has branches (`wire.branches`): several rows of one sample.
+The body has all this by columns, all samples of a group in one array, so that a group is checked by a few looks at
+large arrays. What is large lies in front, raw and in this order, and is used where it lies; the rest is a message:
 
     prompt_ids, token_ids, logprobs      one item a token         lengths are the header's
 
     integers           how many mask runs each sample has; how many spans; the runs of all; of all spans the versions,
-                       the steps, the starts, the ends
+                       the steps, the starts, the ends; where any sample has branches: how many each has, of all of
+                       them the starts, the rows, how much they keep
     sources, fractions names; the totals of all samples, as the header says, but under the digest; then for each sample
-                       and name a number: NaN where it has none of that source
+                       and name a number: NaN where it has none of that source; then what each turn of each sample
+                       earned, or nothing of all
     finish_reasons     one a sample, likewise as the header says
-
-A worker compares the fingerprint of its model and tokenizer with the run's before it takes a ticket, and every group
-carries it, so that tokens of another tokenizer or another end token are never trained.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,6 +34,8 @@ import numpy.typing as npt
 import xxhash
 
 from streamrl.errors import WireError
+from streamrl.protocol.wire.branches import MAX_BRANCHES, MAX_KEPT_TOKENS, Branch, check_branches
+from streamrl.protocol.wire.checks import check_cover, check_logprobs, check_tokens
 from streamrl.protocol.wire.codec import MAX_MESSAGE_BYTES, Fields, fields_of, pack, pack_numbers, unpack
 from streamrl.protocol.wire.ticket import (
     IDENTITY_CHARS,
@@ -51,7 +52,7 @@ MAX_HEADER_BYTES = 1 << 20
 _MAX_SPANS = 4096
 _ANY_VOCABULARY = 1 << 31
 C = TypeVar("C", tuple[Any, ...], npt.NDArray[Any])
-_I4, _U4, _F4 = (np.dtype(name) for name in ("<i4", "<u4", "<f4"))
+_I4, _F4 = np.dtype("<i4"), np.dtype("<f4")
 
 
 class Span(NamedTuple):
@@ -73,18 +74,31 @@ class Sample(NamedTuple):
     finish_reason: FinishReason
     rewards: Mapping[str, float]  # by source, before weights
     reward: float  # the weighted sum
+    turn_rewards: tuple[float, ...] = ()  # what each of `turns()` has in it, after weights; none: only the whole earns
+    branches: tuple[Branch, ...] = ()  # rows beside the first, in order
 
     def loss_mask(self) -> npt.NDArray[np.bool_]:  # [T]
         values = np.arange(len(self.mask_runs)) % 2 == 0
         return np.repeat(values, self.mask_runs)
 
+    def num_context_tokens(self, num_prompt: int) -> int:
+        """Of all rows, that were not sampled there."""
+        sampled = sum(span.end - span.start for span in self.spans)
+        return num_prompt + len(self.token_ids) - sampled + sum(branch.keep for branch in self.branches)
+
     def turns(self) -> list[tuple[int, int]]:
         """Where the model spoke: [start, end) of each turn, given tokens between them."""
-        found: list[tuple[int, int]] = []
-        for span in self.spans:
-            begin = found.pop()[0] if found and found[-1][1] == span.start else span.start
-            found.append((begin, span.end))
-        return found
+        return turns_of(self.spans, self.branches)
+
+
+def turns_of(spans: Iterable[Span], branches: Iterable[Branch]) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    fresh = {branch.start for branch in branches}
+    for span in spans:
+        goes_on = bool(found) and found[-1][1] == span.start and span.start not in fresh
+        begin = found.pop()[0] if goes_on else span.start
+        found.append((begin, span.end))
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,12 +115,16 @@ class GroupHeader:
     sample_lengths: tuple[int, ...] = ()  # [n]; empty when the ticket failed
     sample_rewards: tuple[float, ...] = ()  # [n] weighted totals
     sample_finished: tuple[bool, ...] = ()  # [n] ended by themselves
+    num_kept_tokens: int = 0  # that branches of all samples repeat, prompts included
     min_version: int = 0  # over all spans; 0 when there are none
     max_version: int = 0
     num_failed_samples: int = 0
     error: str = ""  # why the ticket failed; empty for a group
     generate_s: float = 0.0
     reward_s: float = 0.0
+    model_s: float = 0.0  # that a rollout waited for its turns, and for its environment: means over the samples
+    environment_s: float = 0.0
+    num_tool_calls: int = 0  # of all samples
     digest: int = 0  # xxh3_64 of the body
 
     @property
@@ -115,12 +133,13 @@ class GroupHeader:
 
     @property
     def num_tokens(self) -> int:
-        return sum(self.sample_lengths) + len(self.sample_lengths) * self.num_prompt_tokens
+        """Of all rows."""
+        return sum(self.sample_lengths) + len(self.sample_lengths) * self.num_prompt_tokens + self.num_kept_tokens
 
     def facts(self) -> dict[str, Any]:
         """What JSON tells of a group beside its id, time, texts and tokens."""
-        told = ("ticket", "run_uid", "worker", "attempt", "error", "num_failed_samples", "generate_s", "reward_s")
-        return {name: getattr(self, name) for name in told}
+        told = ("ticket", "run_uid", "worker", "attempt", "error", "num_failed_samples", "num_tool_calls")
+        return {name: getattr(self, name) for name in (*told, "generate_s", "reward_s", "model_s", "environment_s")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +162,7 @@ def encode_group(group: Group) -> tuple[bytes, bytes]:
         sample_lengths=tuple(len(s.token_ids) for s in samples),
         sample_rewards=tuple(float(s.reward) for s in samples),
         sample_finished=tuple(s.finish_reason == "stop" for s in samples),
+        num_kept_tokens=sum(branch.keep for s in samples for branch in s.branches),
         min_version=min(versions, default=0),
         max_version=max(versions, default=0),
         error=group.header.error[:2000],
@@ -173,12 +193,16 @@ def decode_header(data: bytes) -> GroupHeader:
             sample_lengths=tuple(lengths),
             sample_rewards=tuple(rewards),
             sample_finished=tuple(finished),
+            num_kept_tokens=f.integer("num_kept_tokens", low=0, high=MAX_KEPT_TOKENS),
             min_version=f.integer("min_version", low=0),
             max_version=f.integer("max_version", low=0),
             num_failed_samples=f.integer("num_failed_samples", low=0, high=MAX_SAMPLES),
             error=f.text("error", max_chars=2000),
             generate_s=f.number("generate_s"),
             reward_s=f.number("reward_s"),
+            model_s=f.number("model_s"),
+            environment_s=f.number("environment_s"),
+            num_tool_calls=f.integer("num_tool_calls", low=0, high=1 << 32),
             digest=f.integer("digest", low=0),
         )
     if header.failed == bool(lengths):
@@ -197,8 +221,8 @@ def decode_body(header: GroupHeader, body: bytes, *, vocabulary: int = _ANY_VOCA
         raise WireError(f"a body of {len(body)} bytes, with {num_bytes} for its tokens, is not possible")
     token_ids = np.frombuffer(body, _I4, num_prompt + num_tokens)
     logprobs = np.frombuffer(body, _F4, num_tokens, offset=token_ids.nbytes)
-    _check_tokens(token_ids, vocabulary)
-    _check_logprobs(logprobs)
+    check_tokens(token_ids, vocabulary)
+    check_logprobs(logprobs)
     with unpack(memoryview(body)[num_bytes:]) as f:
         samples = _unpack_samples(f, header, token_ids[num_prompt:], logprobs)
     return Group(header=header, prompt_ids=token_ids[:num_prompt], samples=samples)
@@ -211,15 +235,20 @@ def _columns(samples: Sequence[Sample]) -> dict[str, object]:
         raise WireError("a sample has not as many log-probs as tokens")
     if not all(map(math.isfinite, [reward for s in samples for reward in s.rewards.values()])):
         raise WireError("a reward is not a finite number")
+    turn_rewards = [reward for s in samples for reward in s.turn_rewards]
+    if turn_rewards and any(len(s.turn_rewards) != len(s.turns()) for s in samples):
+        raise WireError("a sample has not as many rewards of turns as turns")
     spans = [span for s in samples for span in s.spans]
     sources = list(dict.fromkeys([source for s in samples for source in s.rewards]))
     counts = [len(s.mask_runs) for s in samples] + [len(s.spans) for s in samples]
     runs = [run for s in samples for run in s.mask_runs]
     rewards = [s.rewards.get(source, math.nan) for s in samples for source in sources]
+    branches = [branch for s in samples for branch in s.branches]
+    tail = [*(len(s.branches) for s in samples), *chain.from_iterable(zip(*branches, strict=True))] if branches else []
     return {
-        "integers": pack_numbers("Q", [*counts, *runs, *chain.from_iterable(zip(*spans, strict=True))]),
+        "integers": pack_numbers("Q", [*counts, *runs, *chain.from_iterable(zip(*spans, strict=True)), *tail]),
         "sources": sources,
-        "fractions": pack_numbers("d", [*(s.reward for s in samples), *rewards]),
+        "fractions": pack_numbers("d", [*(s.reward for s in samples), *rewards, *turn_rewards]),
         "finish_reasons": [s.finish_reason for s in samples],
     }
 
@@ -233,8 +262,8 @@ def _unpack_samples(
     f: Fields, header: GroupHeader, token_ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]
 ) -> tuple[Sample, ...]:
     lengths = header.sample_lengths
-    runs, spans = _take_integers(f, lengths)
-    rewards, totals = _take_fractions(f, len(lengths))
+    runs, spans, branches = _take_integers(f, header)
+    rewards, totals, turn_rewards = _take_fractions(f, spans, branches)
     if totals != header.sample_rewards:
         raise WireError("rewards of header and body differ")
     reasons = f.list("finish_reasons", str, max_items=MAX_SAMPLES)
@@ -243,7 +272,7 @@ def _unpack_samples(
     if tuple([reason == "stop" for reason in reasons]) != header.sample_finished:
         raise WireError("finish reasons of header and body differ")
     columns = (_cut(token_ids, lengths), _cut(logprobs, lengths), runs, spans, reasons, rewards, totals)
-    return tuple(map(Sample._make, zip(*columns, strict=True)))
+    return tuple(map(Sample._make, zip(*columns, turn_rewards, branches, strict=True)))
 
 
 def _cut(column: C, lengths: Sequence[int]) -> list[C]:
@@ -251,86 +280,66 @@ def _cut(column: C, lengths: Sequence[int]) -> list[C]:
     return [column[start:end] for start, end in pairwise(accumulate(lengths, initial=0))]
 
 
-def _check_tokens(token_ids: npt.NDArray[np.int32], vocabulary: int) -> None:
-    # As an unsigned number a negative one is beyond every vocabulary.
-    if len(token_ids) and int(token_ids.view(_U4).max()) >= vocabulary:
-        raise WireError(f"token ids are not all from 0 to {vocabulary - 1}, as the vocabulary has them")
-
-
-def _check_logprobs(logprobs: npt.NDArray[np.float32]) -> None:
-    # A NaN is the result of both, and fails both comparisons.
-    if len(logprobs) and not (logprobs.min() > -math.inf and logprobs.max() <= 1e-3):
-        raise WireError("log-probs must be finite and at most 0")
-
-
-def _take_fractions(f: Fields, num_samples: int) -> tuple[list[dict[str, float]], tuple[float, ...]]:
-    """(rewards by source, totals)"""
+def _take_fractions(
+    f: Fields, spans: Sequence[Sequence[Span]], branches: Sequence[Sequence[Branch]]
+) -> tuple[list[dict[str, float]], tuple[float, ...], list[tuple[float, ...]]]:
+    """(rewards by source, totals, rewards of turns)"""
+    num_samples = len(spans)
     sources = f.list("sources", str, max_items=MAX_REWARD_SOURCES)
     if len(set(sources)) != len(sources):
         raise WireError("reward sources must be different names")
     fractions = f.numbers("fractions", "d")
-    if len(fractions) != num_samples * (1 + len(sources)):
-        raise WireError(f"{len(fractions)} rewards for {num_samples} samples of {len(sources)} sources")
-    totals, rewards = fractions[:num_samples], fractions[num_samples:]
-    if any(map(math.isinf, rewards)):
+    whole = num_samples * (1 + len(sources))
+    totals, rewards, of_turns = fractions[:num_samples], fractions[num_samples:whole], fractions[whole:]
+    num_turns = [len(turns_of(*of_sample)) if of_turns else 0 for of_sample in zip(spans, branches, strict=True)]
+    if len(fractions) != whole + sum(num_turns):
+        raise WireError(f"{len(fractions)} rewards, neither {whole} of samples nor {sum(num_turns)} of turns more")
+    if any(map(math.isinf, rewards)) or not all(map(math.isfinite, of_turns)):
         raise WireError("rewards must be finite")
     in_order = iter(rewards)
     by_source = [{source: next(in_order) for source in sources} for _ in range(num_samples)]
     if any(map(math.isnan, rewards)):
         by_source = [{source: reward for source, reward in row.items() if reward == reward} for row in by_source]
-    return by_source, totals
+    return by_source, totals, _cut(of_turns, num_turns)
 
 
-def _take_integers(f: Fields, lengths: Sequence[int]) -> tuple[list[tuple[int, ...]], list[tuple[Span, ...]]]:
-    """(mask runs, spans) of each sample"""
+def _take_integers(
+    f: Fields, header: GroupHeader
+) -> tuple[list[tuple[int, ...]], list[tuple[Span, ...]], list[tuple[Branch, ...]]]:
+    """(mask runs, spans, branches) of each sample"""
+    lengths = header.sample_lengths
     integers, num_samples = f.numbers("integers", "Q"), len(lengths)
     num_runs, num_spans = integers[:num_samples], integers[num_samples : 2 * num_samples]
     if max(num_spans, default=0) > _MAX_SPANS:
         raise WireError(f"more than {_MAX_SPANS} version spans in a sample")
     begin, count = 2 * num_samples + sum(num_runs), sum(num_spans)
-    if len(integers) != begin + 4 * count:
-        raise WireError(f"{len(integers)} integers where the mask runs and version spans need {begin + 4 * count}")
+    end = begin + 4 * count
+    if len(integers) < end:
+        raise WireError(f"{len(integers)} integers where the mask runs and version spans need {end}")
     runs = _cut(integers[2 * num_samples : begin], num_runs)
     if (covered := tuple(map(sum, runs))) != lengths:
         raise WireError(f"loss masks cover {covered} tokens of {lengths}")
-    columns = (integers[at : at + count] for at in range(begin, len(integers), count or 1))
+    columns = (integers[at : at + count] for at in range(begin, end, count or 1))
     spans = _cut(tuple(map(Span, *columns)) if count else (), num_spans)
-    _check_cover(runs, spans, lengths)
-    return runs, spans
+    check_cover(runs, spans, lengths)
+    return runs, spans, _take_branches(integers[end:], header, spans)
 
 
-def _check_cover(runs: Sequence[Sequence[int]], spans: Sequence[Sequence[Span]], lengths: Sequence[int]) -> None:
-    for of_runs, of_sample, length in zip(runs, spans, lengths, strict=True):
-        covered: list[tuple[int, int]] = []
-        reached = 0
-        for _, _, start, end in of_sample:
-            if start < reached or end <= start:
-                raise WireError("version spans must follow one another")
-            covered.append((covered.pop()[0] if covered and start == reached else start, end))
-            reached = end
-        if reached > length:
-            raise WireError(f"version spans reach to {reached} of {length} tokens")
-        bounds = list(accumulate(of_runs, initial=0))
-        for start, end in zip(bounds[:-1:2], bounds[1::2], strict=True):
-            if start < end and not any(begin <= start and end <= until for begin, until in covered):
-                raise WireError(f"tokens {start} to {end} have a loss and no version")
-
-
-def stop_ids(*, tokenizer_eos: int | None, generation_eos: int | Iterable[int] | None) -> tuple[int, ...]:
-    """The tokens that end a response, sorted: the tokenizer's end token and those of the generation configuration.
-
-    Exactly these have probability zero before `min_tokens`, in the engine as in the learner.
-    """
-    further = (generation_eos,) if isinstance(generation_eos, int) else tuple(generation_eos or ())
-    return tuple(sorted({*further, *(() if tokenizer_eos is None else (tokenizer_eos,))}))
-
-
-def fingerprint(*, vocab: Mapping[str, int], stop_ids: Iterable[int], vocab_size: int) -> str:
-    """16 hex digits of the tokenizer's words, the end tokens, and the (perhaps padded) size of the model's output."""
-    digest = hashlib.sha256()
-    digest.update(f"{vocab_size};{sorted(stop_ids)};".encode())
-    for token, token_id in sorted(vocab.items(), key=lambda item: (item[1], item[0])):
-        # Lengths keep two vocabularies apart whose concatenations are equal.
-        encoded = token.encode("utf-8", "surrogatepass")
-        digest.update(f"{token_id}:{len(encoded)}:".encode() + encoded)
-    return digest.hexdigest()[:16]
+def _take_branches(
+    integers: tuple[int, ...], header: GroupHeader, spans: Sequence[Sequence[Span]]
+) -> list[tuple[Branch, ...]]:
+    lengths = header.sample_lengths
+    counts = integers[: len(lengths)] or (0,) * len(lengths)
+    if max(counts, default=0) > MAX_BRANCHES:
+        raise WireError(f"more than {MAX_BRANCHES} branches in a sample")
+    count, begin = sum(counts), len(lengths) if integers else 0
+    if len(integers) != begin + 3 * count or bool(integers) != bool(count):
+        raise WireError(f"{len(integers)} integers where {count} branches need {begin + 3 * count}, or none at all")
+    columns = (integers[at : at + count] for at in range(begin, len(integers), count or 1))
+    branches = _cut(tuple(map(Branch, *columns)) if count else (), counts)
+    for of_sample, length, of_spans in zip(branches, lengths, spans, strict=True):
+        sampled = [(span.start, span.end) for span in of_spans]
+        check_branches(of_sample, num_prompt=header.num_prompt_tokens, num_tokens=length, spans=sampled)
+    if sum(branch.keep for of_sample in branches for branch in of_sample) != header.num_kept_tokens:
+        raise WireError(f"branches keep not the {header.num_kept_tokens} tokens that the header says")
+    return branches

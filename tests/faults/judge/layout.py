@@ -136,7 +136,8 @@ def _read_body(body: bytes, header: Answered) -> tuple[tuple[int, ...], tuple[Sp
         raise UnreadableError("token ids or log-probs that cannot be")
     num_runs, num_spans = sum(numbers[: len(lengths)]), sum(numbers[len(lengths) : 2 * len(lengths)])
     begin = 2 * len(lengths) + num_runs
-    if len(numbers) != begin + 4 * num_spans:
+    rest = numbers[begin + 4 * num_spans :]  # nothing, or counts of branches, then three numbers for each
+    if len(numbers) < begin + 4 * num_spans or len(rest) != bool(rest) * (len(lengths) + 3 * sum(rest[: len(lengths)])):
         raise UnreadableError("mask runs and spans are not as many as it says")
     versions, steps, starts, ends = (numbers[begin + at * num_spans :][:num_spans] for at in range(4))
     spans = tuple(Span(v, s, end - start) for v, s, start, end in zip(versions, steps, starts, ends, strict=True))

@@ -48,8 +48,10 @@ def make(kind: Kind, folder: Path, *, seed: int) -> schema.Config:
         seed=seed,
         model=model,
         data=schema.Data(train=str(folder / "prompts.jsonl"), max_prompt_tokens=32),
-        rewards={"made up": schema.FunctionReward(type="function", target=REWARD)},
+        rewards={"made_up": schema.FunctionReward(type="function", target=REWARD)},
         training=schema.Training(groups_per_step=4, max_steps=-1, max_epochs=1000, max_failed_in_row=10_000),
+        # A model that no longer ends by itself within some tokens would have all its groups dropped.
+        algorithm=schema.Algorithm(mask_unfinished=False),
         lag=schema.Lag(max_steps=MAX_LAG, stale="drop"),
         weights=schema.Weights(dtype=DTYPE, anchor_every=1, store=store_of(kind, folder)),
         checkpoint=schema.Checkpoint(every_steps=3),

@@ -23,6 +23,7 @@ from typing import Any
 import redis
 
 from bench.measure import Say
+from streamrl.errors import TransportError
 from tests.faults.judge.books import Rules, Verdict, Violation, judge
 from tests.faults.judge.compare import disagreements
 from tests.faults.judge.history import read_history
@@ -39,6 +40,7 @@ _RECOVERED_WITHIN_S = 150.0
 _LASTS_S = (0.2, 2.0)
 _QUIET_S = (0.0, 2.0)  # between two volleys
 _MOST_AT_ONCE = 2
+_AWAY = (redis.RedisError, TransportError)  # by a plain client, and by an operator's word
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +164,7 @@ class _Ordeal:
             while time.monotonic() < ends:
                 self._volley()
             self.scene.team.drain()
-        except AssertionError as error:
+        except (AssertionError, *_AWAY) as error:
             return f"{error}\n{self.scene.team.last_words()}"
         return ""
 
@@ -176,7 +178,7 @@ class _Ordeal:
                 try:
                     under_way.enter_context(FAULTS[name](self.scene))
                     self.injections[name] += 1
-                except redis.RedisError:  # the one before has ended the server that this one needs
+                except _AWAY:  # the one before has ended the server that this one needs
                     continue
             self.scene.wait(lasts_s)
         self.recoveries_s.append(self._wait_for_progress(f"a checkpoint after {names}", _RECOVERED_WITHIN_S))

@@ -70,6 +70,7 @@ class MortalRedis:
 
     def sizes(self) -> dict[Path, int]:
         """Of what is being appended to."""
+        self._wait_until_written()
         files = [*self._folder.glob("appendonly.aof"), *self._folder.glob("appendonlydir/*.incr.aof")]
         return {file: file.stat().st_size for file in files}
 
@@ -80,6 +81,7 @@ class MortalRedis:
 
     def copy(self) -> Path:
         """As it is now."""
+        self._wait_until_written()
         self._num_copies += 1
         to = self._folder / "copies" / str(self._num_copies)
         to.mkdir(parents=True)
@@ -126,6 +128,16 @@ class MortalRedis:
             )
         wait_until(lambda: self._answers(process), description="the server answers", timeout_s=_READY_S)
         return process
+
+    def _wait_until_written(self) -> None:
+        """While the disk is slow, what was answered lies in memory for up to two seconds."""
+
+        def is_written() -> bool:
+            with self.client() as client:
+                return int(client.info("persistence")["aof_buffer_length"]) == 0
+
+        if self.process.poll() is None:
+            wait_until(is_written, description="the server has written down what it answered")
 
     def _answers(self, process: subprocess.Popen[bytes]) -> bool:
         log = self._folder / "redis.log"

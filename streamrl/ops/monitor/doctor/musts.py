@@ -17,7 +17,7 @@ from streamrl.config.schema import Config
 from streamrl.extras import check_learner, need
 from streamrl.files import check_writable
 from streamrl.gpus import gpus_here
-from streamrl.ops.monitor.doctor.sizes import served_bytes
+from streamrl.ops.monitor.doctor.sizes import published_bytes
 from streamrl.process import bind
 from streamrl.protocol.weights.stores import ObjectStore, budget_in_redis, refuse_too_large
 
@@ -42,7 +42,7 @@ def check_packages(config: Config, part: Part = "all") -> None:
 
 
 def _store(loaded: Loaded) -> None:
-    store, num_bytes = loaded.config.weights.store, served_bytes(loaded.config)
+    store, num_bytes = loaded.config.weights.store, published_bytes(loaded.config)
     if budget_in_redis(loaded.config.weights) and num_bytes:
         refuse_too_large(num_bytes, loaded.config.weights)
     if is_object_store(store):

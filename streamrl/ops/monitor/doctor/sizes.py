@@ -31,8 +31,13 @@ def trained_parameters(config: Config) -> int:
 
 
 def served_bytes(config: Config) -> int:
-    """The model once, as it is published."""
+    """The model once, as it is served."""
     return count_parameters(Path(config.model.path)) * BYTES[config.weights.dtype]
+
+
+def published_bytes(config: Config) -> int:
+    """What is trained once, as it is published: of adapters, these alone."""
+    return trained_parameters(config) * BYTES[config.weights.dtype]
 
 
 def _shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:

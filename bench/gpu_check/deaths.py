@@ -1,0 +1,163 @@
+"""Five steps of a real run, in which rank and worker are killed with -9: both come back, and nothing stays.
+
+What holds a GPU after its process is gone makes the next start fail, so the engine of a killed worker must end at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from bench.gpu_check.rows import Row, Scale
+from streamrl.demos.quickstart import write_base_model, write_data
+from streamrl.errors import ResourceError
+from streamrl.files import scratch_folder
+
+_STEPS = 5
+_START_S, _STEP_S, _END_S = 300.0, 180.0, 10.0  # limits; the last: of an engine whose worker is gone
+_POLL_S = 0.05
+_SETTINGS = {
+    "training.max_steps": _STEPS,
+    "training.groups_per_step": 4,
+    "algorithm.drop_zero_variance": "false",  # an untrained model is never right
+    "lag.max_steps": 4,
+    "data.validation": "null",
+    "validation.every_steps": 0,
+    "checkpoint.every_steps": 1,
+    "rewards.model": "null",
+    "reward_server": "null",
+    "worker.count": 1,
+}
+
+
+def check(scale: Scale) -> Iterator[Row]:
+    with scratch_folder() as folder:
+        run = _start(folder)
+        try:
+            yield from _watched(run, folder / "run" / "quickstart")
+        finally:
+            _end(run)
+
+
+def _watched(run: subprocess.Popen[bytes], folder: Path) -> Iterator[Row]:
+    began = time.monotonic()
+    _await(lambda: _steps(folder) >= 1, _START_S, "the first step", run)
+    yield Row(what="start to first step", value=time.monotonic() - began, unit="s", note="quickstart's model")
+    [rank] = [pid for pid in _below(run.pid) if _name(pid) == "rank-0"]
+    done, killed = _steps(folder), time.monotonic()
+    os.kill(rank, signal.SIGKILL)
+    _await(lambda: _steps(folder) > done, _STEP_S, "a step after the rank's death", run)
+    yield Row(what="kill -9 of the rank: next step after", value=time.monotonic() - killed, unit="s")
+    worker = next(pid for pid in _below(run.pid) if _is_worker(pid))
+    below, killed = _below(worker), time.monotonic()
+    os.kill(worker, signal.SIGKILL)
+    while (left := [pid for pid, at in below.items() if _alive(pid, at)]) and time.monotonic() < killed + _END_S:
+        time.sleep(_POLL_S)
+    told = f"of {len(below)}; the last ended after {time.monotonic() - killed:.2f} s"
+    yield Row(what="kill -9 of the worker: orphans", value=len(left), unit="", goal=0, better="lower", note=told)
+    everything = _below(run.pid)
+    code = run.wait(timeout=_START_S)
+    yield Row(what="exit code of the run", value=code, unit="", goal=0, better="lower")
+    yield Row(what="steps made", value=_steps(folder), unit="", goal=_STEPS)
+    still = [pid for pid, at in everything.items() if _alive(pid, at)]
+    yield Row(what="processes left", value=len(still), unit="", goal=0, better="lower")
+
+
+def _start(folder: Path) -> subprocess.Popen[bytes]:
+    write_base_model(folder / "base", seed=1)
+    write_data(folder / "data", seed=1)
+    settings = {
+        **_SETTINGS,
+        "dir": folder / "run",
+        "model.path": folder / "base",
+        "data.train": folder / "data" / "train.jsonl",
+        "model.dtype": "bfloat16" if torch.cuda.is_available() else "float32",
+    }
+    words = [f"{name}={value}" for name, value in settings.items()]
+    conf = Path(__file__).parents[2] / "conf" / "quickstart.yaml"
+    return subprocess.Popen(
+        [sys.executable, "-m", "streamrl.ops.cli.main", "up", str(conf), *words],
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr,
+    )
+
+
+def _end(run: subprocess.Popen[bytes]) -> None:
+    """As an operator would, and what does not listen at all."""
+    if run.poll() is None:
+        everything = {**_below(run.pid), run.pid: _began(run.pid)}
+        run.send_signal(signal.SIGTERM)
+        try:
+            run.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            for pid, at in everything.items():
+                if _alive(pid, at):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _steps(folder: Path) -> int:
+    try:
+        rows = (folder / "metrics.jsonl").read_text().splitlines()
+    except OSError:
+        return 0
+    return max((json.loads(row)["step"] for row in rows if row.endswith("}")), default=0)
+
+
+def _await(holds: Callable[[], bool], limit_s: float, what: str, run: subprocess.Popen[bytes]) -> None:
+    until = time.monotonic() + limit_s
+    while not holds():
+        if run.poll() is not None:
+            raise ResourceError(f"the run ended with code {run.returncode} before {what}")
+        if time.monotonic() > until:
+            raise ResourceError(f"no sign of {what} within {limit_s:g} s")
+        time.sleep(_POLL_S)
+
+
+def _below(pid: int) -> Mapping[int, str]:
+    """All that it started, and they in turn, with when each began."""
+    parents = {int(path.name): _stat(int(path.name)) for path in Path("/proc").iterdir() if path.name.isdigit()}
+    found, more = {pid}, True
+    while more:
+        more = {one for one, stat in parents.items() if stat and int(stat[1]) in found} - found
+        found |= more
+    return {one: _began(one) for one in found - {pid}}
+
+
+def _stat(pid: int) -> list[str]:
+    """From its state on; nothing of one that is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _began(pid: int) -> str:
+    stat = _stat(pid)
+    return stat[19] if stat else ""
+
+
+def _alive(pid: int, at: str) -> bool:
+    stat = _stat(pid)
+    return bool(stat) and stat[0] != "Z" and stat[19] == at
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _is_worker(pid: int) -> bool:
+    try:
+        return b"worker" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False

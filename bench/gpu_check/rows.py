@@ -1,0 +1,65 @@
+"""What a part says, and in what form it was asked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """Of a check: a GPU and the shapes that people train, or a CPU and tiny ones."""
+
+    device: torch.device
+
+    @property
+    def is_reduced(self) -> bool:
+        return self.device.type != "cuda"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    what: str
+    value: float
+    unit: str
+    goal: float | None = None
+    better: str = "higher"  # or lower
+    note: str = ""
+
+    @property
+    def verdict(self) -> str:
+        if self.goal is None:
+            return ""
+        return "ok" if (self.value >= self.goal if self.better == "higher" else self.value <= self.goal) else "MISSED"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Of a part."""
+
+    part: str
+    rows: tuple[Row, ...]
+    not_run: str = ""  # why, where it ended early or never began
+
+
+def table(outcomes: list[Outcome]) -> Iterator[str]:
+    width = max((len(row.what) for one in outcomes for row in one.rows), default=0)
+    for one in outcomes:
+        yield one.part
+        for row in one.rows:
+            sign = {"higher": ">=", "lower": "<="}[row.better]
+            goal = "" if row.goal is None else f"{sign} {row.goal:g} {row.verdict}"
+            yield f"  {row.what:<{width}}  {row.value:>10.4g} {row.unit:<9} {goal:<18} {row.note}".rstrip()
+        if one.not_run:
+            yield f"  NOT RUN: {one.not_run}"
+
+
+def as_json(outcomes: list[Outcome], machine: str) -> str:
+    parts = [{**asdict(one), "rows": [{**asdict(row), "verdict": row.verdict} for row in one.rows]} for one in outcomes]
+    return json.dumps({"machine": machine, "parts": parts}, allow_nan=False)

@@ -1,0 +1,148 @@
+"""A checkpoint's heavy half: weights, optimizer and random state, one file a rank.
+
+`train-00001-of-00002.safetensors` holds what rank 1 held: of each trained tensor its run of the flat fp32 master and of
+AdamW's two moments, with the run's start in the file's metadata. Whoever restores opens all files and takes what falls
+into its own runs, so the number of ranks may change, nothing is gathered, and nothing is a pickle. What does not
+train (the base under LoRA) comes from `model.path` again.
+
+    masters, moments ─► one buffer, laid out as the file will be ─► (beside the loop) header, buffer ─► disk
+
+The loop waits for the first arrow alone. The buffer is as large as all that this rank trains, 12 bytes a weight, and is
+made at the start, where lack of memory shows at once and the first copy finds its pages. Beside a GPU it is pinned, so
+that copies go at the speed of the bus and none waits for another; that way was never run here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import safetensors
+import torch
+from torch import nn
+
+from streamrl.errors import DataError
+from streamrl.learner.checkpoints.checkpoint import Files
+from streamrl.learner.checkpoints.save import write_parts
+from streamrl.learner.model.tensors import LocalRows, held
+from streamrl.learner.process.ranks import World
+
+_PATTERN = "train-*-of-*.safetensors"
+_RNG = "rng"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_RNG_BYTES = 1 << 14  # room for what torch keeps on a CPU (5,056 bytes) and on a GPU (16)
+_PART_BYTES = 1 << 22
+_NAMES: Final = {torch.float32: "F32", torch.float64: "F64", torch.uint8: "U8"}  # of types, as safetensors has them
+
+
+class Shard:
+    """What this rank has to say in a checkpoint. A copy is to be written before the next is taken."""
+
+    def __init__(self, policy: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
+        self._policy, self._optimizer, self._world = policy, optimizer, world
+        held_bytes = sum(held(p, shape=p.shape).values.nbytes for _, p in _trained(policy))
+        on_gpu = world.device.type == "cuda"
+        num_bytes = (1 + len(_MOMENTS)) * held_bytes + _RNG_BYTES
+        self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=on_gpu).zero_()
+        self._header, self._num_bytes = b"", 0
+
+    def take(self) -> None:
+        """Copy the state of this moment."""
+        metadata: dict[str, dict[str, float]] = {"starts": {}, "steps": {}}
+        layout: dict[str, Any] = {}
+        self._num_bytes = 0
+        for name, parameter in _trained(self._policy):
+            state = self._optimizer.state.get(parameter, {})
+            metadata["steps"][name] = float(state["step"]) if state else 0.0
+            for kind, tensor in [("master", parameter), *((moment, state[moment]) for moment in _MOMENTS if state)]:
+                run = held(tensor, shape=parameter.shape)
+                metadata["starts"][name] = run.start
+                layout[f"{kind}/{name}"] = self._place(run.values)
+        layout[_RNG] = self._place(torch.get_rng_state())
+        if self._world.device.type == "cuda":
+            layout[f"{_RNG}/cuda"] = self._place(torch.cuda.get_rng_state())
+            torch.cuda.synchronize()
+        layout["__metadata__"] = {kind: json.dumps(of) for kind, of in metadata.items()}
+        header = json.dumps(layout).encode()
+        header += b" " * (-len(header) % 8)
+        self._header = len(header).to_bytes(8, "little") + header
+
+    def write(self, folder: Path) -> Files:
+        """The copy, to the disk: it is there when this returns."""
+        path = folder / f"train-{self._world.rank:05d}-of-{self._world.size:05d}.safetensors"
+        return {path.name: write_parts(path, self._parts())}
+
+    def _place(self, values: torch.Tensor) -> dict[str, Any]:
+        """Behind what the buffer holds so far; how a header tells of it."""
+        begin, self._num_bytes = self._num_bytes, self._num_bytes + values.nbytes
+        self._buffer[begin : self._num_bytes].view(values.dtype).copy_(values, non_blocking=True)
+        return {"dtype": _NAMES[values.dtype], "shape": list(values.shape), "data_offsets": [begin, self._num_bytes]}
+
+    def _parts(self) -> Iterable[memoryview]:
+        yield memoryview(self._header)
+        whole = self._buffer.numpy().data
+        for begin in range(0, self._num_bytes, _PART_BYTES):
+            yield whole[begin : min(begin + _PART_BYTES, self._num_bytes)]
+
+
+def load_state(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
+    """What shards hold, at any number of ranks."""
+    with ExitStack() as stack:
+        paths = sorted(folder.glob(_PATTERN))
+        files = [_File.open(stack.enter_context(safetensors.safe_open(path, framework="pt"))) for path in paths]
+        for name, parameter in _trained(policy):
+            _fill(held(parameter, shape=parameter.shape), files, f"master/{name}", name)
+            steps = max((file.steps.get(name, 0.0) for file in files), default=0.0)
+            if steps > 0:
+                state = optimizer.state[parameter]
+                state["step"] = torch.tensor(steps)
+                for moment in _MOMENTS:
+                    state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                    _fill(held(state[moment], shape=parameter.shape), files, f"{moment}/{name}", name)
+        if world.rank < len(files):
+            _restore_rng(files[world.rank].opened, world)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    opened: Any  # by safetensors
+    names: frozenset[str]
+    starts: dict[str, int]
+    steps: dict[str, float]
+
+    @classmethod
+    def open(cls, opened: Any) -> _File:
+        metadata = opened.metadata()
+        starts, steps = json.loads(metadata["starts"]), json.loads(metadata["steps"])
+        return cls(opened=opened, names=frozenset(opened.keys()), starts=starts, steps=steps)
+
+
+def _fill(run: LocalRows, files: list[_File], key: str, name: str) -> None:
+    """Copy into the run whatever the files hold of it; all of it must be there."""
+    begin, end = run.start, run.start + len(run.values)
+    filled = 0
+    for file in files:
+        if key not in file.names:
+            continue
+        piece = file.opened.get_slice(key)
+        start = file.starts[name]
+        low, high = max(begin, start), min(end, start + piece.get_shape()[0])
+        if low < high:
+            run.values[low - begin : high - begin].copy_(piece[low - start : high - start])
+            filled += high - low
+    if filled != len(run.values):
+        raise DataError(f"the checkpoint does not hold all of {key}: is `model` the one that it was made with?")
+
+
+def _restore_rng(file: Any, world: World) -> None:
+    torch.set_rng_state(file.get_tensor(_RNG))
+    if world.device.type == "cuda" and f"{_RNG}/cuda" in file.keys():  # noqa: SIM118 - not a dict
+        torch.cuda.set_rng_state(file.get_tensor(f"{_RNG}/cuda"))
+
+
+def _trained(policy: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, p) for name, p in policy.named_parameters() if p.requires_grad)

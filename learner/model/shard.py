@@ -1,0 +1,86 @@
+"""How a policy lies over the ranks, and what of it is gathered for a pass (FSDP2).
+
+    each decoder layer by itself ─┐
+    embeddings, last norm, head  ─┴─► with the policy: gathered from the forward pass to the backward pass
+
+A model of bfloat16 keeps fp32 masters, of which a layer's part is cast, gathered and freed again in each of its passes;
+gradients are bf16 within a rank, and fp32 from where ranks add theirs. That is so for a single rank, too: it computes
+what many would, and never holds more than two layers in bf16. What is frozen is bf16 at rest.
+
+`on_host`: shards, gradients and what the optimizer keeps wait in the host's memory; layers pass through the device.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import torch
+import transformers
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+from torch.utils import swap_tensors
+
+from streamrl.learner.model.policy import Policy
+from streamrl.learner.process.ranks import World
+
+# Modules take what they are given: positions stay fp32.
+_HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+
+def shard(policy: Policy, world: World, *, on_host: bool = False, in_half: bool = False) -> Policy:
+    if world.size == 1 and not on_host and not in_half:
+        return policy
+    mesh = world.mesh()
+    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if on_host else OffloadPolicy()
+    precision = _HALF if in_half else MixedPrecisionPolicy()
+    for block in _blocks(policy.model, set(policy.model._no_split_modules or ())):
+        fully_shard(block, mesh=mesh, offload_policy=offload, mp_policy=precision)
+    fully_shard(policy, mesh=mesh, offload_policy=offload, mp_policy=precision)
+    for method in ("plain", "head_fits"):
+        register_fsdp_forward_method(policy, method)
+    return policy
+
+
+def unfilled(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+    """The same model with its parameters on `meta`, those that are tied as one."""
+    known = {id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in model.parameters()}
+    return copy.deepcopy(model, known)
+
+
+def gathered_in_half(trial: Policy, unfilled: Policy, world: World, *, on_host: bool) -> Policy:
+    """The weights of the one in the other, which is asked in the same way."""
+    for parameter in unfilled.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.bfloat16)
+    policy = shard(unfilled, world, on_host=on_host, in_half=True)
+    policy.take(trial.way, trial.head)
+    place = torch.device("cpu") if on_host else world.device
+    for ours, theirs in zip(policy.parameters(), trial.parameters(), strict=True):
+        assert isinstance(ours, DTensor)
+        rows = theirs.to_local() if isinstance(theirs, DTensor) else theirs
+        held = DTensor.from_local(
+            rows.detach().to(place, ours.dtype),
+            ours.device_mesh,
+            ours.placements,
+            shape=ours.shape,
+            stride=ours.stride(),
+        )
+        swap_tensors(ours, nn.Parameter(held, requires_grad=ours.requires_grad))
+    return policy
+
+
+def _blocks(module: nn.Module, names: set[str]) -> Iterator[nn.Module]:
+    """The outermost: some families name the parts of a layer as well."""
+    for child in module.children():
+        if type(child).__name__ in names:
+            yield child
+        else:
+            yield from _blocks(child, names)

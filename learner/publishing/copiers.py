@@ -1,0 +1,157 @@
+"""How tensors come to the host, cast on the way: at once on a processor, or by a GPU's own stream.
+
+    GPU   masters ─► cast on the GPU ─► pinned memory ─► event ─► handed out ─► encoded
+                 └─► cast once more ─► a sum of its words ──────────────────────┴─ equal?
+
+The copies of a version are all asked for before the first is awaited, so that the bus does not idle; the loop waits
+for the last one's event. There the second cast, which shows that what goes out is this step's, is not brought to the
+host: it is summed where it is, and the copy is summed beside the loop. CUDA's half (`CudaStream`) never ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+
+from streamrl.errors import WeightsError
+from streamrl.pinning import CudaRuntime, Pinned
+
+_PIECE_ELEMENTS = 1 << 24  # that a GPU casts at a time
+_WORD_BYTES = 8
+
+Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]  # to where, from where: flat, of one length
+Ready = Callable[[], None]  # returns when copies are on the host
+Check = Callable[[], None]  # WeightsError where what is on the host is not the cast of what was copied
+
+
+class Copier(Protocol):
+    checks: bool  # whether it shows by itself that copies are casts
+
+    def begin(self, host: torch.Tensor) -> None:
+        """What the model has computed by now is to be copied, into this memory, which begins with words of 8 bytes."""
+
+    def copy(self, copies: Copies) -> tuple[Ready, Check]:
+        """To be read once the first was called; the second may be called later and elsewhere."""
+        ...
+
+
+class AtOnce:
+    """The host's own: what is not asked for yet is not copied."""
+
+    checks = False
+
+    def begin(self, host: torch.Tensor) -> None:
+        del host
+
+    def copy(self, copies: Copies) -> tuple[Ready, Check]:
+        def ready() -> None:
+            for target, source in copies:
+                target.copy_(source)
+
+        return ready, lambda: None
+
+
+class Stream(Protocol):
+    """A GPU's queue of work, beside that of the model."""
+
+    def follow_model(self) -> None:
+        """What comes now begins after what the model was told so far."""
+
+    def __call__(self) -> AbstractContextManager[object]:
+        """Inside, work goes into this queue."""
+        ...
+
+    def mark(self) -> Ready:
+        """Returns when all that is in the queue by now is done."""
+        ...
+
+    def runtime(self) -> CudaRuntime: ...
+
+
+class OnStream:
+    checks = True
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._pinned = Pinned(stream.runtime())
+        self._host_at = 0
+
+    def begin(self, host: torch.Tensor) -> None:
+        if host.data_ptr() != self._host_at:
+            self._pinned.hold(host.data_ptr(), host.nbytes)
+            self._host_at = host.data_ptr()
+        self._stream.follow_model()
+
+    def copy(self, copies: Copies) -> tuple[Ready, Check]:
+        sums: list[tuple[torch.Tensor, torch.Tensor]] = []  # (what is on the host, the sum of its words)
+        with self._stream():
+            for target, source in copies:
+                for to, values in zip(target.split(_PIECE_ELEMENTS), source.split(_PIECE_ELEMENTS), strict=True):
+                    to.copy_(values.to(to.dtype), non_blocking=True)
+                    sums.append((to, sum_of_words(values.to(to.dtype)).to("cpu", non_blocking=True)))
+            ready = self._stream.mark()
+
+        def check() -> None:
+            for copied, expected in sums:
+                if int(sum_of_words(copied)) != int(expected):
+                    raise WeightsError("what was copied from the GPU is not the cast of this step's weights")
+
+        return ready, check
+
+
+class CudaStream:
+    """It never ran."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def follow_model(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def __call__(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream)
+
+    def mark(self) -> Ready:
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event.synchronize
+
+    def runtime(self) -> CudaRuntime:
+        runtime: CudaRuntime = torch.cuda.cudart()
+        return runtime
+
+
+class StreamDouble:
+    """A queue that works when it is waited for, or not at all."""
+
+    def __init__(self, runtime: CudaRuntime) -> None:
+        self.told: list[str] = []
+        self._runtime = runtime
+
+    def follow_model(self) -> None:
+        self.told.append("follow")
+
+    def __call__(self) -> AbstractContextManager[object]:
+        self.told.append("copy")
+        return nullcontext()
+
+    def mark(self) -> Ready:
+        return lambda: self.told.append("wait")
+
+    def runtime(self) -> CudaRuntime:
+        return self._runtime
+
+
+def copier_for(device: torch.device) -> Copier:
+    return OnStream(CudaStream(device)) if device.type == "cuda" else AtOnce()
+
+
+def sum_of_words(values: torch.Tensor) -> torch.Tensor:
+    """Of its bytes as numbers of 8 bytes, each times an odd number of its own, mod 2^64: one bit that differs shows."""
+    num_left = -values.nbytes % _WORD_BYTES // values.element_size()
+    words = torch.nn.functional.pad(values, (0, num_left)).view(torch.int64)
+    odd = torch.arange(1, 2 * len(words), 2, device=words.device)
+    return (words * odd).sum()

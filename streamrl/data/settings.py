@@ -1,0 +1,67 @@
+"""What a run trains on and is judged by: `data` in a configuration. `streamrl.config.schema` has all others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from streamrl.data.dataset import SOURCES, Dataset
+from streamrl.settings import Positive, Section
+
+
+def _form_of_train(value: object) -> str:
+    """So that mistakes in a map are told of its entries, not that it is no path."""
+    if isinstance(value, dict):
+        is_one = any(name in value and not isinstance(value[name], dict) for name in SOURCES)
+        return "a dataset" if is_one else "a map"
+    return "a dataset" if isinstance(value, Dataset) else "a path"
+
+
+Train = Annotated[
+    Annotated[str, Tag("a path")]
+    | Annotated[Dataset, Tag("a dataset")]
+    | Annotated[dict[str, Dataset], Field(min_length=1), Tag("a map")],
+    Discriminator(_form_of_train),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedDataset:
+    """A dataset of the configuration, however that was written."""
+
+    key: str  # of the setting that names its place
+    name: str = ""  # empty where there is only one
+    dataset: Dataset
+
+
+class Data(Section):
+    # JSONL of prompts: {"text"|"prompt"|"messages": ..., further fields go to the rewards}; a dataset with columns of
+    # other names, or of a hub; or several, by name
+    train: Train
+    validation: str | Dataset | None = None
+    max_prompt_tokens: Positive = 1024
+    # A prompt over max_prompt_tokens; truncate: its last tokens are the prompt, what they say is what rewards see
+    overlong: Literal["error", "skip", "truncate"] = "error"
+    malformed: Literal["error", "skip"] = "error"  # a line that is not a prompt; skipped ones are counted
+    shuffle: bool = True
+
+    def train_sets(self) -> tuple[NamedDataset, ...]:
+        if isinstance(self.train, dict):
+            return tuple(_named(dataset, f"data.train.{name}", name) for name, dataset in self.train.items())
+        return (_named(self.train, "data.train"),)
+
+    def validation_set(self) -> NamedDataset | None:
+        return None if self.validation is None else _named(self.validation, "data.validation")
+
+    def datasets(self) -> tuple[NamedDataset, ...]:
+        """All that are trained on, then the one that is held out."""
+        held_out = self.validation_set()
+        return (*self.train_sets(), *([] if held_out is None else [held_out]))
+
+
+def _named(source: str | Dataset, key: str, name: str = "") -> NamedDataset:
+    if isinstance(source, str):
+        return NamedDataset(key=key, name=name, dataset=Dataset(path=source))
+    return NamedDataset(key=f"{key}.{source.source}", name=name, dataset=source)

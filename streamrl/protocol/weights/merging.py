@@ -1,0 +1,93 @@
+"""A mirror of a model with adapters: what is served is the pretrained model with the newest adapters merged.
+
+    pretrained files ─► the same as the learner's, by digest? ─► once: the tensors without adapters
+                                      adapters of a version  ─► the tensors with them, where theirs changed
+                                                                  └─► the learner's own digests of some of them
+
+Each version brings digests of other ranges, so that all are compared in some versions' time, and all at once with
+the first version of a learner. Blocks on the processor and on the pretrained model's files.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from streamrl.errors import DataError, WeightsError
+from streamrl.protocol.weights.adapters import Adapter, merge
+from streamrl.protocol.weights.delta import side_by_side, threads_for
+from streamrl.protocol.weights.format import Bits, Coding, RangeDigest, digest_of
+from streamrl.protocol.weights.manifest import Manifest
+from streamrl.protocol.weights.pretrained import Pretrained
+from streamrl.versions import show
+
+_NUM_THREADS = threads_for(2)  # of as many as there are processors
+
+
+class Merging:
+    """One per mirror."""
+
+    def __init__(self, pretrained: Pretrained | None) -> None:
+        self._pretrained = pretrained
+        self._proved: dict[tuple[str, int], tuple[int, bytes]] = {}  # of the pretrained model, by tensor and start
+        self._merged: dict[str, Adapter] = {}  # by tensor: the adapter that is merged into it
+
+    def forget(self) -> None:
+        """The file is another."""
+        self._proved, self._merged = {}, {}
+
+    def bring(self, manifest: Manifest, views: Mapping[str, Bits], touched: set[str]) -> None:
+        """Take the served tensors to this version, whose adapters are in `views`, those in `touched` not merged yet.
+
+        DataError: the pretrained model is not the learner's. WeightsError: what came of it is not what it says.
+        """
+        if self._pretrained is None:
+            raise DataError(f"version {show(manifest.version)} is adapters alone: name the model that they are for")
+        self._lay_pretrained(self._pretrained, manifest, views)
+        for adapter in manifest.adapters:
+            if touched & {adapter.a, adapter.b}:
+                self._merged.pop(adapter.tensor, None)
+        self._merge(self._pretrained, manifest, views)
+        for part in _parts(manifest, Coding.MERGED):
+            if digest_of(views[part.tensor][part.start : part.start + part.length].data) != part.digest:
+                where = f"{part.tensor} from element {part.start}"
+                raise WeightsError(f"version {show(manifest.version)}: {where}, merged, is not what the learner says")
+
+    def _lay_pretrained(self, pretrained: Pretrained, manifest: Manifest, views: Mapping[str, Bits]) -> None:
+        doubtful: dict[str, list[RangeDigest]] = defaultdict(list)
+        for part in _parts(manifest, Coding.PRETRAINED):
+            if self._proved.get((part.tensor, part.start)) != (part.length, part.digest):
+                doubtful[part.tensor].append(part)
+        metas = {tensor.name: tensor for tensor in manifest.tensors}
+        adapted = {adapter.tensor for adapter in manifest.adapters}
+
+        def lay(name: str) -> None:
+            bits = pretrained.bits(metas[name])
+            for part in doubtful[name]:
+                if digest_of(bits[part.start : part.start + part.length].data) != part.digest:
+                    raise DataError(
+                        f"the pretrained model here is not the one that the learner trains: {name} differs from "
+                        f"element {part.start}; take the same files as the learner (model.path, --model)"
+                    )
+            if name not in adapted:
+                views[name][:] = bits
+
+        side_by_side(lay, list(doubtful), num_threads=_NUM_THREADS)
+        for name, parts in doubtful.items():
+            self._merged.pop(name, None)
+            self._proved |= {(name, part.start): (part.length, part.digest) for part in parts}
+
+    def _merge(self, pretrained: Pretrained, manifest: Manifest, views: Mapping[str, Bits]) -> None:
+        metas = {tensor.name: tensor for tensor in manifest.tensors}
+
+        def merge_one(adapter: Adapter) -> None:
+            bits, out = pretrained.bits(metas[adapter.tensor]), views[adapter.tensor]
+            merge(adapter, metas, pretrained=bits, a=views[adapter.a], b=views[adapter.b], out=out)
+
+        other = [adapter for adapter in manifest.adapters if self._merged.get(adapter.tensor) != adapter]
+        side_by_side(merge_one, other, num_threads=_NUM_THREADS)
+        self._merged |= {adapter.tensor: adapter for adapter in other}
+
+
+def _parts(manifest: Manifest, coding: Coding) -> Iterator[RangeDigest]:
+    return (part for shard in manifest.shards for part in shard.ranges if part.coding is coding)

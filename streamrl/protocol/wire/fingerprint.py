@@ -1,0 +1,30 @@
+"""What a model and its tokenizer must have in common for tokens to mean the same.
+
+A worker compares the fingerprint of its model and tokenizer with the run's before it takes a ticket, and every group
+carries it, so that tokens of another tokenizer or another end token are never trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+
+def stop_ids(*, tokenizer_eos: int | None, generation_eos: int | Iterable[int] | None) -> tuple[int, ...]:
+    """The tokens that end a response, sorted: the tokenizer's end token and those of the generation configuration.
+
+    Exactly these have probability zero before `min_tokens`, in the engine as in the learner.
+    """
+    further = (generation_eos,) if isinstance(generation_eos, int) else tuple(generation_eos or ())
+    return tuple(sorted({*further, *(() if tokenizer_eos is None else (tokenizer_eos,))}))
+
+
+def fingerprint(*, vocab: Mapping[str, int], stop_ids: Iterable[int], vocab_size: int) -> str:
+    """16 hex digits of the tokenizer's words, the end tokens, and the (perhaps padded) size of the model's output."""
+    digest = hashlib.sha256()
+    digest.update(f"{vocab_size};{sorted(stop_ids)};".encode())
+    for token, token_id in sorted(vocab.items(), key=lambda item: (item[1], item[0])):
+        # Lengths keep two vocabularies apart whose concatenations are equal.
+        encoded = token.encode("utf-8", "surrogatepass")
+        digest.update(f"{token_id}:{len(encoded)}:".encode() + encoded)
+    return digest.hexdigest()[:16]

@@ -1,0 +1,78 @@
+"""A rollout as a conversation: what the model said, what it was given, in which row, and which versions said it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from streamrl.protocol.wire.group import Sample, Span
+from streamrl.versions import show
+
+# As most templates that know tools have a call written; of other forms the text alone is shown.
+_CALL = re.compile(r'<tool_call>\s*\{.{0,200}?"name"\s*:\s*"([^"]{1,100})"', re.DOTALL)
+
+
+class Part(NamedTuple):
+    """A turn, or what was given before one: tokens [start, end) of the sample, all in one row."""
+
+    start: int
+    end: int
+    row: int
+    behind: tuple[int, int] | None  # (a row, how many of its tokens), where this begins a row beside the first
+    spans: tuple[Span, ...]  # of a turn; none, where it was given
+
+    @property
+    def versions(self) -> list[str]:
+        return list(dict.fromkeys(show(span.version) for span in self.spans))
+
+
+def parts_of(sample: Sample) -> list[Part]:
+    turns = sample.turns()
+    starts = {branch.start: at for at, branch in enumerate(sample.branches, start=1)}
+    cuts = {0, len(sample.token_ids), *starts, *(place for turn in turns for place in turn)}
+    bounds = sorted(cuts)
+    found: list[Part] = []
+    row = 0
+    for start, end in pairwise(bounds):
+        row = starts.get(start, row)
+        branch = sample.branches[row - 1] if start in starts else None
+        spans = tuple(span for span in sample.spans if start <= span.start < end)
+        behind = (branch.row, branch.keep) if branch else None
+        found.append(Part(start=start, end=end, row=row, behind=behind, spans=spans))
+    return found
+
+
+def told_of(sample: Sample, decode: Callable[[Any], str] | None) -> list[dict[str, Any]]:
+    """As JSON tells it; texts where there is a tokenizer. A tokenizer may decode a piece otherwise than the whole, so
+    each text is what it adds to those before it."""
+    told: list[dict[str, Any]] = []
+    before = ""
+    earned = iter(sample.turn_rewards)
+    for part in parts_of(sample):
+        record: dict[str, Any] = {"by": "model" if part.spans else "given", "start": part.start, "end": part.end}
+        record |= {"row": part.row, "versions": part.versions}
+        if part.spans and sample.turn_rewards:
+            record["reward"] = next(earned)
+        if part.behind:
+            record["behind"] = {"row": part.behind[0], "tokens": part.behind[1]}
+        if decode is not None:
+            so_far, alone = decode(sample.token_ids[: part.end]), decode(sample.token_ids[part.start : part.end])
+            record["text"] = so_far[len(before) :] if so_far.startswith(before) else alone
+            record["tool_calls"] = _CALL.findall(record["text"]) if part.spans else []
+            before = so_far
+        told.append(record)
+    return told
+
+
+def heading_of(told: dict[str, Any], number: int) -> str:
+    """Of one of these, the turn of this number or what was given before it."""
+    words = f"turn {number} by {' then '.join(told['versions'])}" if told["by"] == "model" else "given"
+    if calls := told.get("tool_calls"):
+        words += f", calls {', '.join(calls)}"
+    if "reward" in told:
+        words += f", reward {told['reward']:.4g}"
+    if behind := told.get("behind"):
+        words += f"   row {told['row']}: goes on behind {behind['tokens']} tokens of row {behind['row']}"
+    return words

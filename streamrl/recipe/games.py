@@ -1,0 +1,90 @@
+"""Games of textarena for a single player, by their names: rows that begin them, and the environment that plays them.
+
+    {"messages": [...], "opening", "textarena": {"game", "seed", "options"}}
+
+The row says which game it is and its seed, so the rules that a prompt shows are those of the game that is played, and
+all samples of a prompt play the same one.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+_RAW = "-raw"  # what a game says, message by message; others repeat the whole game each time
+
+
+def game_rows(
+    *, name: str, size: int, seed: int, level: None, options: Mapping[str, Any], asks: bool
+) -> Iterator[dict[str, Any]]:
+    """With `asks` each is a chat that begins with the rules. ValueError on what the library has not."""
+    for number in range(seed, seed + size):
+        played: dict[str, Any] = {"game": name, "seed": number, "options": dict(options)}
+        opening = _Table(**played).opening
+        said = {"messages": [{"role": "user", "content": opening}]} if asks else {}
+        yield {**said, "opening": opening, "textarena": played}
+
+
+class TextArena:
+    """The environment. A reward comes with the end of a game: what the library gives its player."""
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        if "textarena" not in row:
+            raise ValueError("the prompt's row names no game: its dataset is not one of `textarena`")
+        self._table = _Table(**row["textarena"])  # whose opening the prompt has shown already
+
+    def step(self, completion: str) -> tuple[str, float, bool]:
+        return self._table.step(completion)
+
+
+class _Table:
+    """One game. The library draws from the interpreter's own generator, which games that are played side by side would
+    take from each other: each has a state of its own, put there for as long as it moves."""
+
+    _moving = threading.Lock()
+
+    def __init__(self, *, game: str, seed: int, options: Mapping[str, Any]) -> None:
+        self._luck = random.Random(seed).getstate()
+        self._game = self._alone(lambda: _make(game, options))
+        try:
+            self._alone(lambda: self._game.reset(num_players=1, seed=seed))
+        except AssertionError as error:
+            raise ValueError(f"the game cannot be played by one: {error}") from None
+        self.opening = self._told()
+
+    def step(self, said: str) -> tuple[str, float, bool]:
+        done, _ = self._alone(lambda: self._game.step(said))
+        if not done:
+            return self._told(), 0.0, False
+        rewards, _ = self._game.close()
+        return "", float(rewards[0]), True
+
+    def _told(self) -> str:
+        """What is new to the player, but for its own words."""
+        from textarena import ObservationType
+
+        _, messages = self._alone(self._game.get_observation)
+        return "\n".join(str(text) for _, text, kind in messages if kind is not ObservationType.PLAYER_ACTION)
+
+    def _alone(self, call: Callable[[], Any]) -> Any:
+        with self._moving:
+            before = random.getstate()
+            random.setstate(self._luck)
+            try:
+                return call()
+            finally:
+                self._luck = random.getstate()
+                random.setstate(before)
+
+
+def _make(name: str, options: Mapping[str, Any]) -> Any:
+    import textarena
+    from textarena.envs.registration import ENV_REGISTRY
+
+    if name not in ENV_REGISTRY:
+        near = " or ".join(map(repr, get_close_matches(name, ENV_REGISTRY, n=3)))
+        raise ValueError("textarena has no such game" + (f"; did you mean {near}?" if near else ""))
+    return textarena.make(name if name.endswith(_RAW) else name + _RAW, **options)

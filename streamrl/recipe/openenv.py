@@ -1,0 +1,63 @@
+"""An environment on a server of OpenEnv's, over its WebSocket: a connection is a rollout, as for its own clients.
+
+    {"type": "reset" or "step", "data": {...}} ──► {"type": "observation", "data": {"observation", "reward", "done"}}
+
+Its package is not needed, and could not be installed beside vLLM: the two want different versions of `mcp`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+_MAX_BYTES = 1 << 20
+
+
+class OpenEnv:
+    def __init__(self, *, url: str, action: str = "message", observation: str = "") -> None:
+        """What the model says is the action's field `action`; it reads the observation's field `observation`, or all of
+        it, as JSON, where that is empty."""
+        scheme, separator, place = url.rstrip("/").partition("://")
+        if not separator or scheme not in ("ws", "wss", "http", "https"):
+            raise ValueError(f"url {url!r} is no address of a server: ws://host:port is expected")
+        self._url = f"{'wss' if scheme in ('wss', 'https') else 'ws'}://{place}/ws"
+        self._action, self._observation = action, observation
+        self._connection: Any = None
+
+    async def reset(self, row: Mapping[str, Any]) -> str | None:
+        """What the row holds as `openenv` goes to the server: a seed, or which task it is to be."""
+        try:
+            from websockets.asyncio.client import connect
+        except ImportError:
+            raise ValueError("the environment openenv needs websockets: `pip install websockets`") from None
+        self._connection = await connect(self._url, max_size=_MAX_BYTES, proxy=None)
+        told = await self._ask("reset", row.get("openenv", {}))
+        return None if "messages" in row else self._text(told)  # a chat says by itself what it is about
+
+    async def step(self, completion: str) -> tuple[str, float, bool]:
+        told = await self._ask("step", {self._action: completion})
+        return self._text(told), float(told.get("reward") or 0.0), bool(told.get("done"))
+
+    async def close(self) -> None:
+        if self._connection is not None:
+            with contextlib.suppress(Exception):
+                await self._connection.send(json.dumps({"type": "close"}))
+            await self._connection.close()
+
+    async def _ask(self, what: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        await self._connection.send(json.dumps({"type": what, "data": data}))
+        answer = json.loads(await self._connection.recv())
+        told: Mapping[str, Any] = answer.get("data") or {}
+        if answer.get("type") != "observation":
+            raise RuntimeError(f"the server answered {answer.get('type')!r}: {told.get('message', told)}")
+        return told
+
+    def _text(self, told: Mapping[str, Any]) -> str:
+        observation = told.get("observation") or {}
+        if not self._observation:
+            return json.dumps(observation, ensure_ascii=False)
+        if self._observation not in observation:
+            raise ValueError(f"the observation has no field {self._observation!r}; it has: {', '.join(observation)}")
+        return str(observation[self._observation])

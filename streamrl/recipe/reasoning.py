@@ -1,0 +1,101 @@
+"""Tasks of reasoning-gym, by their names: the rows that ask them, and the reward that judges as the library does.
+
+    {"messages": [...], "question", "answer", "metadata", "reasoning_gym": {"task", "level", "options"}}
+
+A row holds what the library needs to judge an answer to it, so a worker makes no item again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields as fields_of
+from dataclasses import replace
+from difflib import get_close_matches
+from functools import cache
+from typing import Any
+
+# Boards there are tuples of tuples, and are compared as such; JSON has made lists of them.
+_OF_TUPLES = ("arc_agi", "rearc")
+
+
+def task_rows(
+    *, name: str, size: int, seed: int, level: int | None, options: Mapping[str, Any], asks: bool
+) -> Iterator[dict[str, Any]]:
+    """With `asks` each is a chat that says how the answer is to be given. ValueError on what the library has not."""
+    task = _task(name, size=size, seed=seed, level=level, options=options)
+    from reasoning_gym.utils import SYSTEM_PROMPTS
+
+    made_by = {"task": name, "level": level, "options": dict(options)}
+    for place in range(size):
+        item = task[place]
+        said = [{"role": "system", "content": SYSTEM_PROMPTS["default"]}, {"role": "user", "content": item["question"]}]
+        yield {**({"messages": said} if asks else {}), **item, "reasoning_gym": made_by}
+
+
+def load() -> None:
+    """Import the library: with its hundred tasks that takes seconds, which no sample is to wait for."""
+    try:
+        import reasoning_gym  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"the reward reasoning_gym needs its package ({error}): `pip install reasoning-gym`") from None
+
+
+def score_answer(
+    prompt: str, completion: str, token_ids: Sequence[int], fields: Mapping[str, Any], *, tag: str = "answer"
+) -> float:
+    """reasoning-gym's own score of what stands in the completion's last <answer> tag; for rows of `reasoning_gym`.
+
+    Where the library fails at what a model has written, that is worth 0."""
+    lacking = [name for name in ("reasoning_gym", "answer", "metadata") if name not in fields]
+    if lacking:
+        raise ValueError(f"the prompt's row has no field {lacking[0]!r}: its dataset is not one of `reasoning_gym`")
+    made_by = fields["reasoning_gym"]
+    task = _judge(made_by["task"], made_by["level"], json.dumps(made_by["options"]))
+    from reasoning_gym.utils import extract_answer
+
+    metadata = _tuples(fields["metadata"]) if made_by["task"] in _OF_TUPLES else fields["metadata"]
+    item = {"answer": fields["answer"], "metadata": metadata}
+    try:
+        return float(task.score_answer(extract_answer(completion, tag), item))
+    except Exception:  # noqa: BLE001 - some tasks parse an answer without a guard, and raise what comes
+        return 0.0
+
+
+@cache
+def _judge(name: str, level: int | None, options: str) -> Any:
+    return _task(name, size=1, seed=0, level=level, options=json.loads(options))
+
+
+def _task(name: str, *, size: int, seed: int, level: int | None, options: Mapping[str, Any]) -> Any:
+    """ValueError where there is no such task, level or option."""
+    from reasoning_gym.factory import CURRICULA, DATASETS
+
+    if name not in DATASETS:
+        raise ValueError(f"reasoning-gym has no such task{_nearest(name, DATASETS)}")
+    make, settings = DATASETS[name]
+    known = [one.name for one in fields_of(settings) if one.name not in ("size", "seed")]
+    for option in options:
+        if option not in known:
+            raise ValueError(f"the task has no option {option!r}, but {', '.join(known)}")
+    if level is None:
+        return make(settings(size=size, seed=seed, **options))
+    if name not in CURRICULA:
+        raise ValueError("the task has no curriculum, so `level` says nothing of it; leave it out")
+    curriculum = CURRICULA[name]()
+    highest = max(len(one.levels) for one in curriculum.attributes.values()) - 1
+    if level > highest:
+        raise ValueError(f"level {level} is beyond the last of its curriculum, which is {highest}")
+    curriculum.set_global_level(level)
+    return make(replace(curriculum.generate_configuration({"size": size, "seed": seed}), **options))
+
+
+def _nearest(name: str, known: Sequence[str] | Mapping[str, Any]) -> str:
+    near = get_close_matches(name, known, n=3)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def _tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _tuples(one) for name, one in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

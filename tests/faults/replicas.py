@@ -1,0 +1,135 @@
+"""Servers that replicate one another, and sentinels that watch them; each is killed with its context, or before."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import redis
+
+from streamrl.process import dying_with_us
+from streamrl.protocol.transport.embedded import find_server
+from tests.helpers import wait_until
+
+_SERVICE = "run"
+_WATCH = """port {port}
+bind 127.0.0.1
+dir {folder}
+sentinel monitor run 127.0.0.1 {master} 2
+sentinel down-after-milliseconds run 1000
+sentinel failover-timeout run 5000
+sentinel parallel-syncs run 2
+"""
+
+
+class Server:
+    """One that others can replicate, which takes TCP; the run talks to its socket."""
+
+    def __init__(self, folder: Path, *, replica_of: Server | None) -> None:
+        folder.mkdir()
+        self.socket, self.port = folder / "redis.sock", _free_port()
+        options = {"port": self.port, "bind": "127.0.0.1", "unixsocket": self.socket, "dir": folder, "save": ""}
+        options |= {"repl-diskless-sync-delay": 0}  # else a replica waits 5 s for others that may come
+        options |= {"replicaof": f"127.0.0.1 {replica_of.port}"} if replica_of else {}
+        words = [word for name, value in options.items() for word in (f"--{name}", *_words(name, str(value)))]
+        with (folder / "log").open("wb") as log:
+            self.process = subprocess.Popen(
+                dying_with_us([str(find_server()), *words], by=signal.SIGKILL), stdout=log, stderr=log
+            )
+        self.admin = redis.Redis(unix_socket_path=str(self.socket), protocol=2)
+        wait_until(self._is_ready, description=f"a server in {folder}")
+
+    @property
+    def num_written(self) -> int:
+        """Bytes of commands that changed something."""
+        return int(self.admin.info("replication")["master_repl_offset"])
+
+    def cut_off(self) -> None:
+        """It has what was written until about now, and will not hear of what comes."""
+        self.admin.replicaof("NO", "ONE")
+
+    def _is_ready(self) -> bool:
+        try:
+            state = self.admin.info("replication")
+        except redis.RedisError:
+            return False
+        return state["role"] == "master" or state["master_link_status"] == "up"
+
+
+@contextmanager
+def server(folder: Path, *, replica_of: Server | None = None) -> Iterator[Server]:
+    made = Server(folder, replica_of=replica_of)
+    try:
+        yield made
+    finally:
+        made.admin.close()
+        made.process.kill()
+        made.process.wait()
+
+
+class Sentinels:
+    """Three that agree by two; what they know is in their files, as always."""
+
+    def __init__(self, folder: Path, *, master: Server) -> None:
+        self._ports = [_free_port() for _ in range(3)]
+        self._processes = [self._start(folder / f"sentinel-{port}", port, master) for port in self._ports]
+
+    @property
+    def url(self) -> str:
+        return f"redis+sentinel://{','.join(f'127.0.0.1:{port}' for port in self._ports)}/{_SERVICE}"
+
+    def all_know(self, replicas: int) -> bool:
+        """So many that may become the master, and one another."""
+        return all(self._knows(port, replicas) for port in self._ports)
+
+    def master_port(self) -> int:
+        """As most of them have it."""
+        told = sorted(self._master(port) for port in self._ports)
+        return told[1]
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+    def _start(self, folder: Path, port: int, master: Server) -> subprocess.Popen[bytes]:
+        folder.mkdir()
+        (file := folder / "sentinel.conf").write_text(_WATCH.format(port=port, folder=folder, master=master.port))
+        words = [str(find_server()), str(file), "--sentinel"]
+        with (folder / "log").open("wb") as log:
+            return subprocess.Popen(dying_with_us(words, by=signal.SIGKILL), stdout=log, stderr=log)
+
+    def _knows(self, port: int, replicas: int) -> bool:
+        try:
+            with redis.Redis(port=port, protocol=2, socket_timeout=5.0) as client:
+                fit = [one for one in client.sentinel_slaves(_SERVICE) if one["flags"] == "slave"]
+                return len(fit) >= replicas and len(client.sentinel_sentinels(_SERVICE)) == len(self._ports) - 1
+        except redis.RedisError:
+            return False
+
+    def _master(self, port: int) -> int:
+        with redis.Redis(port=port, protocol=2, socket_timeout=5.0) as client:
+            return int(client.sentinel_get_master_addr_by_name(_SERVICE)[1])
+
+
+@contextmanager
+def sentinels(folder: Path, *, master: Server) -> Iterator[Sentinels]:
+    made = Sentinels(folder, master=master)
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+def _words(option: str, value: str) -> list[str]:
+    return value.split() if option == "replicaof" else [value]
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])

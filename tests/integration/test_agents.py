@@ -1,0 +1,142 @@
+"""An agent written with the openai package and a tool, not changed for us, trained by a whole run: Redis, workers, an
+engine, torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.helpers import wait_until
+from tests.session_world import calling_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+AGENT = """
+import json
+from openai import AsyncOpenAI
+
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "adds", "parameters": {
+    "type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}}}}]
+
+async def calculator(session, row):
+    client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
+    messages, called = list(row["messages"]), 0.0
+    for _ in range(3):
+        answer = await client.chat.completions.create(model="gpt-5", messages=messages, tools=TOOLS)
+        message = answer.choices[0].message
+        messages.append(message)
+        if not message.tool_calls:
+            break
+        called = 1.0
+        for call in message.tool_calls:
+            wanted = json.loads(call.function.arguments)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(wanted["a"] + wanted["b"])})
+    return {"called": called, "right": float(message.content == row["answer"])}
+"""
+CONFIG = """
+name: agents
+dir: {dir}
+model: {{path: {dir}/model, dtype: float32}}
+data: {{train: {dir}/sums.jsonl, max_prompt_tokens: 64}}
+sampling: {{num_samples: 4, max_tokens: 6}}
+environment: {{target: "{dir}/agent.py:calculator", max_turns: 3, max_tokens: 400, timeout_s: 60.0}}
+optimizer: {{lr: 3e-3, min_lr: 3e-3, warmup_steps: 0}}
+training: {{groups_per_step: 4, max_steps: 8}}
+weights: {{dtype: float32}}
+checkpoint: {{every_steps: 4}}
+validation: {{every_steps: 0, at_start: false, at_end: false}}
+worker: {{threads: 1, grace_s: 2.0}}
+learner: {{threads: 1}}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    tokenizer = calling_tokenizer()
+    config = transformers.Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = [{"messages": [{"role": "user", "content": f"{n} + 3"}], "answer": "5"} for n in range(400)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "agents.yaml").write_text(CONFIG.format(dir=tmp_path))
+    with tempfile.TemporaryDirectory(prefix="agents-", dir="/tmp") as temporary:  # a short path, for sockets
+        monkeypatch.setenv("TMPDIR", temporary)
+        yield tmp_path
+        assert os.listdir(temporary) == []
+
+
+def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    words = ["-m", "streamrl.ops.cli.main", "up", str(folder / "agents.yaml"), "--json", *overrides]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, *words], cwd=ROOT, env=environment, text=True, stdout=pipe, stderr=pipe)
+
+
+def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    return dict(json.loads(out.splitlines()[-1]))
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    metrics = folder / "agents" / "metrics.jsonl"
+    lines = metrics.read_text().rpartition("\n")[0].splitlines() if metrics.exists() else []
+    return [line for line in map(json.loads, lines) if "train_optim/optim_step" in line]
+
+
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.long)])
+def test_an_agent_of_the_openai_package_learns_to_call_its_tool(folder: Path, engine: str) -> None:
+    summary = finish(start(folder, f"worker.engine={engine}"))
+    assert (summary["state"], summary["steps"], summary["dead"]) == ("finished", 8, 0)
+    assert (summary["lost"], summary["twice"], summary["clean"]) == (0, 0, True)
+    rewards = [step["train_rollouts/rewards"] for step in steps(folder)]
+    assert sum(rewards[-4:]) > sum(rewards[:4]), rewards
+
+
+@pytest.mark.long
+def test_a_worker_that_is_killed_in_mid_episode_costs_no_ticket(folder: Path) -> None:
+    process = start(folder, "worker.engine=transformers", "training.max_steps=30")
+    for killed in range(2):
+        before = len(steps(folder))
+        wait_until(lambda: len(steps(folder)) >= before + 3, description="three steps", timeout_s=120)  # noqa: B023
+        pid = worker_pid(folder)
+        assert pid is not None, killed
+        os.kill(pid, signal.SIGKILL)
+    summary = finish(process)
+    assert summary["restarts"] == {"worker/0": 2}
+    assert (summary["state"], summary["steps"]) == ("finished", 30)
+    assert (summary["lost"], summary["twice"], summary["clean"]) == (0, 0, True)
+
+
+def worker_pid(folder: Path) -> int | None:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:  # it has just ended
+            continue
+        if b"worker" in words and str(folder).encode() in b" ".join(words):
+            return int(path.parent.name)
+    return None

@@ -1,0 +1,64 @@
+"""An interpreter that has this one's packages and a few more: for libraries that a run may use and no test needs.
+
+They lie in build/packages, made once. Beside vLLM's own pins unless a library cannot be: what resolves there can be
+installed where a worker is. Where they cannot be fetched, the tests are skipped and say why.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import xxhash
+
+ROOT = Path(__file__).parents[1]
+
+
+def python_with(*requirements: str, beside_ours: bool = True) -> Path:
+    """`beside_ours` is False for a program that is only talked to: it sees none of our packages."""
+    told = repr((requirements, beside_ours, sys.executable, sys.version)).encode()
+    folder = ROOT / "build" / "packages" / f"{requirements[0].partition('=')[0]}-{xxhash.xxh3_64_hexdigest(told)}"
+    python = folder / "bin" / "python"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests of several processes want the same
+        if not (folder / "made").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            _call("-m", "uv", "venv", "--quiet", "--python", sys.executable, str(folder))
+            pins = _pins(folder) if beside_ours else ()
+            installed = _install(python, *pins, *requirements)
+            if installed.returncode:
+                words = installed.stderr.strip().splitlines()
+                pytest.skip(f"{' '.join(requirements)} cannot be installed: {words[-1] if words else 'no word why'}")
+            (folder / "made").touch()
+    return python
+
+
+def environment(**more: str) -> dict[str, str]:
+    """For a program of ours in it."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **more}
+
+
+def _pins(folder: Path) -> tuple[str, str]:
+    ours = sysconfig.get_path("purelib")
+    theirs = next((folder / "lib").glob("python*")) / "site-packages"
+    (theirs / "ours.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
+    frozen = _call("-m", "uv", "pip", "freeze", "--quiet", "--python", sys.executable)
+    pins = folder / "pins.txt"
+    pins.write_text("".join(f"{line}\n" for line in frozen.splitlines() if "==" in line and "@" not in line))
+    return "--constraints", str(pins)
+
+
+def _install(python: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [str(ROOT / ".ci" / "uv-install"), sys.executable, "--python", str(python), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+
+
+def _call(*words: str) -> str:
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True, timeout=120).stdout

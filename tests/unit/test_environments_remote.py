@@ -1,0 +1,275 @@
+"""Environments as services: who plays, who waits and who fails while replicas come and go; and the server itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from streamrl.config import schema
+from streamrl.errors import ConfigError, RewardOutage, SampleError
+from streamrl.permissions import Permissions
+from streamrl.workers.environments.base import Answer, EnvironmentDouble
+from streamrl.workers.environments.remote import ATTEMPTS, RemoteEnvironment, build_remote
+from streamrl.workers.environments.server import EnvironmentApp
+from tests.helpers import wait_until_async
+
+ONE, TWO = "http://one:1", "http://two:2"
+Reply = httpx.Response | Exception
+
+
+def echo(row: Mapping[str, Any], said: list[str]) -> Answer:
+    return Answer(given=f"{row['name']}: {said[-1]}", reward=len(said) / 2, done=said[-1] == "bye")
+
+
+class Services:
+    """Hosts with a server each, and what their networks do: `meddle` may answer, or lose an answer, in its stead."""
+
+    def __init__(self, *hosts: str, token: str | None = None) -> None:
+        self.token = token
+        self.environments = {host: EnvironmentDouble(echo, opening="hi") for host in hosts}
+        self.asked: list[tuple[str, str]] = []
+        self.down: set[str] = set()
+        self.meddle: Callable[[str, str, httpx.Response], Reply] = lambda host, path, answer: answer
+        for host in hosts:
+            self.begin_anew(host)
+
+    def begin_anew(self, host: str) -> None:
+        self.apps = {**getattr(self, "apps", {}), host: EnvironmentApp(self.environments[host], token=self.token)}
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        host, path = request.url.host, request.url.path
+        self.asked.append((host, path))
+        if host in self.down:
+            raise httpx.ConnectError("refused")
+        transport = httpx.ASGITransport(self.apps[host].asgi())
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            headers = {name: value for name, value in request.headers.items() if name == "authorization"}
+            answer = await client.post(path, content=request.content, headers=headers)
+        meddled = self.meddle(host, path, httpx.Response(answer.status_code, content=answer.content))
+        if isinstance(meddled, Exception):
+            raise meddled
+        return meddled
+
+
+@asynccontextmanager
+async def played_by(services: Services, *urls: str, **settings: Any) -> AsyncIterator[RemoteEnvironment]:
+    chosen = schema.Environment(urls=urls, **{"timeout_s": 5.0, "outage_s": 60.0, **settings})
+    remote = build_remote(
+        chosen, Permissions(hosts=("one", "two")), transport=httpx.MockTransport(services), first_pause_s=0.001
+    )
+    try:
+        yield remote
+    finally:
+        await remote.close()
+
+
+async def test_a_rollout_stays_with_the_replica_that_began_it_and_is_closed_there() -> None:
+    services = Services("one", "two")
+    async with played_by(services, ONE, TWO) as remote:
+        rollouts = [await remote.begin({"name": str(i)}) for i in range(8)]
+        assert {one.opening for one in rollouts} == {"hi"}
+        told = await asyncio.gather(*(one.step("x") for one in rollouts))
+        assert told == [Answer(given=f"{i}: x", reward=0.5) for i in range(8)]
+        assert (await rollouts[0].step("bye")) == Answer(given="0: bye", reward=1.0, done=True)
+        assert all(environment.num_open for environment in services.environments.values()), "both have some"
+        for one in rollouts:
+            await one.close()
+    assert [environment.num_open for environment in services.environments.values()] == [0, 0]
+
+
+async def test_a_step_whose_answer_is_lost_is_asked_for_again_and_played_once() -> None:
+    services, lost = Services("one"), iter([httpx.ReadError("cut"), httpx.Response(200, content=b"[]")])
+
+    def lose(host: str, path: str, answer: httpx.Response) -> Reply:
+        return next(lost, answer) if path == "/step" else answer
+
+    services.meddle = lose
+    async with played_by(services, ONE) as remote:
+        rollout = await remote.begin({"name": "a"})
+        assert await rollout.step("x") == Answer(given="a: x", reward=0.5)
+        assert await rollout.step("y") == Answer(given="a: y", reward=1.0), "the second turn, and not the fourth"
+    assert services.asked.count(("one", "/step")) == 4
+
+
+async def test_while_no_replica_is_there_rollouts_wait_and_none_fails() -> None:
+    services = Services("one", "two")
+    services.down = {"one", "two"}
+    async with played_by(services, ONE, TWO) as remote:
+        waiting = [asyncio.create_task(remote.begin({"name": str(i)})) for i in range(20)]
+
+        async def is_out() -> bool:
+            return remote.outage() is not None
+
+        await wait_until_async(is_out, description="the outage shows")
+        assert not any(task.done() for task in waiting)
+        services.down = {"two"}
+        rollouts = await asyncio.gather(*waiting)
+        assert [(await one.step("x")).given for one in rollouts] == [f"{i}: x" for i in range(20)]
+        assert remote.outage() is None
+
+
+async def test_an_outage_that_lasts_gives_tickets_back() -> None:
+    services = Services("one")
+    services.down = {"one"}
+    async with played_by(services, ONE, outage_s=0.2) as remote:
+        with pytest.raises(RewardOutage, match=r"answered for 0.2 s: http://one:1: ConnectError: refused"):
+            await remote.begin({"name": "a"})
+
+
+async def test_a_replica_that_dies_costs_its_own_rollouts_alone() -> None:
+    services = Services("one", "two")
+    async with played_by(services, ONE, TWO) as remote:
+        rollouts = [await remote.begin({"name": str(i)}) for i in range(8)]
+        services.down = {"one"}
+        told = await asyncio.gather(*(one.step("x") for one in rollouts), return_exceptions=True)
+        num_of_one = sum(isinstance(one, SampleError) for one in told)
+        assert num_of_one == services.environments["one"].num_open
+        assert sum(isinstance(one, Answer) for one in told) == 8 - num_of_one > 0
+        assert (await (await remote.begin({"name": "new"})).step("x")).given == "new: x"
+        services.down = set()
+
+        async def is_asked_again() -> bool:
+            await remote.begin({"name": "new"})
+            return services.environments["one"].num_open > num_of_one
+
+        await wait_until_async(is_asked_again, description="the first one has rollouts again")
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+async def test_where_the_only_replica_is_lost_the_ticket_goes_back(comes_back: bool) -> None:
+    services = Services("one")
+    async with played_by(services, ONE) as remote:
+        rollout = await remote.begin({"name": "a"})
+        services.begin_anew("one")
+        if not comes_back:
+            services.down = {"one"}
+        with pytest.raises(RewardOutage, match="lost with its replica: http://one:1"):
+            await rollout.step("x")
+
+
+async def test_a_service_that_keeps_losing_rollouts_fails_them_in_the_end() -> None:
+    services = Services("one")
+
+    async def play(remote: RemoteEnvironment) -> type[Exception]:
+        rollout = await remote.begin({"name": "a"})
+        services.begin_anew("one")
+        with pytest.raises((RewardOutage, SampleError)) as raised:
+            await rollout.step("x")
+        return raised.type
+
+    async with played_by(services, ONE, outage_s=0.3) as remote:
+        assert await play(remote) is RewardOutage
+
+        async def fails() -> bool:
+            return await play(remote) is SampleError
+
+        await wait_until_async(fails, description="nothing has come to an end for so long that samples fail")
+
+
+async def test_what_the_environment_refuses_fails_this_sample_and_is_asked_once() -> None:
+    services = Services("one")
+    services.meddle = lambda host, path, answer: httpx.Response(422, json={"error": "KeyError: 'answer'"})
+    async with played_by(services, ONE) as remote:
+        with pytest.raises(SampleError, match=r"failed in reset: .*KeyError: 'answer'"):
+            await remote.begin({"name": "a"})
+    assert services.asked == [("one", "/reset")]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"id": "a", "observation": 7},
+        {"observation": ""},
+        {"id": "a" * (1 << 21)},
+        "no JSON",
+        None,
+    ],
+)
+async def test_nonsense_is_no_rollout(answer: object) -> None:
+    services = Services("one")
+    reply = httpx.Response(200, content=answer if isinstance(answer, str) else json.dumps(answer))
+    services.meddle = lambda host, path, _: reply
+    async with played_by(services, ONE, outage_s=2.0) as remote:
+        with pytest.raises((SampleError, RewardOutage)):
+            await remote.begin({"name": "a"})
+
+
+@pytest.mark.parametrize("told", [{"reward": "1"}, {"reward": None}, {"reward": 1e400}, {"reward": 1, "done": 1}])
+async def test_a_step_that_tells_nonsense_fails_its_sample_or_gives_it_back(told: dict[str, Any]) -> None:
+    services = Services("one")
+    reply = httpx.Response(200, content=json.dumps({"observation": "x", "done": False, **told}))
+    services.meddle = lambda host, path, answer: reply if path == "/step" else answer
+    async with played_by(services, ONE) as remote:
+        rollout = await remote.begin({"name": "a"})
+        with pytest.raises((SampleError, RewardOutage)):
+            await rollout.step("x")
+    assert services.asked.count(("one", "/step")) == ATTEMPTS
+
+
+async def test_a_worker_asks_those_hosts_alone_that_it_may() -> None:
+    with pytest.raises(ConfigError, match=r"environment.urls: .*--allow-host elsewhere"):
+        build_remote(schema.Environment(urls=("http://elsewhere:1",)), Permissions(hosts=("one",)))
+
+
+async def test_a_server_with_a_token_answers_nobody_else(tmp_path: Any) -> None:
+    (tmp_path / "token").write_text("secret-token")
+    services = Services("one", token="secret-token")
+    async with played_by(services, ONE, token_file=str(tmp_path / "token")) as remote:
+        assert (await remote.begin({"name": "a"})).opening == "hi"
+    async with played_by(services, ONE, outage_s=0.2) as remote:
+        with pytest.raises(RewardOutage, match="answered 401"):
+            await remote.begin({"name": "a"})
+
+
+async def ask(app: EnvironmentApp, path: str, body: object) -> tuple[int, Any]:
+    transport = httpx.ASGITransport(app.asgi())
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        content = body if isinstance(body, str) else json.dumps(body)
+        answer = await client.post(path, content=content)
+    return answer.status_code, answer.json()
+
+
+async def test_rollouts_that_nobody_asks_for_are_closed() -> None:
+    now, environment = 0.0, EnvironmentDouble(echo)
+    app = EnvironmentApp(environment, idle_s=100.0, clock=lambda: now)
+    _, old = await ask(app, "/reset", {"row": {"name": "old"}})
+    now = 60.0
+    _, young = await ask(app, "/reset", {"row": {"name": "young"}})
+    now = 120.0
+    await ask(app, "/reset", {"row": {"name": "new"}})
+
+    assert app.num_rollouts == environment.num_open == 2
+    assert (await ask(app, "/step", {"id": old["id"], "turn": 1, "completion": "x"}))[0] == 410
+    assert (await ask(app, "/step", {"id": young["id"], "turn": 1, "completion": "x"}))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/reset", "{", 422),
+        ("/reset", [], 422),
+        ("/reset", {"row": 1}, 422),
+        ("/step", {"id": "x", "turn": 1, "completion": 1}, 422),
+        ("/step", {"id": "x", "turn": "1", "completion": ""}, 422),
+        ("/step", {"id": "x", "turn": 1, "completion": ""}, 410),
+        ("/reset", json.dumps({"row": {"x": "x" * (9 << 20)}}), 413),
+        ("/close", {"id": "x"}, 200),
+    ],
+)
+async def test_a_question_of_another_form_is_refused(path: str, body: object, status: int) -> None:
+    assert (await ask(EnvironmentApp(EnvironmentDouble(echo)), path, body))[0] == status
+
+
+async def test_a_turn_that_does_not_follow_is_refused() -> None:
+    app = EnvironmentApp(EnvironmentDouble(echo))
+    _, begun = await ask(app, "/reset", {"row": {"name": "a"}})
+
+    status, told = await ask(app, "/step", {"id": begun["id"], "turn": 2, "completion": "x"})
+
+    assert (status, told) == (422, {"error": "turn 2 does not follow turn 0"})

@@ -1,0 +1,117 @@
+"""The script for a machine with a GPU, in its most reduced form: each part says what it is to say, and ends cleanly."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.gpu_check import attention, copies, steps, versions
+from bench.gpu_check.__main__ import Part, run_part
+from bench.gpu_check.rows import Outcome, Row, Scale, table
+from bench.learner_gpu import SIZES
+from streamrl.learner.model.policy import peak_of
+from tests.helpers import wait_until
+
+ROOT = Path(__file__).parents[2]
+REDUCED = Scale(device=torch.device("cpu"))
+COMMAND = [sys.executable, "-m", "bench.gpu_check", "--reduced"]
+
+
+def test_a_step_is_told_with_its_flops_and_its_planned_peak() -> None:
+    rows = {row.what: row for row in steps.check(REDUCED)}
+    assert list(rows) == ["tiny: planned peak", "tiny: useful"]
+    assert rows["tiny: useful"].value > 0
+    assert "layers computed twice" in rows["tiny: useful"].note
+
+
+def test_on_a_gpu_the_sizes_are_those_that_people_train() -> None:
+    found = {name: (case.size.hidden, case.size.layers, case.mfu) for name, case in steps.CASES.items()}
+    assert found == {
+        "1.5B, all activations": (1536, 28, 0.45),
+        "1.5B, checkpointing": (1536, 28, 0.40),
+        "7B-shaped, 4 layers": (3584, 4, None),
+        "7B-shaped, 8 layers": (3584, 8, None),
+    }
+    assert steps.CASES["1.5B, checkpointing"].size is SIZES["1.5B"]
+
+
+def test_attention_agrees_and_versions_and_copies_are_timed() -> None:
+    assert {row.verdict for row in attention.check(REDUCED)} == {"ok", ""}
+    assert [row.what for row in versions.publish(REDUCED)] == ["tiny: the loop waits", "tiny: then on its way"]
+    assert all(row.unit == "GB/s" and row.value > 0 for row in copies.check(REDUCED))
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA GB200", 2500e12),
+        ("some other", None),
+    ],
+)
+def test_peaks_are_those_of_dense_bf16_by_the_name_of_the_card(name: str, peak: float | None) -> None:
+    assert peak_of(name) == peak
+
+
+def test_a_missed_goal_and_a_part_that_did_not_run_are_told() -> None:
+    rows = (
+        Row(what="MFU", value=0.3, unit="", goal=0.45),
+        Row(what="orphans", value=0, unit="", goal=0, better="lower"),
+    )
+    shown = "\n".join(table([Outcome(part="steps", rows=rows), Outcome(part="reload", rows=(), not_run="no vllm")]))
+    assert ">= 0.45 MISSED" in shown
+    assert "<= 0 ok" in shown
+    assert "NOT RUN: no vllm" in shown
+
+
+def test_what_misses_a_package_is_named_and_does_not_begin() -> None:
+    part = Part("nowhere:at_all", 1.0, ("no_such_package",), "")
+    assert run_part("copies", part, reduced=True) == Outcome(
+        part="copies", rows=(), not_run="no_such_package is not installed"
+    )
+
+
+def test_a_part_that_takes_too_long_or_fails_is_named_with_the_reason() -> None:
+    assert run_part("copies", Part("", 0.01, (), ""), reduced=True).not_run == "it took longer than 0.01 s"
+
+
+def test_the_command_runs_parts_in_processes_and_tells_machines() -> None:
+    done = subprocess.run([*COMMAND, "copies", "--json"], cwd=ROOT, stdout=subprocess.PIPE, check=True, timeout=120)
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert "the figures mean nothing" in told["machine"]
+    [part] = told["parts"]
+    assert (part["part"], part["not_run"]) == ("copies", "")
+    assert {row["unit"] for row in part["rows"]} == {"GB/s"}
+
+
+def test_ctrl_c_ends_it_and_the_part_at_work() -> None:
+    with subprocess.Popen(
+        [*COMMAND, "steps"], cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    ) as started:
+        wait_until(lambda: bool(children(started.pid)), timeout_s=60, description="a part at work")
+        at_work = children(started.pid)
+        started.send_signal(signal.SIGINT)
+        assert started.wait(timeout=120) != 0
+    assert not [pid for pid in at_work if Path(f"/proc/{pid}").exists()]
+
+
+def children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task")
+    try:
+        return [int(child) for task in os.listdir(tasks) for child in (tasks / task / "children").read_text().split()]
+    except OSError:
+        return []

@@ -1,0 +1,105 @@
+"""The gradient of rollouts with branches against the objective written down plainly, in float64, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from streamrl.config import schema
+from streamrl.learner.metrics.tally import Tally
+from streamrl.learner.model.gradients import Gradients
+from streamrl.learner.model.load import Policy, load_model
+from streamrl.learner.model.logprobs import Head
+from streamrl.learner.process.ranks import World
+from streamrl.protocol.wire.branches import Branch
+from streamrl.protocol.wire.group import Group
+from streamrl.recipe.algorithms import make_algorithm
+from tests.learner_cases import learner_config, random_groups
+from tests.plain_objective import plain_loss
+from tests.tiny_models import make_model
+
+TOLERANCE = 1e-6  # the model's own norms and rotations round to fp32, whatever its dtype
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), hidden=32)
+
+
+@pytest.fixture(scope="module")
+def reference_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("reference"), hidden=32, seed=1)
+
+
+def policy64(folder: Path) -> Policy:
+    head = Head(end_ids=(1,), compute_dtype=torch.float64)
+    return Policy(load_model(str(folder)).double(), head=head, min_tokens=1, dtype=torch.float64)
+
+
+def branched(groups: Sequence[Group]) -> list[Group]:
+    """The same tokens in several rows: each but the first leaves an earlier one somewhere."""
+    rng = np.random.default_rng(7)
+    found = []
+    for group in groups:
+        samples = []
+        for sample in group.samples:
+            length = len(sample.token_ids)
+            starts = sorted(rng.choice(np.arange(1, length), size=min(3, length - 1), replace=False).tolist())
+            lengths, branches = [len(group.prompt_ids) + (starts[0] if starts else length)], []
+            for start, end in pairwise([*starts, length] if starts else []):
+                row = int(rng.integers(len(lengths)))
+                branches.append(Branch(start=start, row=row, keep=int(rng.integers(1, lengths[row] + 1))))
+                lengths.append(branches[-1].keep + end - start)
+            spans = [sample.spans[0]._replace(start=a, end=b) for a, b in pairwise([0, *starts, length])]
+            samples.append(sample._replace(branches=tuple(branches), spans=tuple(spans)))
+        found.append(replace(group, samples=tuple(samples)))
+    return found
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "token mean": {"loss_mean": "token"},
+    "sequence mask": {"loss": "sequence_mask", "loss_args": {"low": 0.2, "high": 4.0}},
+    "gspo": {"loss": "gspo", "loss_args": {"low": 0.5, "high": 2.0}},
+    "decoupled": {"loss": "decoupled"},
+    "discounted": {"discount_factor": 0.7},
+    "normalized over the batch": {"normalize_batch": True},
+}
+
+
+@pytest.mark.parametrize("max_tokens", [10_000, 40], ids=["one micro-batch", "many"])
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "apart"])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+def test_of_rollouts_with_branches_each_counts_once_and_each_of_their_tokens(
+    model_folder: Path, reference_folder: Path, settings: dict[str, Any], share: bool, max_tokens: int
+) -> None:
+    groups = branched(random_groups(4, seed=3))
+    assert sum(len(sample.branches) for group in groups for sample in group.samples) > 20
+    training = schema.Training(micro_batch_tokens=max_tokens)
+    config = learner_config(model_folder, algorithm=schema.Algorithm(**settings), training=training)
+    policy, reference = policy64(model_folder), policy64(reference_folder)
+    policy.shape = reference.shape = replace(policy.shape, share_prompts=share)
+    gradients = Gradients(
+        policy=policy,
+        reference=lambda batch: reference(batch).logp.detach(),
+        algorithm=make_algorithm(config.algorithm),
+        config=config,
+        world=World(rank=0, size=1, device=torch.device("cpu")),
+        beat=lambda: None,
+    )
+    tally = Tally(sources=tuple(config.rewards), step=0, is_dead=lambda _version, _step: False)
+    loss = gradients.accumulate(gradients.prepare(groups, tally), tally)
+    ours = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
+    policy.zero_grad()
+    truth, with_gradient = plain_loss(policy, reference, groups, config.algorithm)
+    with_gradient.backward()
+    assert loss == pytest.approx(truth, abs=TOLERANCE)
+    for name, parameter in policy.named_parameters():
+        torch.testing.assert_close(ours[name], parameter.grad, atol=TOLERANCE, rtol=0)

@@ -1,0 +1,128 @@
+"""Agents: functions of the user's that play a rollout by themselves, against a session of their own.
+
+    async def rollout(session, row) -> float | dict[str, float]:           # may be a plain function, too
+        client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
+        ...
+
+Whatever they ask of the session is their rollout. It ends with what the function returns or raises; with
+`rollout_timeout_s`; when it has asked nothing for `timeout_s`; or with an engine that died. A child is told to end what
+nobody waits for any more, and where it does not, it is killed with all that runs in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from streamrl.config import schema
+from streamrl.errors import SampleError
+from streamrl.protocol.wire.ticket import Ticket
+from streamrl.tasks import cancel_all, run_beside
+from streamrl.workers.engines.base import Engine, SampleRequest
+from streamrl.workers.environments.base import ENVIRONMENT
+from streamrl.workers.environments.own import Children
+from streamrl.workers.environments.own_child import THREADS
+from streamrl.workers.environments.session import Session
+from streamrl.workers.environments.sessions import Sessions
+from streamrl.workers.environments.trace import Played
+from streamrl.workers.rewards.functions import CANCEL_GRACE_S, CallFailed, Child
+
+MAX_NAMES = 8  # of rewards, over all rollouts: a group has room for so many beside those of `rewards`
+_LOOK_EVERY_S = 0.05  # at least, at an agent that asks nothing
+
+
+class AgentPlayer:
+    def __init__(self, children: Children, sessions: Sessions, *, settings: schema.Environment) -> None:
+        self._children, self.sessions, self._settings = children, sessions, settings
+        # A plain function takes a thread of its child for all of its rollout: others wait here, where no clock runs.
+        self._places = asyncio.Semaphore(1 << 30 if children.is_async else THREADS * settings.processes)
+        self._names: set[str] = set()
+        self._ending: set[asyncio.Task[None]] = set()
+
+    async def play(self, ticket: Ticket, engine: Engine, request: SampleRequest) -> Played:
+        """SampleError where the agent fails, or asks what cannot be answered; EngineError passes through."""
+        async with self._places, self.sessions.opened(engine, request) as session:
+            began = time.monotonic()
+            beside = {"what ends it": _fail_with(session), "its silence": self._watch(session)}
+            try:
+                rewards = await run_beside(self._run(session, {"prompt": ticket.prompt, **ticket.fields}), beside)
+            except SampleError:
+                if not (session.spent and session.trace.num_turns):
+                    raise
+                rewards = {"": 0.0}  # it was cut off, and made nothing of it
+            if session.failure.done():
+                session.failure.result()
+            if not session.trace.num_turns:
+                raise SampleError("the agent asked the model nothing: there is nothing to train")
+            played = session.trace.played("length" if session.spent else "stop", sum(rewards.values()))
+            return played._replace(
+                rewards=self._by_name(rewards),
+                model_s=session.model_s,
+                environment_s=max(0.0, time.monotonic() - began - session.model_s),
+                num_tool_calls=session.num_tool_calls,
+            )
+
+    def outage(self) -> None:
+        """Its processes are begun anew."""
+
+    @property
+    def num_ending(self) -> int:
+        """Rollouts that nobody waits for, and that may still run in their process."""
+        return len(self._ending)
+
+    async def close(self) -> None:
+        await cancel_all(list(self._ending))
+
+    async def _run(self, session: Session, row: Mapping[str, Any]) -> dict[str, float]:
+        argument = {
+            "session": {
+                "base_url": self.sessions.url_of(session),
+                "api_key": session.key,
+                "model": session.model.name,
+            },
+            "row": row,
+        }
+        try:
+            with session.heard():  # a process that begins is not the agent's silence
+                child, number = await self._children.next()
+            async with self._ended(child, number):
+                limit_s = self._settings.rollout_timeout_s + CANCEL_GRACE_S
+                rewards: dict[str, float] = await child.call(("rollout", number, argument), timeout_s=limit_s)
+        except CallFailed as error:
+            raise SampleError(session.redacted(f"the agent failed: {error}")) from None
+        return rewards
+
+    @contextlib.asynccontextmanager
+    async def _ended(self, child: Child, number: int) -> AsyncIterator[None]:
+        """What is given up in here is ended in the child, too, beside what comes next."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            ending = asyncio.create_task(self._end(child, number), name=f"end rollout {number}")
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+            raise
+
+    async def _end(self, child: Child, number: int) -> None:
+        with contextlib.suppress(CallFailed):
+            await child.call(("end", number, None), timeout_s=self._settings.timeout_s)
+
+    async def _watch(self, session: Session) -> None:
+        limit_s = self._settings.timeout_s
+        while (quiet_s := session.quiet_s) <= limit_s:  # noqa: ASYNC110 - no event says that nothing happened
+            await asyncio.sleep(max(_LOOK_EVERY_S, limit_s - quiet_s))
+        raise SampleError(f"the agent asked nothing for {limit_s:g} s (environment.timeout_s), and did not end")
+
+    def _by_name(self, rewards: Mapping[str, float]) -> dict[str, float]:
+        named = {f"{ENVIRONMENT}.{name}": reward for name, reward in rewards.items() if name}
+        if len(self._names | named.keys()) > MAX_NAMES:
+            raise SampleError(f"an agent's rewards have at most {MAX_NAMES} names over all rollouts, and it gave more")
+        self._names |= named.keys()
+        return named
+
+
+async def _fail_with(session: Session) -> None:
+    await asyncio.shield(session.failure)

@@ -1,0 +1,128 @@
+"""What agents ask for, in the form of OpenAI's interface and of vLLM's `/inference/v1/generate`.
+
+How the model samples is the run's affair, for the learner must know the distribution: what an agent says of it is
+ignored, and the answer's header `x-streamrl-ignored` names it. What would make another answer than the agent reads
+(several choices, grammars, forced calls of tools) is refused. Fields that nobody here knows are let pass.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+IGNORED: tuple[str, ...] = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+IGNORED += ("seed", "min_tokens", "parallel_tool_calls", "reasoning_effort", "ignore_eos", "cache_salt", "priority")
+_REFUSED: tuple[str, ...] = (
+    "logit_bias",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_grammar",
+    "guided_choice",
+)
+_REFUSED += ("bad_words", "functions", "function_call", "suffix", "chat_template", "chat_template_kwargs")
+_MAX_STOPS = 16
+
+Count = Annotated[int, Field(ge=1)]
+Form = TypeVar("Form", bound=BaseModel)
+
+
+class Refused(Exception):
+    """An answer of OpenAI's form that says no."""
+
+    def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class _Sampled(BaseModel):
+    """What is heard of how to sample: it moves no probability."""
+
+    model_config = ConfigDict(extra="allow")
+
+    n: Literal[1] | None = 1
+    max_tokens: Count | None = None
+    stop: str | Annotated[list[str], Field(max_length=_MAX_STOPS)] | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def most(self) -> int | None:
+        return self.max_tokens
+
+
+class _Asked(_Sampled):
+    stream: bool | None = False
+    stream_options: dict[str, Any] | None = None
+    return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = False
+
+    @property
+    def wants_usage(self) -> bool:
+        return bool((self.stream_options or {}).get("include_usage"))
+
+
+class ChatRequest(_Asked):
+    messages: Annotated[list[Any], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Literal[0] | None = None
+
+    @property
+    def most(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+
+class CompletionRequest(_Asked):
+    prompt: str | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    echo: Literal[False] | None = False
+    best_of: Literal[1] | None = None
+    logprobs: Literal[0, 1] | None = None
+
+
+class GenerateRequest(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    sampling_params: _Sampled = Field(default_factory=_Sampled)
+    stream: Literal[False] | None = False
+
+
+def read_request(form: type[Form], body: bytes) -> tuple[Form, tuple[str, ...]]:
+    """The request, and what of it is ignored; or Refused."""
+    try:
+        asked = form.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise Refused(
+            400, f"{place or 'the body'}: {first['msg']}", code="invalid_value", param=place or None
+        ) from None
+    sets = {**(asked.model_extra or {}), **(getattr(asked, "sampling_params", asked).model_extra or {})}
+    shape = sets.get("response_format")
+    for key in _REFUSED:
+        if sets.get(key):
+            raise _not_to_be_had(key)
+    if isinstance(shape, dict) and shape.get("type") != "text":
+        raise _not_to_be_had("response_format")
+    return asked, tuple(key for key in IGNORED if sets.get(key) is not None)
+
+
+def _not_to_be_had(key: str) -> Refused:
+    message = f"{key} cannot be had here: the model is asked by its own template, and samples as it is trained to"
+    return Refused(400, message, code="unsupported_parameter", param=key)

@@ -1,0 +1,88 @@
+"""Who plays the rollouts of a run: an environment's turns, or an agent that has a session for each."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from streamrl.config import schema
+from streamrl.permissions import Permissions
+from streamrl.protocol.wire.ticket import Ticket
+from streamrl.workers.engines.base import Engine, SampleRequest
+from streamrl.workers.engines.model import ModelFacts
+from streamrl.workers.environments.own import OwnEnvironment, build_children
+from streamrl.workers.environments.play import Player
+from streamrl.workers.environments.tail import Tail
+from streamrl.workers.environments.trace import Played
+
+LOOPBACK = ("127.0.0.1", 0)
+
+
+class Plays(Protocol):
+    async def play(self, ticket: Ticket, engine: Engine, request: SampleRequest) -> Played:
+        """SampleError concerns this rollout, EngineError all; RewardOutage is no fault of the rollout's."""
+        ...
+
+    def outage(self) -> str | None:
+        """Why none can be played now."""
+        ...
+
+
+@contextlib.asynccontextmanager
+async def playing(
+    config: schema.Config, permissions: Permissions, model: ModelFacts, address: tuple[str, int] = LOOPBACK
+) -> AsyncIterator[Plays | None]:
+    """Ready to play; nobody, where an answer is all there is to a sample. Sessions are served at `address`."""
+    settings = config.environment
+    if settings is None:
+        yield None
+        return
+    if settings.target is None:
+        from streamrl.workers.environments.remote import build_remote  # httpx: only where asked for
+
+        remote = build_remote(settings, permissions)
+        try:
+            yield Player(remote, tail=Tail(model.tokenizer), settings=settings)
+        finally:
+            await remote.close()
+        return
+    children = build_children(settings, permissions)
+    try:
+        await children.start()
+        if not children.has_agent:
+            yield Player(OwnEnvironment(children), tail=Tail(model.tokenizer), settings=settings)
+            return
+        from streamrl.workers.environments.agents import AgentPlayer  # starlette and uvicorn: only where asked for
+        from streamrl.workers.environments.session import Model
+        from streamrl.workers.environments.sessions import Sessions
+        from streamrl.workers.environments.tool_calls import make_parser
+
+        with contextlib.closing(_Thread()) as thread:
+            sessions = Sessions(
+                Model(
+                    facts=model,
+                    parse=make_parser(settings.tool_parser, model.tokenizer),
+                    settings=settings,
+                    max_length=min(config.data.max_prompt_tokens + settings.max_tokens, model.max_positions or 1 << 30),
+                    thread=thread,
+                )
+            )
+            async with sessions.listening(*address):
+                children.reach(sessions.address)
+                player = AgentPlayer(children, sessions, settings=settings)
+                try:
+                    yield player
+                finally:
+                    await player.close()
+    finally:
+        await children.close()
+
+
+class _Thread(ThreadPoolExecutor):
+    def __init__(self) -> None:
+        super().__init__(max_workers=1, thread_name_prefix="conversations")
+
+    def close(self) -> None:
+        self.shutdown(wait=False, cancel_futures=True)

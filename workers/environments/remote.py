@@ -1,0 +1,180 @@
+"""Rollouts that a service plays, over HTTP: one address, or several that are replicas of each other.
+
+    POST /reset  {"row": {...}}                      {"id": "...", "observation": "..." or null}
+    POST /step   {"id", "turn", "completion"}        {"observation": "..." or null, "reward": 0.5, "done": false}
+    POST /close  {"id"}                              {}
+
+    begin ──► whoever is well; while nobody is, it waits, up to `outage_s` ──► RewardOutage: the ticket goes back
+    step  ──► who began it, and nobody else ──┬─ lost on the way: again, with the same turn, which is played once
+                                              └─ gone, with the rollouts that it had: this sample fails
+
+Where the whole service was lost, the rollout's ticket goes back instead, as in an outage: no prompt fails for a service
+that is begun anew. Answers are distrusted, as those of reward services are: bounded in time and bytes, and in form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+
+from streamrl.config import schema
+from streamrl.errors import RewardOutage, SampleError
+from streamrl.permissions import Permissions
+from streamrl.workers.environments.base import Answer, Episode
+from streamrl.workers.rewards.http_client import FIRST_PAUSE_S, check_host
+from streamrl.workers.rewards.http_request import Refused, TryAgain, make_client, post, printable
+from streamrl.workers.rewards.replicas import Replica, Replicas
+
+ATTEMPTS = 5  # at a call that somebody answers, but not well; or at a step, whoever answers
+_LONGEST_PAUSE_S = 5.0
+_MAX_ANSWER_BYTES = 1 << 20
+_CLOSE_S = 5.0
+
+
+def build_remote(
+    settings: schema.Environment,
+    permissions: Permissions,
+    *,
+    transport: httpx.AsyncBaseTransport | None = None,
+    first_pause_s: float = FIRST_PAUSE_S,
+) -> RemoteEnvironment:
+    """Checks the addresses and this worker's permission for their hosts; connects to nothing yet."""
+    for url in settings.urls:
+        check_host("environment.urls", url, permissions)
+    client = make_client(settings, key="environment", transport=transport)
+    return RemoteEnvironment(settings, client, first_pause_s=first_pause_s)
+
+
+class RemoteEnvironment:
+    def __init__(self, settings: schema.Environment, client: httpx.AsyncClient, *, first_pause_s: float) -> None:
+        self._settings, self._client, self._first_pause_s = settings, client, first_pause_s
+        self._replicas = Replicas([url.rstrip("/") for url in settings.urls], first_pause_s=first_pause_s)
+        self._closing: set[asyncio.Task[None]] = set()
+        self._lost_since: float | None = None  # with none played to its end ever since
+
+    async def start(self) -> None:
+        """Nothing to show: a service that is not there yet is an outage, not a mistake."""
+
+    def outage(self) -> str | None:
+        return self._replicas.outage
+
+    async def begin(self, row: Mapping[str, Any]) -> Episode:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._settings.outage_s
+        last: Replica | None = None
+        attempts = 0
+        while attempts < ATTEMPTS:
+            if last is not None and self._replicas.num_well:
+                await self._pause(attempts)
+            replica = await self._replicas.one(but=last, until=until)
+            if replica is None:
+                waited = f"no replica of the environment answered for {self._settings.outage_s:g} s"
+                raise RewardOutage(f"{waited}: {self._replicas.last_errors}")
+            try:
+                answer = await self.ask(replica, "reset", {"row": dict(row)})
+                return _RemoteEpisode(self, replica, _text(answer, "id", needed=True), _text(answer, "observation"))
+            except TryAgain as error:
+                last, reason = replica, f"{replica.url}: {error}"
+                attempts += error.reached
+            except Refused as error:
+                raise SampleError(f"the environment failed in reset: {error}") from None
+        raise SampleError(f"the environment failed in reset: {reason} ({attempts} attempts)")
+
+    async def step(self, replica: Replica, question: Mapping[str, Any]) -> Answer:
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                await self._pause(attempt)
+            self._replicas.stay(replica)
+            try:
+                answer = await self.ask(replica, "step", question)
+                told = Answer(given=_text(answer, "observation"), reward=_reward(answer), done=_done(answer))
+            except TryAgain as error:
+                reason = str(error)
+            except Refused as error:
+                if not error.gone:
+                    raise SampleError(f"the environment failed in step: {error}") from None
+                reason = str(error)
+                break
+            else:
+                if told.done:
+                    self._lost_since = None
+                return told
+        raise self._lost(f"the rollout was lost with its replica: {replica.url}: {reason}")
+
+    async def ask(self, replica: Replica, what: str, question: Mapping[str, Any]) -> Mapping[str, Any]:
+        url, timeout_s = f"{replica.url}/{what}", self._settings.timeout_s
+        with self._replicas.asking(replica):
+            body = await post(self._client, url, question, timeout_s=timeout_s, max_bytes=_MAX_ANSWER_BYTES)
+            with contextlib.suppress(ValueError, RecursionError):
+                if isinstance(answer := json.loads(body), dict):
+                    return answer
+            raise TryAgain(f"answered no JSON object: {printable(body)}", answered=True)
+
+    def forget(self, replica: Replica, number: str) -> None:
+        """Nobody waits for it, and a service forgets by itself what is not asked for any more."""
+        closing = asyncio.create_task(self._close_at(replica, number), name=f"close rollout {number}")
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        await self._client.aclose()
+
+    async def _close_at(self, replica: Replica, number: str) -> None:
+        with contextlib.suppress(TryAgain, Refused):
+            question = {"id": number}
+            await post(self._client, f"{replica.url}/close", question, timeout_s=_CLOSE_S, max_bytes=_MAX_ANSWER_BYTES)
+
+    def _lost(self, reason: str) -> Exception:
+        """Where no replica has kept its rollouts, and that has not gone on for long, no sample is at fault."""
+        now = asyncio.get_running_loop().time()
+        self._lost_since = now if self._lost_since is None else self._lost_since
+        is_whole = len(self._replicas) == 1 or not self._replicas.num_well
+        goes_back = is_whole and now - self._lost_since < self._settings.outage_s
+        return RewardOutage(reason) if goes_back else SampleError(reason)
+
+    async def _pause(self, attempts: int) -> None:
+        longest_s = min(_LONGEST_PAUSE_S, self._first_pause_s * 2 ** min(attempts, 10))
+        await asyncio.sleep(longest_s * random.uniform(0.5, 1.0))
+
+
+class _RemoteEpisode:
+    def __init__(self, environment: RemoteEnvironment, replica: Replica, number: str, opening: str) -> None:
+        self.opening = opening
+        self._environment, self._replica, self._number = environment, replica, number
+        self._turn = 0
+
+    async def step(self, said: str) -> Answer:
+        self._turn += 1
+        question = {"id": self._number, "turn": self._turn, "completion": said}
+        return await self._environment.step(self._replica, question)
+
+    async def close(self) -> None:
+        self._environment.forget(self._replica, self._number)
+
+
+def _text(answer: Mapping[str, Any], name: str, *, needed: bool = False) -> str:
+    value = answer.get(name)
+    if not isinstance(value, str) and (needed or value is not None):
+        raise TryAgain(f"answered {name!r} = {value!r:.80}, which is no text", answered=True)
+    return value or ""
+
+
+def _reward(answer: Mapping[str, Any]) -> float:
+    value = answer.get("reward")
+    if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
+        raise TryAgain(f"answered 'reward' = {value!r:.80}, which is no finite number", answered=True)
+    return float(value)  # type: ignore[arg-type]
+
+
+def _done(answer: Mapping[str, Any]) -> bool:
+    if not isinstance(value := answer.get("done"), bool):
+        raise TryAgain(f"answered 'done' = {value!r:.80}, which is neither true nor false", answered=True)
+    return value

@@ -1,0 +1,162 @@
+"""A service of rollouts, as `remote` asks it: a class of the user's, in processes with the limits that a worker sets.
+
+An answer is kept until the next turn: who asks for a turn again, since its answer was lost, gets the same one and plays
+nothing twice. Rollouts that nobody asks for are closed after `idle_s`. 422 is a fault of the user's code, or of the
+question; 410 a rollout that is not here: it was closed, or the service was begun anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from streamrl.errors import SampleError
+from streamrl.web import Server
+from streamrl.workers.environments.base import Answer, Environment, Episode
+from streamrl.workers.rewards.server import apologise, check_caller, explain, read_body
+
+MAX_ROLLOUTS = 4096
+IDLE_S = 3600.0
+_STOP_TIMEOUT_S = 10
+_KEEP_ALIVE_S = 60  # longer than callers keep an idle connection
+
+
+@dataclass(slots=True, kw_only=True)
+class _Rollout:
+    episode: Episode
+    asked_at: float
+    turn: int = 0  # the last that was played
+    told: Answer = field(default_factory=Answer)  # to it
+    turns: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class EnvironmentApp:
+    def __init__(
+        self,
+        environment: Environment,
+        *,
+        token: str | None = None,
+        idle_s: float = IDLE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._environment, self._token, self._idle_s, self._clock = environment, token, idle_s, clock
+        self._rollouts: dict[str, _Rollout] = {}
+
+    @property
+    def num_rollouts(self) -> int:
+        return len(self._rollouts)
+
+    def asgi(self) -> Starlette:
+        calls = {"reset": self._reset, "step": self._step, "close": self._close}
+        return Starlette(
+            routes=[
+                *(Route(f"/{name}", self._call(call), methods=["POST"]) for name, call in calls.items()),
+                Route("/health", self._health),
+            ],
+            exception_handlers={HTTPException: explain, Exception: apologise},
+        )
+
+    @contextlib.asynccontextmanager
+    async def ready(self) -> AsyncIterator[None]:
+        """A UserError where the class cannot be used."""
+        try:
+            await self._environment.start()
+            yield
+        finally:
+            for rollout in self._rollouts.values():
+                await rollout.episode.close()
+            await self._environment.close()
+
+    def _call(self, call: Callable[[dict[str, Any]], Any]) -> Callable[[Request], Any]:
+        async def answer(request: Request) -> Response:
+            check_caller(request, self._token)
+            try:
+                asked = json.loads(await read_body(request))
+            except (ValueError, RecursionError):
+                raise HTTPException(422, "the body is no JSON") from None
+            if not isinstance(asked, dict):
+                raise HTTPException(422, "the body is no JSON object")
+            try:
+                return JSONResponse(await call(asked))
+            except SampleError as error:
+                raise HTTPException(422, str(error)) from None
+
+        return answer
+
+    async def _health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok", "rollouts": len(self._rollouts)})
+
+    async def _reset(self, asked: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(row := asked.get("row"), dict):
+            raise HTTPException(422, "`row` must be an object: the prompt's row without its prompt")
+        await self._forget_idle()
+        if len(self._rollouts) >= MAX_ROLLOUTS:
+            raise HTTPException(503, f"busy: {MAX_ROLLOUTS} rollouts are under way", {"retry-after": "1"})
+        episode, number = await self._environment.begin(row), secrets.token_hex(8)
+        self._rollouts[number] = _Rollout(episode=episode, asked_at=self._clock())
+        return {"id": number, "observation": episode.opening or None}
+
+    async def _step(self, asked: dict[str, Any]) -> dict[str, Any]:
+        turn, said = asked.get("turn"), asked.get("completion")
+        if type(turn) is not int or not isinstance(said, str):
+            raise HTTPException(422, "a step has `id`, `turn`, a number from 1, and `completion`, a text")
+        rollout = self._rollouts.get(str(asked.get("id")))
+        if rollout is None:
+            raise HTTPException(410, "there is no such rollout here")
+        rollout.asked_at = self._clock()
+        async with rollout.turns:
+            if turn == rollout.turn + 1:
+                rollout.told = await rollout.episode.step(said)
+                rollout.turn = turn
+            elif turn != rollout.turn:
+                raise HTTPException(422, f"turn {turn} does not follow turn {rollout.turn}")
+        told = rollout.told
+        return {"observation": told.given or None, "reward": told.reward, "done": told.done}
+
+    async def _close(self, asked: dict[str, Any]) -> dict[str, Any]:
+        if (rollout := self._rollouts.pop(str(asked.get("id")), None)) is not None:
+            await rollout.episode.close()
+        return {}
+
+    async def _forget_idle(self) -> None:
+        """When another begins: what waits costs nothing before that."""
+        before = self._clock() - self._idle_s
+        for number in [number for number, one in self._rollouts.items() if one.asked_at < before]:
+            await self._rollouts.pop(number).episode.close()
+
+
+class _Server(Server):
+    """It ends without an error for anybody."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.should_exit = True
+
+
+def run(app: EnvironmentApp, bound: socket.socket, on_ready: Callable[[], None]) -> None:
+    """Serve until SIGTERM or Ctrl-C, and return."""
+    asyncio.run(_run(app, bound, on_ready))
+
+
+async def _run(app: EnvironmentApp, bound: socket.socket, on_ready: Callable[[], None]) -> None:
+    async with app.ready():
+        server = _Server(
+            app.asgi(),
+            on_ready=on_ready,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_STOP_TIMEOUT_S,
+        )
+        await server.serve(sockets=[bound])

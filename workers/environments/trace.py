@@ -1,0 +1,170 @@
+"""What a rollout of several turns consists of, token for token: what was sampled, and what the model was given.
+
+    prompt | given | turn | given | turn | given | turn
+           |         ^^^^           ^^^^           ^^^^   sampled: log-probs, versions, a loss; the rest has none
+           └ given | turn | given | turn                  a branch: a context that goes on from earlier tokens
+
+Whoever asks the model tells the trace the whole context of each turn, and what came. Where that context begins with the
+very tokens of a row so far, the rest of it was given and the turn goes on from there; nothing is ever tokenised again.
+Any other context starts a branch: a template that drops what was thought, a history that was cut down, another agent.
+It shares the longest beginning that ends where something given or sampled does, or the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.errors import SampleError
+from streamrl.protocol.wire.branches import MAX_BRANCHES, Branch
+from streamrl.protocol.wire.group import FinishReason, Sample, Span
+from streamrl.workers.engines.base import Generated
+
+Ids = npt.NDArray[np.int32]
+
+
+class Played(NamedTuple):
+    sample: Sample  # not scored yet; its finish reason is stop where the environment was done
+    text: str  # of all turns, and of what was given between them
+    reward: float = 0.0  # the environment's
+    rewards: Mapping[str, float] = MappingProxyType({})  # what it consists of, by source
+    turn_rewards: tuple[float, ...] = ()  # before their weight; of each turn, in the sample's order
+    model_s: float = 0.0  # that it waited for the engine, and for its environment
+    environment_s: float = 0.0
+    num_tool_calls: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Row:
+    so_far: Ids  # the prompt, or what is kept of another row, and its own
+    row: int  # that it leaves
+    keep: int  # where its own tokens begin
+    ends: list[int]  # where the prompt, or something given or sampled ends, what is kept included
+    tokens: list[Ids] = field(default_factory=list)
+    logprobs: list[npt.NDArray[np.float32]] = field(default_factory=list)
+    runs: list[int] = field(default_factory=lambda: [0])  # alternately sampled and given
+    spans: list[Span] = field(default_factory=list)  # counted from the begin of its own tokens
+
+    def give(self, token_ids: Ids) -> None:
+        if len(self.runs) % 2 == 1:
+            self.runs.append(0)
+        self._add(token_ids, np.zeros(len(token_ids), dtype=np.float32))
+
+    def say(self, generated: Generated) -> None:
+        if len(self.runs) % 2 == 0:
+            self.runs.append(0)
+        begin = len(self.so_far) - self.keep
+        self.spans += [span._replace(start=span.start + begin, end=span.end + begin) for span in generated.spans]
+        self._add(generated.token_ids, generated.logprobs)
+
+    def _add(self, token_ids: Ids, logprobs: npt.NDArray[np.float32]) -> None:
+        self.so_far = np.concatenate([self.so_far, token_ids])
+        self.ends.append(len(self.so_far))
+        self.tokens.append(token_ids)
+        self.logprobs.append(logprobs)
+        self.runs[-1] += len(token_ids)
+
+
+class Trace:
+    def __init__(self, prompt_ids: Ids) -> None:
+        first = _Row(so_far=prompt_ids, row=0, keep=len(prompt_ids), ends=[len(prompt_ids)])
+        self._rows = [first]
+        self._texts: list[str] = []
+        self._turns: list[tuple[int, int]] = []  # (row, where in it) of each that sampled something
+        self.num_turns = 0
+        self.num_tokens = 0  # behind the prompt, sampled and given, each counted once
+
+    @property
+    def num_branches(self) -> int:
+        return len(self._rows) - 1
+
+    def num_given(self, context_ids: Ids) -> int:
+        """How many tokens a turn with this context adds, beside what it samples."""
+        return len(context_ids) - self._shared(context_ids)[1]
+
+    def take(self, context_ids: Ids, generated: Generated, *, given: str = "") -> None:
+        """A turn: what the model was asked with, all of it, and what it said. `given` is what rewards read before it.
+        SampleError where there are too many branches."""
+        self.num_turns += 1
+        self._texts += [given, generated.text]
+        if len(generated.token_ids) == 0:
+            return  # nothing is learnt from a context that nothing was sampled behind
+        at, keep = self._shared(context_ids)
+        row, rest = self._rows[at], context_ids[keep:]
+        # A turn right behind another is a branch, too, so that it is known where it began.
+        if keep < len(row.so_far) or (row.tokens and not len(rest)):
+            at, row = len(self._rows), self._branch(at, keep)
+        if len(rest):
+            row.give(rest)
+        self._turns.append((at, len(row.so_far)))
+        row.say(generated)
+        self.num_tokens += len(rest) + len(generated.token_ids)
+
+    def played(self, finish_reason: FinishReason, reward: float, turn_rewards: Sequence[float] = ()) -> Played:
+        """`turn_rewards`: of each turn that sampled something, in the order in which they were taken; or none."""
+        starts = list(accumulate((len(row.so_far) - row.keep for row in self._rows), initial=0))
+        spans = [
+            span._replace(start=span.start + start, end=span.end + start)
+            for row, start in zip(self._rows, starts, strict=False)
+            for span in row.spans
+        ]
+        branches = [
+            Branch(start=start, row=row.row, keep=row.keep)
+            for row, start in zip(self._rows[1:], starts[1:], strict=False)
+        ]
+        sample = Sample(
+            token_ids=np.concatenate([np.zeros(0, np.int32), *(ids for row in self._rows for ids in row.tokens)]),
+            logprobs=np.concatenate([np.zeros(0, np.float32), *(lp for row in self._rows for lp in row.logprobs)]),
+            mask_runs=_joined([row.runs for row in self._rows]) if self.num_tokens else (),
+            spans=tuple(spans),
+            finish_reason=finish_reason,
+            rewards={},
+            reward=0.0,
+            branches=tuple(branches),
+        )
+        in_order = sorted(zip(self._turns, turn_rewards, strict=True)) if turn_rewards else []
+        earned = tuple(value for _, value in in_order)
+        return Played(sample=sample, text="".join(self._texts), reward=reward, turn_rewards=earned)
+
+    def _shared(self, context_ids: Ids) -> tuple[int, int]:
+        """(a row, how many of its tokens the context begins with): the whole of it, or up to where a piece of it ends.
+        The most of all rows; of equals the first, but sooner one that ends there, which goes on."""
+        best, found = (-1, False), (0, 0)
+        for at, row in enumerate(self._rows):
+            common = _common(row.so_far, context_ids)
+            keep = max((end for end in row.ends if end <= common), default=0)
+            if (keep, keep == len(row.so_far)) > best:
+                best, found = (keep, keep == len(row.so_far)), (at, keep)
+        return found
+
+    def _branch(self, at: int, keep: int) -> _Row:
+        if self.num_branches == MAX_BRANCHES:
+            raise SampleError(f"more than {MAX_BRANCHES} turns have gone on from another context than the one before")
+        left = self._rows[at]
+        ends = [end for end in left.ends if end <= keep]
+        self._rows.append(_Row(so_far=left.so_far[:keep], row=at, keep=keep, ends=ends))
+        return self._rows[-1]
+
+
+def _common(these: Ids, those: Ids) -> int:
+    """How many tokens they begin with alike."""
+    most = min(len(these), len(those))
+    differs = np.flatnonzero(these[:most] != those[:most])
+    return int(differs[0]) if len(differs) else most
+
+
+def _joined(rows: list[list[int]]) -> tuple[int, ...]:
+    """Runs of rows laid end to end: each begins with a run that has a loss, if of no tokens."""
+    runs = [0]
+    for row in rows:
+        if len(runs) % 2 == 0:
+            runs.append(0)
+        runs[-1] += row[0]
+        runs += row[1:]
+    return tuple(runs)
