@@ -7,17 +7,31 @@ installed where a worker is. Where they cannot be fetched, the tests are skipped
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
 
 ROOT = Path(__file__).parents[1]
+_SHORT = """
+name: short
+dir: .
+model: {path: base, dtype: float32}
+algorithm: {drop_zero_variance: false}  # a model of chance earns like rewards
+training: {max_steps: 2}
+optimizer: {lr: 1e-4, min_lr: 1e-5}
+weights: {dtype: float32}
+validation: {every_steps: 0}
+worker: {threads: 1, engine: transformers, grace_s: 2.0}
+learner: {threads: 1}
+"""
 
 
 def python_with(*requirements: str, beside_ours: bool = True) -> Path:
@@ -43,6 +57,24 @@ def python_with(*requirements: str, beside_ours: bool = True) -> Path:
 def environment(**more: str) -> dict[str, str]:
     """For a program of ours in it."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **more}
+
+
+def call(python: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """A program of ours, in this folder, with a cache of its own."""
+    ours = environment(XDG_CACHE_HOME=str(folder / "cache"))
+    command = [str(python), "-W", "ignore", *words]
+    return subprocess.run(command, cwd=folder, env=ours, capture_output=True, text=True, check=False, timeout=600)
+
+
+def two_steps(python: Path, folder: Path, written: str) -> dict[str, Any]:
+    """The summary of a run that `written` says, on the model in `base`: whole, and nothing lost."""
+    (folder / "short.yaml").write_text(_SHORT)
+    (folder / "run.yaml").write_text(f"extends: short.yaml\n{written}")
+    run = call(python, folder, "-m", "streamrl.ops.cli.main", "up", "run.yaml", "--json")
+    assert run.returncode == 0, run.stderr
+    summary: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    assert (summary["steps"], summary["lost"], summary["twice"]) == (2, 0, 0)
+    return summary
 
 
 def _pins(folder: Path) -> tuple[str, str]:

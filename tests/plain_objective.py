@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from streamrl.config import schema
-from streamrl.learner.model.load import Policy
+from streamrl.learner.model.load import Policy, load_model
+from streamrl.learner.model.logprobs import Head
 from streamrl.protocol.wire.group import Group, Sample
+
+
+def policy64(folder: Path) -> Policy:
+    head = Head(end_ids=(1,), compute_dtype=torch.float64)
+    return Policy(load_model(str(folder)).double(), head=head, min_tokens=1, dtype=torch.float64)
 
 
 def plain_logits(policy: Policy, group: Group, tokens: Sequence[int]) -> torch.Tensor:  # [T, V]

@@ -161,9 +161,8 @@ class Publisher:
         encoded = [
             self._beside.submit(partial(self._encode, pending, part)) for part in self._copy.take(self._policy.model)
         ]
-        cast = (
-            None if self._copier.checks else cast_digests(self._policy.model, self._settings.dtype)
-        )  # beside encoding
+        # While the copy is encoded.
+        cast = None if self._copier.checks else cast_digests(self._policy.model, self._settings.dtype)
         words = self._words.take()
         shipped = self._under_way = self._beside.submit(lambda: self._shipper.ship(pending, encoded, cast, words))
         if base is not None and self._pace.due:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from streamrl.demos.quickstart import write_base_model
-from tests.own_packages import environment, python_with
+from tests.own_packages import call, python_with, two_steps
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -61,12 +60,6 @@ def python() -> Path:
     return python_with("reasoning-gym==0.1.25")
 
 
-def call(python: Path, tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    ours = environment(XDG_CACHE_HOME=str(tmp_path / "cache"))
-    command = [str(python), "-W", "ignore", *words]
-    return subprocess.run(command, cwd=tmp_path, env=ours, capture_output=True, text=True, check=False, timeout=600)
-
-
 def test_rewards_are_those_of_the_library_also_for_wrong_answers(python: Path, tmp_path: Path) -> None:
     compared = call(python, tmp_path, "-c", COMPARED, *TASKS)
 
@@ -109,30 +102,17 @@ def test_a_higher_level_of_the_curriculum_is_harder(python: Path, tmp_path: Path
 
 def test_a_run_trains_on_it_and_loses_nothing(python: Path, tmp_path: Path) -> None:
     write_base_model(tmp_path / "base", seed=1, num_positions=512)
-    (tmp_path / "run.yaml").write_text(f"""
-name: tasks
-dir: {tmp_path}
-model: {{path: {tmp_path}/base, dtype: float32}}
+    written = """
 data:
   train:
-    sums: {{reasoning_gym: chain_sum, size: 64, seed: 1, prompt: "{{question}}", options: {{max_terms: 2}}}}
-    divisors: {{reasoning_gym: gcd, size: 32, level: 0, prompt: "{{question}}"}}
-  validation: {{reasoning_gym: chain_sum, size: 4, seed: 2, prompt: question}}
+    sums: {reasoning_gym: chain_sum, size: 64, seed: 1, prompt: "{question}", options: {max_terms: 2}}
+    divisors: {reasoning_gym: gcd, size: 32, level: 0, prompt: "{question}"}
+  validation: {reasoning_gym: chain_sum, size: 4, seed: 2, prompt: question}
   max_prompt_tokens: 400
-sampling: {{num_samples: 2, max_tokens: 8}}
-rewards: {{right: {{type: function, target: reasoning_gym}}}}
-algorithm: {{drop_zero_variance: false}}
-training: {{groups_per_step: 4, max_steps: 2}}
-optimizer: {{lr: 1e-4, min_lr: 1e-5}}
-weights: {{dtype: float32}}
-validation: {{every_steps: 0, max_prompts: 4, sampling: {{max_tokens: 8}}}}
-worker: {{threads: 1, engine: transformers, grace_s: 2.0}}
-learner: {{threads: 1}}
-""")
+sampling: {num_samples: 2, max_tokens: 8}
+rewards: {right: {type: function, target: reasoning_gym}}
+training: {groups_per_step: 4}
+validation: {max_prompts: 4, sampling: {max_tokens: 8}}
+"""
 
-    run = call(python, tmp_path, "-m", "streamrl.ops.cli.main", "up", "run.yaml", "--json")
-
-    assert run.returncode == 0, run.stderr
-    summary = json.loads(run.stdout.splitlines()[-1])
-    assert (summary["steps"], summary["lost"], summary["twice"]) == (2, 0, 0)
-    assert list(summary["held_out"]) == ["right"]
+    assert list(two_steps(python, tmp_path, written)["held_out"]) == ["right"]

@@ -13,15 +13,14 @@ import torch
 from streamrl.config import schema
 from streamrl.learner.metrics.tally import Tally
 from streamrl.learner.model.gradients import Gradients
-from streamrl.learner.model.load import Policy, load_model, load_policy
-from streamrl.learner.model.logprobs import Head
+from streamrl.learner.model.load import Policy, load_policy
 from streamrl.learner.model.packing import MicroBatch
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.group import Group
 from streamrl.recipe.algorithms import make_algorithm
 from streamrl.recipe.losses import k1, k2, k3
 from tests.learner_cases import group_of, learner_config, random_groups
-from tests.plain_objective import plain_logprobs, plain_loss
+from tests.plain_objective import plain_logprobs, plain_loss, policy64
 from tests.tiny_models import make_model
 
 # The model's own norms and rotations round to fp32, whatever its dtype.
@@ -37,11 +36,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reference_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("reference"), hidden=32, seed=1)
-
-
-def policy64(folder: Path) -> Policy:
-    head = Head(end_ids=(1,), compute_dtype=torch.float64)
-    return Policy(load_model(str(folder)).double(), head=head, min_tokens=1, dtype=torch.float64)
 
 
 def make_gradients(policy: Policy, reference: Policy, config: schema.Config) -> Gradients:

@@ -15,14 +15,12 @@ import torch
 from streamrl.config import schema
 from streamrl.learner.metrics.tally import Tally
 from streamrl.learner.model.gradients import Gradients
-from streamrl.learner.model.load import Policy, load_model
-from streamrl.learner.model.logprobs import Head
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.branches import Branch
 from streamrl.protocol.wire.group import Group
 from streamrl.recipe.algorithms import make_algorithm
 from tests.learner_cases import learner_config, random_groups
-from tests.plain_objective import plain_loss
+from tests.plain_objective import plain_loss, policy64
 from tests.tiny_models import make_model
 
 TOLERANCE = 1e-6  # the model's own norms and rotations round to fp32, whatever its dtype
@@ -36,11 +34,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reference_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("reference"), hidden=32, seed=1)
-
-
-def policy64(folder: Path) -> Policy:
-    head = Head(end_ids=(1,), compute_dtype=torch.float64)
-    return Policy(load_model(str(folder)).double(), head=head, min_tokens=1, dtype=torch.float64)
 
 
 def branched(groups: Sequence[Group]) -> list[Group]:
