@@ -19,6 +19,7 @@ from bench.gpu_check.rows import Outcome, Row, Scale, as_json, table
 from bench.measure import Say
 from bench.report import describe_machine
 from streamrl.errors import StreamrlError
+from streamrl.process import dying_with_us
 
 _GRACE_S = 90.0  # a part that is told to end takes its own processes along
 
@@ -85,8 +86,10 @@ def run_part(name: str, part: Part, *, reduced: bool) -> Outcome:
     if missing:
         return Outcome(part=name, rows=(), not_run=f"{', '.join(missing)} is not installed")
     words = [sys.executable, "-m", "bench.gpu_check", name, "--here", *(["--reduced"] if reduced else [])]
-    # A group of its own: Ctrl-C comes to us alone, and we tell it to end, with all that it has started.
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    # A group of its own: Ctrl-C comes to us alone, and we tell it to end, with all that it has started. Where it comes
+    # in mid-start, nobody knows the process yet, and the kernel tells it.
+    command = dying_with_us(words, by=signal.SIGINT)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         told, _ = process.communicate(timeout=part.limit_s)
         not_run = "" if process.returncode == 0 else f"it ended with code {process.returncode}"

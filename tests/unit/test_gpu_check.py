@@ -106,7 +106,9 @@ def test_ctrl_c_ends_it_and_the_part_at_work() -> None:
         at_work = children(started.pid)
         started.send_signal(signal.SIGINT)
         assert started.wait(timeout=120) != 0
-    assert not [pid for pid in at_work if Path(f"/proc/{pid}").exists()]
+    wait_until(
+        lambda: not any(Path(f"/proc/{pid}").exists() for pid in at_work), timeout_s=60, description="it is gone"
+    )
 
 
 def children(pid: int) -> list[int]:
