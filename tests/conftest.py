@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -50,14 +50,16 @@ def pytest_report_header() -> str:
     return f"redis server: {shown.strip() or 'of unknown version'} ({program})"
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What tests have measured, by `record_property("figure", ...)`."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None]:
+    """What tests have measured, by `record_property("figure", ...)`: above what failed, which is to be seen last."""
     reports = [report for outcome in ("passed", "failed") for report in terminalreporter.getreports(outcome)]
     figures = [(r.nodeid, value) for r in reports for name, value in r.user_properties if name == "figure"]
     if figures:
         terminalreporter.section("figures")
     for test, value in figures:
         terminalreporter.line(f"{test}: {value}")
+    yield
 
 
 @pytest.fixture(scope="session")
