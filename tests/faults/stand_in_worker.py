@@ -11,13 +11,14 @@ import asyncio
 import random
 import signal
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 import redis
 
 from streamrl.config import schema
-from streamrl.errors import SampleError, WeightsError
+from streamrl.errors import SampleError, TransportError, WeightsError
 from streamrl.protocol.transport.connection import connect, connect_async
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.operator import read_letters, request_retries
@@ -168,15 +169,16 @@ class _Weights(WeightsDouble):
     def _has(self, manifest: bytes, version: int) -> bool:
         try:
             data = self._store.get(manifest.decode())
-        except WeightsError:
-            return False  # deleted since, for a newer one is there
+        except (WeightsError, TransportError):  # deleted since, for a newer one is there; or a store that is away
+            return False
         assert data == weights_of(version), f"version {version} is announced, and its blob is another's"
         return True
 
 
 async def _repeat_the_dead(client: redis.Redis, keys: Keys) -> None:
-    """Ask for a new ticket in the place of every dead one."""
+    """Ask for a new ticket in the place of every dead one; while Redis is away, later."""
     while True:
-        new = [letter for letter in read_letters(client, keys) if not letter.retry_requested]
-        request_retries(client, keys, new, by="the operator")
+        with suppress(TransportError):
+            new = [letter for letter in read_letters(client, keys) if not letter.retry_requested]
+            request_retries(client, keys, new, by="the operator")
         await asyncio.sleep(_LOOK_EVERY_S)
