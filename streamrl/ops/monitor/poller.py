@@ -54,7 +54,7 @@ def watch(there: Opened | Remains) -> Watching:
 
 
 class Awaited:
-    """A run whose Redis may come later: each look tries to reach it, until one has. Entered, it closes what it opened."""
+    """A run whose Redis may come later: each look tries to reach it, until one has. It closes what it opened."""
 
     def __init__(self, target: Target) -> None:
         self.history = History()
