@@ -14,6 +14,7 @@ import pytest
 from streamrl.ops.monitor.alerts import alert_rules
 from streamrl.protocol.transport.acl import ROLES, grants
 from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.wire.ticket import PURPOSES
 from tests.manifest_world import COMPONENT, OVERLAYS, ROOT, Container, Object, Rendered, render
 
 KUBERNETES = "1.33"
@@ -208,12 +209,23 @@ def test_only_those_speak_that_must(rendered: Rendered) -> None:
 
 def test_the_scaler_counts_the_stream_of_the_run_as_a_user_who_may() -> None:
     rendered = render("cpu")
-    (trigger,) = rendered.named("ScaledObject", "worker")["spec"]["triggers"]
-    stream = Keys(rendered.place["RUN_NAME"]).tickets("train")
-    assert trigger["metadata"]["stream"] == stream
-    assert trigger["metadata"]["username"] == "monitor"
-    granted = grants("monitor", run=rendered.place["RUN_NAME"])
-    assert any("xlen" in commands.split() and stream in keys for commands, keys in granted)
+    triggers = rendered.named("ScaledObject", "worker")["spec"]["triggers"]
+    streams = [Keys(rendered.place["RUN_NAME"]).tickets(purpose) for purpose in PURPOSES]
+    assert [trigger["metadata"]["stream"] for trigger in triggers] == streams
+    assert {trigger["metadata"]["username"] for trigger in triggers} == {"monitor"}
+    granted = list(grants("monitor", run=rendered.place["RUN_NAME"]))
+    for stream in streams:
+        assert any("xlen" in commands.split() and stream in keys for commands, keys in granted)
+
+
+def test_workers_of_a_run_that_has_ended_cost_nothing() -> None:
+    """By themselves where KEDA scales them, since a finished run leaves no ticket; else by a line of the page."""
+    for overlay in ("cpu", "gpu-small"):
+        spec = render(overlay).named("ScaledObject", "worker")["spec"]
+        assert (spec["minReplicaCount"], spec["cooldownPeriod"]) == (0, 300)
+    page = (ROOT / "k8s" / "README.md").read_text()
+    assert "scale deployment worker --replicas=0" in page
+    assert 'annotate scaledobject worker autoscaling.keda.sh/paused-replicas="0"' in page
 
 
 def test_the_rules_of_prometheus_are_those_that_streamrl_prints() -> None:
