@@ -42,7 +42,7 @@ def test_a_version_of_an_abandoned_lineage_is_not_punished() -> None:
 
 
 def test_a_version_that_was_on_its_way_when_the_checkpoint_was_made_ages_as_the_one_before_it() -> None:
-    """A learner that goes on from step 3 does not know version 3 of the one before; and its own of step 6 is not out."""
+    """A learner that goes on from step 3 does not know version 3 of the one before, and of step 6 none is out."""
     known = published(rule(max_steps=2, stale="drop"), range(3)).known()
     lag = LagRule(schema.Lag(max_steps=2, stale="drop"), known=known)
     for n, step in enumerate((3, 4, 5)):
