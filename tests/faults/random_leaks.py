@@ -27,7 +27,7 @@ _PURPOSES: tuple[Purpose, ...] = ("train", "eval")
 _NAMES_OF_SHARED_MEMORY = ("psm_", "sem.", "torch_", "streamrl-mirror-")
 _SHARED_MEMORY = Path("/dev/shm")
 # By number: glibc maps a semaphore under a name that is gone before the other one is there.
-_IN_SHARED_MEMORY = re.compile(rf" (\d+) +{_SHARED_MEMORY}/")
+_IN_SHARED_MEMORY = re.compile(rf" (\d+) +{_SHARED_MEMORY}/([^/\s]+)")
 _LEVELS = range(1, 10)  # of thinned metrics, and more than there are
 
 
@@ -90,7 +90,23 @@ def shared_by_others() -> set[int]:
     for process in Path("/proc").glob("[0-9]*"):
         if int(process.name) not in ours:
             with suppress(OSError):  # it has ended, or is somebody else's
-                found |= set(map(int, _IN_SHARED_MEMORY.findall((process / "maps").read_text())))
+                found |= _shared_by(process)
+    return found
+
+
+def _shared_by(process: Path) -> set[int]:
+    """What it maps or has open, and the folder in which that lies."""
+    mapped = _IN_SHARED_MEMORY.findall((process / "maps").read_text())
+    found, names = {int(inode) for inode, _ in mapped}, {name for _, name in mapped}
+    for link in (process / "fd").iterdir():
+        with suppress(OSError):  # closed by now
+            path = link.readlink()
+            if path.is_relative_to(_SHARED_MEMORY):
+                found.add(link.stat().st_ino)
+                names |= set(path.relative_to(_SHARED_MEMORY).parts[:1])
+    for name in names:
+        with suppress(OSError):  # it has another name by now, or none
+            found.add((_SHARED_MEMORY / name).stat().st_ino)
     return found
 
 

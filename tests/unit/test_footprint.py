@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ import multiprocessing, os, pathlib, signal, sys
 if os.fork():
     os._exit(0)
 held = [multiprocessing.get_context("spawn").Semaphore() for _ in range(3)]
+lock = open(sys.argv[2] + "/lock", "w")
 pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
 signal.pause()
 """
@@ -28,15 +30,16 @@ signal.pause()
 
 @contextmanager
 def stranger(folder: Path) -> Iterator[int]:
-    """One with three semaphores; its process."""
+    """One with three semaphores, and a folder in shared memory; its process."""
     file = folder / "pid"
-    subprocess.run([sys.executable, "-c", STRANGER, str(file)], check=True, timeout=60)
-    pid = int(wait_until(lambda: file.exists() and file.read_text(), description="the stranger is at work"))
-    try:
-        yield pid
-    finally:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    with tempfile.TemporaryDirectory(prefix="streamrl-mirror-test-", dir="/dev/shm") as held:
+        subprocess.run([sys.executable, "-c", STRANGER, str(file), held], check=True, timeout=60)
+        pid = int(wait_until(lambda: file.exists() and file.read_text(), description="the stranger is at work"))
+        try:
+            yield pid
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def leaks(before: Footprint, strangers: set[int]) -> Leaks:
