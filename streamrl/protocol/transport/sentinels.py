@@ -55,7 +55,7 @@ class MasterConnection(_Following, SentinelManagedConnection):
             self._ask()
         if self._sock is not None and not self._is_at_the_master():
             self.disconnect()
-        super().connect()
+        super().connect()  # type: ignore[no-untyped-call]
 
     def _ask(self) -> None:
         try:
@@ -76,7 +76,7 @@ class AsyncMasterConnection(_Following, AsyncManaged):
             await self._ask()
         if self._reader is not None and not self._is_at_the_master():
             await self.disconnect()
-        await super().connect()
+        await super().connect()  # type: ignore[no-untyped-call]
 
     async def _ask(self) -> None:
         try:
