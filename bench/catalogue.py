@@ -36,6 +36,7 @@ BENCHES: Mapping[str, Entry] = {
     "worker": Entry("bench.worker:bench", "A worker's whole path against bare vLLM, with updates and without."),
     "environments": Entry("bench.environments:bench", "Turns through sessions: their cost, the cache, pauses."),
     "reward": Entry("bench.reward:bench", "The reward server against bare forward passes of its model."),
+    "sandbox": Entry("bench.sandbox:bench", "Programs in sandboxes: how fast, and what others have of the cores."),
     "scale": Entry("bench.scale:bench", "1 to 2,000 simulated workers on a real Redis, and 10,000 GPUs on paper."),
     "async": Entry("bench.async_gain:bench", "Asynchronous against synchronous, on simulated latencies."),
     "staleness": Entry("bench.staleness:bench", "What each loss makes of stale samples: reward at lag 0 to 32."),

@@ -93,7 +93,7 @@ def confinement(lacking: Mapping[str, str]) -> Finding:
 
 
 def _is_asked(source: schema.Reward, *, ask_services: bool) -> bool:
-    return isinstance(source, schema.FunctionReward) or (ask_services and LOCAL_REWARD_SERVER not in source.urls)
+    return not isinstance(source, schema.HttpReward) or (ask_services and LOCAL_REWARD_SERVER not in source.urls)
 
 
 async def _try(name: str, source: schema.Reward, files: Files, allowed: Permissions) -> AsyncIterator[Finding]:
@@ -152,18 +152,22 @@ async def _try_environment(settings: schema.Environment, files: Files, allowed: 
 
 def _once(source: schema.Reward) -> schema.Reward:
     """One child, one request."""
-    if isinstance(source, schema.FunctionReward):
+    if not isinstance(source, schema.HttpReward):
         return source.model_copy(update={"processes": 1})
     return source.model_copy(update={"attempts": 1, "outage_s": source.timeout_s})
 
 
 def _named(source: schema.Reward) -> str:
+    if isinstance(source, schema.CodeReward):
+        return f"tests.field = {source.tests.field!r}"
     return f"url = {source.url!r}" if isinstance(source, schema.HttpReward) else f"target = {source.target!r}"
 
 
 def _remedy(source: schema.Reward) -> str:
     if isinstance(source, schema.HttpReward):
         return "mend the service, or its address"
+    if isinstance(source, schema.CodeReward):
+        return "mend the rows: each needs tests"
     if source.target in REWARDS:
         return "mend its options, or the rows"
     return "mend it; a completion that it cannot judge gets a low score, not an error"

@@ -16,7 +16,16 @@ from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
 from streamrl.config.explain import Problem
-from streamrl.config.schema import Config, Dataset, Environment, FunctionReward, HttpReward, NamedDataset
+from streamrl.config.schema import (
+    CodeReward,
+    Config,
+    Dataset,
+    Environment,
+    FunctionReward,
+    HttpReward,
+    NamedDataset,
+    Tests,
+)
 from streamrl.data.dataset import MADE, SOURCES
 from streamrl.data.prompts import read_prompts
 from streamrl.errors import DataError
@@ -29,6 +38,7 @@ from streamrl.recipe.rewards import REWARDS
 
 LOCAL_REWARD_SERVER = "local"  # the url of an http source that means the run's own reward_server
 EMBEDDED_REDIS = "embedded"
+SANDBOX = "sandbox"  # what a worker is allowed that may run programs of models
 
 _SENTINELS = re.compile(r"(?P<scheme>[a-z]+\+sentinel)://[^/]+/+[^/]")  # several hosts, and a service
 _SOCKET = re.compile(r"unix://([^/@]+@)?/")
@@ -46,8 +56,9 @@ def granted(config: Config) -> Permissions:
     code += [] if config.environment is None else [config.environment]
     urls = [url for one in config.rewards.values() if isinstance(one, HttpReward) for url in one.urls]
     urls += [] if config.environment is None else config.environment.urls
+    sandbox = {SANDBOX for one in config.rewards.values() if isinstance(one, CodeReward)}
     return Permissions(
-        reward_code=tuple(one.target for one in code if one.target and ":" in one.target),
+        reward_code=(*(one.target for one in code if one.target and ":" in one.target), *sandbox),
         reward_network=tuple(one.target for one in code if one.target and one.network),
         reward_environment=tuple(dict.fromkeys(name for one in code for name in one.environment)),
         hosts=tuple(urlsplit(url).netloc for url in urls if url != LOCAL_REWARD_SERVER),
@@ -69,7 +80,7 @@ def check_rewards(config: Config) -> Iterator[Problem]:
     for name, source in config.rewards.items():
         if isinstance(source, HttpReward):
             yield from _check_service(config, name, source)
-        elif source.target not in REWARDS and not is_own(source.target):
+        elif isinstance(source, FunctionReward) and source.target not in REWARDS and not is_own(source.target):
             nearest = get_close_matches(source.target, REWARDS, n=1)
             remedy = f"must be one of {', '.join(REWARDS)}, or code of yours as {CODE_FORMS}"
             remedy += f"; did you mean {nearest[0]!r}?" if nearest else ""
@@ -111,6 +122,9 @@ def _check_players(environment: Environment) -> Iterator[Problem]:
 
 
 def _check_service(config: Config, name: str, source: HttpReward) -> Iterator[Problem]:
+    if source.tests != Tests() and source.form != "sandbox-fusion":
+        remedy = f"are run by a service of form sandbox-fusion, and this one is asked by {source.form}"
+        yield Problem(key=f"rewards.{name}.tests", remedy=remedy)
     for index, url in enumerate(source.urls):
         key = f"rewards.{name}.replicas" if index else f"rewards.{name}.url"
         if url == LOCAL_REWARD_SERVER:
@@ -215,7 +229,7 @@ def check_files(config: Config, *, trains: bool = True) -> None:
     for name, source in config.rewards.items():
         if isinstance(source, FunctionReward):
             problems += _code(f"rewards.{name}.target", source.target)
-        elif source.token_file is not None:
+        elif isinstance(source, HttpReward) and source.token_file is not None:
             problems += _file(f"rewards.{name}.token_file", source.token_file)
     if problems:
         raise DataError("\n".join(problems))

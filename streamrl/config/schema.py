@@ -94,11 +94,40 @@ class FunctionReward(Section):
     environment: tuple[str, ...] = ()  # variables that it gets of its worker's, beside PATH, HOME and their like
 
 
+class Tests(Section):
+    """What a program is held to."""
+
+    field: str = "tests"  # of the row: [{input, output}, ...], {inputs: [...], outputs: [...]}, or code, one or a list
+    partial: bool = False  # the score is the share of tests that pass; false: 1 where all do, else 0
+    time_s: PositiveFloat = 5.0  # of one test, computing and waiting; for a processor it may wait longer
+    memory_mb: Positive = 512  # of one test
+
+
+class CodeReward(Section):
+    """The program in a completion, run against its row's tests in a sandbox of the worker."""
+
+    type: Literal["code"]
+    tests: Tests = Tests()
+    weight: float = 1.0
+    timeout_s: PositiveFloat = 60.0  # a program that had not its time by then is no 0: its sample fails
+    processes: Positive = 2  # programs that run side by side
+
+    @property
+    def max_abs(self) -> float:
+        return 1.0
+
+    @property
+    def environment(self) -> tuple[str, ...]:
+        return ()
+
+
 class HttpReward(Section):
     type: Literal["http"]
     url: str  # of a reward service: http://host:port
     replicas: tuple[str, ...] = ()  # further addresses of the same service, asked in turn
-    form: Literal["streamrl", "openrlhf", "vllm-classify", "vllm-pooling"] = "streamrl"  # how it wants to be asked
+    # How it wants to be asked
+    form: Literal["streamrl", "openrlhf", "vllm-classify", "vllm-pooling", "sandbox-fusion"] = "streamrl"
+    tests: Tests = Tests()  # of form sandbox-fusion
     weight: float = 1.0
     max_abs: PositiveFloat = 1e6  # a score beyond is nonsense: the sample counts as failed
     timeout_s: PositiveFloat = 30.0  # for one request
@@ -112,7 +141,7 @@ class HttpReward(Section):
         return (self.url, *self.replicas)
 
 
-Reward = Annotated[FunctionReward | HttpReward, Field(discriminator="type")]
+Reward = Annotated[FunctionReward | HttpReward | CodeReward, Field(discriminator="type")]
 
 
 class Environment(Section):

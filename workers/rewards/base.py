@@ -211,6 +211,10 @@ def build_rewards(
             from streamrl.workers.rewards.functions import build_function_reward
 
             reward = build_function_reward(name, source, permissions)
+        elif isinstance(source, schema.CodeReward):
+            from streamrl.workers.rewards.code import build_code_reward
+
+            reward = build_code_reward(name, source, permissions)
         else:
             from streamrl.workers.rewards.http_client import build_http_reward  # httpx only where a source needs it
 

@@ -201,7 +201,7 @@ class Child:
     @classmethod
     async def begin(
         cls,
-        source: schema.FunctionReward | schema.Environment,
+        source: schema.FunctionReward | schema.CodeReward | schema.Environment,
         module: str = _OF_FUNCTIONS,
         *,
         door: int | None = None,

@@ -28,6 +28,7 @@ from streamrl.permissions import Permissions
 from streamrl.workers.rewards.base import Health, ScoreItem
 from streamrl.workers.rewards.http_request import FORMS, Form, Refused, TryAgain, ask, make_client
 from streamrl.workers.rewards.replicas import Replica, Replicas
+from streamrl.workers.rewards.sandbox_fusion import ask_programs
 
 MAX_ROWS = 64  # a request
 FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0  # between attempts
@@ -93,6 +94,8 @@ class HttpReward:
         self._source = source
         self._replicas = Replicas(urls, first_pause_s=first_pause_s)
         self._client = client
+        runs_programs = source.form == "sandbox-fusion"
+        self._ask, self._max_rows = (ask_programs, 1) if runs_programs else (ask, MAX_ROWS)
         self._first_pause_s = first_pause_s
         self._scored: ScoreItem | None = None  # the latest
         self._waiting: list[_Waiting] = []
@@ -122,7 +125,7 @@ class HttpReward:
 
     def _send_waiting(self) -> None:
         while self._waiting and len(self._requests) < self._source.max_concurrency:
-            batch, self._waiting = self._waiting[:MAX_ROWS], self._waiting[MAX_ROWS:]
+            batch, self._waiting = self._waiting[: self._max_rows], self._waiting[self._max_rows :]
             request = asyncio.create_task(self._settle(batch), name=f"reward request of {len(batch)}")
             self._requests.add(request)
             request.add_done_callback(self._on_request_done)
@@ -175,7 +178,7 @@ class HttpReward:
             rows = self._trial_rows(replica, items) if on_trial else items
             try:
                 with self._replicas.asking(replica):
-                    scores = await ask(self._client, self._source, replica.url, rows)
+                    scores = await self._ask(self._client, self._source, replica.url, rows)
                 self._scored = rows[0]
                 if rows is items:
                     return scores

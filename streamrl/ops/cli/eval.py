@@ -238,7 +238,7 @@ def _try_rewards(config: schema.Config, rewards: Rewards, patience_s: float, lin
     # Some services refuse an empty completion, and a prompt is a text as well.
     item = ScoreItem(prompt=row.plain, completion=row.plain, token_ids=np.zeros(1, dtype=np.int32), fields=row.fields)
     # A function whose process dies is tried once more.
-    limits = [one.timeout_s * (1 + isinstance(one, schema.FunctionReward)) for one in config.rewards.values()]
+    limits = [one.timeout_s * (1 + (not isinstance(one, schema.HttpReward))) for one in config.rewards.values()]
     trying = try_rewards(
         rewards, item, patience_s=patience_s, limit_s=max(limits) + _GRACE_S, show=line.show, notice=line.notice
     )

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
+from pydantic import ValidationError
 
 from streamrl.config import schema
 from streamrl.config.load import load_config
+from streamrl.config.places import SANDBOX
 from streamrl.config.source import parse
 from streamrl.data.prompts import PromptRow, read_prompts
 from streamrl.errors import ConfigError, DataError, RewardError
@@ -23,6 +25,8 @@ from streamrl.ops.cli.arguments import MovingLine, takes_json, tell
 from streamrl.terminal import plural
 
 if TYPE_CHECKING:
+    from streamrl.workers.rewards.base import ScoreItem
+    from streamrl.workers.rewards.code import CodeReward
     from streamrl.workers.rewards.functions import FunctionReward
 
 _MAX_SHOWN = 300  # characters of a text
@@ -39,10 +43,11 @@ class _Tried:
     score: float | None  # None: it does not apply, or there is an error
     error: str | None
     seconds: float
+    tests: tuple[dict[str, Any], ...] = ()  # of the sandbox: what became of each
 
 
 @click.command("try")
-@click.argument("target", metavar="FILE:FUNCTION")
+@click.argument("target", metavar="FILE:FUNCTION|sandbox")
 @click.option("--data", required=True, type=_FILE, help="Prompts as JSON Lines, or a run's .yaml: its data.train.")
 @click.option("--completion", metavar="TEXT", help="Score this for each row.")
 @click.option(
@@ -77,11 +82,15 @@ def try_reward(
     FILE:FUNCTION is a function of yours in streamrl's form or in TRL's; package.module:function and the name of a
     built-in will do, too. It runs in a process of its own with a worker's limits; what it prints goes to stderr.
 
+    `sandbox` is a source of type `code`: it runs each completion's program against the row's tests, and shows what
+    became of each of them. Its options are those of `tests`: field, partial, time_s, memory_mb.
+
     \b
         streamrl reward try my_rewards.py:near --data prompts.jsonl --field answer
         streamrl reward try my_rewards.py:near --data prompts.jsonl --completion 7 --option scale=5
         streamrl reward try my_rewards.py:near --data prompts.jsonl --completions said.jsonl
         streamrl reward try numeric_match --data run.yaml --field answer --num 100
+        streamrl reward try sandbox --data problems.jsonl --field solution --option time_s=2
 
     Without --model a chat's prompt is what its messages say, a line each, and each byte of a completion is a token.
 
@@ -89,16 +98,18 @@ def try_reward(
     --json prints one object:
       target, num_failed
       rows [{line, prompt, completion, score, error, seconds}]; without score and error: the function does not apply
+        of `sandbox` also tests [{passed, why, seconds}]
 
     Exits with 1 when a row has an error in place of a score.
     """
     limits = {name: chosen.pop(name) for name in ("timeout_s", "memory_mb", "network", "environment")}
     rows = read_prompts(_dataset(data), malformed="error", key="--data").rows[:num_rows]
     pairs = list(zip(rows, _completions(rows, data, **chosen), strict=False))
-    source = schema.FunctionReward(type="function", target=target, options=dict(map(as_option, options)), **limits)
-    tried = asyncio.run(_try(source, pairs, _as_text if model is None else _encoder(model)))
+    chosen_options = dict(map(as_option, options))
+    reward = _of_sandbox(chosen_options) if target == SANDBOX else _of_function(target, chosen_options, limits)
+    tried = asyncio.run(_try(reward, pairs, _as_text if model is None else _encoder(model)))
     num_failed = sum(one.error is not None for one in tried)
-    told = {"target": target, "num_failed": num_failed, "rows": [asdict(one) for one in tried]}
+    told = {"target": target, "num_failed": num_failed, "rows": list(map(_told, tried))}
     tell(told, _lines(tried), as_json=as_json)
     return 1 if num_failed else 0
 
@@ -177,13 +188,30 @@ def _encoder(model: str) -> _Encode:
     return encode
 
 
-async def _try(source: schema.FunctionReward, pairs: Sequence[tuple[PromptRow, str]], encode: _Encode) -> list[_Tried]:
+def _of_function(target: str, options: dict[str, Any], limits: dict[str, Any]) -> FunctionReward:
     from streamrl.workers.rewards.functions import FunctionReward, check_target
 
-    check_target(source.target, key="FILE:FUNCTION")
+    check_target(target, key="FILE:FUNCTION")
+    source = schema.FunctionReward(type="function", target=target, options=options, **limits)
+    return FunctionReward(source, key=target)
+
+
+def _of_sandbox(options: dict[str, Any]) -> CodeReward:
+    from streamrl.workers.rewards.code import CodeReward
+
+    try:
+        source = schema.CodeReward(type="code", tests=schema.Tests(**options))
+    except ValidationError as error:
+        mistakes = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise ConfigError(f"--option: {mistakes}; it takes {', '.join(schema.Tests.model_fields)}") from None
+    return CodeReward(source, key=SANDBOX)
+
+
+async def _try(
+    reward: FunctionReward | CodeReward, pairs: Sequence[tuple[PromptRow, str]], encode: _Encode
+) -> list[_Tried]:
     encoded = [encode(row, completion) for row, completion in pairs]
     line = MovingLine()
-    reward = FunctionReward(source, key=source.target)
     try:
         await reward.start()
         tried: list[_Tried] = []
@@ -197,19 +225,39 @@ async def _try(source: schema.FunctionReward, pairs: Sequence[tuple[PromptRow, s
 
 
 async def _score(
-    reward: FunctionReward, row: PromptRow, prompt: str, completion: str, token_ids: Sequence[int]
+    reward: FunctionReward | CodeReward, row: PromptRow, prompt: str, completion: str, token_ids: Sequence[int]
 ) -> _Tried:
     from streamrl.workers.rewards.base import ScoreItem
 
     ids = np.asarray(token_ids, dtype=np.int32)
     item = ScoreItem(prompt=prompt, completion=completion, token_ids=ids, fields=row.fields)
     score, error, began = None, None, time.monotonic()
+    tests: tuple[dict[str, Any], ...] = ()
     try:
-        score = await reward.score(item)
+        score, tests = await _asked(reward, item)
     except RewardError as failed:
         error = str(failed)
     seconds = time.monotonic() - began
-    return _Tried(line=row.line, prompt=prompt, completion=completion, score=score, error=error, seconds=seconds)
+    return _Tried(
+        line=row.line, prompt=prompt, completion=completion, score=score, error=error, seconds=seconds, tests=tests
+    )
+
+
+async def _asked(
+    reward: FunctionReward | CodeReward, item: ScoreItem
+) -> tuple[float | None, tuple[dict[str, Any], ...]]:
+    """Of a sandbox all tests are run, also behind one that fails."""
+    from streamrl.workers.rewards.code import CodeReward
+
+    if not isinstance(reward, CodeReward):
+        return await reward.score(item), ()
+    outcomes = await reward.judge(item)
+    return reward.score_of(outcomes), tuple(map(asdict, outcomes))
+
+
+def _told(one: _Tried) -> dict[str, Any]:
+    told = asdict(one)
+    return told if one.tests else {name: value for name, value in told.items() if name != "tests"}
 
 
 def _lines(tried: Sequence[_Tried]) -> Iterator[str]:
@@ -218,6 +266,9 @@ def _lines(tried: Sequence[_Tried]) -> Iterator[str]:
         yield f"prompt      {one.prompt[:_MAX_SHOWN]}"
         yield f"completion  {one.completion[:_MAX_SHOWN]}"
         yield f"error       {one.error}" if one.error else f"score       {said}"
+        for number, test in enumerate(one.tests, start=1):
+            became = "passed" if test["passed"] else test["why"]
+            yield f"{f'test {number}':<12}{became}"
         yield f"took        {1000 * one.seconds:.1f} ms"
         yield ""
     scores = [one.score for one in tried if one.score is not None]
