@@ -206,13 +206,21 @@ def _sealed_file(content: bytes) -> int:
     return file
 
 
-def main(waited_s: Callable[[int], float] = waited_s) -> None:
+def step_back() -> None:
+    """Behind all others, for a processor and for memory."""
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    # Where the kernel groups processes by session, that orders those of one session alone, and each session has as much
+    # as another; this one is to have the least.
+    for file, word in {"autogroup": "19", "oom_score_adj": "1000"}.items():
+        with contextlib.suppress(OSError):
+            Path("/proc/self", file).write_text(word)
+
+
+def main(step_back: Callable[[], None] = step_back, waited_s: Callable[[int], float] = waited_s) -> None:
     calls, answers = take_pipes()
     pipe = os.dup(calls.fileno())
     json.loads(_first_line(pipe))
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
+    step_back()
     with contextlib.suppress(OSError):  # a cell's own calls are refused anyway
         confine.keep_apart()
     write_answer(answers, {"concurrent": True})
