@@ -101,7 +101,7 @@ def _prompts(config: schema.Config, info: TokenizerInfo) -> Iterator[Finding]:
     data, training = config.data, config.training
     prompts = PromptSet.load(tokenizer=info.tokenizer, data=data, seed=config.seed, at_most_s=_READ_S)
     rows = list(prompts.rows)
-    if (held_out := data.validation_set()) is not None:
+    for held_out in data.validation_sets():
         rows += tokenise(held_out, info.tokenizer, data, at_most_s=_READ_S)
     longest = max(rows, key=lambda row: len(row.token_ids))
     highest = max(int(row.token_ids.max()) for row in rows)

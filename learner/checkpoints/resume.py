@@ -30,6 +30,7 @@ from streamrl.config.load import config_from_json
 from streamrl.errors import ConfigError, DataError
 from streamrl.files import fsync_folder
 from streamrl.learner.checkpoints.checkpoint import (
+    BEST_METRIC,
     MANIFEST,
     SCORE,
     Checkpoint,
@@ -94,9 +95,12 @@ def find_checkpoint(text: str) -> Checkpoint:
         return newest
     names = root.names(lineage)
     if which == "best":
-        scored = best_first(root.open(name) for name in names)
+        kept = [root.open(name) for name in names]  # the newest first
+        config = config_of(kept[0]) if kept else None
+        metric = BEST_METRIC if config is None else config.checkpoint.best_by
+        scored = best_first(kept, metric)
         if not scored:
-            raise DataError(f"{text}: no checkpoint of the run has been validated")
+            raise DataError(f"{text}: no checkpoint of the run has been validated ({metric}, checkpoint.best_by)")
         return root.open(scored[0].name, digests=True)
     found = next((name for name in names if str(name.step) == which), None)
     if found is None:

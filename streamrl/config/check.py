@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
 from functools import reduce
 from operator import getitem
 from typing import Any
@@ -20,6 +21,7 @@ from streamrl.config.schema import Algorithm, Config, Sampling
 from streamrl.errors import ConfigError
 from streamrl.protocol.wire.ticket import MAX_GROUP_TOKENS, MAX_REWARD_SOURCES, MAX_SAMPLES, MAX_TOKENS
 from streamrl.recipe.advantages import ADVANTAGES
+from streamrl.recipe.held_out import numbers_of_samples
 from streamrl.recipe.losses import LOSSES
 from streamrl.recipe.own import FORMS, is_own
 
@@ -218,9 +220,48 @@ def _pace(config: Config) -> Iterator[Problem]:
             remedy=f"weights published so rarely are older than lag.max_steps = {lag.max_steps} allows; "
             f"must be at most {lag.max_steps + 1}",
         )
+    yield from _check_passing(config)
     if config.validation.every_steps and config.data.validation is None:
         remedy = "there are no prompts to validate on; name them in data.validation, or set this to 0"
         yield Problem(key="validation.every_steps", remedy=remedy)
+
+
+def _check_passing(config: Config) -> Iterator[Problem]:
+    """What tells whether a sample passes, and which checkpoint is the best."""
+    validation, sources = config.validation, config.reward_sources
+    if validation.pass_by is not None and validation.pass_by not in sources:
+        remedy = f"must be one of the sources of rewards: {', '.join(sources)}"
+        yield Problem(key="validation.pass_by", value=validation.pass_by, remedy=remedy)
+    if validation.answer is not None:
+        if validation.pass_by is None:
+            remedy = "whether the majority's answer passes is told by validation.pass_by: name a source of rewards"
+            yield Problem(key="validation.answer", remedy=remedy)
+        try:
+            re.compile(validation.answer)
+        except re.error as error:
+            yield Problem(key="validation.answer", value=validation.answer, remedy=f"is no regular expression: {error}")
+    metric = config.checkpoint.best_by
+    known = set(_told_by_validation(config))
+    if config.checkpoint.keep_best and metric not in known:
+        near = get_close_matches(metric, known, n=1)
+        remedy = f"is no metric of this run's validation; did you mean {near[0]!r}?" if near else "is no metric of it"
+        yield Problem(key="checkpoint.best_by", value=metric, remedy=remedy)
+
+
+def _told_by_validation(config: Config) -> Iterator[str]:
+    """The metrics of which more may be better."""
+    validation = config.validation
+    names = [one.name for one in config.data.validation_sets() if one.name]
+    yield from ("val_rollouts/rewards", "val_rollouts/fraction_of_samples_properly_ended")
+    yield from (f"val_rollouts/rewards/{source}" for source in config.reward_sources)
+    yield from (f"val_rollouts/rewards_by_dataset/{name}" for name in names)
+    if validation.pass_by is None:
+        return
+    count = validation.sampling.num_samples
+    for place in ("", *(f"_by_dataset/{name}" for name in names)):
+        yield from (f"val_rollouts/pass_at{place}/{k}" for k in numbers_of_samples(count))
+        if validation.answer is not None:
+            yield f"val_rollouts/majority{place}"
 
 
 def _gpus(config: Config) -> Iterator[Problem]:
@@ -245,7 +286,12 @@ def _adapters(config: Config) -> Iterator[Problem]:
 
 def _names(config: Config) -> Iterator[Problem]:
     datasets = config.data.train if isinstance(config.data.train, dict) else ()
-    for what, key, names in (("datasets", "data.train", datasets), ("sources", "rewards", config.rewards)):
+    held_out = config.data.validation if isinstance(config.data.validation, dict) else ()
+    for what, key, names in (
+        ("datasets", "data.train", datasets),
+        ("datasets", "data.validation", held_out),
+        ("sources", "rewards", config.rewards),
+    ):
         for name in names:
             if not _NAME.match(name):
                 remedy = f"names of {what} are letters, digits, - and _ (they become metric names)"

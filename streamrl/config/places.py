@@ -209,16 +209,17 @@ def check_datasets(config: Config) -> Iterator[Problem]:
             if dataset.source not in sources and getattr(dataset, name) != Dataset().model_dump()[name]:
                 remedy = f"it is of a dataset of {' or '.join(sources)}, and this one is of {dataset.source}"
                 yield Problem(key=f"{key}.{name}", remedy=remedy)
-    held_out = config.data.validation
-    if isinstance(held_out, Dataset) and held_out.weight != 1:
-        yield Problem(key="data.validation.weight", remedy="each prompt that is held out is asked once; leave it out")
+    for held_out in config.data.validation_sets():
+        if held_out.dataset.weight != 1:
+            key = "data.validation.weight" if not held_out.name else f"data.validation.{held_out.name}.weight"
+            yield Problem(key=key, remedy="each prompt that is held out is asked once; leave it out")
 
 
 def check_files(config: Config, *, trains: bool = True) -> None:
     """Refuse paths that do not hold what they should; prompts are read to their end. Who does not train needs no data
     for it."""
     problems = [*_model("model.path", config.model.path)]
-    for one in config.data.datasets() if trains else filter(None, [config.data.validation_set()]):
+    for one in config.data.datasets() if trains else config.data.validation_sets():
         problems += _prompts(one, config)
     if config.reward_server is not None:
         problems += _model("reward_server.model", config.reward_server.model)

@@ -229,7 +229,8 @@ class Weights(Section):
 class Checkpoint(Section):
     every_steps: Positive = 10  # [save_interval]
     keep_last: Positive = 2
-    keep_best: NonNegative = 1  # by val_rollouts/rewards of the validation at their step [save_top_k]
+    keep_best: NonNegative = 1  # by `best_by` of the validation at their step [save_top_k]
+    best_by: str = "val_rollouts/rewards"  # a metric of validation, of which more is better
     timeout_s: PositiveFloat = 1800.0  # so long all ranks wait for one that writes or verifies a checkpoint
     resume: bool = True  # [resume_if_exists]; false: a run folder with checkpoints is an error
 
@@ -238,8 +239,11 @@ class Validation(Section):
     every_steps: NonNegative = 10  # [val_check_interval]; 0: only at start and end where those are on
     at_start: bool = True
     at_end: bool = True
-    max_prompts: Positive = 256
+    max_prompts: Positive = 256  # of each dataset
     sampling: ValidationSampling = ValidationSampling()
+    pass_by: str | None = None  # the reward source by which a sample passes: pass@k, and the majority
+    pass_score: float = 1.0  # it gives at least so much
+    answer: str | None = None  # a regular expression: its last match, the group in it, is a sample's answer: majority
     timeout_s: PositiveFloat = 600.0
 
 

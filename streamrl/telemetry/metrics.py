@@ -47,6 +47,7 @@ METRICS: Mapping[str, Explained] = {
     "val_rollouts/rewards": ("reward", "mean weighted reward on the validation prompts"),
     "val_rollouts/response_lengths": ("tokens", "mean response tokens on the validation prompts"),
     "val_rollouts/fraction_of_samples_properly_ended": ("share", "share that ended by themselves"),
+    "val_rollouts/majority": ("share", "share of validation prompts whose most frequent answer passes"),
     "val_rollouts/num_prompts": ("prompts", "validation prompts answered"),
     "val_rollouts/min_version_step": ("steps", "oldest step that answered"),
     "val_rollouts/max_version_step": ("steps", "newest step that answered"),
@@ -127,6 +128,13 @@ FAMILIES: Mapping[str, Explained] = {
         "mean weighted reward of this dataset's groups, the dropped ones included",
     ),
     "val_rollouts/rewards/": ("reward", "mean reward of this source on the validation prompts, before weights"),
+    "val_rollouts/rewards_by_dataset/": ("reward", "mean weighted reward on the validation prompts of this dataset"),
+    "val_rollouts/pass_at/": (
+        "share",
+        "pass@k by validation.pass_by, unbiased: the chance that one of k samples of a prompt passes",
+    ),
+    "val_rollouts/pass_at_by_dataset/": ("share", "pass@k on the prompts of this dataset: its name, then k"),
+    "val_rollouts/majority_by_dataset/": ("share", "share of this dataset's prompts whose most frequent answer passes"),
     "policy/ratio_histogram/": (
         "share",
         "share of tokens whose ratio pi / mu is at most this, and above the next smaller one",
