@@ -12,16 +12,18 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from streamrl.config import schema
-from streamrl.errors import RewardError
+from streamrl.errors import RewardError, RewardOutage
 from streamrl.permissions import Permissions
+from streamrl.protocol.wire.group import FinishReason
 
 _SCORE_S = 60.0  # a sample that waits so long for its score
 _FORGETTING = 0.05  # the share of the newest in the average latency
@@ -33,6 +35,8 @@ class ScoreItem:
     completion: str
     token_ids: npt.NDArray[np.int32]  # [T] of the completion
     fields: Mapping[str, Any] = field(default_factory=dict)  # the dataset row's further fields, `answer` for one
+    finish_reason: FinishReason = "stop"  # "length": it was cut off
+    rewards: Mapping[str, float] = field(default_factory=dict)  # for sources of groups: what the others gave
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +45,7 @@ class Health:
 
     outage: str | None = None  # why it cannot score at all now
     state: str = "well"
+    num_tokens: int | None = None  # that judges have read and written; None of other sources
 
 
 class Reward(Protocol):
@@ -52,6 +57,20 @@ class Reward(Protocol):
     async def score(self, item: ScoreItem) -> float | None:
         """A finite number within the source's own time limit, None where it does not apply to the sample, or
         RewardError; RewardOutage where the sample is not at fault."""
+
+    def health(self) -> Health: ...
+
+    async def close(self) -> None: ...
+
+
+@runtime_checkable
+class GroupReward(Protocol):
+    """A source that sees all samples of a prompt at once, when the others have scored them."""
+
+    async def start(self) -> None: ...
+
+    async def score_group(self, items: Sequence[ScoreItem]) -> Sequence[float | RewardError | None]:
+        """For each what `score` has of one. RewardError: none has a score; RewardOutage: as above."""
 
     def health(self) -> Health: ...
 
@@ -94,7 +113,7 @@ class Scores:
 class Weighted:
     """One source in the mix, and how it has done since the worker's start."""
 
-    reward: Reward
+    reward: Reward | GroupReward
     weight: float
     max_abs: float = math.inf
     scored: int = 0
@@ -103,7 +122,8 @@ class Weighted:
 
 
 class Rewards:
-    """All sources of a run: scores an item with every one of them side by side and mixes by weight."""
+    """All sources of a run: each item is scored by every one of them side by side, those of groups when all items are
+    there; then they are mixed by weight."""
 
     def __init__(self, sources: Mapping[str, Weighted], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._sources = dict(sources)
@@ -123,17 +143,43 @@ class Rewards:
     def num_pending(self) -> int:
         return len(self._pending)
 
+    async def score_sample(self, item: ScoreItem) -> Mapping[str, float | None]:
+        """By the sources of single samples, as soon as one is made."""
+        with self._asked():
+            scoring = {
+                name: asyncio.ensure_future(self._score_by(name, source.reward, item))
+                for name, source in self._sources.items()
+                if not isinstance(source.reward, GroupReward)
+            }
+            # All are awaited, so that a failed source does not leave the others running behind the sample's back.
+            await asyncio.gather(*scoring.values(), return_exceptions=True)
+            return {name: score.result() for name, score in scoring.items()}
+
+    async def mix(
+        self, items: Sequence[ScoreItem], scored: Sequence[Mapping[str, float | None]]
+    ) -> list[Scores | RewardError]:
+        """Of a prompt's samples, which have been scored one by one: by the sources of groups too, and added up."""
+        with self._asked():
+            items = [replace(item, rewards=_applying(scores)) for item, scores in zip(items, scored, strict=True)]
+            scoring = {
+                name: asyncio.ensure_future(self._score_group_by(name, source.reward, items))
+                for name, source in self._sources.items()
+                if isinstance(source.reward, GroupReward) and items
+            }
+            await asyncio.gather(*scoring.values(), return_exceptions=True)
+            by_group = {name: scores.result() for name, scores in scoring.items()}
+        mixed = [
+            self._sum({**scores, **{name: of_all[i] for name, of_all in by_group.items()}})
+            for i, scores in enumerate(scored)
+        ]
+        self._failing = next((str(one) for one in mixed if isinstance(one, RewardError)), "")
+        return mixed
+
     async def score(self, item: ScoreItem) -> Scores:
-        asked = object()
-        self._pending[asked] = self._clock()
-        try:
-            scores = await self._mix(item)
-        except RewardError as error:
-            self._failing = str(error)
-            raise
-        finally:
-            del self._pending[asked]
-        self._failing = ""
+        """A sample without others."""
+        [scores] = await self.mix([item], [await self.score_sample(item)])
+        if isinstance(scores, RewardError):
+            raise scores
         return scores
 
     def trouble(self) -> str:
@@ -145,17 +191,29 @@ class Rewards:
             return f"a sample has waited {waited_s:.0f} s for its score"
         return f"the last score could not be had: {self._failing}" if self._failing else ""
 
-    async def _mix(self, item: ScoreItem) -> Scores:
-        scoring = {name: asyncio.ensure_future(self._score_by(name, item)) for name in self._sources}
-        # All are awaited, so that a failed source does not leave the others running behind the sample's back.
-        await asyncio.gather(*scoring.values(), return_exceptions=True)
-        scores = {name: score.result() for name, score in scoring.items()}
-        rewards = {name: value for name, value in scores.items() if value is not None}
+    @contextmanager
+    def _asked(self) -> Iterator[None]:
+        asked = object()
+        self._pending[asked] = self._clock()
+        try:
+            yield
+        except RewardError as error:
+            self._failing = str(error)
+            raise
+        finally:
+            del self._pending[asked]
+        self._failing = ""
+
+    def _sum(self, scores: Mapping[str, float | RewardError | None]) -> Scores | RewardError:
+        failed = [score for score in scores.values() if isinstance(score, RewardError)]
+        if failed:
+            return failed[0]
+        rewards = _applying(scores)
         if not rewards:
-            raise RewardError(f"no reward applies to this sample: {', '.join(scores)} returned None for it")
+            return RewardError(f"no reward applies to this sample: {', '.join(scores)} returned None for it")
         total = sum(self._sources[name].weight * value for name, value in rewards.items())
         if not math.isfinite(total):
-            raise RewardError(f"the weighted sum of {rewards} is not finite")
+            return RewardError(f"the weighted sum of {rewards} is not finite")
         return Scores(rewards=rewards, total=total)
 
     def outage(self) -> str | None:
@@ -174,7 +232,10 @@ class Rewards:
         """What the monitor shows of each source."""
         facts: dict[str, int | float | str] = {}
         for name, source in self._sources.items():
-            facts[f"rewards/{name}/state"] = source.reward.health().state
+            health = source.reward.health()
+            facts[f"rewards/{name}/state"] = health.state
+            if health.num_tokens is not None:
+                facts[f"rewards/{name}/tokens"] = health.num_tokens
             facts[f"rewards/{name}/latency_s"] = round(source.latency_s, 4)
             facts[f"rewards/{name}/scored"] = source.scored
             facts[f"rewards/{name}/failed"] = source.failed
@@ -183,21 +244,49 @@ class Rewards:
     async def close(self) -> None:
         await asyncio.gather(*(source.reward.close() for source in self._sources.values()))
 
-    async def _score_by(self, name: str, item: ScoreItem) -> float | None:
-        source, began = self._sources[name], self._clock()
+    async def _score_by(self, name: str, reward: Reward, item: ScoreItem) -> float | None:
+        began = self._clock()
         try:
-            value = await source.reward.score(item)
-            if value is not None and not math.isfinite(value):
-                raise RewardError(f"gave {value}, not a finite number")
-            if value is not None and abs(value) > source.max_abs:
-                raise RewardError(f"gave {value:g}, beyond its max_abs of {source.max_abs:g}")
+            value = await reward.score(item)
         except RewardError as error:
-            source.failed += 1
-            raise type(error)(f"reward {name!r}: {error}") from error
+            raise self._failed(name, error) from error
+        checked = self._checked(name, value, began)
+        if isinstance(checked, RewardError):
+            raise checked
+        return checked
+
+    async def _score_group_by(
+        self, name: str, reward: GroupReward, items: Sequence[ScoreItem]
+    ) -> list[float | RewardError | None]:
+        began = self._clock()
+        try:
+            values = await reward.score_group(items)
+        except RewardOutage as error:
+            raise self._failed(name, error) from error
+        except RewardError as error:
+            values = [error] * len(items)
+        return [self._checked(name, value, began) for value in values]
+
+    def _checked(self, name: str, value: float | RewardError | None, began: float) -> float | RewardError | None:
+        source = self._sources[name]
+        if isinstance(value, RewardError):
+            return self._failed(name, value)
+        if value is not None and not math.isfinite(value):
+            return self._failed(name, RewardError(f"gave {value}, not a finite number"))
+        if value is not None and abs(value) > source.max_abs:
+            return self._failed(name, RewardError(f"gave {value:g}, beyond its max_abs of {source.max_abs:g}"))
         source.scored += 1
         share = max(_FORGETTING, 1 / source.scored)
         source.latency_s += share * (self._clock() - began - source.latency_s)
         return None if value is None else float(value)
+
+    def _failed(self, name: str, error: RewardError) -> RewardError:
+        self._sources[name].failed += 1
+        return type(error)(f"reward {name!r}: {error}")
+
+
+def _applying(scores: Mapping[str, float | RewardError | None]) -> dict[str, float]:
+    return {name: score for name, score in scores.items() if isinstance(score, float)}
 
 
 def build_rewards(
@@ -206,11 +295,15 @@ def build_rewards(
     """The run's sources, none of them begun yet; one that this worker may not use is a UserError."""
     built = {}
     for name, source in sources.items():
-        reward: Reward
+        reward: Reward | GroupReward
         if isinstance(source, schema.FunctionReward):
             from streamrl.workers.rewards.functions import build_function_reward
 
             reward = build_function_reward(name, source, permissions)
+        elif isinstance(source, schema.JudgeReward):
+            from streamrl.workers.rewards.judge import build_judge_reward
+
+            reward = build_judge_reward(name, source, permissions)
         else:
             from streamrl.workers.rewards.http_client import build_http_reward  # httpx only where a source needs it
 
