@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from streamrl.config import schema
@@ -60,80 +59,83 @@ def fair(asked: Asked) -> Reply:
     return Reply(content=json.dumps({"better": better}))
 
 
-class Judges(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 128
+class Judges:
+    """`at_least`: nobody gets a reply before so many are asked at once."""
 
-    def __init__(self, behave: Callable[[Asked], Reply]) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.behave = behave
+    def __init__(self, behave: Callable[[Asked], Reply], *, at_least: int) -> None:
+        self.url = ""
         self.asked: list[Asked] = []
         self.at_once = self.most_at_once = 0
-        self.latency_s = 0.0
-        self.lock = threading.Lock()
-        self.over = threading.Event()
+        self._behave, self._at_least = behave, at_least
+        self._enough, self._over = asyncio.Event(), asyncio.Event()
+        self._talks: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/v1"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Judges
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        world = self.server
-        with world.lock:
-            asked = Asked(
-                at=time.monotonic(),
-                number=len(world.asked),
-                body=body,
-                authorization=self.headers["authorization"],
-                path=self.path,
-            )
-            world.asked.append(asked)
-            world.at_once += 1
-            world.most_at_once = max(world.most_at_once, world.at_once)
+    async def talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._talks[task] = writer
         try:
-            world.over.wait(world.latency_s)
-            self._reply(world.behave(asked))
-        except OSError:
-            self.close_connection = True  # it was given up
+            while head := (await reader.readuntil(b"\r\n\r\n")).decode():
+                first, *lines = head.strip().split("\r\n")
+                headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+                body = await reader.readexactly(int(headers["content-length"]))
+                writer.write(await self._answer(first.split()[1], headers, body))
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # the client has ended it
         finally:
-            with world.lock:
-                world.at_once -= 1
+            del self._talks[task]
+            writer.close()
 
-    def _reply(self, reply: Reply) -> None:
+    async def end(self) -> None:
+        self._over.set()
+        talks = dict(self._talks)
+        for writer in talks.values():
+            writer.close()
+        await asyncio.gather(*talks)
+
+    async def _answer(self, path: str, headers: Mapping[str, str], body: bytes) -> bytes:
+        asked = Asked(
+            at=time.monotonic(),
+            number=len(self.asked),
+            body=json.loads(body),
+            authorization=headers.get("authorization"),
+            path=path,
+        )
+        self.asked.append(asked)
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        if self.at_once >= self._at_least:
+            self._enough.set()
+        try:
+            await self._enough.wait()
+            return await self._reply(asked)
+        finally:
+            self.at_once -= 1
+
+    async def _reply(self, asked: Asked) -> bytes:
+        reply = self._behave(asked)
         if reply.hangs:
-            self.server.over.wait(60)
-            self.close_connection = True
-            return
+            await self._over.wait()
         choice = {"message": {"role": "assistant", "content": reply.content}, "finish_reason": reply.ended}
         completion = {"choices": [choice], "usage": {"total_tokens": 100}}
         body = json.dumps(completion).encode() if reply.body is None else reply.body
-        self.send_response(reply.status)
-        for name, value in {**reply.headers, "content-length": str(len(body))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *words: Any) -> None:
-        """Not on the tests' own output."""
+        headers = {**reply.headers, "content-length": str(len(body))}
+        head = [f"HTTP/1.1 {reply.status} So", *(f"{name}: {value}" for name, value in headers.items())]
+        return "\r\n".join([*head, "", ""]).encode() + body
 
 
-@contextmanager
-def judges_serving(behave: Callable[[Asked], Reply] = fair) -> Iterator[Judges]:
-    with Judges(behave) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, name="judges")
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.over.set()
-            server.shutdown()
-            thread.join()
+@asynccontextmanager
+async def judges_serving(behave: Callable[[Asked], Reply] = fair, *, at_least: int = 1) -> AsyncIterator[Judges]:
+    judges = Judges(behave, at_least=at_least)
+    server = await asyncio.start_server(judges.talk, "127.0.0.1", 0, backlog=128)
+    judges.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+    try:
+        yield judges
+    finally:
+        server.close()
+        await judges.end()
+        await server.wait_closed()
 
 
 def source_of(*urls: str, **settings: Any) -> schema.JudgeReward:
