@@ -32,7 +32,7 @@ _TURNS = (((0, 3),), ((0, 2), (3, 5)), ((0, 2),), ())  # the third token of the 
 def try_out(settings: schema.Algorithm) -> None:
     if settings.name != "reinforce":
         return  # nothing in it is the user's
-    algorithm = Reinforce(settings)
+    algorithm = Reinforce(settings, {})
     for what, (rewards, finished) in _GROUPS.items():
         group = _made_up_group(rewards, finished)
         with _trying(f"algorithm.advantages = {settings.advantages!r}", what):

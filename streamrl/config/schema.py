@@ -344,6 +344,11 @@ class Config(Section):
         return (*self.rewards, *(() if self.environment is None else ("environment",)))
 
     @property
+    def reward_weights(self) -> dict[str, float]:
+        of_environment = {} if self.environment is None else {"environment": self.environment.weight}
+        return {name: source.weight for name, source in self.rewards.items()} | of_environment
+
+    @property
     def max_response_tokens(self) -> int:
         """Of a training sample, beyond its prompt."""
         return self.sampling.max_tokens if self.environment is None else self.environment.max_tokens

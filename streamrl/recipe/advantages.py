@@ -12,6 +12,12 @@ came to turn k, the last turn that one of them came to stands in. A baseline is 
 whatever turn it is of, so that the gradient of `turns` with a discount of 1 is unbiased, as that of `leave_one_out`
 is. Below 1 a turn answers more for what comes soon, at 0 for its own reward alone: less noise, and another objective.
 
+R is the sum of sources by their weights; with `normalize_sources`, which GDPO calls decoupled, it is
+
+    R_i = sum over sources s of w_s (r_is - mean of r_s) / std of r_s     over the samples that may teach and have r_s
+
+where a source that does not apply to a sample, or says the same of all, adds nothing. A KL penalty comes off that.
+
 A function takes a `ScoredGroup` and returns [n] numbers, or a list of n arrays with a number for each token. With
 whatever it gives is done what settings of `algorithm` ask for, in this order, token t of T_i having A_t = A_i at first:
 
@@ -94,6 +100,20 @@ ADVANTAGES: Mapping[str, Callable[..., Advantages]] = {
     "group_mean": group_mean,
     "turns": turns,
 }
+
+
+def standardized(
+    by_source: Mapping[str, npt.NDArray[np.float64]],  # [n] each, NaN where there is none
+    weights: Mapping[str, float],
+    may_teach: npt.NDArray[np.bool_],
+) -> npt.NDArray[np.float64]:  # [n]
+    total = np.zeros(len(may_teach))
+    for name, rewards in by_source.items():
+        known = rewards[may_teach & ~np.isnan(rewards)]
+        if len(known) > 1 and (known != known[0]).any():
+            scaled = (rewards - known.mean()) / (known.std(ddof=1) + STD_FLOOR)
+            total += weights.get(name, 0.0) * np.nan_to_num(scaled, nan=0.0)
+    return total
 
 
 def scaled_by_std(values: PerToken, group: ScoredGroup) -> PerToken:

@@ -295,18 +295,23 @@ def build_rewards(
     """The run's sources, none of them begun yet; one that this worker may not use is a UserError."""
     built = {}
     for name, source in sources.items():
-        reward: Reward | GroupReward
-        if isinstance(source, schema.FunctionReward):
-            from streamrl.workers.rewards.functions import build_function_reward
-
-            reward = build_function_reward(name, source, permissions)
-        elif isinstance(source, schema.JudgeReward):
-            from streamrl.workers.rewards.judge import build_judge_reward
-
-            reward = build_judge_reward(name, source, permissions)
-        else:
-            from streamrl.workers.rewards.http_client import build_http_reward  # httpx only where a source needs it
-
-            reward = build_http_reward(name, source, permissions, local_reward_url)
+        reward = build_reward(name, source, permissions, local_reward_url)
         built[name] = Weighted(reward=reward, weight=source.weight, max_abs=source.max_abs)
     return Rewards(built)
+
+
+def build_reward(
+    name: str, source: schema.Reward, permissions: Permissions, local_reward_url: str | None
+) -> Reward | GroupReward:
+    """One of them; httpx is imported only where a source needs it."""
+    if isinstance(source, schema.FunctionReward):
+        from streamrl.workers.rewards.functions import build_function_reward
+
+        return build_function_reward(name, source, permissions)
+    if isinstance(source, schema.JudgeReward):
+        from streamrl.workers.rewards.judge import build_judge_reward
+
+        return build_judge_reward(name, source, permissions)
+    from streamrl.workers.rewards.http_client import build_http_reward
+
+    return build_http_reward(name, source, permissions, local_reward_url)
