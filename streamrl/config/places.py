@@ -89,6 +89,9 @@ def check_rewards(config: Config) -> Iterator[Problem]:
             remedy = f"must be one of {', '.join(REWARDS)}, or code of yours as {CODE_FORMS}"
             remedy += f"; did you mean {nearest[0]!r}?" if nearest else ""
             yield Problem(key=f"rewards.{name}.target", value=source.target, remedy=remedy)
+        elif source.of_group and source.target in REWARDS:
+            remedy = f"{source.target} sees one sample at a time; must be false"
+            yield Problem(key=f"rewards.{name}.of_group", remedy=remedy)
     if config.reward_server is not None and not any(isinstance(r, HttpReward) for r in config.rewards.values()):
         remedy = f"no reward source asks this server; add one of type http with url: {LOCAL_REWARD_SERVER}"
         yield Problem(key="reward_server.model", remedy=remedy)

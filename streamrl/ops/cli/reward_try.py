@@ -160,7 +160,7 @@ def _read_completions(path: Path) -> Iterator[list[str]]:
         except ValueError:
             read = None
         text = read.get("completion") if isinstance(read, dict) else read
-        texts = text if isinstance(text, list) else [text]
+        texts: list[Any] = text if isinstance(text, list) else [text]
         if not texts or not all(isinstance(text, str) for text in texts):
             raise DataError(f'--completions: {path}:{number} must be a JSON text, or {{"completion": text}}, or a list')
         yield texts
