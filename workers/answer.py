@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+import numpy as np
 import structlog
 
 from streamrl.config import schema
@@ -25,7 +26,7 @@ from streamrl.workers.engines.base import Engine, SampleRequest
 from streamrl.workers.environments.base import ENVIRONMENT
 from streamrl.workers.environments.playing import Plays
 from streamrl.workers.environments.trace import Played
-from streamrl.workers.rewards.base import Rewards, ScoreItem, Scores
+from streamrl.workers.rewards.base import Rewards, Score, ScoreItem, Scores
 
 log = structlog.get_logger(__name__)
 
@@ -36,7 +37,7 @@ class _Made:
 
     made: Played
     item: ScoreItem
-    scores: Mapping[str, float | None]
+    scores: Mapping[str, Score]
     generated_at: float  # monotonic
 
 
@@ -136,9 +137,14 @@ class Answerer:
             scores = Scores(
                 rewards={**scores.rewards, ENVIRONMENT: made.reward, **made.rewards},
                 total=scores.total + settings.weight * made.reward,
+                token_rewards=scores.token_rewards,
             )
+        of_tokens = scores.token_rewards
         sample = made.sample._replace(
-            rewards=scores.rewards, reward=scores.total, turn_rewards=self._weighted(made.turn_rewards)
+            rewards=scores.rewards,
+            reward=scores.total,
+            turn_rewards=self._weighted(made.turn_rewards),
+            token_rewards=None if of_tokens is None else of_tokens.astype(np.float32),
         )
         return _Scored(sample=sample, made=made, generated_at=ready.generated_at)
 

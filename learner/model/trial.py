@@ -98,6 +98,7 @@ def _made_up_group(rewards: tuple[float, ...], finished: tuple[bool, ...]) -> Sc
         masks=tuple(_trained(*made) for made in zip(_LENGTHS, _TURNS, strict=True)),
         rewards_by_source={"made_up": np.array(rewards)},
         turns=_TURNS,
+        token_rewards=tuple(np.full(n, r / max(1, n)) for r, n in zip(rewards, _LENGTHS, strict=True)),
         turn_rewards=tuple(np.full(len(each), r / max(1, len(each))) for r, each in zip(rewards, _TURNS, strict=True)),
     )
 

@@ -92,6 +92,11 @@ def check_rewards(config: Config) -> Iterator[Problem]:
         elif source.of_group and source.target in REWARDS:
             remedy = f"{source.target} sees one sample at a time; must be false"
             yield Problem(key=f"rewards.{name}.of_group", remedy=remedy)
+        elif source.per_token and (source.of_group or source.target in REWARDS):
+            remedy = (
+                "a function of yours in streamrl's form, and without of_group, returns numbers of tokens; must be false"
+            )
+            yield Problem(key=f"rewards.{name}.per_token", remedy=remedy)
     if config.reward_server is not None and not any(isinstance(r, HttpReward) for r in config.rewards.values()):
         remedy = f"no reward source asks this server; add one of type http with url: {LOCAL_REWARD_SERVER}"
         yield Problem(key="reward_server.model", remedy=remedy)

@@ -85,6 +85,7 @@ class FunctionReward(Section):
     type: Literal["function"]
     target: str  # a built-in name, `package.module:function` or `path/to/file.py:function`
     of_group: bool = False  # it is called with all samples of a prompt at once, in TRL's form
+    per_token: bool = False  # it returns a number for each token; the reward is their sum
     weight: float = 1.0
     max_abs: PositiveFloat = 1e6  # a score beyond is nonsense: the sample counts as failed
     timeout_s: PositiveFloat = 10.0

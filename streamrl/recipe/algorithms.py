@@ -120,6 +120,7 @@ class Reinforce:
             rewards_by_source=by_source,
             turns=tuple(tuple(sample.turns()) for sample in samples),
             turn_rewards=tuple(map(_by_turn, samples, rewards)),
+            token_rewards=tuple(map(_by_token, samples, rewards)),
         )
         return self.judge(scored)
 
@@ -207,6 +208,15 @@ def _by_turn(sample: Sample, reward: float) -> npt.NDArray[np.float64]:  # [turn
     """The reward of a sample, to each turn its own; what no turn has earned comes with the last."""
     found = np.zeros(len(sample.turns()))
     found[: len(sample.turn_rewards)] = sample.turn_rewards
+    found[-1:] += reward - found.sum()
+    return found
+
+
+def _by_token(sample: Sample, reward: float) -> npt.NDArray[np.float64]:  # [T]
+    """Likewise: what no token has earned comes with the last."""
+    found = np.zeros(len(sample.token_ids))
+    if sample.token_rewards is not None:
+        found += sample.token_rewards
     found[-1:] += reward - found.sum()
     return found
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from streamrl.permissions import Permissions
 from streamrl.protocol.wire.group import FinishReason
 
 _SCORE_S = 60.0  # a sample that waits so long for its score
+Score: TypeAlias = "float | npt.NDArray[np.float64] | None"  # [T]: of each token; the reward is their sum
 _FORGETTING = 0.05  # the share of the newest in the average latency
 
 
@@ -37,6 +38,12 @@ class ScoreItem:
     fields: Mapping[str, Any] = field(default_factory=dict)  # the dataset row's further fields, `answer` for one
     finish_reason: FinishReason = "stop"  # "length": it was cut off
     rewards: Mapping[str, float] = field(default_factory=dict)  # for sources of groups: what the others gave
+
+    @property
+    def sample(self) -> dict[str, Any]:
+        """What differs within a group, as JSON has it."""
+        told = {"completion": self.completion, "token_ids": self.token_ids.tolist()}
+        return {**told, "finish_reason": self.finish_reason, "rewards": dict(self.rewards)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +61,9 @@ class Reward(Protocol):
     async def start(self) -> None:
         """Show that the source can be used at all; what the user must mend is a UserError."""
 
-    async def score(self, item: ScoreItem) -> float | None:
-        """A finite number within the source's own time limit, None where it does not apply to the sample, or
-        RewardError; RewardOutage where the sample is not at fault."""
+    async def score(self, item: ScoreItem) -> Score:
+        """A finite number within the source's own time limit, or one for each token; None where it does not apply to
+        the sample; or RewardError, RewardOutage where the sample is not at fault."""
 
     def health(self) -> Health: ...
 
@@ -80,7 +87,7 @@ class GroupReward(Protocol):
 class RewardDouble:
     """Scores by a plain function, remembers what it was asked, and waits or is out when told to."""
 
-    def __init__(self, judge: Callable[[ScoreItem], float | None] = lambda item: 1.0) -> None:
+    def __init__(self, judge: Callable[[ScoreItem], Score] = lambda item: 1.0) -> None:
         self._judge = judge
         self.items: list[ScoreItem] = []
         self.outage: str | None = None
@@ -90,7 +97,7 @@ class RewardDouble:
     async def start(self) -> None:
         pass
 
-    async def score(self, item: ScoreItem) -> float | None:
+    async def score(self, item: ScoreItem) -> Score:
         self.items.append(item)
         if self.held is not None:
             await self.held.wait()
@@ -107,6 +114,7 @@ class RewardDouble:
 class Scores:
     rewards: Mapping[str, float]  # by source that applies, before weights
     total: float  # the weighted sum
+    token_rewards: npt.NDArray[np.float64] | None = None  # [T] what each token has in it; None: no token by itself
 
 
 @dataclass(slots=True, kw_only=True)
@@ -143,7 +151,7 @@ class Rewards:
     def num_pending(self) -> int:
         return len(self._pending)
 
-    async def score_sample(self, item: ScoreItem) -> Mapping[str, float | None]:
+    async def score_sample(self, item: ScoreItem) -> Mapping[str, Score]:
         """By the sources of single samples, as soon as one is made."""
         with self._asked():
             scoring = {
@@ -156,7 +164,7 @@ class Rewards:
             return {name: score.result() for name, score in scoring.items()}
 
     async def mix(
-        self, items: Sequence[ScoreItem], scored: Sequence[Mapping[str, float | None]]
+        self, items: Sequence[ScoreItem], scored: Sequence[Mapping[str, Score]]
     ) -> list[Scores | RewardError]:
         """Of a prompt's samples, which have been scored one by one: by the sources of groups too, and added up."""
         with self._asked():
@@ -204,7 +212,7 @@ class Rewards:
             del self._pending[asked]
         self._failing = ""
 
-    def _sum(self, scores: Mapping[str, float | RewardError | None]) -> Scores | RewardError:
+    def _sum(self, scores: Mapping[str, Score | RewardError]) -> Scores | RewardError:
         failed = [score for score in scores.values() if isinstance(score, RewardError)]
         if failed:
             return failed[0]
@@ -214,7 +222,8 @@ class Rewards:
         total = sum(self._sources[name].weight * value for name, value in rewards.items())
         if not math.isfinite(total):
             return RewardError(f"the weighted sum of {rewards} is not finite")
-        return Scores(rewards=rewards, total=total)
+        of_tokens = [self._sources[name].weight * s for name, s in scores.items() if isinstance(s, np.ndarray)]
+        return Scores(rewards=rewards, total=total, token_rewards=np.sum(of_tokens, axis=0) if of_tokens else None)
 
     def outage(self) -> str | None:
         """Which source cannot score at all now, and why: it is no use to make more samples for it."""
@@ -244,7 +253,7 @@ class Rewards:
     async def close(self) -> None:
         await asyncio.gather(*(source.reward.close() for source in self._sources.values()))
 
-    async def _score_by(self, name: str, reward: Reward, item: ScoreItem) -> float | None:
+    async def _score_by(self, name: str, reward: Reward, item: ScoreItem) -> Score:
         began = self._clock()
         try:
             value = await reward.score(item)
@@ -257,8 +266,9 @@ class Rewards:
 
     async def _score_group_by(
         self, name: str, reward: GroupReward, items: Sequence[ScoreItem]
-    ) -> list[float | RewardError | None]:
+    ) -> list[Score | RewardError]:
         began = self._clock()
+        values: Sequence[float | RewardError | None]
         try:
             values = await reward.score_group(items)
         except RewardOutage as error:
@@ -267,26 +277,36 @@ class Rewards:
             values = [error] * len(items)
         return [self._checked(name, value, began) for value in values]
 
-    def _checked(self, name: str, value: float | RewardError | None, began: float) -> float | RewardError | None:
+    def _checked(self, name: str, value: Score | RewardError, began: float) -> Score | RewardError:
         source = self._sources[name]
         if isinstance(value, RewardError):
             return self._failed(name, value)
-        if value is not None and not math.isfinite(value):
-            return self._failed(name, RewardError(f"gave {value}, not a finite number"))
-        if value is not None and abs(value) > source.max_abs:
-            return self._failed(name, RewardError(f"gave {value:g}, beyond its max_abs of {source.max_abs:g}"))
+        worth = 0.0 if value is None else worth_of(value)
+        if not math.isfinite(worth):
+            return self._failed(name, RewardError(f"gave {worth}, not a finite number"))
+        if abs(worth) > source.max_abs:
+            return self._failed(name, RewardError(f"gave {worth:g}, beyond its max_abs of {source.max_abs:g}"))
         source.scored += 1
         share = max(_FORGETTING, 1 / source.scored)
         source.latency_s += share * (self._clock() - began - source.latency_s)
-        return None if value is None else float(value)
+        return float(value) if isinstance(value, int | float) else value
 
     def _failed(self, name: str, error: RewardError) -> RewardError:
         self._sources[name].failed += 1
         return type(error)(f"reward {name!r}: {error}")
 
 
-def _applying(scores: Mapping[str, float | RewardError | None]) -> dict[str, float]:
-    return {name: score for name, score in scores.items() if isinstance(score, float)}
+def _applying(scores: Mapping[str, Score | RewardError]) -> dict[str, float]:
+    return {
+        name: worth_of(score)
+        for name, score in scores.items()
+        if score is not None and not isinstance(score, RewardError)
+    }
+
+
+def worth_of(score: float | npt.NDArray[np.float64]) -> float:
+    """Of a sample."""
+    return float(score) if not isinstance(score, np.ndarray) else float(sum(score.tolist()))  # inf - inf is no warning
 
 
 def build_rewards(

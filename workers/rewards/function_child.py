@@ -19,14 +19,15 @@ from typing import Any, BinaryIO
 
 from streamrl.recipe.own import bind, describe, load_function
 from streamrl.recipe.rewards import LOADS, REWARDS
+from streamrl.terminal import plural
 from streamrl.workers.rewards import confine as confining
 from streamrl.workers.rewards.trl_form import TOLD, bind_of_trl, is_of_trl, rewards_in
 
 _NO_NAMES = -3  # EAI_AGAIN: no server of names can be asked
 _NO_NETWORK_HINT = "; a function has a network only where its source says `network: true`"
 
-# The scores in what a function returned of so many samples; None: it does not apply
-Read = Callable[[Any, int], list[float | None]]
+# The scores in what a function returned of these samples; None: it does not apply; a list: of each token
+Read = Callable[[Any, list[Any]], list[Any]]
 
 
 def main() -> None:
@@ -46,6 +47,7 @@ def main() -> None:
             raise TypeError("of_group wants the form of TRL's: a function with a parameter called `completions`")
         else:
             function = _bind(function, setup["options"])
+            read = _numbers_of_tokens if setup["per_token"] else read
     except BaseException as error:  # noqa: BLE001 - user code may raise anything while it is imported
         write_answer(answers, {"error": describe(error)})
         return
@@ -63,7 +65,7 @@ def _serve(function: Callable[..., Any], read: Read, calls: BinaryIO, answers: B
         call = json.loads(line)
         answer: dict[str, Any]
         try:
-            answer = {"value": read(function(*call["arguments"]), len(call["arguments"][-1]))}
+            answer = {"value": read(function(*call["arguments"]), call["arguments"][-1])}
         except BaseException as error:  # noqa: BLE001 - whatever user code raises fails this sample, and only it
             answer = _failure(error)
         write_answer(answers, {"id": call["id"], **answer})
@@ -81,7 +83,7 @@ async def _serve_concurrently(
         limit = asyncio.timeout(timeout_s)
         try:
             async with limit:
-                result = {"value": read(await function(*call["arguments"]), len(call["arguments"][-1]))}
+                result = {"value": read(await function(*call["arguments"]), call["arguments"][-1])}
         except BaseException as error:  # noqa: BLE001 - as above
             result = {"error": f"no answer within {timeout_s:g} s"} if limit.expired() else _failure(error)
         write_answer(answers, {"id": call["id"], **result})
@@ -108,8 +110,18 @@ def _bind(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[
     return call
 
 
-def _only_number(value: Any, _: int) -> list[float | None]:
+def _only_number(value: Any, _: list[Any]) -> list[Any]:
     return [_as_number(value)]
+
+
+def _numbers_of_tokens(value: Any, samples: list[Any]) -> list[Any]:
+    [sample] = samples
+    if not hasattr(value, "__len__") or len(value) != len(sample["token_ids"]):
+        count = len(sample["token_ids"])
+        raise TypeError(
+            f"per_token: the function returned {value!r:.80}, not a number for each of {plural(count, 'token')}"
+        )
+    return [[_as_number(one) for one in value]]
 
 
 def _as_number(value: Any) -> float:
@@ -121,8 +133,8 @@ def _as_number(value: Any) -> float:
     return number
 
 
-def _numbers_of_trl(returned: Any, count: int) -> list[float | None]:
-    return [None if reward is None else _as_number(reward) for reward in rewards_in(returned, count)]
+def _numbers_of_trl(returned: Any, samples: list[Any]) -> list[Any]:
+    return [None if reward is None else _as_number(reward) for reward in rewards_in(returned, len(samples))]
 
 
 def _failure(error: BaseException) -> dict[str, Any]:

@@ -38,13 +38,15 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+
 from streamrl.config import schema
 from streamrl.errors import ConfigError, RewardError
 from streamrl.permissions import Permissions
 from streamrl.process import dying_with_us
 from streamrl.recipe.own import FILES, FORMS, is_own
 from streamrl.recipe.rewards import REWARDS
-from streamrl.workers.rewards.base import Health, ScoreItem
+from streamrl.workers.rewards.base import Health, Score, ScoreItem
 
 CONCURRENT_CALLS = 32  # of an `async def` in one process
 
@@ -112,19 +114,10 @@ class _Pool:
             for place in self._places:
                 self._turns.put_nowait(place)
 
-    async def of(self, items: Sequence[ScoreItem]) -> list[float | None]:
+    async def of(self, items: Sequence[ScoreItem]) -> list[Any]:
         """What it says of these samples, which have one prompt; or RewardError."""
-        samples = [
-            {
-                "completion": item.completion,
-                "token_ids": item.token_ids.tolist(),
-                "finish_reason": item.finish_reason,
-                "rewards": dict(item.rewards),
-            }
-            for item in items
-        ]
         try:
-            return await self._call((items[0].prompt, dict(items[0].fields), samples))
+            return await self._call((items[0].prompt, dict(items[0].fields), [item.sample for item in items]))
         except CallFailed as error:
             raise RewardError(f"the function failed: {error}") from None
 
@@ -135,7 +128,7 @@ class _Pool:
         for place in (*self._places, self._solo):
             await place.close()
 
-    async def _call(self, arguments: tuple[Any, ...]) -> list[float | None]:
+    async def _call(self, arguments: tuple[Any, ...]) -> list[Any]:
         place = await self._turns.get()
         try:
             return await place.call(arguments)
@@ -149,9 +142,9 @@ class _Pool:
 
 
 class FunctionReward(_Pool):
-    async def score(self, item: ScoreItem) -> float | None:
+    async def score(self, item: ScoreItem) -> Score:
         [score] = await self.of([item])
-        return score
+        return np.array(score, dtype=np.float64) if isinstance(score, list) else score
 
 
 class FunctionOfGroups(_Pool):
@@ -175,8 +168,8 @@ class _Place:
                 self._child = await Child.begin(self._source)
             return self._child
 
-    async def call(self, arguments: tuple[Any, ...]) -> list[float | None]:
-        values: list[float | None] = await (await self.child()).call(arguments)
+    async def call(self, arguments: tuple[Any, ...]) -> list[Any]:
+        values: list[Any] = await (await self.child()).call(arguments)
         return values
 
     async def close(self) -> None:
@@ -191,7 +184,7 @@ CANCEL_GRACE_S = 1.0
 _EXIT_WAIT_S = 0.5  # between the end of its pipe and the end of a process
 _MAX_ANSWER_BYTES = 1 << 20
 _OF_FUNCTIONS = "streamrl.workers.rewards.function_child"
-_SETTINGS = {"target", "options", "of_group", "timeout_s", "rollout_timeout_s", "memory_mb", "network"}
+_SETTINGS = {"target", "options", "of_group", "per_token", "timeout_s", "rollout_timeout_s", "memory_mb", "network"}
 _PASSED = {"PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH"}
 _PASSED |= {"HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE"}  # not HF_TOKEN
 _PASSED_FAMILIES = ("LC_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "CUDA_", "NVIDIA_", "TORCH", "TOKENIZERS_", "XDG_")

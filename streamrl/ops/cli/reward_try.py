@@ -255,7 +255,10 @@ async def _score(reward: Reward | GroupReward, group: Sequence[tuple[PromptRow, 
 
 
 async def _alone(reward: Reward, items: Sequence[ScoreItem]) -> list[float | None]:
-    return [await reward.score(item) for item in items]
+    from streamrl.workers.rewards.base import worth_of
+
+    scores = [await reward.score(item) for item in items]
+    return [None if score is None else worth_of(score) for score in scores]
 
 
 def _lines(tried: Sequence[_Tried]) -> Iterator[str]:
