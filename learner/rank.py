@@ -85,7 +85,7 @@ def _go_on(context: RankContext, state: RunState) -> RunState:
 
 def _make_gradients(context: RankContext, policy: Policy) -> Gradients:
     config, world = context.config, context.world
-    algorithm = make_algorithm(config.algorithm)
+    algorithm = make_algorithm(config.algorithm, config.reward_weights)
     asked = algorithm.needs_reference
     return Gradients(
         policy=policy,

@@ -160,11 +160,13 @@ def _once(source: schema.Reward) -> schema.Reward:
 def _named(source: schema.Reward) -> str:
     if isinstance(source, schema.CodeReward):
         return f"tests.field = {source.tests.field!r}"
+    if isinstance(source, schema.JudgeReward):
+        return f"judges = {', '.join(f'{name} at {judge.url}' for name, judge in source.judges.items())}"
     return f"url = {source.url!r}" if isinstance(source, schema.HttpReward) else f"target = {source.target!r}"
 
 
 def _remedy(source: schema.Reward) -> str:
-    if isinstance(source, schema.HttpReward):
+    if isinstance(source, schema.SERVICES):
         return "mend the service, or its address"
     if isinstance(source, schema.CodeReward):
         return "mend the rows: each needs tests"

@@ -37,7 +37,7 @@ _LIMITS: Mapping[str, tuple[Callable[[float], bool], str]] = {  # arguments of l
 }
 _OF_REINFORCE = (
     *("loss", "loss_args", "advantages", "advantages_args"),
-    *("discount_factor", "scale_by_std", "normalize_batch"),
+    *("discount_factor", "normalize_sources", "scale_by_std", "normalize_batch", "entropy_bonus"),
 )
 _MAX_TIME = re.compile(r"(\d+):([01]\d|2[0-3]):([0-5]\d):([0-5]\d)\Z")
 
@@ -148,10 +148,16 @@ def _algorithm(config: Config) -> Iterator[Problem]:
             key="algorithm.discount_factor",
             remedy="gspo judges a response as a whole, so its tokens cannot have advantages of their own; must be 1",
         )
-    if settings.advantages == "turns" and settings.loss == "gspo":
+    parts = settings.advantages
+    if parts in ("turns", "tokens") and settings.normalize_sources:
+        remedy = (
+            f"with algorithm.advantages={parts} what each has earned is a sum over sources, which cannot be taken apart"
+        )
+        yield Problem(key="algorithm.normalize_sources", remedy=f"{remedy}; must be false")
+    if parts in ("turns", "tokens") and settings.loss == "gspo":
         yield Problem(
             key="algorithm.advantages",
-            remedy="algorithm.loss=gspo judges a response as a whole, so its turns cannot have advantages of their "
+            remedy=f"algorithm.loss=gspo judges a response as a whole, so its {parts} cannot have advantages of their "
             "own; choose another loss, or leave_one_out",
         )
 

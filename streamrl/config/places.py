@@ -17,12 +17,14 @@ from urllib.parse import SplitResult, urlsplit
 
 from streamrl.config.explain import Problem
 from streamrl.config.schema import (
+    SERVICES,
     CodeReward,
     Config,
     Dataset,
     Environment,
     FunctionReward,
     HttpReward,
+    JudgeReward,
     NamedDataset,
     Tests,
 )
@@ -39,6 +41,7 @@ from streamrl.recipe.rewards import REWARDS
 LOCAL_REWARD_SERVER = "local"  # the url of an http source that means the run's own reward_server
 EMBEDDED_REDIS = "embedded"
 SANDBOX = "sandbox"  # what a worker is allowed that may run programs of models
+_MAX_SCORES = 100  # a judge's values stand in the schema of its answer, each by itself
 
 _SENTINELS = re.compile(r"(?P<scheme>[a-z]+\+sentinel)://[^/]+/+[^/]")  # several hosts, and a service
 _SOCKET = re.compile(r"unix://([^/@]+@)?/")
@@ -47,20 +50,23 @@ _OBJECT_STORE = re.compile(r"(?P<scheme>[a-z][a-z0-9+-]*)://[^/\s]\S*\Z")
 
 
 def granted(config: Config) -> Permissions:
-    """What it names: the user's functions and environment (what is built in needs nobody's word), what those want of
-    their worker's machine, and `name:port` of each service that is asked, replicas too; not the run's own reward
-    server."""
+    """What it names: the user's functions and environment (what is built in needs nobody's word), what those and judges
+    want of their worker's machine, and `name:port` of each service that is asked, replicas too; not the run's own
+    reward server."""
     code: list[FunctionReward | Environment] = [
         one for one in config.rewards.values() if isinstance(one, FunctionReward)
     ]
     code += [] if config.environment is None else [config.environment]
-    urls = [url for one in config.rewards.values() if isinstance(one, HttpReward) for url in one.urls]
+    urls = [url for one in config.rewards.values() if isinstance(one, SERVICES) for url in one.urls]
     urls += [] if config.environment is None else config.environment.urls
     sandbox = {SANDBOX for one in config.rewards.values() if isinstance(one, CodeReward)}
+    judges = [judge for one in config.rewards.values() if isinstance(one, JudgeReward) for judge in one.judges.values()]
+    variables = [name for one in code for name in one.environment]
+    variables += [judge.token_env for judge in judges if judge.token_env is not None]
     return Permissions(
         reward_code=(*(one.target for one in code if one.target and ":" in one.target), *sandbox),
         reward_network=tuple(one.target for one in code if one.target and one.network),
-        reward_environment=tuple(dict.fromkeys(name for one in code for name in one.environment)),
+        reward_environment=tuple(dict.fromkeys(variables)),
         hosts=tuple(urlsplit(url).netloc for url in urls if url != LOCAL_REWARD_SERVER),
     )
 
@@ -80,11 +86,21 @@ def check_rewards(config: Config) -> Iterator[Problem]:
     for name, source in config.rewards.items():
         if isinstance(source, HttpReward):
             yield from _check_service(config, name, source)
+        elif isinstance(source, JudgeReward):
+            yield from _check_judges(name, source)
         elif isinstance(source, FunctionReward) and source.target not in REWARDS and not is_own(source.target):
             nearest = get_close_matches(source.target, REWARDS, n=1)
             remedy = f"must be one of {', '.join(REWARDS)}, or code of yours as {CODE_FORMS}"
             remedy += f"; did you mean {nearest[0]!r}?" if nearest else ""
             yield Problem(key=f"rewards.{name}.target", value=source.target, remedy=remedy)
+        elif source.of_group and source.target in REWARDS:
+            remedy = f"{source.target} sees one sample at a time; must be false"
+            yield Problem(key=f"rewards.{name}.of_group", remedy=remedy)
+        elif source.per_token and (source.of_group or source.target in REWARDS):
+            remedy = (
+                "a function of yours in streamrl's form, and without of_group, returns numbers of tokens; must be false"
+            )
+            yield Problem(key=f"rewards.{name}.per_token", remedy=remedy)
     if config.reward_server is not None and not any(isinstance(r, HttpReward) for r in config.rewards.values()):
         remedy = f"no reward source asks this server; add one of type http with url: {LOCAL_REWARD_SERVER}"
         yield Problem(key="reward_server.model", remedy=remedy)
@@ -141,6 +157,27 @@ def _check_service(config: Config, name: str, source: HttpReward) -> Iterator[Pr
         elif parts.username is not None or parts.query:
             remedy = f"must name no user and no query; a file with a bearer token is named by rewards.{name}.token_file"
             yield Problem(key=key, value=url, remedy=remedy)
+
+
+def _check_judges(name: str, source: JudgeReward) -> Iterator[Problem]:
+    key, (low, high) = f"rewards.{name}", source.scale
+    if not source.judges:
+        yield Problem(key=f"{key}.judges", remedy="name at least one: {big: {url: https://host/v1, model: ...}}")
+    if not low < high <= low + _MAX_SCORES:
+        remedy = f"must be the worst and the best score, at most {_MAX_SCORES} apart"
+        yield Problem(key=f"{key}.scale", value=list(source.scale), remedy=remedy)
+    if source.against is not None and source.form == "pointwise":
+        remedy = "pointwise compares with nothing: set form to pairwise, or name the field in show"
+        yield Problem(key=f"{key}.against", value=source.against, remedy=remedy)
+    for called, judge in source.judges.items():
+        own = f"{key}.judges.{called}"
+        for index, url in enumerate(judge.urls):
+            parts = _split(url, ("http", "https"))
+            if parts is None or parts.username is not None or parts.query:
+                remedy = "must be https://host/v1, with no user and no query; a key lies in token_file or token_env"
+                yield Problem(key=f"{own}.replicas" if index else f"{own}.url", value=url, remedy=remedy)
+        if judge.token_file is not None and judge.token_env is not None:
+            yield Problem(key=f"{own}.token_env", remedy="the key lies in token_file; take one of the two away")
 
 
 def check_redis(config: Config) -> Iterator[Problem]:
@@ -225,13 +262,15 @@ def check_files(config: Config, *, trains: bool = True) -> None:
         problems += _model("reward_server.model", config.reward_server.model)
     if config.environment is not None:
         problems += _code("environment.target", config.environment.target or "")
-        if config.environment.token_file is not None:
-            problems += _file("environment.token_file", config.environment.token_file)
+        problems += _file("environment.token_file", config.environment.token_file)
     for name, source in config.rewards.items():
         if isinstance(source, FunctionReward):
             problems += _code(f"rewards.{name}.target", source.target)
-        elif isinstance(source, HttpReward) and source.token_file is not None:
+        elif isinstance(source, HttpReward):
             problems += _file(f"rewards.{name}.token_file", source.token_file)
+        elif isinstance(source, JudgeReward):
+            for called, judge in source.judges.items():
+                problems += _file(f"rewards.{name}.judges.{called}.token_file", judge.token_file)
     if problems:
         raise DataError("\n".join(problems))
 
@@ -283,6 +322,6 @@ def _prompts(named: NamedDataset, config: Config) -> Iterator[str]:
         yield str(error)
 
 
-def _file(key: str, path: str) -> Iterator[str]:
-    if not Path(path).is_file():
+def _file(key: str, path: str | None) -> Iterator[str]:
+    if path is not None and not Path(path).is_file():
         yield f"{key} = {path!r}: there is no such file"

@@ -84,6 +84,8 @@ class ValidationSampling(Sampling):
 class FunctionReward(Section):
     type: Literal["function"]
     target: str  # a built-in name, `package.module:function` or `path/to/file.py:function`
+    of_group: bool = False  # it is called with all samples of a prompt at once, in TRL's form
+    per_token: bool = False  # it returns a number for each token; the reward is their sum
     weight: float = 1.0
     max_abs: PositiveFloat = 1e6  # a score beyond is nonsense: the sample counts as failed
     timeout_s: PositiveFloat = 10.0
@@ -141,7 +143,61 @@ class HttpReward(Section):
         return (self.url, *self.replicas)
 
 
-Reward = Annotated[FunctionReward | HttpReward | CodeReward, Field(discriminator="type")]
+class Judge(Section):
+    """A model behind a URL in OpenAI's form."""
+
+    url: str  # as its clients are told it: https://host/v1
+    model: str
+    replicas: tuple[str, ...] = ()  # further addresses of the same model, asked in turn
+    token_file: str | None = None  # a file that holds the key, or ...
+    token_env: str | None = None  # ... the variable of the worker's that does, where the worker allows it
+    options: DeepArguments = Field(default_factory=dict)  # further fields of each request; null takes one of ours out
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return (self.url, *self.replicas)
+
+
+class JudgeReward(Section):
+    """Models that are asked what an answer is worth; what they say is brought to 0 to 1."""
+
+    type: Literal["judge"]
+    judges: dict[str, Judge]  # by names of yours; all of them are asked
+    rubric: str  # what is good, in words
+    form: Literal["pointwise", "pairwise"] = "pointwise"  # each for itself | which of two is better, in both orders
+    scale: tuple[int, int] = (1, 10)  # pointwise: worst and best
+    against: str | None = None  # pairwise: the row's field that holds the other one; null: others of the group
+    opponents: Positive = 2  # of the group: so many neighbours are compared with on each side
+    show: tuple[str, ...] = ()  # fields of the row that judges are shown, a right answer for one
+    combine: Literal["mean", "majority"] = "mean"  # of several judges
+    structured: bool = True  # the answer's JSON schema goes along; false: for services that know none
+    explain: bool = False  # the judge writes its reasons before its verdict
+    temperature: NonNegativeFloat = 0.0
+    max_tokens: Positive = 512  # of a judge's answer
+    weight: float = 1.0
+    timeout_s: PositiveFloat = 60.0  # for one request
+    attempts: Positive = 5  # tries before the sample counts as failed
+    outage_s: PositiveFloat = 600.0  # how long samples wait while none can be asked; then their tickets go back
+    max_concurrency: Positive = 64  # requests at the same time to one judge; this and what follows: of one worker
+    max_requests_per_s: PositiveFloat | None = None  # to one judge
+    token_budget: Positive | None = None  # read and written by all judges since the worker began; then it is an outage
+    cache_size: NonNegative = 10_000  # verdicts a judge that are kept: the same question is asked once; 0: off
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return tuple(url for judge in self.judges.values() for url in judge.urls)
+
+    @property
+    def max_abs(self) -> float:
+        return 1.0
+
+    @property
+    def of_group(self) -> bool:
+        return self.form == "pairwise" and self.against is None
+
+
+SERVICES = (HttpReward, JudgeReward)  # what is asked over HTTP
+Reward = Annotated[FunctionReward | HttpReward | JudgeReward | CodeReward, Field(discriminator="type")]
 
 
 class Environment(Section):
@@ -320,6 +376,11 @@ class Config(Section):
     @property
     def reward_sources(self) -> tuple[str, ...]:
         return (*self.rewards, *(() if self.environment is None else ("environment",)))
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        of_environment = {} if self.environment is None else {"environment": self.environment.weight}
+        return {name: source.weight for name, source in self.rewards.items()} | of_environment
 
     @property
     def max_response_tokens(self) -> int:

@@ -122,6 +122,10 @@ OF_LOSS = "loss/"  # what the run's loss tells of itself
 # Names that begin so, and go on with whatever there is in a run.
 FAMILIES: Mapping[str, Explained] = {
     "train_rollouts/rewards/": ("reward", "mean reward of this source in trained groups, before weights"),
+    "train_rollouts/rewards_std_by_source/": (
+        "reward",
+        "standard deviation of this source's reward in trained groups, before weights",
+    ),
     "train_rollouts/rewards_by_dataset/": ("reward", "mean weighted reward of this dataset's trained groups"),
     "all_rollouts/rewards_by_dataset/": (
         "reward",

@@ -28,7 +28,8 @@ from streamrl.config import schema
 from streamrl.errors import RewardOutage, SampleError
 from streamrl.permissions import Permissions
 from streamrl.workers.environments.base import Answer, Episode
-from streamrl.workers.rewards.http_client import FIRST_PAUSE_S, check_host
+from streamrl.workers.rewards.asking import FIRST_PAUSE_S
+from streamrl.workers.rewards.http_client import check_host
 from streamrl.workers.rewards.http_request import Refused, TryAgain, make_client, post, printable
 from streamrl.workers.rewards.replicas import Replica, Replicas
 
@@ -48,7 +49,7 @@ def build_remote(
     """Checks the addresses and this worker's permission for their hosts; connects to nothing yet."""
     for url in settings.urls:
         check_host("environment.urls", url, permissions)
-    client = make_client(settings, key="environment", transport=transport)
+    client = make_client(settings, key="environment", timeout_s=settings.timeout_s, transport=transport)
     return RemoteEnvironment(settings, client, first_pause_s=first_pause_s)
 
 
@@ -82,7 +83,7 @@ class RemoteEnvironment:
                 return _RemoteEpisode(self, replica, _text(answer, "id", needed=True), _text(answer, "observation"))
             except TryAgain as error:
                 last, reason = replica, f"{replica.url}: {error}"
-                attempts += error.reached
+                attempts += error.reached and error.rest_s is None
             except Refused as error:
                 raise SampleError(f"the environment failed in reset: {error}") from None
         raise SampleError(f"the environment failed in reset: {reason} ({attempts} attempts)")

@@ -13,19 +13,21 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from streamrl.recipe.own import bind, describe, load_function
 from streamrl.recipe.rewards import LOADS, REWARDS
+from streamrl.terminal import plural
 from streamrl.workers.rewards import confine as confining
-from streamrl.workers.rewards.trl_form import bind_of_trl, is_of_trl, only_reward
+from streamrl.workers.rewards.trl_form import TOLD, bind_of_trl, is_of_trl, rewards_in
 
 _NO_NAMES = -3  # EAI_AGAIN: no server of names can be asked
 _NO_NETWORK_HINT = "; a function has a network only where its source says `network: true`"
 
-Read = Callable[[Any], float | None]  # the score in what a function returned; None: it does not apply
+# The scores in what a function returned of these samples; None: it does not apply; a list: of each token
+Read = Callable[[Any, list[Any]], list[Any]]
 
 
 def main() -> None:
@@ -38,11 +40,14 @@ def main() -> None:
         if setup["target"] in LOADS:
             LOADS[setup["target"]]()
         asynchronous = inspect.iscoroutinefunction(function)
-        read: Read = _as_number
+        read: Read = _only_number
         if is_of_trl(function):
-            function, read = bind_of_trl(function, setup["options"]), _read_of_trl
+            function, read = bind_of_trl(function, setup["options"]), _numbers_of_trl
+        elif setup["of_group"]:
+            raise TypeError("of_group wants the form of TRL's: a function with a parameter called `completions`")
         else:
-            function = bind(function, setup["options"], "prompt", "completion", "token_ids", "fields")
+            function = _bind(function, setup["options"])
+            read = _numbers_of_tokens if setup["per_token"] else read
     except BaseException as error:  # noqa: BLE001 - user code may raise anything while it is imported
         write_answer(answers, {"error": describe(error)})
         return
@@ -60,7 +65,7 @@ def _serve(function: Callable[..., Any], read: Read, calls: BinaryIO, answers: B
         call = json.loads(line)
         answer: dict[str, Any]
         try:
-            answer = {"value": read(function(*call["arguments"]))}
+            answer = {"value": read(function(*call["arguments"]), call["arguments"][-1])}
         except BaseException as error:  # noqa: BLE001 - whatever user code raises fails this sample, and only it
             answer = _failure(error)
         write_answer(answers, {"id": call["id"], **answer})
@@ -78,7 +83,7 @@ async def _serve_concurrently(
         limit = asyncio.timeout(timeout_s)
         try:
             async with limit:
-                result = {"value": read(await function(*call["arguments"]))}
+                result = {"value": read(await function(*call["arguments"]), call["arguments"][-1])}
         except BaseException as error:  # noqa: BLE001 - as above
             result = {"error": f"no answer within {timeout_s:g} s"} if limit.expired() else _failure(error)
         write_answer(answers, {"id": call["id"], **result})
@@ -92,6 +97,33 @@ async def _serve_concurrently(
         task.add_done_callback(tasks.discard)
 
 
+def _bind(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """To be called with a prompt, its row's fields, and one sample."""
+    wanted = [name for name in TOLD if name in inspect.signature(function).parameters and name not in options]
+    bound = bind(function, {**dict.fromkeys(wanted), **options}, "prompt", "completion", "token_ids", "fields")
+
+    def call(prompt: str, fields: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> Any:
+        [sample] = samples
+        told = {name: TOLD[name](sample) for name in wanted}
+        return bound(prompt, sample["completion"], sample["token_ids"], fields, **told)
+
+    return call
+
+
+def _only_number(value: Any, _: list[Any]) -> list[Any]:
+    return [_as_number(value)]
+
+
+def _numbers_of_tokens(value: Any, samples: list[Any]) -> list[Any]:
+    [sample] = samples
+    if not hasattr(value, "__len__") or len(value) != len(sample["token_ids"]):
+        count = len(sample["token_ids"])
+        raise TypeError(
+            f"per_token: the function returned {value!r:.80}, not a number for each of {plural(count, 'token')}"
+        )
+    return [[_as_number(one) for one in value]]
+
+
 def _as_number(value: Any) -> float:
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise TypeError(f"the function returned {value!r:.80}, not a number")
@@ -101,9 +133,8 @@ def _as_number(value: Any) -> float:
     return number
 
 
-def _read_of_trl(returned: Any) -> float | None:
-    reward = only_reward(returned)
-    return None if reward is None else _as_number(reward)
+def _numbers_of_trl(returned: Any, samples: list[Any]) -> list[Any]:
+    return [None if reward is None else _as_number(reward) for reward in rewards_in(returned, len(samples))]
 
 
 def _failure(error: BaseException) -> dict[str, Any]:

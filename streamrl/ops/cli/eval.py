@@ -166,7 +166,7 @@ def _checked(config: schema.Config, local_reward_url: str | None) -> schema.Conf
             "there are no prompts to score it on; name a file with --prompts FILE, or set data.validation"
         )
     check_config(config)
-    urls = [url for one in config.rewards.values() if isinstance(one, schema.HttpReward) for url in one.urls]
+    urls = [url for one in config.rewards.values() if isinstance(one, schema.SERVICES) for url in one.urls]
     if local_reward_url is not None or LOCAL_REWARD_SERVER not in urls:
         config = config.model_copy(update={"reward_server": None})
     check_packages(config)

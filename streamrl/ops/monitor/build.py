@@ -243,6 +243,9 @@ def _rewards(
             scored=sum(_integer(d, f"rewards/{name}/scored") or 0 for d in alive),
             errors=sum(_integer(d, f"rewards/{name}/failed") or 0 for d in alive),
             state=states[0] if states else None,
+            tokens=sum(tokens)
+            if (tokens := [n for d in alive if (n := _integer(d, f"rewards/{name}/tokens"))])
+            else None,
         )
 
 

@@ -50,8 +50,8 @@ def reward_outage(view: View) -> Iterator[Cause]:
             level="blocking" if waiting and len(waiting) == len(workers) else "attention",
             title="a reward source does not answer",
             evidence="; ".join(told),
-            remedy="start or mend the reward server (GET its /health from a worker's machine); workers go on by "
-            "themselves",
+            remedy="start or mend the service that is named (a reward server tells by GET /health; of a judge look at "
+            "key, model and token_budget); workers go on by themselves",
         )
 
 

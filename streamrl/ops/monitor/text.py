@@ -205,6 +205,8 @@ def reward_lines(view: View) -> Iterator[str]:
         if source.latency_s is not None:
             words.append(f"{1000 * source.latency_s:.0f} ms")
         words.append(plural(source.errors, "error"))
+        if source.tokens is not None:
+            words.append(plural(source.tokens, "token"))
         if source.state is not None:
             words.append(source.state)
         yield "  ".join(words)

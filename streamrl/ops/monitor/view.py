@@ -115,6 +115,7 @@ class RewardSource:
     scored: int  # since the workers that report began
     errors: int
     state: str | None  # as the worker has it that fares worst: well, or what is out
+    tokens: int | None = None  # that judges have read and written for all workers; None of other sources
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

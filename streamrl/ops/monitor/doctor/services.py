@@ -18,7 +18,7 @@ import redis
 
 from streamrl.config.load import Loaded
 from streamrl.config.places import EMBEDDED_REDIS, LOCAL_REWARD_SERVER
-from streamrl.config.schema import HttpReward
+from streamrl.config.schema import SERVICES
 from streamrl.finding import Finding, error, ok, warning
 from streamrl.protocol.transport.address import server_name
 from streamrl.protocol.transport.connection import connect, needed_memory, server_faults
@@ -94,19 +94,21 @@ def _latency(client: redis.Redis) -> Finding:
 def check_rewards(loaded: Loaded) -> Iterator[Finding]:
     """Whether services are there; functions are tried."""
     for name, source in loaded.config.rewards.items():
-        if isinstance(source, HttpReward):
-            yield from (_reward_server(f"reward {name}", url) for url in source.urls)
+        if isinstance(source, SERVICES):
+            yield from (_reward_server(f"reward {name}", url, judges=source.type == "judge") for url in source.urls)
 
 
-def _reward_server(label: str, address: str) -> Finding:
+def _reward_server(label: str, address: str, *, judges: bool) -> Finding:
     if address == LOCAL_REWARD_SERVER:
         return ok(label, "the reward server that `streamrl up` starts here")
-    url = f"{address.rstrip('/')}/health"
+    url = f"{address.rstrip('/')}/{'models' if judges else 'health'}"
     began = time.perf_counter()
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S):
             pass
     except urllib.error.HTTPError as answer:  # something serves there; it need not know /health
+        if judges and answer.code in (401, 403):
+            return ok(label, f"{address} answers, and wants its key")
         return warning(label, f"{url} answers {answer.code}", "look whether a reward server is there")
     except (OSError, ValueError) as failed:
         return error(label, f"{url} does not answer: {failed}", "start it, or mend the source's url")
