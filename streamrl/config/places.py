@@ -88,22 +88,27 @@ def check_rewards(config: Config) -> Iterator[Problem]:
             yield from _check_service(config, name, source)
         elif isinstance(source, JudgeReward):
             yield from _check_judges(name, source)
-        elif isinstance(source, FunctionReward) and source.target not in REWARDS and not is_own(source.target):
-            nearest = get_close_matches(source.target, REWARDS, n=1)
-            remedy = f"must be one of {', '.join(REWARDS)}, or code of yours as {CODE_FORMS}"
-            remedy += f"; did you mean {nearest[0]!r}?" if nearest else ""
-            yield Problem(key=f"rewards.{name}.target", value=source.target, remedy=remedy)
-        elif source.of_group and source.target in REWARDS:
-            remedy = f"{source.target} sees one sample at a time; must be false"
-            yield Problem(key=f"rewards.{name}.of_group", remedy=remedy)
-        elif source.per_token and (source.of_group or source.target in REWARDS):
-            remedy = (
-                "a function of yours in streamrl's form, and without of_group, returns numbers of tokens; must be false"
-            )
-            yield Problem(key=f"rewards.{name}.per_token", remedy=remedy)
+        elif isinstance(source, FunctionReward):
+            yield from _check_function(name, source)
     if config.reward_server is not None and not any(isinstance(r, HttpReward) for r in config.rewards.values()):
         remedy = f"no reward source asks this server; add one of type http with url: {LOCAL_REWARD_SERVER}"
         yield Problem(key="reward_server.model", remedy=remedy)
+
+
+def _check_function(name: str, source: FunctionReward) -> Iterator[Problem]:
+    if source.target not in REWARDS and not is_own(source.target):
+        nearest = get_close_matches(source.target, REWARDS, n=1)
+        remedy = f"must be one of {', '.join(REWARDS)}, or code of yours as {CODE_FORMS}"
+        remedy += f"; did you mean {nearest[0]!r}?" if nearest else ""
+        yield Problem(key=f"rewards.{name}.target", value=source.target, remedy=remedy)
+    elif source.of_group and source.target in REWARDS:
+        remedy = f"{source.target} sees one sample at a time; must be false"
+        yield Problem(key=f"rewards.{name}.of_group", remedy=remedy)
+    elif source.per_token and (source.of_group or source.target in REWARDS):
+        remedy = (
+            "a function of yours in streamrl's form, and without of_group, returns numbers of tokens; must be false"
+        )
+        yield Problem(key=f"rewards.{name}.per_token", remedy=remedy)
 
 
 def _check_environment(config: Config, environment: Environment) -> Iterator[Problem]:
