@@ -19,6 +19,7 @@ from streamrl.learner.conductor import Conducting
 from streamrl.learner.loop import Loop, Parts
 from streamrl.learner.model.gradients import Gradients, make_optimizer, make_reference
 from streamrl.learner.model.policy import Policy
+from streamrl.learner.model.teacher import load_teacher
 from streamrl.learner.process.background import BackgroundThread
 from streamrl.learner.publishing.publish import Publishing
 from streamrl.learner.rank_context import RankContext
@@ -94,4 +95,5 @@ def _make_gradients(context: RankContext, policy: Policy) -> Gradients:
         config=config,
         world=world,
         beat=context.watchdog.beat,
+        teacher=load_teacher(config, world, context.tokenizer_info.end_ids),
     )

@@ -13,11 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+import numpy as np
 import structlog
 
 from streamrl.config import schema
 from streamrl.errors import RewardError, RewardOutage, SampleError
 from streamrl.protocol.wire.group import Group, GroupHeader, Sample
+from streamrl.protocol.wire.taught import Taught
 from streamrl.protocol.wire.ticket import Ticket
 from streamrl.tasks import gather_or_cancel
 from streamrl.workers.engines.base import Engine, SampleRequest
@@ -25,6 +27,7 @@ from streamrl.workers.environments.base import ENVIRONMENT
 from streamrl.workers.environments.playing import Plays
 from streamrl.workers.environments.trace import Played
 from streamrl.workers.rewards.base import Rewards, ScoreItem, Scores
+from streamrl.workers.rewards.teaching import Teaches, rows_of
 
 log = structlog.get_logger(__name__)
 
@@ -41,10 +44,18 @@ class _Scored:
 
 class Answerer:
     def __init__(
-        self, *, rewards: Rewards, config: schema.Config, worker: str, fingerprint: str, player: Plays | None = None
+        self,
+        *,
+        rewards: Rewards,
+        config: schema.Config,
+        worker: str,
+        fingerprint: str,
+        player: Plays | None = None,
+        teacher: Teaches | None = None,
     ) -> None:
         self.rewards = rewards
         self._player = player  # of rollouts of several turns
+        self._teacher = teacher  # that is asked about each sample
         self._config = config
         self._worker = worker
         self._fingerprint = fingerprint
@@ -53,8 +64,12 @@ class Answerer:
 
     def outage(self) -> str | None:
         """Why no sample could be made or scored now: it is no use to take tickets."""
-        if (outage := self.rewards.outage()) is not None or self._player is None:
+        if (outage := self.rewards.outage()) is not None:
             return outage
+        if self._teacher is not None and (outage := self._teacher.outage()) is not None:
+            return outage
+        if self._player is None:
+            return None
         outage = self._player.outage()
         return None if outage is None else f"environment: {outage}"
 
@@ -63,6 +78,8 @@ class Answerer:
         facts = self.rewards.facts()
         if self._player is not None:
             facts[f"rewards/{ENVIRONMENT}/state"] = self._player.outage() or "well"
+        if self._teacher is not None:
+            facts["rewards/teacher/state"] = self._teacher.state
         return facts
 
     async def answer(self, ticket: Ticket, engine: Engine, *, sample_done: Callable[[], None] = lambda: None) -> Group:
@@ -92,6 +109,7 @@ class Answerer:
             made = await self._make(ticket, engine, request)
             generated_at = time.monotonic()
             scores = await self._score(ticket, made)
+            taught = await self._teach(ticket, made.sample)
         except RewardOutage:
             raise
         except (SampleError, RewardError) as error:
@@ -99,7 +117,10 @@ class Answerer:
             return str(error)
         self.num_scored += 1
         sample = made.sample._replace(
-            rewards=scores.rewards, reward=scores.total, turn_rewards=self._weighted(made.turn_rewards)
+            rewards=scores.rewards,
+            reward=scores.total,
+            turn_rewards=self._weighted(made.turn_rewards),
+            teacher_logprobs=taught,
         )
         return _Scored(sample=sample, made=made, generated_at=generated_at, scored_at=time.monotonic())
 
@@ -124,14 +145,26 @@ class Answerer:
         item = ScoreItem(
             prompt=ticket.prompt, completion=made.text, token_ids=made.sample.token_ids, fields=ticket.fields
         )
+        scores = await self.rewards.score(item) if self._config.rewards else Scores(rewards={}, total=0.0)
         settings = self._config.environment
         if settings is None:
-            return await self.rewards.score(item)
-        scores = await self.rewards.score(item) if self._config.rewards else Scores(rewards={}, total=0.0)
+            return scores
         return Scores(
             rewards={**scores.rewards, ENVIRONMENT: made.reward, **made.rewards},
             total=scores.total + settings.weight * made.reward,
         )
+
+    async def _teach(self, ticket: Ticket, sample: Sample) -> Taught:
+        """What the teacher gives the tokens that were sampled; 0 for those that were given."""
+        if self._teacher is None or ticket.purpose != "train":
+            return None
+        rows = rows_of(ticket.token_ids, sample)
+        each = [await self._teacher.logprobs(context, tokens) for context, tokens in rows]
+        taught = np.zeros(len(sample.token_ids), dtype=np.float32)
+        told = np.concatenate(each)
+        for span in sample.spans:
+            taught[span.start : span.end] = told[span.start : span.end]
+        return taught
 
     def _weighted(self, rewards: Sequence[float]) -> tuple[float, ...]:
         settings = self._config.environment

@@ -110,9 +110,10 @@ def _groups(config: Config) -> Iterator[Problem]:
     num_samples, survivors, algorithm = config.sampling.num_samples, config.worker.min_survivors, config.algorithm
     baseline = "the leave-one-out baseline of reinforce compares samples of one prompt; must be at least 2"
     limit = f"must not exceed sampling.num_samples = {num_samples}"
-    if algorithm.name == "reinforce" and num_samples < 2:
+    compares = algorithm.name == "reinforce" and algorithm.advantages != "none"
+    if compares and num_samples < 2:
         yield Problem(key="sampling.num_samples", remedy=baseline)
-    elif algorithm.name == "reinforce" and survivors < 2:
+    elif compares and survivors < 2:
         yield Problem(key="worker.min_survivors", remedy=baseline)
     elif survivors > num_samples:
         yield Problem(key="worker.min_survivors", remedy=f"{limit}: no group could ever be delivered")
@@ -200,6 +201,27 @@ def _of_reinforce_only(settings: Algorithm) -> Iterator[Problem]:
         )
 
 
+def _teaching(config: Config) -> Iterator[Problem]:
+    """Whether anything teaches, and a teacher can be compared with."""
+    algorithm, teacher = config.algorithm, config.teacher
+    drawn = algorithm.kl.placement == "loss" and algorithm.kl.coefficient > 0
+    if teacher is None:
+        if algorithm.advantages == "none" and not drawn:
+            remedy = "nothing would teach: name a teacher, or put algorithm.kl in the loss, or choose leave_one_out"
+            yield Problem(key="algorithm.advantages", remedy=remedy)
+        return
+    if algorithm.name == "rejection_sampling":
+        remedy = "its winners are trained as given answers, and a teacher is asked about samples; set it to reinforce"
+        yield Problem(key="algorithm.name", remedy=remedy)
+    alone = algorithm.advantages == "none" or not config.reward_sources
+    if alone and algorithm.drop_zero_variance:
+        remedy = "the teacher teaches by groups whose rewards are all equal, too, and there may be no others; set false"
+        yield Problem(key="algorithm.drop_zero_variance", remedy=remedy)
+    if teacher.urls and config.sampling.temperature != 1:
+        remedy = "a server's log-probs are at temperature 1, and would be compared with others; set 1, or teacher.path"
+        yield Problem(key="sampling.temperature", remedy=remedy)
+
+
 def _pace(config: Config) -> Iterator[Problem]:
     """Rate, time, lag and validation of training."""
     optimizer, max_time, lag = config.optimizer, config.training.max_time, config.lag
@@ -257,12 +279,14 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _messages,
     _groups,
     _algorithm,
+    _teaching,
     _pace,
     _gpus,
     _adapters,
     _names,
     places.check_datasets,
     places.check_rewards,
+    places.check_teacher,
     places.check_redis,
     places.check_store,
 )

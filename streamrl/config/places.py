@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
 from streamrl.config.explain import Problem
-from streamrl.config.schema import Config, Dataset, Environment, FunctionReward, HttpReward, NamedDataset
+from streamrl.config.schema import Config, Dataset, Environment, FunctionReward, HttpReward, NamedDataset, Teacher
 from streamrl.data.dataset import MADE, SOURCES
 from streamrl.data.prompts import read_prompts
 from streamrl.errors import DataError
@@ -46,6 +46,7 @@ def granted(config: Config) -> Permissions:
     code += [] if config.environment is None else [config.environment]
     urls = [url for one in config.rewards.values() if isinstance(one, HttpReward) for url in one.urls]
     urls += [] if config.environment is None else config.environment.urls
+    urls += [] if config.teacher is None else config.teacher.urls
     return Permissions(
         reward_code=tuple(one.target for one in code if one.target and ":" in one.target),
         reward_network=tuple(one.target for one in code if one.target and one.network),
@@ -61,8 +62,8 @@ def is_object_store(url: str) -> bool:
 
 
 def check_rewards(config: Config) -> Iterator[Problem]:
-    if not config.rewards and config.environment is None:
-        remedy = "name at least one source of rewards, or an environment that gives them"
+    if not config.rewards and config.environment is None and config.teacher is None:
+        remedy = "name at least one source of rewards, or an environment that gives them, or a teacher"
         yield Problem(key="rewards", remedy=remedy)
     if config.environment is not None:
         yield from _check_environment(config, config.environment)
@@ -95,6 +96,28 @@ def _check_environment(config: Config, environment: Environment) -> Iterator[Pro
         yield Problem(key="rewards.environment", remedy=remedy)
 
 
+def check_teacher(config: Config) -> Iterator[Problem]:
+    """Where it is."""
+    teacher = config.teacher
+    if teacher is None:
+        return
+    if teacher.path is None and not teacher.urls:
+        remedy = "name a model's folder, or by teacher.urls the vLLM servers that have it"
+        yield Problem(key="teacher.path", remedy=remedy)
+    elif teacher.path is not None and teacher.urls:
+        remedy = f"the teacher is that of teacher.path = {teacher.path!r}; set one of the two to its default"
+        yield Problem(key="teacher.urls", value=list(teacher.urls), remedy=remedy)
+    yield from _service_urls("teacher.urls", teacher.urls)
+
+
+def _service_urls(key: str, urls: tuple[str, ...]) -> Iterator[Problem]:
+    for url in urls:
+        parts = _split(url, ("http", "https"))
+        if parts is None or parts.username is not None or parts.query:
+            remedy = "must be http://host:port, with no user and no query; token_file names a file with a bearer token"
+            yield Problem(key=key, value=url, remedy=remedy)
+
+
 def _check_players(environment: Environment) -> Iterator[Problem]:
     """A service's addresses."""
     if not environment.urls:
@@ -103,11 +126,7 @@ def _check_players(environment: Environment) -> Iterator[Problem]:
     if environment.options:
         remedy = "a service has its options from who begins it; take them away"
         yield Problem(key="environment.options", remedy=remedy)
-    for url in environment.urls:
-        parts = _split(url, ("http", "https"))
-        if parts is None or parts.username is not None or parts.query:
-            remedy = "must be http://host:port, with no user and no query; token_file names a file with a bearer token"
-            yield Problem(key="environment.urls", value=url, remedy=remedy)
+    yield from _service_urls("environment.urls", environment.urls)
 
 
 def _check_service(config: Config, name: str, source: HttpReward) -> Iterator[Problem]:
@@ -208,6 +227,8 @@ def check_files(config: Config, *, trains: bool = True) -> None:
         problems += _prompts(one, config)
     if config.reward_server is not None:
         problems += _model("reward_server.model", config.reward_server.model)
+    if config.teacher is not None:
+        problems += _teacher(config.teacher)
     if config.environment is not None:
         problems += _code("environment.target", config.environment.target or "")
         if config.environment.token_file is not None:
@@ -219,6 +240,13 @@ def check_files(config: Config, *, trains: bool = True) -> None:
             problems += _file(f"rewards.{name}.token_file", source.token_file)
     if problems:
         raise DataError("\n".join(problems))
+
+
+def _teacher(teacher: Teacher) -> Iterator[str]:
+    if teacher.path is not None:
+        yield from _model("teacher.path", teacher.path)
+    if teacher.token_file is not None:
+        yield from _file("teacher.token_file", teacher.token_file)
 
 
 def _code(key: str, target: str) -> Iterator[str]:

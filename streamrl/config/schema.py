@@ -153,6 +153,23 @@ class RewardServer(Section):
     reward_std: PositiveFloat = 1.0
 
 
+class Teacher(Section):
+    """Whom the policy is drawn to on its own samples, token by token: on-policy distillation. It has the policy's
+    tokenizer."""
+
+    path: str | None = None  # folder or hub name of a causal language model, frozen, on the learner's ranks
+    urls: tuple[str, ...] = ()  # instead: http://host:port of vLLM servers of one model, which workers ask
+    weight: PositiveFloat = 1.0  # of reverse KL to it, beside what rewards teach
+    place: Literal["device", "cpu"] = "device"  # of a path: as model.reference
+    timeout_s: PositiveFloat = 60.0  # of urls: for one request
+    attempts: Positive = 5  # of urls: tries before the sample counts as failed
+    outage_s: PositiveFloat = (
+        600.0  # of urls: how long samples wait while none can be asked; then their tickets go back
+    )
+    max_concurrency: Positive = 32  # of urls: requests at the same time, of one worker
+    token_file: str | None = None  # of urls: a file that holds the bearer token
+
+
 class Optimizer(Section):
     lr: PositiveFloat = 9e-7
     min_lr: NonNegativeFloat = 9e-8
@@ -269,10 +286,12 @@ class Config(Section):
     model: Model
     data: Data
     sampling: Sampling = Sampling()
-    # Sources by name; the reward is their weighted sum. At least one, but where an environment gives rewards
+    # Sources by name; the reward is their weighted sum. At least one, but where an environment gives rewards, or a
+    # teacher teaches alone
     rewards: dict[str, Reward] = Field(default_factory=dict)
     environment: Environment | None = None  # rollouts of several turns
     reward_server: RewardServer | None = None
+    teacher: Teacher | None = None  # null: rewards alone teach
     algorithm: Algorithm = Algorithm()
     optimizer: Optimizer = Optimizer()
     training: Training = Training()

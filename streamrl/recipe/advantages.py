@@ -4,6 +4,7 @@ For sample i of n, with m_j = 1 where sample j may teach (it ended by itself, or
 
     leave_one_out   A_i = R_i - sum over j != i of m_j R_j / (sum over j of m_j - 1)     RLOO; 0 for a lone teacher
     group_mean      A_i = R_i - sum over j of m_j R_j / sum over j of m_j                GRPO
+    none            A_i = 0                                                              rewards are only watched
     turns           A_t = G_ik - mean of G_jk over j != i that may teach and came to turn k      t in turn k of sample i
                     G_ik = sum over l >= k of discount^(l - k) R_il                               return to go
 
@@ -89,10 +90,16 @@ def _to_go(rewards: npt.NDArray[np.float64], discount: float) -> npt.NDArray[np.
     return np.array(list(backwards), dtype=np.float64)[::-1]
 
 
+def none(group: ScoredGroup) -> npt.NDArray[np.float64]:  # [n]
+    """Rewards teach nothing; a teacher or KL in the loss does."""
+    return np.zeros_like(group.rewards)
+
+
 ADVANTAGES: Mapping[str, Callable[..., Advantages]] = {
     "leave_one_out": leave_one_out,
     "group_mean": group_mean,
     "turns": turns,
+    "none": none,
 }
 
 

@@ -88,8 +88,12 @@ def test_the_defaults_contradict_nothing(good: Path) -> None:
         (
             "algorithm.advantages=gae",
             "algorithm.advantages = 'gae': ",
-            "must be one of leave_one_out, group_mean, turns, or code of yours",
+            "must be one of leave_one_out, group_mean, turns, none, or code of yours",
         ),
+        ("algorithm.advantages=none", "algorithm.advantages = 'none': ", "nothing would teach"),
+        ("teacher={weight: 2.0}", "teacher.path = nothing: ", "by teacher.urls the vLLM servers"),
+        ("teacher={path: t, urls: ['http://h:1']}", "teacher.urls = ", "set one of the two"),
+        ("teacher={urls: ['h:1']}", "teacher.urls = 'h:1': ", "must be http://host:port"),
         ("algorithm.advantages_args.x=1", "algorithm.advantages_args.x = 1: ", "takes no arguments"),
         ("optimizer.min_lr=1", "optimizer.min_lr = 1.0: ", "optimizer.lr = 9e-07"),
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas = [0.9, 1.0]: ", "less than 1"),

@@ -12,7 +12,7 @@ import pytest
 from streamrl.config.check import check_config
 from streamrl.config.explain import ANY_NAME, known_keys
 from streamrl.config.load import load_config
-from streamrl.config.schema import Config, Environment, FunctionReward, HttpReward, Lora, RewardServer, Wandb
+from streamrl.config.schema import Config, Environment, FunctionReward, HttpReward, Lora, RewardServer, Teacher, Wandb
 from streamrl.config.source import parse
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -29,6 +29,7 @@ EXAMPLES = {
     "rewards.answer.target",
     "reward_server.model",
     "environment.target",
+    "teacher.path",
 }
 
 
@@ -43,6 +44,7 @@ MAPS = {
     "model.lora": Lora(),
     "metrics.wandb": Wandb(),
     "environment": Environment(target="e"),
+    "teacher": Teacher(path="t"),
 }  # sections that are null by default
 
 

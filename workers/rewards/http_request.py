@@ -76,7 +76,7 @@ class TokenFile(httpx.Auth):
 
 
 def make_client(
-    source: schema.HttpReward | schema.Environment,
+    source: schema.HttpReward | schema.Environment | schema.Teacher,
     *,
     key: str,
     transport: httpx.AsyncBaseTransport | None,

@@ -19,6 +19,7 @@ large arrays. What is large lies in front, raw and in this order, and is used wh
                        and name a number: NaN where it has none of that source; then what each turn of each sample
                        earned, or nothing of all
     finish_reasons     one a sample, likewise as the header says
+    teacher_logprobs   f4 a token, where the worker has asked a teacher (`wire.taught`)
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from streamrl.errors import WireError
 from streamrl.protocol.wire.branches import MAX_BRANCHES, MAX_KEPT_TOKENS, Branch, check_branches
 from streamrl.protocol.wire.checks import check_cover, check_logprobs, check_tokens
 from streamrl.protocol.wire.codec import MAX_MESSAGE_BYTES, Fields, fields_of, pack, pack_numbers, unpack
+from streamrl.protocol.wire.taught import Taught, pack_taught, take_taught
 from streamrl.protocol.wire.ticket import (
     IDENTITY_CHARS,
     MAX_REWARD_SOURCES,
@@ -76,6 +78,7 @@ class Sample(NamedTuple):
     reward: float  # the weighted sum
     turn_rewards: tuple[float, ...] = ()  # what each of `turns()` has in it, after weights; none: only the whole earns
     branches: tuple[Branch, ...] = ()  # rows beside the first, in order
+    teacher_logprobs: Taught = None  # [T] of a teacher that the worker has asked
 
     def loss_mask(self) -> npt.NDArray[np.bool_]:  # [T]
         values = np.arange(len(self.mask_runs)) % 2 == 0
@@ -250,6 +253,7 @@ def _columns(samples: Sequence[Sample]) -> dict[str, object]:
         "sources": sources,
         "fractions": pack_numbers("d", [*(s.reward for s in samples), *rewards, *turn_rewards]),
         "finish_reasons": [s.finish_reason for s in samples],
+        **pack_taught([s.teacher_logprobs for s in samples], lengths),
     }
 
 
@@ -272,7 +276,8 @@ def _unpack_samples(
     if tuple([reason == "stop" for reason in reasons]) != header.sample_finished:
         raise WireError("finish reasons of header and body differ")
     columns = (_cut(token_ids, lengths), _cut(logprobs, lengths), runs, spans, reasons, rewards, totals)
-    return tuple(map(Sample._make, zip(*columns, turn_rewards, branches, strict=True)))
+    taught = take_taught(f, lengths)
+    return tuple(map(Sample._make, zip(*columns, turn_rewards, branches, taught, strict=True)))
 
 
 def _cut(column: C, lengths: Sequence[int]) -> list[C]:
