@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bench.measure import Say
 from bench.report import Bar, Fact, Line
-from streamrl.demos.quickstart import Size, examples, overrides, write_base_model, write_data
+from streamrl.demos.quickstart import Size, examples, write_base_model, write_data
 from streamrl.demos.run import program, run_all, write_rows
 from streamrl.files import scratch_folder
 from streamrl.ops.launch.processes import Command
@@ -77,11 +77,12 @@ def _sft(folder: Path, name: str, data: str) -> Command:
 
 def _distil(folder: Path, *, steps: int) -> Command:
     settings = [
-        *overrides(folder),
         "extends=recipes/distillation.yaml",
         f"dir={folder / 'runs'}",
         "name=distillation",
         f"model.path={folder / 'student'}",
+        f"data.train={folder / 'data' / 'train.jsonl'}",
+        f"data.validation={folder / 'data' / 'validation.jsonl'}",
         f"teacher.path={folder / 'teacher'}",
         "rewards.model=null",
         "reward_server=null",

@@ -3,8 +3,8 @@
     {"prompt": "2+2=", "completion": "4"}                2+2=[4<eos>]
     {"messages": [user, assistant, user, assistant]}     <user>Hi<assistant>[Hello.<end>]<user>...<assistant>[...<end>]
 
-A text is read as a run's prompts are, and the end token is put behind its answer. Messages go through the chat template,
-each answer behind what a run would ask it with; all answers of a dialogue have a loss, with the token that
+A text is read as a run's prompts are, and the end token is put behind its answer. Messages go through the chat
+template, each answer behind what a run would ask it with; all answers of a dialogue have a loss, with the token that
 ends each. What is longer than `max_tokens` is left out, and counted. Blocks on the disk.
 """
 
