@@ -90,7 +90,8 @@ def _memory(config: schema.Config, model: PreTrainedModel, part: Part) -> Iterat
         return
     if share is None or not share.memory or config.model.dtype != "bfloat16":
         return
-    planned = plan(Sizes.of(model), config, teacher=teacher_sizes(config))
+    is_here = config.teacher is None or config.teacher.path is None or _is_here(config.teacher.path)
+    planned = plan(Sizes.of(model), config, teacher=teacher_sizes(config) if is_here else None)
     told = f"{size(planned.needed)} a rank at its peak, by calculation, {size(share.memory)} to have on {share.words}"
     if planned.needed <= share.memory:
         yield ok("learner on GPU", told)

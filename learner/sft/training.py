@@ -38,6 +38,7 @@ from streamrl.learner.sft.rows import read_rows
 from streamrl.terminal import age
 
 _REPORTS = 20  # lines about the loss, over the whole training
+_REPORT_S = 5.0  # or more of them, where steps are slow
 _STATE, _RANKS = "state.json", "ranks"
 _MAX_SKIPPED_IN_ROW = 5
 
@@ -150,6 +151,7 @@ class _Training:
     def run(self) -> float:
         """The mean loss of the last steps."""
         began, first, skipped = time.monotonic(), self.went_on_from, 0
+        told = began
         every = max(1, self.num_steps // _REPORTS)
         for step in range(first, self.num_steps):
             lr = learning_rate(step, self.config.optimizer, total_steps=self.num_steps)
@@ -161,8 +163,9 @@ class _Training:
                 raise TrainingError(f"{skipped} steps in a row had a loss that is not finite: try a smaller --lr")
             self._losses.append(loss)
             done = step + 1
-            if done % every == 0:
-                left_s = (time.monotonic() - began) / (done - first) * (self.num_steps - done)
+            now = time.monotonic()
+            if done % every == 0 or now - told > _REPORT_S:
+                told, left_s = now, (now - began) / (done - first) * (self.num_steps - done)
                 self._say(f"step {done} of {self.num_steps}: loss {loss:.3f}, {age(left_s)} left")
             if done % self._settings.save_every == 0 and done < self.num_steps:
                 self._save(done)
