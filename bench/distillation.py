@@ -24,7 +24,7 @@ from streamrl.ops.launch.processes import Command
 _STUDENT = Size(hidden=96, heads=3, inner=192)  # 0.28M
 _SEED = 1
 _NUM_SHOWN, _NUM_SHOWN_QUICK = 64_000, 8_000
-_STEPS, _STEPS_QUICK = 150, 20
+_STEPS, _STEPS_QUICK = 100, 20
 _MAX_TOKENS = 12
 
 
@@ -89,8 +89,8 @@ def _distil(folder: Path, *, steps: int) -> Command:
         "sampling.num_samples=4",
         "training.groups_per_step=40",
         f"training.max_steps={steps}",
-        "optimizer.lr=1e-3",
-        "optimizer.min_lr=1e-4",
+        "optimizer.lr=3e-4",
+        "optimizer.min_lr=3e-5",
         "validation.every_steps=0",
         "checkpoint.every_steps=100",
     ]
