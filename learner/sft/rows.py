@@ -80,7 +80,7 @@ class _Reader:
         if is_text and not chat:
             return self._text(place, str(prompt), str(completion))
         said = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-        messages = said if is_text else row.get("messages")
+        messages: Any = said if is_text else row.get("messages")
         if not _is_dialogue(messages):
             told = json.dumps(row, ensure_ascii=False)
             raise DataError(f"{place}: expected {_EXPECTED}, with an assistant's message among them, got {told:.80}")
