@@ -14,6 +14,7 @@ from streamrl.config import schema
 from streamrl.errors import TrainingError, UserError
 from streamrl.learner.checkpoints.terms import highest_term
 from streamrl.learner.conductor import Conductor, Follower
+from streamrl.learner.groups.curriculum import open_order
 from streamrl.learner.groups.feed import Feed
 from streamrl.learner.groups.prompts import Prompt, PromptSet, tokenise
 from streamrl.learner.groups.quarantine import Quarantine
@@ -196,6 +197,8 @@ def _make_conductor(
     validation_prompts: Sequence[Prompt],
 ) -> Conductor:
     config, start = context.config, admitted.start
+    state = admitted.checkpoint.state.stream if admitted.checkpoint else None
+    since = admitted.checkpoint.name.term if admitted.checkpoint else 0
     feed = Feed(
         stream=admitted.stream,
         prompts=prompts,
@@ -204,7 +207,8 @@ def _make_conductor(
         fingerprint=context.tokenizer_info.fingerprint,
         keep=make_algorithm(config.algorithm).drop_reason,
         quarantine=Quarantine(config.folder, term=start.term),
-        state=admitted.checkpoint.state.stream if admitted.checkpoint else None,
+        order=open_order(config, prompts, root=config.folder, term=start.term, since=since, state=state),
+        state=state,
     )
     if admitted.checkpoint is not None:
         # Once more, in case its writer died before it could tell Redis.

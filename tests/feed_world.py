@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from streamrl.config import schema
+from streamrl.learner.groups.curriculum import open_order
 from streamrl.learner.groups.feed import Feed
 from streamrl.learner.groups.ledger import Ending, FeedState
 from streamrl.learner.groups.plan import Kind, Plan
@@ -36,14 +37,14 @@ class Clock:
         self.now += seconds
 
 
-def make_prompts(count: int, *, shuffle: bool = True, own_tokens: bool = False) -> PromptSet:
+def make_prompts(count: int, *, shuffle: bool = True, own_tokens: bool = False, seed: int = 1) -> PromptSet:
     """`own_tokens`: answers to each can be told from others."""
     first = [i if own_tokens else 0 for i in range(count)]
     rows = [
         Prompt(line=i + 1, text=f"prompt {i}", token_ids=np.arange(3, dtype=np.int32) + first[i], fields={"answer": i})
         for i in range(count)
     ]
-    return PromptSet(rows, seed=1, shuffle=shuffle)
+    return PromptSet(rows, seed=seed, shuffle=shuffle)
 
 
 def make_config(**sections: dict[str, Any]) -> schema.Config:
@@ -93,7 +94,7 @@ class FeedWorld:
         *,
         num_prompts: int = 10,
         prompts: PromptSet | None = None,
-        folder: Path | None = None,  # where suspects are noted
+        folder: Path | None = None,  # where suspects, and draws, are noted
     ) -> None:
         self.folder = folder
         self.clock = Clock()
@@ -101,7 +102,7 @@ class FeedWorld:
         self.config = config or make_config()
         self.prompts = prompts or make_prompts(num_prompts)
         self.committed = FeedState()
-        self.committed_step = 0
+        self.committed_step = self.committed_term = 0
         self.journal: dict[str, tuple[str | None, tuple[Ending, ...]]] = {}  # by file: the one before, and what ended
         self.term = 0
         self.published: dict[int, int] = {}  # step of each version, of all terms
@@ -112,9 +113,13 @@ class FeedWorld:
         self.term += 1
         self.step = self.committed_step
         self.stream = LearnerStreamDouble(self.server, term=self.term)
+        order = open_order(
+            self.config, self.prompts, root=self.folder, term=self.term, since=self.committed_term, state=self.committed
+        )
         self.feed = Feed(
             stream=self.stream,
             prompts=self.prompts,
+            order=order,
             config=self.config,
             run_uid=RUN,
             fingerprint=MODEL,
@@ -151,7 +156,7 @@ class FeedWorld:
         """A checkpoint; unless the feed is told, it goes on as if it were not there."""
         state, name = self.feed.state(), f"file {len(self.journal)}"
         self.journal[name] = (state.journal, state.uncommitted)
-        self.committed, self.committed_step = state.committed(name), self.step
+        self.committed, self.committed_step, self.committed_term = state.committed(name), self.step, self.term
         if told:
             self.feed.committed(self.committed, step=self.committed_step)
 

@@ -38,7 +38,7 @@ from streamrl.learner.checkpoints.checkpoint import (
     best_first,
 )
 from streamrl.learner.checkpoints.terms import CheckpointName, ancestry, claim_run
-from streamrl.learner.groups.ledger import DROPPED, Ending, FeedState, Ledger, LedgerState
+from streamrl.learner.groups.ledger import DROPPED, Ending, FeedState, Ledger
 
 ANY_DATA = "any"  # as a checkpoint's fingerprint of the data: a fork that begins its data anew
 
@@ -145,7 +145,7 @@ def _make(source: Checkpoint, aside: Path, *, new_data: bool) -> Checkpoint:
     state = CheckpointState(
         run_uid=run_uid,
         step=source.state.step,
-        stream=FeedState() if new_data else _behind(source.state.stream.ledger, step=source.state.step),
+        stream=FeedState() if new_data else _behind(source.state.stream, step=source.state.step),
         data_fingerprint=ANY_DATA if new_data else source.state.data_fingerprint,
         extra={
             "consumed_samples": source.state.extra.get("consumed_samples", 0),
@@ -156,8 +156,9 @@ def _make(source: Checkpoint, aside: Path, *, new_data: bool) -> Checkpoint:
     return root.commit(name, state)
 
 
-def _behind(before: LedgerState, *, step: int) -> FeedState:
+def _behind(stream: FeedState, *, step: int) -> FeedState:
     """Everything that had ended there has ended here; what was open is to be asked for."""
+    before = stream.ledger
     ended = Ledger(before)
     still_open = set(ended.open_tickets())
     endings = tuple(Ending(step, OUTCOME, number) for number in range(before.issued) if number not in still_open)
@@ -165,7 +166,7 @@ def _behind(before: LedgerState, *, step: int) -> FeedState:
     ledger = replace(
         before, outcomes={OUTCOME: len(endings)}, ignored={}, attempts={}, begins=begins, asked={}, letters={}
     )
-    return FeedState(ledger=ledger, uncommitted=endings)
+    return FeedState(ledger=ledger, curriculum=stream.curriculum, uncommitted=endings)
 
 
 def _link(source: Path, target: Path) -> None:

@@ -46,6 +46,7 @@ class Data(Section):
     overlong: Literal["error", "skip", "truncate"] = "error"
     malformed: Literal["error", "skip"] = "error"  # a line that is not a prompt; skipped ones are counted
     shuffle: bool = True
+    curriculum: bool = False  # prompts whose samples all get one reward are asked less often (docs/data.md)
 
     def train_sets(self) -> tuple[NamedDataset, ...]:
         if isinstance(self.train, dict):
