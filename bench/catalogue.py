@@ -39,6 +39,7 @@ BENCHES: Mapping[str, Entry] = {
     "scale": Entry("bench.scale:bench", "1 to 2,000 simulated workers on a real Redis, and 10,000 GPUs on paper."),
     "async": Entry("bench.async_gain:bench", "Asynchronous against synchronous, on simulated latencies."),
     "staleness": Entry("bench.staleness:bench", "What each loss makes of stale samples: reward at lag 0 to 32."),
+    "curriculum": Entry("bench.curriculum:bench", "What a curriculum saves: tokens to 0.9, on mixed prompts."),
     "peers": Entry("bench.peers:bench", "A whole run against TRL's RLOO trainer: samples/s, time to a reward, memory."),
     "peers-trl": Entry("bench.peers_tune:bench", "What TRL's settings make of its speed on two cores."),
     "monitor": Entry("bench.monitor:bench", "Watching a run: top, the page, status, and what it costs Redis."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from pydantic import TypeAdapter
 from streamrl.config import schema
 from streamrl.learner.groups.curriculum import open_order
 from streamrl.learner.groups.feed import Feed
-from streamrl.learner.groups.ledger import Ending, FeedState
+from streamrl.learner.groups.ledger import Ending, FeedState, Retries
 from streamrl.learner.groups.plan import Kind, Plan
 from streamrl.learner.groups.prompts import Prompt, PromptSet
 from streamrl.learner.groups.quarantine import Quarantine
@@ -94,9 +95,10 @@ class FeedWorld:
         *,
         num_prompts: int = 10,
         prompts: PromptSet | None = None,
-        folder: Path | None = None,  # where suspects, and draws, are noted
+        folder: Path | None = None,  # where suspects are noted
+        draws: Path | None = None,  # where a curriculum's are
     ) -> None:
-        self.folder = folder
+        self.folder, self.draws = folder, draws
         self.clock = Clock()
         self.server = MemoryServer(wait=self.clock.advance)
         self.config = config or make_config()
@@ -114,7 +116,7 @@ class FeedWorld:
         self.step = self.committed_step
         self.stream = LearnerStreamDouble(self.server, term=self.term)
         order = open_order(
-            self.config, self.prompts, root=self.folder, term=self.term, since=self.committed_term, state=self.committed
+            self.config, self.prompts, root=self.draws, term=self.term, since=self.committed_term, state=self.committed
         )
         self.feed = Feed(
             stream=self.stream,
@@ -131,6 +133,14 @@ class FeedWorld:
         )
         self.num_published = 0
         self.publish()
+
+    def row_of(self, number: int) -> int:
+        """Which prompt this ticket stands for, as the data or the log of draws have it."""
+        place = Retries(self.feed.state().ledger.retries).place(number)
+        if not self.config.data.curriculum:
+            return self.prompts.locate(place)[1]
+        assert self.draws is not None, "a curriculum notes its draws"
+        return rows_drawn(self.draws)[place]
 
     def publish(self) -> None:
         version = make_version(self.term, self.num_published)
@@ -216,6 +226,16 @@ class FeedWorld:
                     self.train(plan)
             self.answer_all()
         raise AssertionError(f"no end after {max_rounds} rounds; {self.feed.metrics()}")
+
+
+def rows_drawn(root: Path) -> dict[int, int]:
+    """By place, the row that the youngest term has drawn for it."""
+    found: dict[int, int] = {}
+    for path in sorted((root / "curriculum").glob("*.jsonl")):
+        for line in path.read_text().splitlines()[1:]:
+            told = json.loads(line)
+            found |= {place: row for place, (_, row) in enumerate(told["asked"], told["first"])}
+    return found
 
 
 def planned(plan: Plan | None) -> list[int]:

@@ -188,6 +188,7 @@ VIEWS: Mapping[str, View] = {
     "generation_is_slow": _waiting(Wait.GROUPS),
     "evaluating": _waiting(Wait.EVALUATION),
     "most_groups_dropped": replace(WELL, drops=_DROPPED),
+    "few_prompts_fit": replace(WELL, prompts={"new": 40, "fitting": 60, "solved": 700, "hopeless": 240}),
     "some_workers_reject": _workers(_REJECTING, _worker(part=_part("worker/node-3-78", "generate", "working"))),
     "weights_behind": _workers(_worker(version="1.109", step=109, lag=11)),
     "engine_disagrees": replace(WELL, learner=replace(_LEARNER, fresh_mismatch=(1.8, 1.9, 2.0))),

@@ -11,7 +11,8 @@ bound has to say from where on a reward counts as right, and rewards that always
                 E (1 - e)^n = prod_k<n (b + k) / (a + b + k)      a = a0 + minority,  b = b0 + samples - minority
 
                 minority and samples are this prompt's, faded by each pass since
-    admission   (1 - alike)^3, over the largest there is: the chance that a candidate is asked
+    admission   the chance that three groups in a row would each teach, over the largest there is: a candidate is asked
+                with it.  E (1 - (1 - e)^n)^3, which leaves what is unknown a better chance than what is known to rest
 
 The Beta is that of a dataset's prompts: its mean is that of their e, and it is as broad as needed for the share of them
 whose latest group was alike. Where prompts are much like one another, a group says little of its prompt; where they are
@@ -31,9 +32,8 @@ import numpy as np
 import numpy.typing as npt
 
 _FADE = 0.9  # of what is known of a prompt, with each pass
-_SHARPNESS = 3  # of admission: twice the chance to teach, eight times the chance to be asked
 _LEAST = 1 / 64  # nobody waits for ever
-_ENOUGH = 32  # prompts of a dataset before anything is said of them
+_ENOUGH = 32  # prompts of a dataset, or half of all, before anything is said of them
 _BREADTH = (0.02, 2000.0)  # a0 + b0: each prompt is always alike, or never; each is like another
 _SEEN = np.dtype(
     [("row", "<i4"), ("at", "<i4"), ("samples", "<f8"), ("minority", "<f8"), ("reward", "<f8"), ("alike", "<f8")]
@@ -74,9 +74,10 @@ class Pool:
         seen, dataset_of = self._asked()
         self._priors = np.ones((len(self._names), 2))  # [datasets, (a0, b0)]
         self._known = np.zeros(len(self._names), dtype=np.bool_)
-        for number in range(len(self._names)):
+        sizes = np.bincount(self._dataset_of, minlength=len(self._names))
+        for number, size in enumerate(sizes.tolist()):
             of_it = seen[dataset_of == number]
-            if len(of_it) >= _ENOUGH and self._num_samples > 1:
+            if len(of_it) >= min(_ENOUGH, (size + 1) // 2) and self._num_samples > 1:
                 self._known[number] = True
                 self._priors[number] = _beta(of_it, self._num_samples)
         self._admission: dict[int, Chances] = {}  # by pass
@@ -84,8 +85,9 @@ class Pool:
     def admission(self, at: int) -> Chances:
         """Of each row, the chance with which it is asked where it is a candidate in this pass."""
         if at not in self._admission:
-            teaches = np.where(self._known[self._dataset_of], 1 - self._alike(at), 1.0)
-            self._admission = {at: np.maximum(_LEAST, (teaches / teaches.max()) ** _SHARPNESS)}
+            one, two, three = (self._alike(at, times * self._num_samples) for times in (1, 2, 3))
+            teaches = np.where(self._known[self._dataset_of], 1 - 3 * one + 3 * two - three, 1.0)
+            self._admission = {at: np.maximum(_LEAST, teaches / teaches.max())}
         return self._admission[at]
 
     def census(self, at: int) -> Mapping[str, int]:
@@ -93,7 +95,10 @@ class Pool:
         likely as not, and their reward is at least the mean of all that were asked, or less."""
         seen, _ = self._asked()
         means = np.divide(seen["reward"], seen["samples"])
-        rests, above = self._alike(at)[self._seen["samples"] > 0] >= 0.5, means >= (means.mean() if len(means) else 0)
+        rests, above = (
+            self._alike(at, self._num_samples)[self._seen["samples"] > 0] >= 0.5,
+            means >= (means.mean() if len(means) else 0),
+        )
         return {
             "new": len(self._seen) - len(seen),
             "fitting": int((~rests).sum()),
@@ -105,11 +110,11 @@ class Pool:
         asked = self._seen["samples"] > 0
         return self._seen[asked], self._dataset_of[asked]
 
-    def _alike(self, at: int) -> Chances:
+    def _alike(self, at: int, num_samples: int) -> Chances:
         kept = _FADE ** np.maximum(0, at - self._seen["at"])
         minority, samples = self._seen["minority"] * kept, self._seen["samples"] * kept
         a0, b0 = self._priors[self._dataset_of].T
-        return _chance_of_alike(a0 + minority, b0 + samples - minority, self._num_samples)
+        return _chance_of_alike(a0 + minority, b0 + samples - minority, num_samples)
 
 
 def _beta(seen: npt.NDArray[np.void], num_samples: int) -> tuple[float, float]:

@@ -82,6 +82,7 @@ METRICS: Mapping[str, Explained] = {
     "stream/retries": ("tickets", "tickets issued to repeat a dead one"),
     "stream/backlog_bytes": ("bytes", "bytes of groups in Redis, and about to be there for the tickets under way"),
     "stream/straggler_wait_s": ("s", "seconds that full batches waited for old tickets, since the learner began"),
+    "curriculum/passes": ("passes", "passes over the data that candidates were taken from, those at rest included"),
     "timers/rollout": ("s", "seconds the learner waited for groups"),
     "timers/generate": ("s", "mean seconds a group took to generate"),
     "timers/in_model": ("s", "mean seconds that a rollout waited for the engine, in all its turns together"),
@@ -141,6 +142,10 @@ FAMILIES: Mapping[str, Explained] = {
     "stream/drop_rate_by_length/": ("share", "their share of the groups of that length that ended"),
     "stream/trained_by_dataset/": ("groups", "groups of this dataset trained since the start of the run"),
     "stream/dropped_by_dataset/": ("groups", "groups of this dataset dropped since the start of the run"),
+    "curriculum/prompts/": (
+        "prompts",
+        "prompts that are new, fitting (samples differ), solved or hopeless, by what the curriculum knows of them",
+    ),
     "stream/ignored/": ("messages", "messages that decided no ticket, for this reason"),
 }
 

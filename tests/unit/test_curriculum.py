@@ -37,7 +37,7 @@ def make_world(folder: Path | None = None, *, on: bool = True, **sections: dict[
         "training": {"groups_per_step": 4, "max_epochs": 20},
         **sections,
     }
-    return FeedWorld(make_config(**values), prompts=make_prompts(NUM_PROMPTS), folder=folder)
+    return FeedWorld(make_config(**values), prompts=make_prompts(NUM_PROMPTS), draws=folder)
 
 
 def answer_some(world: FeedWorld, count: int = 1000) -> list[int]:

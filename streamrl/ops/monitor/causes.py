@@ -196,6 +196,7 @@ TABLE: Mapping[str, Callable[[View], Iterator[Cause]]] = {
     "generation_is_slow": flow.generation_is_slow,
     "evaluating": flow.evaluating,
     "most_groups_dropped": flow.most_groups_dropped,
+    "few_prompts_fit": flow.few_prompts_fit,
     "some_workers_reject": parts.some_workers_reject,
     "weights_behind": parts.weights_behind,
     "engine_disagrees": flow.engine_disagrees,

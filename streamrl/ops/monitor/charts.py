@@ -65,6 +65,12 @@ CHARTS = (
         unit="",
         families={"": "all_rollouts/rewards_by_dataset/"},
     ),
+    Chart(
+        name="curriculum",
+        title="Prompts, as the curriculum sees them",
+        unit="prompts",
+        families={"": "curriculum/prompts/"},
+    ),
     Chart(name="kl", title="KL to the reference", unit="nats", series={"KL": "train_rollouts/init_policy_kl"}),
     Chart(name="entropy", title="Entropy of the next token", unit="nats", series={"entropy": "policy/entropy"}),
     Chart(

@@ -27,8 +27,8 @@ _TIMES_ROUNDING = 3.0  # or so many times what a worker has measured its engine'
 _ENOUGH_FRESH = 3  # steps
 _ENOUGH_GROUPS = 64  # to speak of a share
 _REMEDIES: Mapping[str, str] = {  # by why groups are dropped
-    "zero_variance": "all samples of a group get the same reward: make prompts or reward less easy or less hard, "
-    "raise sampling.num_samples or temperature, or set algorithm.drop_zero_variance=false",
+    "zero_variance": "all samples of a group get the same reward: set data.curriculum=true, make prompts or reward "
+    "less easy or less hard, raise sampling.num_samples or temperature, or set algorithm.drop_zero_variance=false",
     "stale": "groups are too old when they come: raise lag.max_steps or hard_limit_steps, add workers, "
     "or lower sampling.max_tokens",
     "wrong_model": "a worker serves another model or tokenizer: compare its --model with the run's",
@@ -105,6 +105,21 @@ def most_groups_dropped(view: View) -> Iterator[Cause]:
 
 def _remedy_of_drops(reason: str) -> str:
     return _REMEDIES.get(reason, "the learner's log and `streamrl groups tail` show such groups")
+
+
+def few_prompts_fit(view: View) -> Iterator[Cause]:
+    """The curriculum has nothing to choose from."""
+    found = view.prompts
+    asked = sum(count for kind, count in found.items() if kind != "new")
+    rest = found.get("solved", 0) + found.get("hopeless", 0)
+    if asked >= _ENOUGH_GROUPS and rest >= _MOST * asked and found.get("new", 0) < asked:
+        yield attention(
+            title="few prompts are left to learn from",
+            evidence=f"of {asked} that were asked, {found.get('solved', 0)} are solved and {found.get('hopeless', 0)} "
+            f"hopeless; {found.get('fitting', 0)} fit, and {found.get('new', 0)} are new",
+            remedy="they are asked again and again, and others only looked at: add prompts between the two, raise "
+            "sampling.num_samples or temperature, or end the run",
+        )
 
 
 def poison_ticket(view: View) -> Iterator[Cause]:
