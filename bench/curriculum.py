@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -43,15 +44,14 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
     say("the model, where it is not there yet")
     model = make_model(task, _FOLDER)
     found: dict[tuple[str, bool], list[Run]] = {cell: [] for cell in _CELLS}
-    for seed in seeds:  # all cells of a seed, so that what is there compares something
-        for kind, on in found:
-            name = f"{kind}, {'curriculum' if on else 'none'}, {seed}"
-            if name not in done:
-                done.add(name, asdict(Trainer(task, model, kind=kind, curriculum=on, seed=seed).run()))
-            run = Run(**done[name])
-            found[kind, on].append(run)
-            reached = "reached" if run.reached else "not reached"
-            say(f"{name}: {reached} after {run.tokens_to_goal:,.0f} tokens, {run.alike_to_goal:.0%} of groups alike")
+    for seed, (kind, on) in product(seeds, _CELLS):  # all cells of a seed, so that what is there compares something
+        name = f"{kind}, {'curriculum' if on else 'none'}, {seed}"
+        if name not in done:
+            done.add(name, asdict(Trainer(task, model, kind=kind, curriculum=on, seed=seed).run()))
+        run = Run(**done[name])
+        found[kind, on].append(run)
+        reached = "reached" if run.reached else "not reached"
+        say(f"{name}: {reached} after {run.tokens_to_goal:,.0f} tokens, {run.alike_to_goal:.0%} of groups alike")
     done.complete()
     return list(lines(found, task))
 

@@ -47,7 +47,7 @@ MIXED, UNNAMED, FITTING = "mixed", "mixed in one file", "all fit"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    num_prompts: int = 600  # of each kind
+    num_prompts: int = 300  # of each kind
     num_held_out: int = 200
     num_digits: tuple[int, int] = (3, 5)
     num_demonstrations: int = 16_000
@@ -55,7 +55,7 @@ class Task:
     num_samples: int = 8
     lag: int = 1  # steps
     num_steps: int = 50
-    lr: float = 2e-4
+    lr: float = 1e-4
     look_every: int = 5  # steps
     goal: float = 0.9  # of the held-out prompts
 

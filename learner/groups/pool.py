@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 _FADE = 0.9  # of what is known of a prompt, with each pass
 _LEAST = 1 / 64  # nobody waits for ever
-_ENOUGH = 32  # prompts of a dataset, or half of all, before anything is said of them
+_ENOUGH = 16  # prompts of a dataset, or half of all, before anything is said of them
 _BREADTH = (0.02, 2000.0)  # a0 + b0: each prompt is always alike, or never; each is like another
 _SEEN = np.dtype(
     [("row", "<i4"), ("at", "<i4"), ("samples", "<f8"), ("minority", "<f8"), ("reward", "<f8"), ("alike", "<f8")]
@@ -120,7 +120,7 @@ class Pool:
 def _beta(seen: npt.NDArray[np.void], num_samples: int) -> tuple[float, float]:
     """(a0, b0) for the prompts of a dataset."""
     mean = max(float((seen["minority"] / seen["samples"]).mean()), 0.5 / (num_samples * len(seen)))
-    share = float(seen["alike"].mean())
+    share = (float(seen["alike"].sum()) + 0.5) / (len(seen) + 1)  # never all, never none
     low, high = _BREADTH
     for _ in range(20):  # the more prompts are like one another, the rarer are groups that are alike
         middle = (low * high) ** 0.5
