@@ -63,11 +63,13 @@ class Pool:
         """A group ended that was asked for in this pass."""
         count, seen = len(rewards), self._seen[row]
         minority = count - max(Counter(rewards).values()) if teaches else 0
+        if not seen["samples"] or at >= seen["at"]:
+            seen["alike"] = not teaches
         latest = max(at, int(seen["at"]))
         before, now = _FADE ** (latest - int(seen["at"])), _FADE ** (latest - at)
         for name, value in (("samples", count), ("minority", minority), ("reward", sum(rewards))):
             seen[name] = seen[name] * before + value * now
-        seen["row"], seen["at"], seen["alike"] = row, latest, not teaches
+        seen["row"], seen["at"] = row, latest
 
     def refit(self) -> None:
         """What the prompts of each dataset are like, by all that is known: admission goes by it from here on."""
@@ -85,8 +87,9 @@ class Pool:
     def admission(self, at: int) -> Chances:
         """Of each row, the chance with which it is asked where it is a candidate in this pass."""
         if at not in self._admission:
-            one, two, three = (self._alike(at, times * self._num_samples) for times in (1, 2, 3))
+            one, two, three = self._alike(at, times=3)
             teaches = np.where(self._known[self._dataset_of], 1 - 3 * one + 3 * two - three, 1.0)
+            teaches = np.maximum(teaches, 1e-9)  # of so small a difference nothing but rounding may be left
             self._admission = {at: np.maximum(_LEAST, teaches / teaches.max())}
         return self._admission[at]
 
@@ -95,10 +98,8 @@ class Pool:
         likely as not, and their reward is at least the mean of all that were asked, or less."""
         seen, _ = self._asked()
         means = np.divide(seen["reward"], seen["samples"])
-        rests, above = (
-            self._alike(at, self._num_samples)[self._seen["samples"] > 0] >= 0.5,
-            means >= (means.mean() if len(means) else 0),
-        )
+        rests = self._alike(at, times=1)[0][self._seen["samples"] > 0] >= 0.5
+        above = means >= (means.mean() if len(means) else 0.0)
         return {
             "new": len(self._seen) - len(seen),
             "fitting": int((~rests).sum()),
@@ -110,11 +111,12 @@ class Pool:
         asked = self._seen["samples"] > 0
         return self._seen[asked], self._dataset_of[asked]
 
-    def _alike(self, at: int, num_samples: int) -> Chances:
+    def _alike(self, at: int, *, times: int) -> list[Chances]:
+        """Of each row, the chances that its next group is alike, that its next two are all one, and so on."""
         kept = _FADE ** np.maximum(0, at - self._seen["at"])
         minority, samples = self._seen["minority"] * kept, self._seen["samples"] * kept
         a0, b0 = self._priors[self._dataset_of].T
-        return _chance_of_alike(a0 + minority, b0 + samples - minority, num_samples)
+        return _chances_of_alike(a0 + minority, b0 + samples - minority, self._num_samples, times=times)
 
 
 def _beta(seen: npt.NDArray[np.void], num_samples: int) -> tuple[float, float]:
@@ -124,13 +126,16 @@ def _beta(seen: npt.NDArray[np.void], num_samples: int) -> tuple[float, float]:
     low, high = _BREADTH
     for _ in range(20):  # the more prompts are like one another, the rarer are groups that are alike
         middle = (low * high) ** 0.5
-        alike = _chance_of_alike(middle * mean, middle * (1 - mean), num_samples)
+        [alike] = _chances_of_alike(middle * mean, middle * (1 - mean), num_samples, times=1)
         low, high = (middle, high) if alike > share else (low, middle)
     return high * mean, high * (1 - mean)
 
 
-def _chance_of_alike(a: Number, b: Number, num_samples: int) -> Number:
-    result = b / (a + b)
-    for k in range(1, num_samples):
-        result *= (b + k) / (a + b + k)
-    return result
+def _chances_of_alike(a: Number, b: Number, num_samples: int, *, times: int) -> list[Number]:
+    found = []
+    chance = b / (a + b)
+    for k in range(1, times * num_samples + 1):
+        if k % num_samples == 0:
+            found.append(chance)
+        chance = chance * (b + k) / (a + b + k)
+    return found

@@ -120,6 +120,15 @@ def test_what_was_observed_does_not_depend_on_the_order_in_which_groups_ended() 
     assert found[0] == pytest.approx(found[1], rel=1e-12)
 
 
+def test_prompts_that_never_teach_anything_are_asked_all_the_same() -> None:
+    pool = Pool([""] * 20, num_samples=NUM_SAMPLES)
+    for row in [*range(20)] * 50:
+        pool.observe(row, (1.0,) * NUM_SAMPLES, at=0, teaches=False)
+    pool.refit()
+    assert pool.admission(0).min() > 0.9, "one is as good as another"
+    assert pool.census(0) == {"new": 0, "fitting": 0, "solved": 20, "hopeless": 0}
+
+
 def test_a_checkpoint_holds_the_pool_to_the_last_bit() -> None:
     world = make_world()
     learn(world, 200)
