@@ -14,7 +14,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
@@ -54,8 +54,9 @@ class Task:
     groups_per_step: int = 16
     num_samples: int = 8
     lag: int = 1  # steps
-    num_steps: int = 50
-    lr: float = 1e-4
+    max_steps: int = 60
+    steps_beyond: int = 10  # after the goal was reached
+    lr: float = 2e-4
     look_every: int = 5  # steps
     goal: float = 0.9  # of the held-out prompts
 
@@ -65,7 +66,7 @@ class Run:
     tokens_to_goal: float  # generated until then; where it was not reached, all there were
     reached: bool
     alike_to_goal: float  # share of the groups until then
-    final: float  # right answers in the end, over three looks
+    final: float  # right answers at the end, that many steps beyond the goal, over three looks
     tokens: int  # generated in all
 
 
@@ -154,13 +155,17 @@ class Trainer:
         task = self._task
         looks, reached = [self.look()], None
         before = (0.0, looks[0])
-        for step in range(1, task.num_steps + 1):
+        last = task.max_steps
+        for step in count(1):
+            if step > last:
+                break
             self._make_step()
             if step % task.look_every == 0:
                 looks.append(self.look())
                 if reached is None and looks[-1] >= task.goal:
                     part = (task.goal - before[1]) / max(1e-9, looks[-1] - before[1])
                     reached = (before[0] + part * (self.num_tokens - before[0]), self.num_alike / self.num_ended)
+                    last = min(last, step + task.steps_beyond)
                 before = (float(self.num_tokens), looks[-1])
         tokens, alike = reached or (float(self.num_tokens), self.num_alike / self.num_ended)
         return Run(

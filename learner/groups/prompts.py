@@ -288,7 +288,7 @@ class Mixture:
 
     def _throws_of(self, data_epoch: int) -> npt.NDArray[np.float64]:  # [num_places]
         draws: npt.NDArray[np.uint64] = self._draws(_FIRST_THROWS + data_epoch, self.num_places)
-        return (draws >> np.uint64(11)) * 2.0**-53
+        return (draws >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
     def _permutation(self, draw: int, count: int) -> npt.NDArray[np.intp]:
         return np.argsort(self._draws(draw, count), kind="stable")

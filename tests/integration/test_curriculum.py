@@ -15,7 +15,7 @@ from tests.integration.learner_world import lines, made_up_worker, make_run, out
 from tests.replay_world import last_tensors
 
 PATIENCE_S = 180
-NUM_STEPS = 24
+NUM_STEPS = 14
 NUM_PROMPTS = 40
 
 
@@ -28,7 +28,7 @@ def make(folder: Path, name: str) -> schema.Config:
         num_prompts=NUM_PROMPTS,
         model=schema.Model(path=str(folder / "model"), dtype="float64"),
         data=schema.Data(train=str(folder / "prompts.jsonl"), curriculum=True),
-        sampling=schema.Sampling(num_samples=2, max_tokens=3),
+        sampling=schema.Sampling(num_samples=3, max_tokens=4),
         training=schema.Training(groups_per_step=4, max_steps=NUM_STEPS, max_epochs=20),
         lag=schema.Lag(max_steps=0),
         checkpoint=schema.Checkpoint(every_steps=3),
@@ -40,6 +40,7 @@ def newest_step(config: schema.Config) -> int:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_a_run_killed_at_ten_places_asks_the_same_prompts_and_has_the_same_weights(
     tmp_path: Path, redis_url: str, run_name: str
 ) -> None:
