@@ -31,7 +31,16 @@ _FOLDER = Path("runs/bench/curriculum")
 _KINDS = (MIXED, FITTING)
 _CELLS = ((MIXED, False), (MIXED, True), (FITTING, False), (FITTING, True))
 _NONE_LOST = 0.03
-_QUICK = Task(num_prompts=40, num_held_out=60, num_demonstrations=2_000, max_steps=6, groups_per_step=4, goal=0.05)
+_QUICK = Task(
+    num_prompts=40,
+    num_held_out=60,
+    num_digits=(3, 3),
+    num_demonstrations=4_000,
+    max_steps=5,
+    groups_per_step=4,
+    max_groups=100,
+    goal=0.1,
+)
 
 Found = Mapping[tuple[str, bool], Sequence[Run]]
 

@@ -14,7 +14,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +56,7 @@ class Task:
     lag: int = 1  # steps
     max_steps: int = 60
     steps_beyond: int = 10  # after the goal was reached
+    max_groups: int = 10_000  # where hardly any teaches
     lr: float = 2e-4
     look_every: int = 5  # steps
     goal: float = 0.9  # of the held-out prompts
@@ -155,10 +156,9 @@ class Trainer:
         task = self._task
         looks, reached = [self.look()], None
         before = (0.0, looks[0])
-        last = task.max_steps
-        for step in count(1):
-            if step > last:
-                break
+        step, last = 0, task.max_steps
+        while step < last and self.num_ended < task.max_groups:
+            step += 1
             self._make_step()
             if step % task.look_every == 0:
                 looks.append(self.look())
@@ -183,7 +183,7 @@ class Trainer:
 
     def _make_step(self) -> None:
         task, batch = self._task, []
-        while len(batch) < task.groups_per_step:
+        while len(batch) < task.groups_per_step and self.num_ended < task.max_groups:
             self._ask((task.lag + 1) * task.groups_per_step - len(batch) - len(self._queue))
             place, answers, rewards = self._queue.popleft()
             teaches = len(set(rewards)) > 1
@@ -191,7 +191,8 @@ class Trainer:
             self.num_ended, self.num_alike = self.num_ended + 1, self.num_alike + (not teaches)
             if teaches:
                 batch.append((answers, rewards))
-        self._train(batch)
+        if batch:
+            self._train(batch)
 
     def _ask(self, room: int) -> None:
         """Workers answer at once, with the weights of now; many at a time, for that is fast."""
