@@ -56,8 +56,8 @@ class Prompts:
         while ticket in retries:
             ticket = retries[ticket]
         place = ticket - sum(number < ticket for number in retries)
-        if self.drawn:
-            return self.texts[self.drawn[place]]
+        if self.drawn:  # of another branch's numbers, with other retries, some have no place in this one
+            return self.texts[self.drawn[place]] if place in self.drawn else ""
         passes, place = divmod(place, len(self.texts))
         if not self.shuffle:
             return self.texts[place]
