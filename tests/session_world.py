@@ -160,8 +160,10 @@ def _fast(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     return made
 
 
-def chat_facts() -> ModelFacts:
+def chat_facts(*more: str, special: bool = False) -> ModelFacts:
+    """`more` tokens, which may be special ones."""
     tokenizer = chat_tokenizer()
+    tokenizer.add_tokens(list(more), special_tokens=special)
     return ModelFacts(
         path="tiny-chat",
         tokenizer=tokenizer,
@@ -190,7 +192,7 @@ class Teller(EngineDouble):
         generated = Generated(
             token_ids=np.array(ids, np.int32),
             logprobs=np.full(len(ids), -0.5, np.float32),
-            text=text if ended else self._facts.decode(ids),
+            text=self._facts.decode(ids),
             finish_reason="stop" if ended else "length",
             spans=(Span(version=make_version(1, 1), step=1, start=0, end=len(ids)),),
         )
@@ -229,13 +231,18 @@ class AgentWorld:
 @contextlib.asynccontextmanager
 async def agent_world(folder: Path, code: str, name: str, **settings: Any) -> AsyncIterator[AgentWorld]:
     (folder / "agent.py").write_text(code)
-    target = f"{folder / 'agent.py'}:{name}"
+    async with world_of(f"{folder / 'agent.py'}:{name}", **settings) as world:
+        yield world
+
+
+@contextlib.asynccontextmanager
+async def world_of(target: str, **settings: Any) -> AsyncIterator[AgentWorld]:
     environment = schema.Environment(target=target, **{"timeout_s": 60.0, "max_tokens": 4096, **settings})
     config = schema.Config.model_validate(
         {"model": {"path": "m"}, "data": {"train": "t.jsonl", "max_prompt_tokens": 512}, "environment": environment}
     )
     facts = chat_facts()
-    allowed = Permissions(reward_code=(target,), reward_network=(target,))
+    allowed = Permissions(reward_code=(target,), reward_network=(target,), reward_environment=environment.environment)
     async with playing(config, allowed, facts) as player:
         assert isinstance(player, AgentPlayer)
         yield AgentWorld(player, facts, config)

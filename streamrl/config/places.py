@@ -22,7 +22,7 @@ from streamrl.data.prompts import read_prompts
 from streamrl.errors import DataError
 from streamrl.permissions import Permissions
 from streamrl.protocol.transport.address import FORMS, PASSWORD, SCHEMES, has_secret, masked
-from streamrl.recipe.environments import ENVIRONMENTS
+from streamrl.recipe.environments import ENVIRONMENTS, OF_A_NETWORK
 from streamrl.recipe.own import FILES, is_own
 from streamrl.recipe.own import FORMS as CODE_FORMS
 from streamrl.recipe.rewards import REWARDS
@@ -88,8 +88,8 @@ def _check_environment(config: Config, environment: Environment) -> Iterator[Pro
     elif environment.target not in ENVIRONMENTS and not is_own(environment.target):
         remedy = f"must be one of {', '.join(ENVIRONMENTS)}, or a class of yours as {CODE_FORMS}"
         yield Problem(key="environment.target", value=environment.target, remedy=remedy)
-    if environment.target == "openenv" and not environment.network:
-        yield Problem(key="environment.network", remedy="openenv asks a server, so it must be true")
+    if environment.target in OF_A_NETWORK and not environment.network:
+        yield Problem(key="environment.network", remedy=f"{OF_A_NETWORK[environment.target]}, so it must be true")
     if "environment" in config.rewards:
         remedy = "is the name of what the environment gives: call this source otherwise"
         yield Problem(key="rewards.environment", remedy=remedy)

@@ -122,7 +122,7 @@ class Environment(Section):
     # or `path/to/file.py:name`. null: a service at `urls`
     target: str | None = None
     urls: tuple[str, ...] = ()  # http://host:port of a service that plays; several are replicas of it
-    options: Arguments = Field(default_factory=dict)  # keyword arguments of the class, or of the function
+    options: DeepArguments = Field(default_factory=dict)  # keyword arguments of the class, or of the function
     weight: float = 1.0  # of its rewards beside those of `rewards`
     max_turns: Positive = 8  # of the model; then the rollout is cut off
     # Of a rollout beyond its prompt, sampled and given; sampling.max_tokens is that of a turn.

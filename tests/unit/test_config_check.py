@@ -72,6 +72,7 @@ def test_the_defaults_contradict_nothing(good: Path) -> None:
         ),
         ("environment={target: textarea}", "environment.target = 'textarea': ", "must be one of textarena"),
         ("environment={target: openenv}", "environment.network = False: ", "it must be true"),
+        ("environment={target: verifiers}", "environment.network = False: its programs ask", "it must be true"),
         ("environment={max_turns: 2}", "environment.target = nothing: ", "or by `urls` a service"),
         ("environment={target: textarena, urls: ['http://h:1']}", "environment.urls = ", "set one of the two"),
         ("environment={urls: ['h:1']}", "environment.urls = 'h:1': ", "must be http://host:port"),

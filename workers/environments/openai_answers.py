@@ -78,7 +78,7 @@ def completion_chunks(turn: Turn, asked: CompletionRequest) -> Iterator[Body]:
 
 def generate(turn: Turn) -> Body:
     made = turn.generated
-    logprobs = [{"token_id": i, "logprob": p, "top_logprobs": []} for i, p in _tokens(turn)]
+    logprobs = [{"token": _name(i), "token_id": i, "logprob": p, "top_logprobs": []} for i, p in _tokens(turn)]
     choice = {
         "index": 0,
         "token_ids": made.token_ids.tolist(),
@@ -120,7 +120,7 @@ def _calls(turn: Turn) -> list[Body]:
 def _of_chat(turn: Turn, asked: ChatRequest) -> Body | None:
     if not asked.logprobs:
         return None
-    named = [f"token_id:{i}" for i, _ in _tokens(turn)] if asked.return_tokens_as_token_ids else turn.pieces
+    named = [_name(i) for i, _ in _tokens(turn)] if asked.return_tokens_as_token_ids else turn.pieces
     return {
         "content": [
             {"token": name, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
@@ -133,10 +133,15 @@ def _of_chat(turn: Turn, asked: ChatRequest) -> Body | None:
 def _text(turn: Turn, asked: CompletionRequest) -> Body:
     logprobs = None
     if asked.logprobs is not None:
-        named = [f"token_id:{i}" for i, _ in _tokens(turn)] if asked.return_tokens_as_token_ids else list(turn.pieces)
+        named = [_name(i) for i, _ in _tokens(turn)] if asked.return_tokens_as_token_ids else list(turn.pieces)
         logprobs = {"tokens": named, "token_logprobs": [p for _, p in _tokens(turn)], "top_logprobs": None}
     reason = turn.generated.finish_reason
     return {"index": 0, "text": turn.generated.text, "finish_reason": reason, "logprobs": logprobs}
+
+
+def _name(token_id: int) -> str:
+    """As vLLM names a token where ids are asked for, and clients that train on what they are told want it."""
+    return f"token_id:{token_id}"
 
 
 def _tokens(turn: Turn) -> list[tuple[int, float]]:

@@ -8,9 +8,14 @@
 
     async def rollout(session, row) -> float: ...                          # an agent (`agents.py`)
 
-An instance for each rollout; its methods may be `async def`, others run in threads of the child, so one that waits
-holds up nobody. A rollout stays with the child that began it, since its state is there: a child that dies, or is killed
-since an answer was late, takes its rollouts along. They count as failed samples, and another child begins.
+    class Agent:                                                           # one, for all the rollouts of its process
+        def __init__(self, *, place: str): ...
+        async def rollout(self, session, row) -> float: ...
+
+Of a class with `step` there is an instance for each rollout; its methods may be `async def`, others run in threads of
+the child, so one that waits holds up nobody. A rollout stays with the child that began it, since its state is there: a
+child that dies, or is killed since an answer was late, takes its rollouts along. They count as failed samples, and
+another child begins.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 another, as those of reward functions do (`workers.rewards.function_child`).
 
     class       any number of rollouts, each with an instance of its own and one call at a time; `close` forgets it
-    function    `rollout` runs it for a session and a row; `end` cancels it, and waits until it has ended
+    agent       `rollout` runs it for a session and a row; `end` cancels it, and waits until it has ended
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Games:
 
 
 class Agents:
-    """Rollouts of a function."""
+    """Rollouts of a function, or of a method of the one instance that this process has."""
 
     def __init__(self, function: Callable[..., Any], *, is_async: bool) -> None:
         self._function, self._is_async = function, is_async
@@ -93,15 +93,16 @@ def main() -> None:
     try:
         has_way = _confine(own=setup["target"] not in ENVIRONMENTS, network=setup["network"], door=setup["door"])
         found = load_function(setup["target"], ENVIRONMENTS)
-        has_agent, is_async = not inspect.isclass(found), inspect.iscoroutinefunction(found)
+        player = getattr(found, "rollout", None) if inspect.isclass(found) else found
+        has_agent, is_async = player is not None, inspect.iscoroutinefunction(player)
         handler: Games | Agents
         if has_agent:
-            handler = Agents(bind(found, setup["options"], "session", "row"), is_async=is_async)
             if not has_way:
                 raise RuntimeError(
                     "this machine has no way from an agent to its session and nowhere else (seccomp's notifications, "
                     "Linux 5.14); if it may have a network, set environment.network: true"
                 )
+            handler = Agents(_agent(found, setup["options"]), is_async=is_async)
         else:
             handler = Games(_checked(bind(found, setup["options"]), setup["target"]))
     except BaseException as error:  # noqa: BLE001 - user code may raise anything while it is imported
@@ -131,6 +132,13 @@ def _confine(*, own: bool, network: bool, door: int) -> bool:
 
     confine(own=own, network=network, forbid_calls=forbid)
     return has_way
+
+
+def _agent(found: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """A class is made once: what it takes long to have ready, all rollouts of this process share."""
+    if inspect.isclass(found):
+        return bind(bind(found, options)().rollout, {}, "session", "row")
+    return bind(found, options, "session", "row")
 
 
 def _checked(make: Any, target: str) -> Callable[[], Any]:

@@ -30,7 +30,7 @@ from streamrl.workers.engines.model import ModelFacts
 from streamrl.workers.environments.conversation import Context, Conversation, read_messages
 from streamrl.workers.environments.openai_answers import Turn
 from streamrl.workers.environments.openai_asked import ChatRequest, CompletionRequest, GenerateRequest, Refused
-from streamrl.workers.environments.tool_calls import Parse, Said
+from streamrl.workers.environments.tool_calls import Parse, Said, Tools
 from streamrl.workers.environments.trace import Trace
 
 MAX_SESSION_BYTES = 256 << 20  # of all requests together
@@ -121,10 +121,18 @@ class Session:
         generated = await self._ask(context, most=asked.most, stops=asked.stops)
         said = Said(content=generated.text)
         if tools and asked.tool_choice != "none":
-            said = self.model.parse(generated.text, tools)
+            said = self._parsed(generated, tools)
             self.num_tool_calls += len(said.calls)
         self._conversation.answered(context, generated.token_ids, messages=messages, tools=tools, said=said)
         return self._turn(context, generated, said, wants_pieces=bool(asked.logprobs))
+
+    def _parsed(self, generated: Generated, tools: Tools) -> Said:
+        """Where the tags of a call are special tokens, the text has none of them, and it is read with them."""
+        facts = self.model.facts
+        marked = facts.decode_marked(generated.token_ids.tolist())
+        if marked is None or not (said := self.model.parse(marked, tools)).calls:
+            return self.model.parse(generated.text, tools)
+        return replace(said, content=facts.without_special(said.content))
 
     async def complete(self, asked: CompletionRequest) -> Turn:
         given, ids = ("", asked.prompt) if isinstance(asked.prompt, list) else (asked.prompt, [])

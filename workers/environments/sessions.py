@@ -4,8 +4,9 @@
     /sessions/ID/inference/v1/generate                                     tokens in, tokens out
     /sessions/ID/key/KEY/...                                               for agents that can send no key
 
-ID is no secret; the bearer key is, and opens this one session. Nothing is logged of a request. What an agent says with
-its own key in it, a URL in an error for one, goes on without: into prompts, traces and recordings, too.
+ID is no secret; the bearer key is, and opens this one session. It may come as `x-api-key`, too. Nothing is logged of a
+request. What an agent says with its own key in it, a URL in an error for one, goes on without: into prompts, traces and
+recordings, too.
 """
 
 from __future__ import annotations
@@ -108,10 +109,11 @@ class Sessions:
         session = self._open.get(request.path_params["id"])
         if session is None:
             raise is_over()
-        given = request.path_params.get("key") if self.model.settings.key_in_url else None
-        if given is None:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not session.opens_with(given):
+        given = [request.headers.get("authorization", "").removeprefix("Bearer ")]
+        given.append(request.headers.get("x-api-key", ""))  # some clients can send this one, but no bearer of their own
+        if self.model.settings.key_in_url:
+            given.append(request.path_params.get("key", ""))
+        if not any(map(session.opens_with, given)):
             raise Refused(401, "this is not the API key of this rollout's session", code="invalid_api_key")
         return session
 
