@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -145,6 +147,25 @@ def calling_tokenizer() -> PreTrainedTokenizerFast:
     made = _fast(tokenizer)
     made.add_tokens([CALL])
     return made
+
+
+def write_calling_model(folder: Path) -> None:
+    tokenizer = calling_tokenizer()
+    config = transformers.Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def _fast(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:

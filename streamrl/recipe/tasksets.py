@@ -89,13 +89,14 @@ def tasks(python: str, taskset: Mapping[str, Any], *, first: int, count: int) ->
 
 def _begin(python: str, what: str, setup: Mapping[str, Any]) -> subprocess.Popen[str]:
     program = os.path.abspath(os.path.expanduser(python))  # and no further: a link is what makes it that environment's
-    path = os.pathsep.join([os.path.dirname(program), os.environ.get("PATH", os.defpath)])
+    path = os.pathsep.join([os.path.dirname(program), os.environ.get("PATH", os.defpath)])  # harnesses look for uv
+    modules = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))  # and tools for their taskset
     try:
         begun = subprocess.Popen(
             [program, str(_SERVER), what],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PATH": path},  # harnesses look there for uv
+            env={**os.environ, "PATH": path, "PYTHONPATH": modules},
             text=True,
             start_new_session=True,  # whoever kills this process leaves it the time to end what it has begun
         )

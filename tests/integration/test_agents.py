@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
 
 from tests.helpers import wait_until
-from tests.session_world import calling_tokenizer
+from tests.session_world import write_calling_model
 
 ROOT = Path(__file__).resolve().parents[2]
 AGENT = """
@@ -62,22 +60,7 @@ learner: {{threads: 1}}
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    tokenizer = calling_tokenizer()
-    config = transformers.Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
-    torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+    write_calling_model(tmp_path / "model")
     rows = [{"messages": [{"role": "user", "content": f"{n} + 3"}], "answer": "5"} for n in range(400)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "agent.py").write_text(AGENT)
