@@ -149,8 +149,8 @@ def calling_tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
-def write_calling_model(folder: Path) -> None:
-    tokenizer = calling_tokenizer()
+def write_calling_model(folder: Path, tokenizer: PreTrainedTokenizerFast | None = None) -> None:
+    tokenizer = tokenizer or calling_tokenizer()
     config = transformers.Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -158,7 +158,7 @@ def write_calling_model(folder: Path) -> None:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=512,
+        max_position_embeddings=1024,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,

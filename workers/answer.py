@@ -21,6 +21,7 @@ from streamrl.protocol.wire.group import Group, GroupHeader, Sample
 from streamrl.protocol.wire.ticket import Ticket
 from streamrl.tasks import gather_or_cancel
 from streamrl.workers.engines.base import Engine, SampleRequest
+from streamrl.workers.environments.account import Account
 from streamrl.workers.environments.base import ENVIRONMENT
 from streamrl.workers.environments.playing import Plays
 from streamrl.workers.environments.trace import Played
@@ -45,6 +46,7 @@ class Answerer:
     ) -> None:
         self.rewards = rewards
         self._player = player  # of rollouts of several turns
+        self._account = Account()  # likewise
         self._config = config
         self._worker = worker
         self._fingerprint = fingerprint
@@ -63,6 +65,7 @@ class Answerer:
         facts = self.rewards.facts()
         if self._player is not None:
             facts[f"rewards/{ENVIRONMENT}/state"] = self._player.outage() or "well"
+            facts |= {f"rewards/{ENVIRONMENT}/{name}": fact for name, fact in self._account.facts().items()}
         return facts
 
     async def answer(self, ticket: Ticket, engine: Engine, *, sample_done: Callable[[], None] = lambda: None) -> Group:
@@ -105,7 +108,10 @@ class Answerer:
 
     async def _make(self, ticket: Ticket, engine: Engine, request: SampleRequest) -> Played:
         if self._player is not None:
-            return await self._player.play(ticket, engine, request)
+            with self._account.rollout():
+                played = await self._player.play(ticket, engine, request)
+            self._account.played(played)
+            return played
         began = time.monotonic()
         generated = await engine.generate(request)
         num_tokens = len(generated.token_ids)

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from tests.helpers import wait_until
-from tests.session_world import write_calling_model
+from tests.session_world import chat_tokenizer, write_calling_model
 
 ROOT = Path(__file__).resolve().parents[2]
+RUN_HERE: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "check": False, "timeout": 300}
 AGENT = """
 import json
 from openai import AsyncOpenAI
@@ -112,6 +113,80 @@ def test_a_worker_that_is_killed_in_mid_episode_costs_no_ticket(folder: Path) ->
     assert summary["restarts"] == {"worker/0": 2}
     assert (summary["state"], summary["steps"]) == ("finished", 30)
     assert (summary["lost"], summary["twice"], summary["clean"]) == (0, 0, True)
+
+
+# Tells its key wherever it can: to the model, in an address, to the server's errors, to whoever reads of its failure.
+LEAKY = """
+import urllib.error, urllib.request, json
+
+def ask(session, path, body):
+    headers = {"authorization": "Bearer " + session.api_key, "content-type": "application/json"}
+    request = urllib.request.Request(session.base_url + path, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.loads(answer.read())["choices"][0]["message"]["content"]
+
+def leaky(session, row):
+    with open("DIR/keys", "a") as keys: keys.write(session.api_key + "\\n")
+    said = "GET " + session.base_url + " with " + session.api_key
+    hello = [{"role": "user", "content": said}]
+    ask(session, "/chat/completions?key=" + session.api_key, {"model": session.api_key, "messages": hello})
+    for path, body in (("/chat/completions", {"messages": hello, "n": said}), ("/no/" + session.api_key, {})):
+        try: ask(session, path, body)
+        except urllib.error.HTTPError as error: assert session.api_key not in error.read().decode()
+    if int(row["answer"]) % 3 == 0: raise ValueError(said)
+    return float(int(row["answer"]) % 2)
+"""
+# It writes what it is given into the worker's log.
+TOLD = """
+def told(prompt, completion, token_ids, fields):
+    print("told", repr(completion))
+    return float(sum(token_ids) % 7)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("key_in_url", [False, True])
+def test_no_key_of_a_session_is_in_anything_that_a_run_writes(folder: Path, key_in_url: bool) -> None:
+    write_calling_model(folder / "model", chat_tokenizer())
+    (folder / "agent.py").write_text(LEAKY.replace("DIR", str(folder)))
+    (folder / "rewards.py").write_text(TOLD)
+    rows = [{"messages": [{"role": "user", "content": f"{n} + 3"}], "answer": str(n)} for n in range(400)]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    leaky = f"{{target: '{folder}/agent.py:leaky', max_turns: 3, max_tokens: 900, timeout_s: 60.0, "
+    running = start(
+        folder,
+        "worker.engine=transformers",
+        "training={groups_per_step: 2, max_steps: 2}",
+        f"environment={leaky} network: true, key_in_url: {str(key_in_url).lower()}}}",
+        f"rewards={{told: {{type: function, target: '{folder}/rewards.py:told'}}}}",
+    )
+    record = [sys.executable, "-m", "streamrl.ops.cli.main", "record"]
+    try:
+        wait_until(
+            lambda: (folder / "keys").exists() or running.poll() is not None, description="a rollout", timeout_s=240
+        )
+        saved = subprocess.run([*record, str(folder / "agents"), "--output", str(folder / "recording")], **RUN_HERE)
+        out, err = running.communicate(timeout=300)
+    finally:
+        if running.poll() is None:
+            running.send_signal(signal.SIGINT)
+            running.wait(timeout=120)
+    assert (saved.returncode, running.returncode) == (0, 0), saved.stderr + err
+    exported = subprocess.run([*record, "export", str(folder / "recording")], **RUN_HERE)
+    assert exported.returncode == 0, exported.stderr
+
+    keys = (folder / "keys").read_text().split()
+    places = [path for path in folder.rglob("*") if path.is_file() and path.name != "keys"]
+    written = {str(path): path.read_bytes().decode(errors="replace") for path in places}
+    written |= {"up": out + err, "record": saved.stdout + saved.stderr, "export": exported.stdout}
+    assert [place for place, text in written.items() if any(key in text for key in keys)] == []
+    assert len(keys) >= 2 * 2 * 4
+    assert "with [key]" in exported.stdout, "what was said has come through, but for the key"
+    logs = "".join(text for place, text in written.items() if place.endswith(".log"))
+    assert "told 'GET http" in logs
+    assert "with [key]" in logs
+    assert any("ValueError: GET http" in text for text in written.values()), "so has the failure"
 
 
 def worker_pid(folder: Path) -> int | None:
