@@ -180,7 +180,7 @@ def test_no_key_of_a_session_is_in_anything_that_a_run_writes(folder: Path, key_
     assert [place for place, text in written.items() if any(key in text for key in keys)] == []
     assert len(keys) >= 2 * 2 * 4
     assert "with [key]" in exported.stdout, "what was said has come through, but for the key"
-    logs = "".join(text for place, text in written.items() if place.endswith(".log"))
+    logs = "".join(text for place, text in written.items() if place.endswith((".log", ".out")))
     assert "told 'GET http" in logs
     assert "with [key]" in logs
     assert any("ValueError: GET http" in text for text in written.values()), "so has the failure"

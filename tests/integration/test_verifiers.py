@@ -122,7 +122,9 @@ async def main():
     renderer = SimpleNamespace(
         supports_tools=True,
         get_stop_token_ids=lambda: [3],
-        parse_response=lambda ids, **_: SimpleNamespace(content="", reasoning_content=None, tool_calls=[]),
+        parse_response=lambda ids, **_: SimpleNamespace(
+            content="", reasoning_content=None, tool_calls=[], reasoning_complete=True
+        ),
     )
     client = AsyncOpenAI(base_url=url, api_key=key)
     made = await generate(client=client, renderer=renderer, messages=[], model="m", prompt_ids=token_ids)
