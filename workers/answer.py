@@ -8,6 +8,7 @@ RewardOutage pass through.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -128,10 +129,10 @@ class Answerer:
         if settings is None:
             return await self.rewards.score(item)
         scores = await self.rewards.score(item) if self._config.rewards else Scores(rewards={}, total=0.0)
-        return Scores(
-            rewards={**scores.rewards, ENVIRONMENT: made.reward, **made.rewards},
-            total=scores.total + settings.weight * made.reward,
-        )
+        total = scores.total + settings.weight * made.reward
+        if not all(map(math.isfinite, (total, *self._weighted(made.turn_rewards)))):
+            raise SampleError(f"the environment's rewards add up to {made.reward:g}, weighted to {total:g}")
+        return Scores(rewards={**scores.rewards, ENVIRONMENT: made.reward, **made.rewards}, total=total)
 
     def _weighted(self, rewards: Sequence[float]) -> tuple[float, ...]:
         settings = self._config.environment

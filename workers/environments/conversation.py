@@ -163,7 +163,7 @@ def _read(place: int, message: Any) -> Message:
 def _call(name: str, arguments: Any) -> dict[str, Any]:
     """Templates write arguments as a map; interfaces send it as JSON in a text."""
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # whatever it is, the template is to write it
+        with contextlib.suppress(ValueError, RecursionError):  # whatever it is, the template is to write it
             arguments = json.loads(arguments)
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 

@@ -25,7 +25,7 @@ from streamrl.config import schema
 from streamrl.errors import ConfigError, SampleError
 from streamrl.permissions import Permissions
 from streamrl.recipe.environments import ENVIRONMENTS
-from streamrl.workers.environments.base import Answer, Episode
+from streamrl.workers.environments.base import Answer, Episode, read_answer, read_text
 from streamrl.workers.rewards.door import Door
 from streamrl.workers.rewards.functions import CallFailed, Child, may_run
 
@@ -120,8 +120,8 @@ class OwnEnvironment:
     async def begin(self, row: Mapping[str, Any]) -> Episode:
         try:
             child, number = await self._children.next()
-            opening = await child.call(("reset", number, dict(row)))
-        except CallFailed as error:
+            opening = read_text(await child.call(("reset", number, dict(row))))
+        except (CallFailed, ValueError) as error:
             raise SampleError(f"the environment failed in reset: {error}") from None
         return _OwnEpisode(child, number, opening=opening)
 
@@ -140,9 +140,9 @@ class _OwnEpisode:
     async def step(self, said: str) -> Answer:
         try:
             given, reward, done = await self._child.call(("step", self._number, said))
-        except CallFailed as error:
+            return read_answer(given, reward, done)
+        except (CallFailed, ValueError, TypeError) as error:  # user code may also write on the pipe what it likes
             raise SampleError(f"the environment failed in step: {error}") from None
-        return Answer(given=given, reward=reward, done=done)
 
     async def close(self) -> None:
         self._child.tell(("close", self._number, None))

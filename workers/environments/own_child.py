@@ -13,17 +13,19 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from streamrl.recipe.environments import ENVIRONMENTS
 from streamrl.recipe.own import bind, describe, load_function
+from streamrl.workers.environments.base import MAX_GIVEN_CHARS
 from streamrl.workers.rewards import confine as confining
 from streamrl.workers.rewards.door import shut_in
 from streamrl.workers.rewards.function_child import confine, limit_memory, take_pipes, write_answer
 
 THREADS = 64  # of environments that wait for something outside, and of agents that are plain functions
+_MOST_HANGING = THREADS // 2  # then another process begins
 _MAX_REWARDS = 8  # that a rollout may have by name
 
 
@@ -42,17 +44,39 @@ class Games:
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
         self._rollouts: dict[int, Any] = {}
+        self._threads = ThreadPoolExecutor(THREADS)
+        self._given_up: list[Future[Any]] = []  # calls whose threads may still run: nothing can stop them
 
     async def answer(self, what: str, rollout: int, argument: Any) -> Any:
         if what == "close":
             instance = self._rollouts.pop(rollout, None)
             if hasattr(instance, "close"):
                 with contextlib.suppress(BaseException):  # nobody waits for it
-                    await _call(instance.close)
+                    await self._call(instance.close)
             return None
         if what == "reset":
-            self._rollouts[rollout] = await asyncio.to_thread(self._make)
-        return await _ask(self._rollouts[rollout], what, argument)
+            instance = self._rollouts[rollout] = await self._call(self._make)
+            return _text(await self._call(instance.reset, argument), "reset()")
+        returned = await self._call(self._rollouts[rollout].step, argument)
+        if not isinstance(returned, tuple) or len(returned) != 3:
+            raise TypeError(f"step() must return (observation, reward, done), and returned {returned!r:.80}")
+        given, reward, done = returned
+        return _text(given, "step()"), _number(reward, "step()"), bool(done)
+
+    def last(self) -> str:
+        """Why this process is of no more use; empty where it is."""
+        self._given_up = [call for call in self._given_up if call.running()]
+        return f"{len(self._given_up)} calls hang in the process" if len(self._given_up) >= _MOST_HANGING else ""
+
+    async def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        if inspect.iscoroutinefunction(method):
+            return await method(*arguments)
+        call = self._threads.submit(method, *arguments)
+        try:
+            return await asyncio.wrap_future(call)
+        except asyncio.CancelledError:
+            self._given_up.append(call)
+            raise
 
 
 class Agents:
@@ -73,6 +97,10 @@ class Agents:
             return _rewards(await running)
         finally:
             del self._rollouts[rollout]
+
+    def last(self) -> str:
+        """No thread is left behind: one that is late costs its process."""
+        return ""
 
     async def _in_thread(self, session: Session, row: Any) -> Any:
         return await asyncio.shield(asyncio.to_thread(self._function, session, row))
@@ -153,6 +181,7 @@ async def _serve(handler: Games | Agents, calls: BinaryIO, answers: BinaryIO, *,
                 result = {"value": await handler.answer(what, rollout, argument)}
         except BaseException as error:  # noqa: BLE001 - whatever user code raises fails this rollout, and only it
             result = {"error": f"no answer within {timeout_s:g} s" if limit.expired() else describe(error)}
+            result |= {"last": last} if (last := handler.last()) else {}
         write_answer(answers, {"id": number, **result})
 
     tasks: set[asyncio.Task[None]] = set()
@@ -164,26 +193,14 @@ async def _serve(handler: Games | Agents, calls: BinaryIO, answers: BinaryIO, *,
         task.add_done_callback(tasks.discard)
 
 
-async def _ask(instance: Any, what: str, argument: Any) -> Any:
-    if what == "reset":
-        return _text(await _call(instance.reset, argument), "reset()")
-    returned = await _call(instance.step, argument)
-    if not isinstance(returned, tuple) or len(returned) != 3:
-        raise TypeError(f"step() must return (observation, reward, done), and returned {returned!r:.80}")
-    given, reward, done = returned
-    return _text(given, "step()"), _number(reward, "step()"), bool(done)
-
-
-async def _call(method: Callable[..., Any], *arguments: Any) -> Any:
-    if inspect.iscoroutinefunction(method):
-        return await method(*arguments)
-    return await asyncio.to_thread(method, *arguments)
-
-
 def _text(value: Any, of: str) -> str:
     if value is not None and not isinstance(value, str):
         raise TypeError(f"{of} must say a text or nothing, and said {value!r:.80}")
-    return value or ""
+    text = value or ""
+    if len(text) > MAX_GIVEN_CHARS:
+        raise ValueError(f"{of} may say {MAX_GIVEN_CHARS} characters, and said {len(text)}")
+    text.encode()  # half a character is an error
+    return text
 
 
 def _number(reward: Any, of: str) -> float:

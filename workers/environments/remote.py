@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -27,7 +26,7 @@ import httpx
 from streamrl.config import schema
 from streamrl.errors import RewardOutage, SampleError
 from streamrl.permissions import Permissions
-from streamrl.workers.environments.base import Answer, Episode
+from streamrl.workers.environments.base import Answer, Episode, read_answer, read_text
 from streamrl.workers.rewards.http_client import FIRST_PAUSE_S, check_host
 from streamrl.workers.rewards.http_request import Refused, TryAgain, make_client, post, printable
 from streamrl.workers.rewards.replicas import Replica, Replicas
@@ -79,7 +78,7 @@ class RemoteEnvironment:
                 raise RewardOutage(f"{waited}: {self._replicas.last_errors}")
             try:
                 answer = await self.ask(replica, "reset", {"row": dict(row)})
-                return _RemoteEpisode(self, replica, _text(answer, "id", needed=True), _text(answer, "observation"))
+                return _RemoteEpisode(self, replica, *_opening(answer))
             except TryAgain as error:
                 last, reason = replica, f"{replica.url}: {error}"
                 attempts += error.reached
@@ -94,7 +93,7 @@ class RemoteEnvironment:
             self._replicas.stay(replica)
             try:
                 answer = await self.ask(replica, "step", question)
-                told = Answer(given=_text(answer, "observation"), reward=_reward(answer), done=_done(answer))
+                told = _told(answer)
             except TryAgain as error:
                 reason = str(error)
             except Refused as error:
@@ -160,21 +159,18 @@ class _RemoteEpisode:
         self._environment.forget(self._replica, self._number)
 
 
-def _text(answer: Mapping[str, Any], name: str, *, needed: bool = False) -> str:
-    value = answer.get(name)
-    if not isinstance(value, str) and (needed or value is not None):
-        raise TryAgain(f"answered {name!r} = {value!r:.80}, which is no text", answered=True)
-    return value or ""
+def _opening(answer: Mapping[str, Any]) -> tuple[str, str]:
+    """(the rollout's id, what the environment says first)"""
+    try:
+        if number := read_text(answer.get("id"), "id"):
+            return number, read_text(answer.get("observation"))
+    except ValueError as error:
+        raise TryAgain(str(error), answered=True) from None
+    raise TryAgain("answered no 'id'", answered=True)
 
 
-def _reward(answer: Mapping[str, Any]) -> float:
-    value = answer.get("reward")
-    if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
-        raise TryAgain(f"answered 'reward' = {value!r:.80}, which is no finite number", answered=True)
-    return float(value)  # type: ignore[arg-type]
-
-
-def _done(answer: Mapping[str, Any]) -> bool:
-    if not isinstance(value := answer.get("done"), bool):
-        raise TryAgain(f"answered 'done' = {value!r:.80}, which is neither true nor false", answered=True)
-    return value
+def _told(answer: Mapping[str, Any]) -> Answer:
+    try:
+        return read_answer(answer.get("observation"), answer.get("reward"), answer.get("done"))
+    except ValueError as error:
+        raise TryAgain(str(error), answered=True) from None

@@ -109,7 +109,8 @@ def _read_of_trl(returned: Any) -> float | None:
 def _failure(error: BaseException) -> dict[str, Any]:
     """`last`: who has eaten all its memory may have leaked it, so its place begins another process."""
     hint = _NO_NETWORK_HINT if _wanted_network(error) else ""
-    return {"error": describe(error) + hint} | ({"last": True} if isinstance(error, MemoryError) else {})
+    last = {"last": "the process had used up its memory"} if isinstance(error, MemoryError) else {}
+    return {"error": describe(error) + hint} | last
 
 
 def _wanted_network(error: BaseException | None) -> bool:

@@ -286,9 +286,10 @@ class Child:
         if answer is None or answer.done():
             return
         if "error" in message:
-            answer.set_exception(CallFailed(str(message["error"])))
-            if message.get("last"):
-                self._lose("the process had used up its memory", culprit_known=True)
+            error = str(message["error"]).encode(errors="replace").decode()  # half a character goes into no message
+            answer.set_exception(CallFailed(error))
+            if last := message.get("last"):
+                self._lose(str(last), culprit_known=True)
         else:
             answer.set_result(message["value"])
 
