@@ -118,7 +118,8 @@ def test_an_agent_of_the_openai_package_learns_to_call_its_tool(folder: Path, en
 
 @pytest.mark.long
 def test_a_worker_that_is_killed_in_mid_episode_costs_no_ticket(folder: Path) -> None:
-    process = start(folder, "worker.engine=transformers", "training.max_steps=30")
+    # Who has learnt to call its tool always does: all groups are trained, else there are no 30 steps in the data.
+    process = start(folder, "worker.engine=transformers", "training.max_steps=30", "algorithm.drop_zero_variance=false")
     for killed in range(2):
         before = len(steps(folder))
         wait_until(lambda: len(steps(folder)) >= before + 3, description="three steps", timeout_s=120)  # noqa: B023
