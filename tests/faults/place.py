@@ -33,6 +33,7 @@ class Place:
     deadly_ticket: int | None = None  # its group kills the learner that trains it
     lag: Mapping[str, Any] = field(default_factory=dict)  # of the configuration; else one step
     deadline_s: int = _DEADLINE_S
+    environment: Mapping[str, Any] = field(default_factory=dict)  # of the configuration; none: answers of one turn
 
     def config(self) -> schema.Config:
         config = make_config(
@@ -43,6 +44,7 @@ class Place:
             redis={"connect_timeout_s": 2.0, "reply_timeout_s": self.reply_timeout_s, "give_up_after_s": 60.0},
             weights={"store": self.store},
             lag=dict(self.lag),
+            **({"environment": dict(self.environment)} if self.environment else {}),
         )
         return config.model_copy(update={"name": self.name, "dir": self.folder})
 
