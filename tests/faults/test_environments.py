@@ -83,7 +83,15 @@ def test_whatever_an_environment_does_every_ticket_ends_once(
 ) -> None:
     learner = world.start_learner()
     workers = {name: world.start_worker(name=name, habits=HABITS) for name in ("w0", "w1")}
-    wait_until(lambda: learner.exit_code is not None, description="the run ends", timeout_s=60.0 * times)
+
+    def has_ended() -> bool:
+        ended = learner.exit_code is not None
+        assert ended or all(worker.exit_code is None for worker in workers.values()), (
+            "a worker has ended before the run"
+        )
+        return ended
+
+    wait_until(has_ended, description="the run ends", timeout_s=60.0 * times)
     learner.ends_with(0)
     check_what_is_left(place, workers)
     log = noted(place)
