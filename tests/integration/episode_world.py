@@ -4,13 +4,18 @@ lines      an environment behind a prompt that is text
 drops      a chat whose template drops what stands before "=" in earlier answers: branches
 agents     contexts as somebody else might ask: the last one gone on from, an earlier one, one cut down, one asked
            twice, one that has nothing to do with the rest
+calls      an agent's chat through a session, with calls of a tool: gone on with, cut down, asked again, a helper's
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
+import json
 import random
+import re
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,9 +29,13 @@ from streamrl.learner.model.logprobs import Head
 from streamrl.learner.model.packing import Piece, pack
 from streamrl.protocol.wire.group import Sample, decode_body, decode_header, encode_group
 from streamrl.workers.engines.base import Engine, Generated, KvCache, SampleRequest
+from streamrl.workers.environments import openai_answers
 from streamrl.workers.environments.base import Answer, EnvironmentDouble
+from streamrl.workers.environments.openai_asked import ChatRequest, Refused
 from streamrl.workers.environments.play import Player
+from streamrl.workers.environments.session import Model, Session
 from streamrl.workers.environments.tail import Tail
+from streamrl.workers.environments.tool_calls import Said, ToolCall, Tools
 from streamrl.workers.environments.trace import Trace
 from tests.helpers import make_group, make_ticket
 from tests.integration.engine_world import Served
@@ -36,8 +45,16 @@ DROPS = (
     "{% for m in messages %}{{ m['role'] }}:{{ m['content'].split('=')[-1] }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
+CALLS = (
+    "{% for tool in tools or [] %}tool {{ tool['function']['name'] }};{% endfor %}"
+    "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}{% for call in m['tool_calls'] or [] %} > "
+    "{% for value in call['function']['arguments'].values() %}{{ value }}{% endfor %}{% endfor %}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 SAMPLING = schema.Sampling(max_tokens=12, min_tokens=3)
 _SETTINGS = schema.Environment(target="m:f", max_turns=5, max_tokens=160)
+_OF_AGENTS = schema.Environment(target="m:f", max_turns=6, max_tokens=240)
 _LIMIT_S = 3.0  # an episode, on a machine that has much else to do
 
 
@@ -72,8 +89,8 @@ class Watched:
 async def play_all(
     served: Served, count: int, *, kv_cache: KvCache, seed: int = 0
 ) -> tuple[list[Episode], dict[int, int]]:
-    """(the episodes, which model each version is): a third of each kind, side by side, while weights change."""
-    served.facts.tokenizer.chat_template = DROPS
+    """(the episodes, which model each version is): as many of each kind, side by side, while weights change."""
+    served.facts.tokenizer.chat_template = _with_its_end(DROPS, served)
     models: dict[int, int] = {}
     versions: list[int] = []
 
@@ -144,7 +161,58 @@ async def _agents(served: Served, rng: random.Random, at: int, versions: list[in
     return episode
 
 
-_KINDS = (_lines, _drops, _agents)
+async def _calls(served: Served, rng: random.Random, at: int, versions: list[int]) -> Episode:
+    tokenizer: Any = copy.deepcopy(served.facts.tokenizer)
+    tokenizer.chat_template = _with_its_end(CALLS, served)
+    said: list[dict[str, Any]] = [{"role": "user", "content": _words(rng)}]
+    text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    episode = Episode(prompt=tokenizer(text, add_special_tokens=False)["input_ids"])
+    watched: Any = Watched(served.engine, episode, versions)
+    with ThreadPoolExecutor(1) as thread:
+        facts = replace(served.facts, tokenizer=tokenizer)
+        model = Model(facts=facts, parse=_parse, settings=_OF_AGENTS, max_length=380, thread=thread)
+        session = Session(model, watched, replace(served.request(episode.prompt), sampling=SAMPLING))
+        has_grown = False
+        for _ in range(rng.randint(1, 6)):
+            asked = ChatRequest(messages=said, tools=[ADD], tool_choice=rng.choice(["auto", "auto", "none"]))
+            try:
+                answered = await session.chat(asked)
+            except Refused:
+                if not session.spent:
+                    raise
+                break
+            if has_grown:
+                before, after = episode.turns[-2:]
+                so_far = [*before.context, *before.generated.token_ids.tolist()]
+                assert after.context[: len(so_far)] == so_far, "what was sampled was written anew"
+            message = openai_answers.chat(answered, asked)["choices"][0]["message"]
+            grown = [*said, message, *_to(message, rng)]
+            has_grown = rng.random() < 0.8
+            said = grown if has_grown else rng.choice([said, said[: rng.randint(1, len(said))], grown[-1:]])
+    episode.sample = session.trace.played("stop", 0.0).sample
+    await session.close()
+    return episode
+
+
+_KINDS = (_lines, _drops, _agents, _calls)
+
+
+def _with_its_end(template: str, served: Served) -> str:
+    return template.replace("<eos>", str(served.facts.tokenizer.decode([served.facts.stop_ids[0]])))
+
+
+def _parse(text: str, tools: Tools) -> Said:
+    """Many answers of a model that knows nothing are calls."""
+    content, sign, rest = re.split(r"([-+=>?])", text, maxsplit=1) if re.search(r"[-+=>?]", text) else (text, "", "")
+    calls = (ToolCall(name="add", arguments=json.dumps({"a": rest})),) if sign else ()
+    return Said(content=content, calls=calls)
+
+
+def _to(message: dict[str, Any], rng: random.Random) -> list[dict[str, Any]]:
+    """What an agent sends back."""
+    if not message.get("tool_calls"):
+        return [{"role": "user", "content": _words(rng)}]
+    return [{"role": "tool", "tool_call_id": call["id"], "content": _words(rng)} for call in message["tool_calls"]]
 
 
 def _words(rng: random.Random) -> str:
