@@ -27,11 +27,15 @@ class Answer:
 
 def read_answer(given: object, reward: object, done: object) -> Answer:
     """What came of another process: ValueError where no model could be told it, or no learner count it."""
-    if type(reward) not in (int, float) or not abs(reward) <= sys.float_info.max:  # type: ignore[arg-type]
-        raise ValueError(f"answered 'reward' = {reward!r:.80}, which is no finite number")
     if not isinstance(done, bool):
         raise ValueError(f"answered 'done' = {done!r:.80}, which is neither true nor false")
-    return Answer(given=read_text(given), reward=float(reward), done=done)  # type: ignore[arg-type]
+    return Answer(given=read_text(given), reward=read_reward(reward), done=done)
+
+
+def read_reward(value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
+        raise ValueError(f"answered 'reward' = {value!r:.80}, which is no finite number")
+    return float(value)
 
 
 def read_text(value: object, name: str = "observation") -> str:

@@ -26,7 +26,7 @@ from streamrl.workers.rewards.function_child import confine, limit_memory, take_
 
 THREADS = 64  # of environments that wait for something outside, and of agents that are plain functions
 _MOST_HANGING = THREADS // 2  # then another process begins
-_MAX_REWARDS = 8  # that a rollout may have by name
+_MAX_REWARDS, _MAX_NAME_CHARS = 8, 64  # that a rollout may have by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,9 +213,14 @@ def _rewards(returned: Any) -> dict[str, float]:
     """By name; the only one of a rollout has none."""
     if not isinstance(returned, Mapping):
         return {"": _number(returned, "the agent")}
-    if len(returned) > _MAX_REWARDS or not all(isinstance(name, str) and name.isidentifier() for name in returned):
-        raise TypeError(f"the agent's rewards must be at most {_MAX_REWARDS}, by names, and were {returned!r:.80}")
+    if len(returned) > _MAX_REWARDS or not all(map(_is_name, returned)):
+        most = f"at most {_MAX_REWARDS}, by names of at most {_MAX_NAME_CHARS} characters"
+        raise TypeError(f"the agent's rewards must be {most}, and were {returned!r:.80}")
     return {name: _number(reward, "the agent") for name, reward in returned.items()}
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and name.isidentifier() and len(name) <= _MAX_NAME_CHARS
 
 
 if __name__ == "__main__":
