@@ -37,6 +37,7 @@ from streamrl.workers.environments.session import Model, Session
 from streamrl.workers.environments.tail import Tail
 from streamrl.workers.environments.tool_calls import Said, ToolCall, Tools
 from streamrl.workers.environments.trace import Trace
+from tests.brute_force import check_by_brute_force
 from tests.helpers import make_group, make_ticket
 from tests.integration.engine_world import Served
 from tests.tiny_models import CHARACTERS
@@ -87,7 +88,7 @@ class Watched:
 
 
 async def play_all(
-    served: Served, count: int, *, kv_cache: KvCache, seed: int = 0
+    served: Served, count: int, *, kv_cache: KvCache, seed: int = 0, limit_s: float = _LIMIT_S
 ) -> tuple[list[Episode], dict[int, int]]:
     """(the episodes, which model each version is): as many of each kind, side by side, while weights change."""
     served.facts.tokenizer.chat_template = _with_its_end(DROPS, served)
@@ -107,7 +108,7 @@ async def play_all(
         async with busy:
             episodes.append(await _KINDS[at % len(_KINDS)](served, random.Random(seed * 10_000 + at), at, versions))
 
-    async with asyncio.timeout(60 + _LIMIT_S * count):
+    async with asyncio.timeout(60 + limit_s * count):
         playing = asyncio.gather(*(one(at) for at in range(count)))
         model = 0
         while not playing.done():
@@ -224,6 +225,54 @@ def through_the_wire(episode: Episode) -> Sample:
     group = make_group(make_ticket(1), samples=(episode.sample,))
     header, body = encode_group(replace(group, prompt_ids=np.asarray(episode.prompt, np.int32)))
     return decode_body(decode_header(header), body).samples[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    off: list[float]  # of each token whose log-prob must be its version's
+    num_tokens: int  # that are trained
+    num_episodes: int
+    num_across: int  # episodes with tokens of several versions
+    num_loads: int
+    num_branches: int
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.off)} of {self.num_tokens} tokens of {self.num_episodes} episodes, {self.num_across} across "
+            f"loads ({self.num_loads} of them), {self.num_branches} branches: off by {max(self.off):.1e}"
+        )
+
+
+def compare(served: Served, episodes: Sequence[Episode], models: dict[int, int], *, kv_cache: KvCache) -> Compared:
+    """Ids, masks and spans by brute force; log-probs with the learner's, where these must be the same."""
+    samples = [through_the_wire(episode) for episode in episodes]
+    for episode, sample in zip(episodes, samples, strict=True):
+        check_by_brute_force(episode.prompt, sample, [(turn.context, turn.generated) for turn in episode.turns])
+    asked = [(episode.prompt, sample) for episode, sample in zip(episodes, samples, strict=True)]
+    learnt = {model: learners_logprobs(served, model, asked) for model in set(models.values())}
+    off, num_tokens = [], 0
+    for i, (episode, sample) in enumerate(zip(episodes, samples, strict=True)):
+        # What a load found at work has keys and values of the version before, unless the cache was cleared.
+        begun = {turn.generated.logprobs.tobytes(): turn.version for turn in episode.turns}
+        for start, end in sample.turns():
+            num_tokens += end - start
+            spans = [span for span in sample.spans if start <= span.start < end]
+            begun_with = begun[sample.logprobs[start:end].tobytes()]
+            if kv_cache == "salt" and {span.version for span in spans} != {begun_with}:
+                continue
+            for span in spans:
+                off += [
+                    abs(float(sample.logprobs[at]) - learnt[models[span.version]][i][at])
+                    for at in range(span.start, span.end)
+                ]
+    return Compared(
+        off=off,
+        num_tokens=num_tokens,
+        num_episodes=len(episodes),
+        num_across=sum(len({span.version for span in sample.spans}) > 1 for sample in samples),
+        num_loads=len(models),
+        num_branches=sum(len(sample.branches) for sample in samples),
+    )
 
 
 def learners_logprobs(
