@@ -191,6 +191,19 @@ async def test_what_cannot_be_used_is_an_error_at_start(start: Start, name: str,
             pass
 
 
+async def test_a_file_that_writes_on_the_pipe_while_it_is_imported_is_an_error_at_start(tmp_path: Path) -> None:
+    """And no worse when a child is begun anew in the midst of a run."""
+    write = "import os\nfor pipe in range(3, 20):\n  try: os.write(pipe, b'garbage\\n')\n  except OSError: pass\n"
+    (tmp_path / "mine.py").write_text(f"{write}class Game:\n  def reset(self, row): pass\n  step = reset\n")
+    target = f"{tmp_path / 'mine.py'}:Game"
+    environment = OwnEnvironment(build_children(schema.Environment(target=target), Permissions(reward_code=(target,))))
+    with pytest.raises(ConfigError, match=r"environment\.target: cannot use .*no answer"):
+        await environment.start()
+    with pytest.raises(SampleError, match="no answer"):
+        await environment.begin({})
+    await environment.close()
+
+
 async def test_code_that_nobody_allowed_is_not_run() -> None:
     with pytest.raises(ConfigError, match=r"environment\.target: this worker may not run 'mine\.py:Echo'"):
         build_children(schema.Environment(target="mine.py:Echo"), Permissions())

@@ -304,7 +304,10 @@ async def _loaded(process: Process) -> dict[str, Any]:
         raise CallFailed(f"not loaded within {LOAD_TIMEOUT_S:g} s") from None
     if not line:
         raise CallFailed("the process ended while it loaded the function")
-    first: dict[str, Any] = json.loads(line)
+    try:
+        first: dict[str, Any] = json.loads(line)
+    except ValueError:
+        raise CallFailed("the process wrote something that is no answer") from None
     if "error" in first:
         raise CallFailed(str(first["error"]))
     return first
