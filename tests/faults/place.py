@@ -37,7 +37,11 @@ class Place:
 
     def config(self) -> schema.Config:
         config = make_config(
-            training={"groups_per_step": GROUPS_PER_STEP, "max_epochs": self.max_epochs},
+            training={
+                "groups_per_step": GROUPS_PER_STEP,
+                "max_epochs": self.max_epochs,
+                **({"max_failed_in_row": 10_000} if self.environment else {}),  # bad ones may be the most
+            },
             worker={"max_attempts": 2, "lease_s": self.worker_lease_s, "max_groups_in_flight": 4, "grace_s": 0.01},
             learner={"lease_s": self.learner_lease_s, "idle_timeout_s": self.idle_timeout_s},
             checkpoint={"every_steps": self.commit_every, "keep_last": 1},
