@@ -103,6 +103,7 @@ class Shape:
 
 
 def pack(pieces: Sequence[Piece], *, max_tokens: int, shape: Shape) -> list[MicroBatch]:
+    """Each of `pieces` has a token with a loss."""
     if not pieces:
         return []
     laid = [_laid(piece, share=shape.share_prompts) for piece in pieces]

@@ -111,7 +111,8 @@ def test_of_branches_every_token_is_trained_once_and_sees_its_own_row_alone(
     trees = [(n, own, kept) for n, own, kept in trees if n == num_prompt]  # all of one group
     pieces = [branched(i, n, own, kept, group=0) for i, (n, own, kept) in enumerate(trees)]
     seen: dict[int, list[int]] = {i: [] for i in range(len(pieces))}
-    for batch in pack(pieces, max_tokens=max_tokens, shape=shape):
+    given = [piece for piece in pieces if piece.mask.any()]  # as the learner does it
+    for batch in pack(given, max_tokens=max_tokens, shape=shape):
         length = batch.input_ids.shape[1]
         visible = batch.attention_mask()[:, 0]
         for index, target, position, sample in zip(
