@@ -89,7 +89,7 @@ def make_report(config: Config, case: Showcase, summary: Summary, *, prepare_s: 
     """Of a run that has finished; draws the PNG."""
     history = History.read(config.folder)
     curves = {
-        "trained groups, sampled (all right or all wrong: dropped)": f"train_rollouts/rewards/{case.source}",
+        "trained groups, sampled (all alike: dropped)": f"train_rollouts/rewards/{case.source}",
         "held-out prompts": f"val_rollouts/rewards/{case.source}",
     }
     train, held_out = (list(zip(*history.curve(metric), strict=True)) for metric in curves.values())
@@ -155,7 +155,7 @@ def report_lines(report: Report) -> Iterator[str]:
     yield ""
     yield from terminal_plot(report.train, report.held_out)
     yield f"      {HELD_OUT_MARK} held-out prompts"
-    yield f"      {TRAIN_MARK} trained groups (those that are all right or all wrong are dropped)"
+    yield f"      {TRAIN_MARK} trained groups (those whose samples all have one reward are dropped)"
     yield ""
     yield from _table(report.completions)
     yield ""
