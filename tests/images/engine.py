@@ -16,6 +16,7 @@ import functools
 import json
 import os
 import re
+import resource
 import secrets
 import shutil
 import signal
@@ -32,7 +33,7 @@ _TAG = re.compile(r"streamrl-images-(\d+)-[0-9a-f]{4}")
 # Limits as a machine's own: podman's may be more than a root without CAP_SYS_RESOURCE can set.
 _SETTINGS = """
 [containers]
-default_ulimits = ["nofile=1024:1024"]
+default_ulimits = ["nofile={files}:{files}", "nproc={processes}:{processes}"]
 [engine]
 cgroup_manager = "cgroupfs"
 events_logger = "none"
@@ -68,11 +69,13 @@ class Engine:
     def open(self) -> None:
         _sweep(lambda pid: not Path(f"/proc/{pid}").exists())
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._settings.write_text(_SETTINGS)
+        self._settings.write_text(_settings())
         words = ["setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--pid", "--net", "--fork", "--mount-proc"]
         # What is mounted outside comes in, namespaces of networks among it; nothing gets out.
         words += ["--propagation", "slave", "--kill-child", "sh", "-ec", _HOLD]
-        self._holder = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        self._holder = subprocess.Popen(
+            words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+        )
         assert self._holder.stdout
         assert self._holder.stdout.readline() == "ready\n", "no namespaces for podman here"
         children = Path(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children").read_text().split()
@@ -185,6 +188,11 @@ def _removed(group: Path) -> bool:
         except OSError:
             return False
     return not group.exists()
+
+
+def _settings() -> str:
+    files, processes = (resource.getrlimit(kind)[1] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
+    return _SETTINGS.format(files=files, processes=processes)
 
 
 @contextlib.contextmanager

