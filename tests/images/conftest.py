@@ -71,7 +71,8 @@ def images(say: Callable[[str], None], pytestconfig: pytest.Config) -> Iterator[
     if reason := why_not({**TOOLS, **SUPPLY_TOOLS}):
         pytest.fail(f"images cannot be built here: {reason}", pytrace=False)
     fetched = supplies(BUILT / "supplies", say)
-    with engine(BUILT / "engine", keep_images=bool(pytestconfig.getoption("--keep-images"))) as made:
+    keep = bool(pytestconfig.getoption("--keep-images"))
+    with engine(BUILT / "engine", keep_images=keep) as made:
         base = _base()
         if not made.has_image(base):
             say(f"{base}: imported")
@@ -87,6 +88,8 @@ def images(say: Callable[[str], None], pytestconfig: pytest.Config) -> Iterator[
         file.write_text(f"FROM streamrl-worker-cpu:{_TAG}\nLABEL upgraded=1\n")
         made.build(file, UPGRADED, context=BUILT / "supplies" / "wheels", supplies=fetched)
         yield made
+    assert made.left() == [], "mounts, cgroups and processes are gone"
+    assert (BUILT / "engine").exists() == keep, "and images, unless they are to be kept"
 
 
 @pytest.fixture

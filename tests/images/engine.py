@@ -92,11 +92,11 @@ class Engine:
                 stack.callback(self.podman, "rm", "--all", "--force", "--time", "0")
 
     def left(self) -> list[str]:
-        """What is still there of it: namespaces end with their processes, mounts with their namespace."""
+        """What is still there of it but images: namespaces end with their processes, mounts with their namespace."""
         mounts = [line for line in Path("/proc/mounts").read_text().splitlines() if str(self._folder) in line]
         groups = [str(path) for path in _groups() if path.name == self.tag]
         processes = [f"process {pid}" for pid, words in command_lines() if str(self._folder) in words]
-        return mounts + groups + processes + [str(path) for path in [self._folder / "storage"] if path.exists()]
+        return mounts + groups + processes
 
     def inside(self, *words: str, timeout_s: float = _CALL_S, check: bool = True) -> subprocess.CompletedProcess[str]:
         """A command among podman's mounts and processes."""
