@@ -223,3 +223,14 @@ def test_the_rules_of_prometheus_are_those_that_streamrl_prints() -> None:
 def test_the_other_scaler_follows_a_metric_that_is_exported() -> None:
     metric = render("gpu-large").named("HorizontalPodAutoscaler", "worker")["spec"]["metrics"][0]["external"]["metric"]
     assert f'"{metric["name"]}' in (ROOT / "streamrl" / "ops" / "monitor" / "exporter.py").read_text()
+
+
+def test_no_probe_puts_a_password_into_a_variable_or_a_word(rendered: Rendered) -> None:
+    """Both are seen by whoever may look at a process; a pipe is not."""
+    for container in rendered.containers():
+        for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+            said = " ".join(container.spec.get(kind, {}).get("exec", {}).get("command", ()))
+            for found in re.finditer(r"\$\(cat /run/secrets[^)]*\)", said):
+                begins = said.rfind("printf ", 0, found.start())
+                assert begins >= 0, said
+                assert "|" not in said[begins : found.start()], "printf is of the shell, and starts nothing"
