@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,28 @@ from tests.root.hosts import Hosts
 
 NODE = "node"
 _POLL_S = 0.5
+_UNREADY_S = 1.0
+_BACK_OFF_S, _MOST_BACK_OFF_S = 10.0, 300.0  # of a container that ends again; the first time it is started at once
 _ASK = "import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=float(sys.argv[2])).read()"
 _CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), float(sys.argv[3]))"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Probe:
+    spec: Object
+    failures: int = 0  # one after the other
+    due: float = 0.0
+
+    @property
+    def threshold(self) -> int:
+        return int(self.spec.get("failureThreshold", 3))
+
+    def is_due(self) -> bool:
+        return time.monotonic() >= self.due
+
+    def note(self, passed: bool, *, period_s: float | None = None) -> None:
+        self.failures = 0 if passed else self.failures + 1
+        self.due = time.monotonic() + (float(self.spec.get("periodSeconds", 10)) if period_s is None else period_s)
 
 
 class Pod:
@@ -44,6 +64,7 @@ class Pod:
         self._watch = threading.Thread(target=self._keep, name=f"kubelet {name}", daemon=True)
         self._container: Container | None = None
         self._pid = 0  # among podman's processes
+        self._began = 0.0
         self.ready = threading.Event()
         self.ready_after_s = 0.0  # since its container was started
         self.restarts = 0
@@ -156,46 +177,49 @@ class Pod:
     # What kubelet does while it runs
 
     def _keep(self) -> None:
-        began = time.monotonic()
-        container = self._container
-        assert container is not None
-        if "startupProbe" in container.spec and not self._holds(container, "startupProbe", until_it_does=True):
+        try:
+            self._watch_over()
+        except (AssertionError, subprocess.TimeoutExpired) as error:  # podman's: the test must hear of it
+            self.complaints.append(f"{self.name}: {error}")
+
+    def _watch_over(self) -> None:
+        assert self._container is not None
+        spec = self._container.spec
+        if "startupProbe" in spec and not self._has_begun(_Probe(spec=spec["startupProbe"])):
             return
-        probes = [kind for kind in ("readinessProbe", "livenessProbe") if kind in container.spec]
-        failed = dict.fromkeys(probes, 0)
-        due = dict.fromkeys(probes, 0.0)
-        while not self._over.wait(_POLL_S):
-            if self._has_ended():
-                return
-            for kind in probes:
-                if time.monotonic() < due[kind]:
-                    continue
-                probe = container.spec[kind]
-                failed[kind] = 0 if self._passes(container, probe) else failed[kind] + 1
-                due[kind] = time.monotonic() + (probe.get("periodSeconds", 10) if self.ready.is_set() else 1)
-                if kind == "readinessProbe" and not failed[kind] and not self.ready.is_set():
-                    self.ready_after_s = time.monotonic() - began
+        ready = _Probe(spec=spec["readinessProbe"]) if "readinessProbe" in spec else None
+        alive = _Probe(spec=spec["livenessProbe"]) if "livenessProbe" in spec else None
+        while not self._over.wait(_POLL_S) and not self._has_ended():
+            if ready and ready.is_due():
+                # Asked more often than kubelet asks, until it passes: when that is, is measured.
+                ready.note(self._passes(ready.spec), period_s=None if self.ready.is_set() else _UNREADY_S)
+                if not ready.failures and not self.ready.is_set():
+                    self.ready_after_s = time.monotonic() - self._began
                     self.ready.set()
-                if kind == "livenessProbe" and failed[kind] >= probe.get("failureThreshold", 3) and self.ready.is_set():
-                    self.complaints.append(f"{self.name}: its liveness probe failed {failed[kind]} times")
+            if alive and alive.is_due():
+                alive.note(self._passes(alive.spec))
+                if alive.failures >= alive.threshold:
+                    self.complaints.append(f"{self.name}: its liveness probe failed {alive.failures} times")
                     return
 
-    def _holds(self, container: Container, kind: str, *, until_it_does: bool) -> bool:
-        probe = container.spec[kind]
-        for _ in range(int(probe.get("failureThreshold", 3))):
-            if self._passes(container, probe):
-                return True
-            if self._over.wait(float(probe["periodSeconds"])) or self._has_ended():
-                return False
-        self.complaints.append(f"{self.name}: its {kind} never passed")
+    def _has_begun(self, probe: _Probe) -> bool:
+        while not self._over.wait(_POLL_S) and not self._has_ended():
+            if probe.is_due():
+                probe.note(self._passes(probe.spec))
+                if not probe.failures:
+                    return True
+                if probe.failures >= probe.threshold:
+                    self.complaints.append(f"{self.name}: its startup probe never passed")
+                    return False
         return False
 
-    def _passes(self, container: Container, probe: Object) -> bool:
+    def _passes(self, probe: Object) -> bool:
+        assert self._container is not None
         timeout_s = float(probe.get("timeoutSeconds", 1))
         if "exec" in probe:
             return self.ask(*probe["exec"]["command"]).returncode == 0
         told: Mapping[str, Any] = probe.get("httpGet") or probe["tcpSocket"]
-        ports = {one["name"]: one["containerPort"] for one in container.spec["ports"]}
+        ports = {one["name"]: one["containerPort"] for one in self._container.spec["ports"]}
         address, port = self._world.address(self.host), str(ports.get(told["port"], told["port"]))
         asked = [_ASK, f"http://{address}:{port}{told['path']}"] if "httpGet" in probe else [_CONNECT, address, port]
         words = [sys.executable, "-I", "-S", "-c", *asked, str(timeout_s)]
@@ -208,11 +232,15 @@ class Pod:
             return False
         if self._spec.get("restartPolicy") == "Never":
             return True
-        self.restarts += 1
         self.ready.clear()
+        back_off_s = min(_BACK_OFF_S * 2 ** (self.restarts - 1), _MOST_BACK_OFF_S) if self.restarts else 0.0
+        self.restarts += 1
+        if self._over.wait(back_off_s):
+            return True
         self._engine.podman("start", self.name)
         self._note_process()
         return False
 
     def _note_process(self) -> None:
+        self._began = time.monotonic()
         self._pid = int(self._engine.inspect("container", self.name)["State"]["Pid"])
