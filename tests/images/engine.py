@@ -100,7 +100,7 @@ class Engine:
 
     def inside(self, *words: str, timeout_s: float = _CALL_S, check: bool = True) -> subprocess.CompletedProcess[str]:
         """A command among podman's mounts and processes."""
-        enter = ["nsenter", "--mount", "--pid", "--net", "--wd=/", "--target", str(self._inner)]
+        enter = ["nsenter", "--mount", "--pid", "--net", "--target", str(self._inner)]
         environment = {"PATH": os.environ["PATH"], "CONTAINERS_CONF": str(self._settings)}
         done = subprocess.run(
             [*enter, *words],
