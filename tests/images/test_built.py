@@ -1,4 +1,7 @@
-"""Every target for CPUs is built from the Dockerfile as it stands, and holds what its pods need and little else."""
+"""Every target for CPUs is built from the Dockerfile as it stands, and holds what its pods need and little else.
+
+Built so far: `monitor` (0.52 GB) and `learner` (1.47 GB); the size of `worker-cpu` is a bar not yet measured.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A run of the overlay `cpu` in its own images, while pods go, come again and are upgraded."""
+"""A run of the overlay `cpu` in its own images, while pods go, come again and are upgraded.
+
+Never run to its end yet: the pods of Redis and the monitors were, those of learner, rewards and workers were not.
+"""
 
 from __future__ import annotations
 
